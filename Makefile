@@ -1,0 +1,31 @@
+# Two commands from a fresh clone: `make train` and `make test`. Each makes .venv once, from requirements.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+RANKS ?= 2
+TRAIN_ARGS ?=
+
+.PHONY: train test test-gpu lint bench clean
+
+train: .venv/.installed
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) experiments/train.py $(TRAIN_ARGS)
+
+test: .venv/.installed
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: .venv/.installed
+	$(BIN)/python -m pytest -m gpu
+
+lint: .venv/.installed
+	$(BIN)/ruff check . && $(BIN)/mypy
+
+bench: .venv/.installed
+	$(BIN)/python experiments/bench_rollout.py
+
+.venv/.installed: requirements.txt setup.cfg
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:
+	rm -rf .venv runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,79 @@
+"""Experiences to tensors: right-padded rows, of which only the positions that predict completion tokens are kept.
+
+Shape suffixes: B sequences, L input positions, T kept positions (the last T of L).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from algos.experience import Experience
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A rank's micro-batch. Kept position t of a row predicts `targets_BT[t]`; the rest is zeros, and masked."""
+
+    input_ids_BL: Tensor
+    targets_BT: Tensor
+    spans: list[tuple[int, int]]
+    """Each row's completion within T: start, end."""
+
+    @property
+    def num_kept(self) -> int:
+        return self.targets_BT.shape[1]
+
+
+def collate(sequences: Sequence[tuple[list[int], int]], device: torch.device) -> Batch:
+    """A batch of (tokens, number of prompt tokens) rows; without a sequence, one dummy row.
+
+    Rows need no attention mask: attention is causal and the padding is on the right.
+    """
+    rows = list(sequences) or [([0], 1)]
+    num_inputs = max(1, *(len(tokens) - 1 for tokens, _ in rows))
+    first = min(num_inputs - 1, *(num_prompt_tokens - 1 for _, num_prompt_tokens in rows))
+    input_ids_BL = np.zeros((len(rows), num_inputs), dtype=np.int64)
+    targets_BT = np.zeros((len(rows), num_inputs - first), dtype=np.int64)
+    spans = []
+    for row, (tokens, num_prompt_tokens) in enumerate(rows):
+        assert 1 <= num_prompt_tokens <= len(tokens), "the first token is predicted by nothing: it is a prompt's"
+        input_ids_BL[row, : len(tokens) - 1] = tokens[:-1]
+        start, end = num_prompt_tokens - 1 - first, len(tokens) - 1 - first
+        targets_BT[row, start:end] = tokens[num_prompt_tokens:]
+        spans.append((start, end))
+    return Batch(
+        input_ids_BL=torch.from_numpy(input_ids_BL).to(device),
+        targets_BT=torch.from_numpy(targets_BT).to(device),
+        spans=spans,
+    )
+
+
+def spread(values: Sequence[Sequence[float] | np.ndarray], batch: Batch, dtype: torch.dtype) -> Tensor:
+    """Per-completion-token values of each row as [B, T], zeros elsewhere; no rows (a dummy) give all zeros."""
+    spread_BT = np.zeros(tuple(batch.targets_BT.shape), dtype=bool if dtype == torch.bool else np.float64)
+    for row, row_values in enumerate(values):
+        start, end = batch.spans[row]
+        spread_BT[row, start:end] = row_values
+    return torch.from_numpy(spread_BT).to(batch.targets_BT.device, dtype)
+
+
+def check_experiences(experiences: Sequence[Experience]) -> None:
+    """Raises ValueError for an experience whose per-token lists do not align with its completion."""
+    for index, experience in enumerate(experiences):
+        want = experience.num_completion_tokens
+        for name in ("rollout_logprobs", "loss_mask"):
+            have = len(getattr(experience, name))
+            if have != want:
+                raise ValueError(
+                    f"experiences[{index}].{name} has {have} entries: must be one per completion token, {want}"
+                )
+        if not 1 <= experience.num_prompt_tokens <= len(experience.tokens):
+            raise ValueError(
+                f"experiences[{index}].num_prompt_tokens={experience.num_prompt_tokens}: must be at least 1, and at "
+                f"most the number of tokens, {len(experience.tokens)}"
+            )

@@ -1,0 +1,228 @@
+"""One step's experience: roll out groups, score them, keep those worth training on, turn rewards into advantages."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from algos.algorithm import Algorithm
+from algos.experience import Experience
+from algos.rewards.runner import RewardRunner
+from algos.tasks.task import Problem, Task
+from engines import LLM, Completion, SamplingParams
+from engines.parallel.collectives import Communicator
+
+_MOST_SKIPPED = 100
+"""Problems in one round whose prompts the engine cannot take, before the run ends with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A prompt's completions and their raw rewards."""
+
+    problem: Problem
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    rewards: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreCounts:
+    """Completions whose reward could not be had, by what went wrong."""
+
+    num_raised: int = 0
+    num_timed_out: int = 0
+    num_invalid: int = 0
+
+    def __add__(self, other: ScoreCounts) -> ScoreCounts:
+        return ScoreCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What one step learns from."""
+
+    groups: list[Group]
+    """All groups sampled, in sampling order; the first `prompts_per_step` kept ones are trained on."""
+    experiences: list[Experience]
+    next_index: int
+    """Data position after this step."""
+    metrics: dict[str, float]
+
+
+class Collector:
+    """Rolls out a task's problems. All ranks of the group call it alike, and get the same."""
+
+    def __init__(
+        self,
+        *,
+        llm: LLM,
+        task: Task,
+        algorithm: Algorithm,
+        reward: RewardRunner,
+        group: Communicator,
+        params: SamplingParams,
+        prompts_per_step: int,
+    ) -> None:
+        """`params.n` is the group size."""
+        self._llm = llm
+        self._task = task
+        self._algorithm = algorithm
+        self._reward = reward
+        self._group = group
+        self._params = params
+        self._prompts_per_step = prompts_per_step
+
+    def collect(self, index: int, on_completion: Callable[[Completion], None] | None = None) -> Rollout:
+        """Samples problems from data position `index` on until enough groups are kept, in whole rounds.
+
+        After `max_sampling_rounds` the step goes on with what was kept, and says so.
+        """
+        sampled: list[Group] = []
+        kept: list[Group] = []
+        seconds = {"gen": 0.0, "reward": 0.0}
+        counts = ScoreCounts()
+        rounds = skipped = 0
+        while len(kept) < self._prompts_per_step and rounds < self._algorithm.max_sampling_rounds:
+            problems, next_index = self._draw(index)
+            skipped += next_index - index - len(problems)
+            index = next_index
+            groups, failed, spent = sample_groups(
+                self._llm, problems, self._params, self._reward, self._group, on_completion
+            )
+            counts += failed
+            seconds = {name: seconds[name] + spent[name] for name in seconds}
+            sampled += groups
+            kept += [group for group in groups if self._algorithm.keep_group(group.rewards)]
+            rounds += 1
+        if len(kept) < self._prompts_per_step and self._group.rank == 0:
+            warnings.warn(
+                f"only {len(kept)} of {self._prompts_per_step} groups had unequal rewards after {rounds} sampling "
+                "rounds; the step trains on those. Easier or harder problems, or more max_sampling_rounds, help",
+                stacklevel=2,
+            )
+        kept = kept[: self._prompts_per_step]
+        experiences = [experience for group in kept for experience in self._experiences(group)]
+        metrics = rollout_metrics(sampled, experiences, self._params.max_tokens)
+        metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
+        metrics |= {f"reward/{name}": float(value) for name, value in vars(counts).items()}
+        metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
+        metrics["train/num_prompts_skipped"] = float(skipped)
+        return Rollout(groups=sampled, experiences=experiences, next_index=index, metrics=metrics)
+
+    def _draw(self, index: int) -> tuple[list[Problem], int]:
+        """The next problems whose prompts the engine can take, and the index after them."""
+        problems: list[Problem] = []
+        skipped = 0
+        while len(problems) < self._prompts_per_step:
+            problem = self._task.train_problem(index)
+            index += 1
+            try:
+                self._llm.check(problem.prompt, self._params)
+            except ValueError as error:
+                skipped += 1
+                if self._group.rank == 0:
+                    warnings.warn(f"problem {problem.uid} is passed over: {error}", stacklevel=2)
+                if skipped > _MOST_SKIPPED:
+                    raise
+                continue
+            problems.append(problem)
+        return problems, index
+
+    def _experiences(self, group: Group) -> list[Experience]:
+        lengths = [len(completion.token_ids) for completion in group.completions]
+        truncated = [completion.finish_reason == "length" for completion in group.completions]
+        shaped = self._algorithm.shape_rewards(group.rewards, lengths, truncated, self._params.max_tokens)
+        return [
+            Experience(
+                tokens=group.prompt_token_ids + completion.token_ids,
+                num_prompt_tokens=len(group.prompt_token_ids),
+                rollout_logprobs=completion.logprobs,
+                loss_mask=[self._algorithm.loss_mask(length, cut)] * length,
+                advantage=advantage,
+            )
+            for completion, length, cut, advantage in zip(
+                group.completions, lengths, truncated, self._algorithm.advantages(shaped), strict=True
+            )
+        ]
+
+
+def sample_groups(
+    llm: LLM,
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    reward: RewardRunner,
+    group: Communicator,
+    on_completion: Callable[[Completion], None] | None = None,
+) -> tuple[list[Group], ScoreCounts, dict[str, float]]:
+    """Completes and scores problems; returns the groups, the failed scores, and the seconds of `gen` and `reward`.
+
+    Each rank scores the groups i with i mod size = rank.
+    """
+    start = time.perf_counter()
+    outputs = llm.generate(
+        [problem.prompt for problem in problems],
+        params,
+        prompt_uids=[problem.uid for problem in problems],
+        on_completion=on_completion,
+    )
+    generated = time.perf_counter()
+    mine = range(group.rank, len(problems), group.size)
+    flat = [(problems[i], completion) for i in mine for completion in outputs[i].outputs]
+    result = reward.score(
+        [problem.prompt for problem, _ in flat],
+        [completion.text for _, completion in flat],
+        {name: [problem.columns[name] for problem, _ in flat] for name in problems[0].columns},
+    )
+    counts = ScoreCounts(
+        num_raised=result.num_raised, num_timed_out=result.num_timed_out, num_invalid=result.num_invalid
+    )
+    parts = group.all_gather_bytes(msgspec.msgpack.encode((result.rewards, counts)))
+    rewards: list[list[float]] = [[] for _ in problems]
+    total = ScoreCounts()
+    for rank, part in enumerate(parts):
+        scores, failed = msgspec.msgpack.decode(part, type=tuple[list[float], ScoreCounts])
+        total += failed
+        for position, i in enumerate(range(rank, len(problems), group.size)):
+            rewards[i] = scores[position * params.n : (position + 1) * params.n]
+    groups = [
+        Group(
+            problem=problem,
+            prompt_token_ids=output.prompt_token_ids,
+            completions=output.outputs,
+            rewards=rewards[i],
+        )
+        for i, (problem, output) in enumerate(zip(problems, outputs, strict=True))
+    ]
+    return groups, total, {"gen": generated - start, "reward": time.perf_counter() - generated}
+
+
+def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience], max_tokens: int) -> dict[str, float]:
+    """verl's names: rewards and lengths over all that was sampled, advantages over what is trained on."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    cut = [completion.finish_reason == "length" for group in groups for completion in group.completions]
+    prompts = [len(group.prompt_token_ids) for group in groups]
+    solved = [sum(group.rewards) / len(group.rewards) for group in groups]
+    metrics: dict[str, float] = {}
+    for name, values in (
+        ("critic/rewards", rewards),
+        ("response_length", lengths),
+        ("prompt_length", prompts),
+        ("critic/advantages", [experience.advantage for experience in experiences] or [0.0]),
+    ):
+        metrics |= {
+            f"{name}/mean": statistics.fmean(values),
+            f"{name}/max": float(max(values)),
+            f"{name}/min": float(min(values)),
+        }
+    return metrics | {
+        "response_length/clip_ratio": statistics.fmean(cut),
+        "rollout/zero_variance_groups": statistics.fmean(len(set(group.rewards)) == 1 for group in groups),
+        "rollout/group_reward_std": statistics.pstdev(solved),
+    }

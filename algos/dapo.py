@@ -1,0 +1,103 @@
+"""DAPO: Decoupled Clip and Dynamic Sampling Policy Optimization (arXiv:2503.14476, §3).
+
+Four changes to GRPO: clip-higher (§3.1), dynamic sampling (§3.2), token-level loss (§3.3), overlong reward shaping
+(§3.4). There is no KL term (§2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from algos import losses
+from algos.advantages import group_advantages
+from algos.algorithm import check_fields, objective_checks
+from algos.experience import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPO:
+    """Hyperparameters of DAPO; the methods are its equations."""
+
+    ratio_clip_low: float = 0.2
+    """The ratio of new to old probability is clipped below at 1 - this."""
+    ratio_clip_high: float = 0.28
+    """The ratio is clipped above at 1 + this: wider than below, so that unlikely tokens can grow (§3.1)."""
+    dual_clip: float | None = None
+    """Bounds the loss of tokens with negative advantage at this many times |A| (verl: 3.0); None leaves it open."""
+    loss_aggregation: losses.LossAggregation = "token-mean"
+    """From a loss per token to one number; token-mean is the paper's Eq. 8."""
+    constant_length: int = 1024
+    """Divisor of a sequence's summed loss under constant-length, tokens."""
+    dynamic_sampling: bool = True
+    """Drop groups whose completions all got the same reward, and sample others in their place (§3.2)."""
+    max_sampling_rounds: int = 3
+    """Rollouts at most per step to replace dropped groups; without dynamic sampling it has no meaning."""
+    overlong_buffer_fraction: float = 0.2
+    """Last part of `max_tokens`, over which the punishment grows (L_cache / L_max, 4096 / 20480 there); 0 is off."""
+    overlong_factor: float = 1.0
+    """Punishment of a completion as long as `max_tokens`."""
+    overlong_filtering: bool = False
+    """Do not train on completions that `max_tokens` cut (§3.4's first remedy)."""
+    importance_correction: losses.ImportanceCorrection = "token"
+    """Weigh tokens by the trainer's over the rollout engine's probability, truncated; per token or per sequence."""
+    importance_cap: float = 2.0
+    """Largest such weight."""
+    num_epochs: int = 1
+    """Passes over a rollout's experiences."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            objective_checks(self)
+            | {
+                "max_sampling_rounds": (self.max_sampling_rounds >= 1, "at least 1"),
+                "overlong_buffer_fraction": (0 <= self.overlong_buffer_fraction <= 1, "in [0, 1]"),
+                "overlong_factor": (self.overlong_factor >= 0, "at least 0"),
+            },
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
+    def keep_group(self, rewards: Sequence[float]) -> bool:
+        """Eq. 11, 0 < |{correct}| < G, for any reward: a group of equal rewards has no advantage to learn from."""
+        return not self.dynamic_sampling or len(set(rewards)) > 1
+
+    def shape_rewards(
+        self, rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], max_tokens: int
+    ) -> list[float]:
+        """Eq. 13, soft overlong punishment: 0 up to L_max - L_cache tokens, then linear down to -1 at L_max."""
+        cache = self.overlong_buffer_fraction * max_tokens
+        if cache == 0:
+            return list(rewards)
+        return [
+            reward + self.overlong_factor * max(-1.0, min(0.0, (max_tokens - cache - length) / cache))
+            for reward, length in zip(rewards, lengths, strict=True)
+        ]
+
+    def advantages(self, rewards: Sequence[float]) -> list[float]:
+        """Eq. 9: A_i = (R_i - mean(R)) / std(R)."""
+        return group_advantages([rewards], normalise_std=True)[0]
+
+    def loss_mask(self, length: int, truncated: bool) -> bool:
+        return not (self.overlong_filtering and truncated)
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """Eq. 8: -1/(sum_i |o_i|) sum_i sum_t min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)."""
+        surrogate = losses.clipped_surrogate(
+            inputs.logprobs_BT,
+            inputs.trainer_logprobs_BT,
+            inputs.advantages_BT,
+            ratio_clip_low=self.ratio_clip_low,
+            ratio_clip_high=self.ratio_clip_high,
+            dual_clip=self.dual_clip,
+        )
+        weights_BT = losses.importance_weights(inputs, self.importance_correction, self.importance_cap)
+        loss = losses.aggregate(weights_BT * surrogate.loss_BT, inputs, self.loss_aggregation, self.constant_length)
+        mismatch, maxima = losses.mismatch_metrics(inputs, weights_BT, self.importance_cap)
+        metrics = losses.surrogate_metrics(surrogate, inputs) | mismatch
+        return LossOutput(
+            loss=loss, metrics=metrics | {"actor/pg_loss": loss.detach(), "actor/loss": loss.detach()}, maxima=maxima
+        )

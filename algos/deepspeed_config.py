@@ -1,0 +1,234 @@
+"""From a `TrainerConfig` and a user's DeepSpeed JSON to the configuration that DeepSpeed gets.
+
+The JSON wins over the fields of `TrainerConfig`; "auto" anywhere in it means the `TrainerConfig`'s value, or else
+DeepSpeed's default. The three batch-size fields keep DeepSpeed's meanings, carried over to micro-batches cut by tokens:
+`train_batch_size` is `mini_batch_size`, `train_micro_batch_size_per_gpu` is the most sequences in a rank's
+micro-batch, and `gradient_accumulation_steps` gives whichever of the two is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16"]
+LRSchedule = Literal["constant", "linear", "cosine"]
+
+BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+ADAM_TYPES = ("adam", "adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How the policy is optimised. Sequences and tokens are counted over all ranks unless said otherwise."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What DeepSpeed shards over ranks: 1 optimizer states, 2 and gradients, 3 and parameters."""
+    dtype: DType = "float32"
+    """Of weights and activations; bfloat16 keeps float32 master weights in the optimizer."""
+    learning_rate: float = 1e-6
+    """AdamW's learning rate after warm-up."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the moments."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 is off."""
+    lr_schedule: LRSchedule = "constant"
+    """After warm-up: constant, or down to zero at `total_steps` linearly or along a half cosine."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from zero."""
+    total_steps: int | None = None
+    """Optimizer steps at which a linear or cosine schedule reaches zero."""
+    mini_batch_size: int = 256
+    """Sequences per optimizer step; the last of an epoch may be smaller."""
+    micro_batch_tokens: int = 16384
+    """Most tokens, padding included, that a rank computes at once; a longer sequence goes alone."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more computation."""
+    deepspeed_config: Path | None = None
+    """A DeepSpeed JSON file; its sections win over the fields above."""
+
+    def __post_init__(self) -> None:
+        needs_total = self.lr_schedule != "constant"
+        checks = (
+            ("zero_stage", self.zero_stage in (0, 1, 2, 3), "0, 1, 2 or 3"),
+            ("dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            ("learning_rate", self.learning_rate > 0, "above 0"),
+            ("weight_decay", self.weight_decay >= 0, "at least 0"),
+            ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
+            ("adam_eps", self.adam_eps > 0, "above 0"),
+            ("max_grad_norm", self.max_grad_norm >= 0, "at least 0 (0 is off)"),
+            ("lr_schedule", self.lr_schedule in ("constant", "linear", "cosine"), "constant, linear or cosine"),
+            ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
+            (
+                "total_steps",
+                not needs_total or (self.total_steps is not None and self.total_steps > self.warmup_steps),
+                f"above warmup_steps={self.warmup_steps} with lr_schedule={self.lr_schedule!r}",
+            ),
+            ("mini_batch_size", self.mini_batch_size >= 1, "at least 1 sequence"),
+            ("micro_batch_tokens", self.micro_batch_tokens >= 1, "at least 1 token"),
+        )
+        for name, holds, requirement in checks:
+            if not holds:
+                raise ValueError(f"TrainerConfig.{name}={getattr(self, name)!r}: must be {requirement}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """What the trainer goes by, once the user's JSON has had its say."""
+
+    deepspeed: dict[str, Any]
+    """What `deepspeed.initialize` gets."""
+    zero_stage: int
+    dtype: DType
+    mini_batch_size: int
+    max_micro_batch_rows: int | None
+    """Most sequences of a rank's micro-batch; None leaves it to the token budget."""
+    max_grad_norm: float
+    owns_scheduler: bool
+    """Whether the learning-rate schedule is `TrainerConfig`'s, not the JSON's."""
+
+
+def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
+    """Raises ValueError, naming file, field, value and fix, for a JSON that Curtail cannot follow."""
+    user = _read(config.deepspeed_config) if config.deepspeed_config else {}
+    name = str(config.deepspeed_config)
+    _refuse_unsupported(user, name)
+    mini_batch_size, max_rows = _batch_sizes(user, name, config.mini_batch_size, num_ranks)
+    merged = {key: value for key, value in user.items() if key not in BATCH_FIELDS}
+    zero = {"stage": config.zero_stage} | merged.get("zero_optimization", {})
+    if zero["stage"] not in (0, 1, 2, 3):
+        raise ValueError(f"{name}: zero_optimization.stage={zero['stage']!r}: must be 0, 1, 2 or 3")
+    bf16 = {"enabled": config.dtype == "bfloat16"} | merged.get("bf16", {})
+    merged |= {
+        # DeepSpeed insists on batch sizes; what it does with them (loss scaling, accumulation) the trainer overrides.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "bf16": bf16,
+        "gradient_clipping": merged.get("gradient_clipping", config.max_grad_norm),
+        "optimizer": _optimizer(merged.get("optimizer"), config, zero),
+    }
+    if bf16["enabled"] and zero["stage"] > 0:
+        # Else the gradients of a mini-batch's many micro-batches add up in bf16. (Not to be had without ZeRO.)
+        merged["data_types"] = {"grad_accum_dtype": "fp32"} | merged.get("data_types", {})
+    merged.setdefault("steps_per_print", None)
+    merged.setdefault("zero_allow_untested_optimizer", True)
+    if "scheduler" in merged:
+        merged["scheduler"] = _scheduler(merged["scheduler"], config)
+    return ResolvedConfig(
+        deepspeed=merged,
+        zero_stage=zero["stage"],
+        dtype="bfloat16" if bf16["enabled"] else "float32",
+        mini_batch_size=mini_batch_size,
+        max_micro_batch_rows=max_rows,
+        max_grad_norm=float(merged["gradient_clipping"]),
+        owns_scheduler="scheduler" not in merged,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"TrainerConfig.deepspeed_config={str(path)!r}: cannot be read ({error})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"TrainerConfig.deepspeed_config={str(path)!r}: not valid JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"TrainerConfig.deepspeed_config={str(path)!r}: must hold a JSON object")
+    return _without_auto(data)
+
+
+def _without_auto(value: Any) -> Any:
+    """`value` without the entries that are "auto": those take the defaults."""
+    if isinstance(value, dict):
+        return {key: _without_auto(entry) for key, entry in value.items() if entry != "auto"}
+    return value
+
+
+def _refuse_unsupported(user: dict[str, Any], name: str) -> None:
+    """Raises ValueError for sections that would take over what Curtail itself must do."""
+    enabled = {section for section, value in user.items() if isinstance(value, dict) and value.get("enabled")}
+    refusals = (
+        ("fp16.enabled", True, "fp16" in enabled, "use bf16, which needs no loss scaling"),
+        ("amp.enabled", True, "amp" in enabled, "use bf16"),
+        ("elasticity.enabled", True, "elasticity" in enabled, "remove it: it would change the mini-batch size"),
+        (
+            "managed_gradient_accumulation",
+            False,
+            user.get("managed_gradient_accumulation") is False,
+            "remove it: the trainer sets the accumulation boundaries",
+        ),
+        ("tensor_parallel", user.get("tensor_parallel"), "tensor_parallel" in user, "remove it: use ZeRO to shard"),
+    )
+    for field, value, refused, fix in refusals:
+        if refused:
+            raise ValueError(f"{name}: {field}={value!r}: not supported; {fix}")
+
+
+def _batch_sizes(user: dict[str, Any], name: str, default: int, num_ranks: int) -> tuple[int, int | None]:
+    """(mini-batch size, most sequences of a rank's micro-batch): train = micro x accumulation x ranks, as DeepSpeed."""
+    for field in BATCH_FIELDS:
+        value = user.get(field)
+        if value is not None and not (isinstance(value, int) and value >= 1):
+            raise ValueError(f"{name}: {field}={value!r}: must be an integer of at least 1")
+    train, micro, accumulation = (user.get(field) for field in BATCH_FIELDS)
+    if train and micro and accumulation and train != micro * accumulation * num_ranks:
+        raise ValueError(
+            f"{name}: train_batch_size={train}: must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
+            f"ranks = {micro} x {accumulation} x {num_ranks} = {micro * accumulation * num_ranks}; remove one of them"
+        )
+    if train is None:
+        train = micro * accumulation * num_ranks if micro and accumulation else default
+    if micro is None and accumulation is not None:
+        micro = -(-train // (accumulation * num_ranks))
+    return train, micro
+
+
+def _optimizer(user: dict[str, Any] | None, config: TrainerConfig, zero: dict[str, Any]) -> dict[str, Any]:
+    """The JSON's optimizer section, or AdamW; learning rate and the like default to `config`'s."""
+    optimizer = {"type": "AdamW"} | (user or {})
+    params: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if optimizer["type"].lower() in ADAM_TYPES:
+        params |= {"betas": list(config.betas), "eps": config.adam_eps}
+    params |= optimizer.get("params", {})
+    offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if optimizer["type"].lower() in ADAM_TYPES and not offloads:
+        # torch's own AdamW: DeepSpeed's would compile a kernel at the first start. An offloaded one insists on it.
+        params.setdefault("torch_adam", True)
+        if params["torch_adam"] and not params.get("foreach"):
+            params.setdefault("fused", True)
+    return optimizer | {"params": params}
+
+
+def _scheduler(user: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
+    """The JSON's scheduler section, with what `TrainerConfig` knows for parameters that it leaves out."""
+    known: dict[str, Any] = {"warmup_max_lr": config.learning_rate, "warmup_num_steps": config.warmup_steps}
+    if config.total_steps is not None:
+        known["total_num_steps"] = config.total_steps
+    wanted = {
+        "WarmupLR": ("warmup_max_lr", "warmup_num_steps"),
+        "WarmupDecayLR": ("warmup_max_lr", "warmup_num_steps", "total_num_steps"),
+        "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
+    }.get(user.get("type", ""), ())
+    defaults = {key: known[key] for key in wanted if key in known}
+    return user | {"params": defaults | user.get("params", {})}
+
+
+def lr_factor(step: int, schedule: LRSchedule, warmup_steps: int, total_steps: int | None) -> float:
+    """The share of the full learning rate at optimizer step `step`, counted from 0."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    assert total_steps is not None
+    progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    if schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,188 @@
+"""All that knows DeepSpeed's ways: starting it, making engines, one step, and whole weights at any ZeRO stage."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from algos.deepspeed_config import ResolvedConfig, TrainerConfig, lr_factor
+
+
+def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
+    """Imports DeepSpeed for this machine's device and joins the process group, making it if there is none.
+
+    Reads torchrun's environment; without it the world is this process. Returns this rank's device. NCCL with one
+    rank per GPU where there are GPUs, else gloo. `timeout` is the group's, for any one collective.
+    """
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it looked for a GPU
+        # DeepSpeed's launcher sets it, torchrun does not; it is how DeepSpeed counts a host's CPU ranks.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.setdefault("LOCAL_RANK", "0")
+    _quieten()
+    import deepspeed  # after DS_ACCELERATOR: the import picks the accelerator
+    import deepspeed.ops
+
+    if not on_cuda:
+        # An empty table of compilable ops keeps `init_distributed` from compiling its shared-memory all-reduce, which
+        # takes 23 s and a compiler, and of which training makes no use.
+        deepspeed.ops.__compatible_ops__ = {}
+    if not dist.is_initialized():
+        backend = "nccl" if on_cuda else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    return device
+
+
+def stop_deepspeed() -> None:
+    """Leaves the process group, if there is one: an exit without it at times aborts in a thread of gloo. Collective."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _quieten() -> None:
+    """Leaves warnings and errors of DeepSpeed and transformers, and drops their progress reports."""
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")  # for output while it is being imported
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.disable_progress_bar()
+    # DeepSpeed calls collectives by names that torch has renamed.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated.*")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing_enable.*")
+
+
+def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfig) -> Any:
+    """A DeepSpeed engine that trains `model`. Collective."""
+    import deepspeed
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        factor = partial(
+            lr_factor,
+            schedule=config.lr_schedule,
+            warmup_steps=config.warmup_steps,
+            total_steps=config.total_steps,
+        )
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    with contextlib.redirect_stdout(io.StringIO()):  # one of its optimizers prints memory figures
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+            config=resolved.deepspeed,
+            lr_scheduler=scheduler if resolved.owns_scheduler else None,
+        )
+    engine.train()
+    _undo_first_step(engine)
+    return engine
+
+
+def _undo_first_step(engine: Any) -> None:
+    """Takes back the optimizer step on zero gradients by which DeepSpeed makes the states of bf16 without ZeRO.
+
+    That step decays the master weights, and puts Adam's bias correction one step ahead. (At the other stages there is
+    none.)
+    """
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    wrapper = engine.optimizer
+    if isinstance(wrapper, FP16_UnfusedOptimizer):
+        wrapper.optimizer.state.clear()
+        for masters, parameters in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.data.copy_(parameter.data)
+
+
+def make_frozen(model: nn.Module, resolved: ResolvedConfig) -> Any:
+    """`model` as something to call without gradients; under ZeRO-3 an engine that keeps it sharded. Collective."""
+    model.requires_grad_(False)
+    model.eval()
+    if resolved.zero_stage < 3:
+        return model
+    import deepspeed
+
+    zero = {key: value for key, value in resolved.deepspeed["zero_optimization"].items() if key != "offload_optimizer"}
+    sections = {"zero_optimization": zero, "bf16": resolved.deepspeed["bf16"], "train_micro_batch_size_per_gpu": 1}
+    engine, *_ = deepspeed.initialize(model=model, config=sections | {"steps_per_print": None})
+    engine.eval()
+    return engine
+
+
+def backward(engine: Any, loss_share: Tensor) -> None:
+    """Accumulates the gradient of this rank's share of the loss; at a boundary it is complete, and reduced.
+
+    DeepSpeed averages over ranks, where the shares want a sum.
+    """
+    # A loss that is not finite may leave a finite gradient. NaN times the loss makes the gradient NaN, so that the
+    # check of the gradient's norm, which all ranks agree on, catches both.
+    poison = torch.where(torch.isfinite(loss_share.detach()), 1.0, math.nan)
+    engine.backward(loss_share * (poison * dist.get_world_size()), scale_wrt_gas=False)
+
+
+def set_boundary(engine: Any, *, is_last: bool) -> None:
+    """Says whether the next forward and backward are an optimizer step's last: to be called before both."""
+    engine.set_gradient_accumulation_boundary(is_last)
+
+
+def step_if_finite(engine: Any) -> tuple[float, bool]:
+    """(global gradient norm before clipping, whether the optimizer stepped). A non-finite norm drops the gradient.
+
+    The learning-rate schedule advances only with the optimizer. Collective.
+    """
+    if not (engine.zero_optimization() or engine.bfloat16_enabled()):
+        # Plain fp32 data parallelism is the one case where DeepSpeed neither checks nor reports the norm.
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            engine.zero_grad()
+            return norm, False
+        engine.step()
+        return norm, True
+    skipped = engine.skipped_steps
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    return math.nan if norm is None else float(norm), engine.skipped_steps == skipped
+
+
+def named_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of each parameter in the model's order; tied ones once.
+
+    A tensor is valid until the next one is asked for: under ZeRO-3 it is gathered for that while, so that the extra
+    memory is that of the largest parameter. Collective under ZeRO-3: all ranks iterate in step, to the end.
+    """
+    import deepspeed
+
+    for name, parameter in engine.module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.data
+        else:
+            yield name, parameter.data
+
+
+def weight_shapes(engine: Any) -> dict[str, torch.Size]:
+    """Names and whole shapes of what `named_weights` yields, without gathering."""
+    return {
+        name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in engine.module.named_parameters()
+    }

@@ -1,0 +1,107 @@
+"""GRPO: Group Relative Policy Optimization (DeepSeekMath, arXiv:2402.03300, §4.1), and Dr. GRPO (arXiv:2503.20783).
+
+Dr. GRPO is `normalise_std=False, loss_aggregation="constant-length"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from algos import losses
+from algos.advantages import group_advantages
+from algos.algorithm import check_fields, objective_checks, one_of
+from algos.experience import LossInputs, LossOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO:
+    """Hyperparameters of GRPO; the methods are its equations."""
+
+    ratio_clip_low: float = 0.2
+    """The ratio of new to old probability is clipped below at 1 - this (the paper's epsilon)."""
+    ratio_clip_high: float = 0.2
+    """The ratio is clipped above at 1 + this."""
+    dual_clip: float | None = None
+    """Bounds the loss of tokens with negative advantage at this many times |A| (verl: 3.0); None leaves it open."""
+    normalise_std: bool = True
+    """Divide a group's advantages by its standard deviation; no is Dr. GRPO."""
+    loss_aggregation: losses.LossAggregation = "sequence-mean"
+    """From a loss per token to one number; sequence-mean is the paper's 1/G sum 1/|o_i| sum."""
+    constant_length: int = 1024
+    """Divisor of a sequence's summed loss under constant-length (Dr. GRPO's fixed generation budget), tokens."""
+    kl_coef: float = 0.0
+    """Weight of the KL term to the initial model (the paper's beta, 0.04 there); 0 loads no reference model."""
+    kl_estimator: losses.KLEstimator = "k3"
+    """Estimator of the KL term; k3 is the paper's Eq. 4."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    importance_correction: losses.ImportanceCorrection = "token"
+    """Weigh tokens by the trainer's over the rollout engine's probability, truncated; per token or per sequence."""
+    importance_cap: float = 2.0
+    """Largest such weight."""
+    num_epochs: int = 1
+    """Passes over a rollout's experiences (the paper's mu)."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            objective_checks(self)
+            | {
+                "kl_coef": (self.kl_coef >= 0, "at least 0"),
+                "kl_estimator": one_of(self.kl_estimator, losses.KLEstimator),
+            },
+        )
+
+    @property
+    def max_sampling_rounds(self) -> int:
+        return 1
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    def keep_group(self, rewards: Sequence[float]) -> bool:
+        return True
+
+    def shape_rewards(
+        self, rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], max_tokens: int
+    ) -> list[float]:
+        return list(rewards)
+
+    def advantages(self, rewards: Sequence[float]) -> list[float]:
+        """§4.1.2: A_i = (r_i - mean(r)) / std(r), the same for every token of o_i."""
+        return group_advantages([rewards], normalise_std=self.normalise_std)[0]
+
+    def loss_mask(self, length: int, truncated: bool) -> bool:
+        return True
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """Eq. 3: -1/G sum_i 1/|o_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta KL(policy || ref)]."""
+        surrogate = losses.clipped_surrogate(
+            inputs.logprobs_BT,
+            inputs.trainer_logprobs_BT,
+            inputs.advantages_BT,
+            ratio_clip_low=self.ratio_clip_low,
+            ratio_clip_high=self.ratio_clip_high,
+            dual_clip=self.dual_clip,
+        )
+        weights_BT = losses.importance_weights(inputs, self.importance_correction, self.importance_cap)
+        pg_loss = self._aggregate(weights_BT * surrogate.loss_BT, inputs)
+        loss = pg_loss
+        mismatch, maxima = losses.mismatch_metrics(inputs, weights_BT, self.importance_cap)
+        metrics = losses.surrogate_metrics(surrogate, inputs) | mismatch | {"actor/pg_loss": pg_loss.detach()}
+        if self.kl_coef > 0:
+            assert inputs.ref_logprobs_BT is not None
+            kl_BT = losses.kl_estimate(inputs.logprobs_BT, inputs.ref_logprobs_BT, self.kl_estimator)
+            kl_loss = self._aggregate(kl_BT, inputs)
+            loss = loss + self.kl_coef * kl_loss
+            metrics["actor/kl_loss"] = kl_loss.detach()
+        if self.entropy_coef != 0:
+            loss = loss - self.entropy_coef * self._aggregate(inputs.entropy_BT, inputs)
+        return LossOutput(loss=loss, metrics=metrics | {"actor/loss": loss.detach()}, maxima=maxima)
+
+    def _aggregate(self, values_BT: Tensor, inputs: LossInputs) -> Tensor:
+        return losses.aggregate(values_BT, inputs, self.loss_aggregation, self.constant_length)

@@ -1,0 +1,153 @@
+"""The terms that policy losses are made of, each a pure function of the tensors in `LossInputs`.
+
+Shape suffix _BT: B sequences, T positions. Means and sums are *shares* of one micro-batch: divided by the counts of the
+whole mini-batch, so that adding them over micro-batches and ranks gives the mini-batch's value however it was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algos.experience import LossInputs
+
+LossAggregation = Literal["token-mean", "sequence-mean", "constant-length"]
+KLEstimator = Literal["k1", "k2", "k3"]
+ImportanceCorrection = Literal["off", "token", "sequence"]
+
+# exp() of a larger difference of log-probs is useless as a weight, and soon infinite (verl clamps alike).
+MAX_LOG_RATIO = 20.0
+
+
+def masked_sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Sum over unmasked positions; whatever stands in the others (NaN included) has no part in it, nor a gradient."""
+    return values_BT.masked_fill(~mask_BT, 0.0).sum()
+
+
+def token_mean(values_BT: Tensor, inputs: LossInputs) -> Tensor:
+    """This micro-batch's share of the mean over the mini-batch's unmasked tokens."""
+    return masked_sum(values_BT, inputs.loss_mask_BT) / inputs.num_tokens
+
+
+def aggregate(values_BT: Tensor, inputs: LossInputs, how: LossAggregation, constant_length: int = 0) -> Tensor:
+    """This micro-batch's share of the mini-batch's loss, from a loss per token.
+
+    token-mean: every token weighs the same (DAPO, arXiv:2503.14476, Eq. 8).
+    sequence-mean: mean over tokens, then over sequences (GRPO, arXiv:2402.03300, Eq. 3): long ones weigh less a token.
+    constant-length: sum over tokens / `constant_length`, mean over sequences (Dr. GRPO, arXiv:2503.20783, §3.2).
+    """
+    if how == "token-mean":
+        return token_mean(values_BT, inputs)
+    mask_BT = inputs.loss_mask_BT
+    sums_B = values_BT.masked_fill(~mask_BT, 0.0).sum(-1)
+    if how == "sequence-mean":
+        return (sums_B / mask_BT.sum(-1).clamp(min=1)).sum() / inputs.num_sequences
+    assert how == "constant-length" and constant_length >= 1
+    return sums_B.sum() / constant_length / inputs.num_sequences
+
+
+@dataclass(frozen=True)
+class ClippedSurrogate:
+    """A loss per token (to be minimised) and, detached, where clipping was active."""
+
+    loss_BT: Tensor
+    clipped_BT: Tensor
+    clipped_lower_BT: Tensor
+    log_ratio_BT: Tensor
+
+
+def clipped_surrogate(
+    logprobs_BT: Tensor,
+    trainer_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    *,
+    ratio_clip_low: float,
+    ratio_clip_high: float,
+    dual_clip: float | None = None,
+) -> ClippedSurrogate:
+    """PPO's clipped objective, negated (arXiv:1707.06347, Eq. 7; apart low and high: DAPO Eq. 8), per token.
+
+    `dual_clip` c > 1 bounds it by c |A| where A < 0, however large the ratio (arXiv:1912.09729).
+    """
+    log_ratio_BT = (logprobs_BT - trainer_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_BT = log_ratio_BT.exp()
+    plain_BT = -advantages_BT * ratio_BT
+    clipped_BT = -advantages_BT * ratio_BT.clamp(1 - ratio_clip_low, 1 + ratio_clip_high)
+    loss_BT = torch.maximum(plain_BT, clipped_BT)
+    lower_BT = torch.zeros_like(loss_BT, dtype=torch.bool)
+    if dual_clip is not None:
+        bound_BT = -advantages_BT * dual_clip
+        lower_BT = (advantages_BT < 0) & (loss_BT > bound_BT)
+        loss_BT = torch.where(advantages_BT < 0, torch.minimum(loss_BT, bound_BT), loss_BT)
+    return ClippedSurrogate(loss_BT, clipped_BT.detach() > plain_BT.detach(), lower_BT, log_ratio_BT.detach())
+
+
+def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstimator) -> Tensor:
+    """Per-token estimate of KL(policy || reference) at tokens drawn from the policy (Schulman, "Approximating KL").
+
+    With d = ref - policy: k1 = -d (unbiased, any sign); k2 = d^2 / 2; k3 = e^d - d - 1 (unbiased, never negative;
+    GRPO Eq. 4). As a loss k1 has a gradient of expectation zero, and k2 the true gradient of the KL.
+    """
+    delta_BT = (ref_logprobs_BT - logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return -delta_BT
+    if estimator == "k2":
+        return 0.5 * delta_BT.square()
+    assert estimator == "k3"
+    return k3(delta_BT)
+
+
+def k3(delta_BT: Tensor) -> Tensor:
+    """e^d - d - 1, in float64: for the small d of nearly equal policies float32 leaves nothing of d^2 / 2."""
+    wide_BT = delta_BT.double()
+    return (torch.expm1(wide_BT) - wide_BT).to(delta_BT.dtype)
+
+
+def importance_weights(inputs: LossInputs, correction: ImportanceCorrection, cap: float) -> Tensor:
+    """Detached weights [B, T], min(pi_trainer / pi_rollout, cap): truncated importance sampling for two engines.
+
+    The rollout engine and the trainer compute slightly different probabilities of the same tokens, which makes
+    on-policy data a little off-policy (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
+    RL training"). "token" weighs each token by its own ratio (biased, low variance), "sequence" each of a
+    sequence's tokens by the product over its unmasked tokens; "off" gives ones.
+    """
+    if correction == "off":
+        return torch.ones_like(inputs.rollout_logprobs_BT)
+    log_ratio_BT = (inputs.trainer_logprobs_BT - inputs.rollout_logprobs_BT).detach()
+    log_ratio_BT = log_ratio_BT.masked_fill(~inputs.loss_mask_BT, 0.0)
+    if correction == "sequence":
+        log_ratio_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
+    else:
+        assert correction == "token"
+    return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
+
+
+def surrogate_metrics(surrogate: ClippedSurrogate, inputs: LossInputs) -> dict[str, Tensor]:
+    """Shares of verl's `actor/` figures; ppo_kl is k1 of KL(trainer before the first update || policy now)."""
+    return {
+        "actor/pg_clipfrac": token_mean(surrogate.clipped_BT.float(), inputs),
+        "actor/pg_clipfrac_lower": token_mean(surrogate.clipped_lower_BT.float(), inputs),
+        "actor/ppo_kl": token_mean(-surrogate.log_ratio_BT, inputs),
+        "actor/entropy": token_mean(inputs.entropy_BT.detach(), inputs),
+    }
+
+
+def mismatch_metrics(inputs: LossInputs, weights_BT: Tensor, cap: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(shares, maxima) of how far the rollout engine's log-probs are from the trainer's on the same tokens.
+
+    `kl` (k1) and `k3_kl` estimate KL(rollout || trainer) in nats a token; the differences are of log-probs.
+    """
+    delta_BT = (inputs.trainer_logprobs_BT - inputs.rollout_logprobs_BT).detach()
+    delta_BT = delta_BT.masked_fill(~inputs.loss_mask_BT, 0.0)
+    clamped_BT = delta_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    shares = {
+        "rollout_corr/kl": token_mean(-delta_BT, inputs),
+        "rollout_corr/k3_kl": token_mean(k3(clamped_BT), inputs),
+        "rollout_corr/logprob_abs_diff_mean": token_mean(delta_BT.abs(), inputs),
+        "rollout_corr/rollout_is_mean": token_mean(weights_BT, inputs),
+        "rollout_corr/rollout_is_clipfrac": token_mean((weights_BT >= cap).to(delta_BT.dtype), inputs),
+    }
+    return shares, {"rollout_corr/logprob_abs_diff_max": delta_BT.abs().max()}

@@ -1,0 +1,121 @@
+"""Hugging Face directories: a model read from one (sharded from the start under ZeRO-3), and written to one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from algos.deepspeed_config import ResolvedConfig
+
+MAX_SHARD_BYTES = 5_000_000_000
+# What a checkpoint directory holds beside its weights and config.json.
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def load_model(
+    path: Path, resolved: ResolvedConfig, device: torch.device, *, gradient_checkpointing: bool
+) -> nn.Module:
+    """The causal language model in `path`, in the training dtype, without dropout. Collective under ZeRO-3.
+
+    The weights are never held twice: transformers builds the model on the meta device and reads them in; under ZeRO-3
+    each tensor is cut up as it arrives, so that a rank holds its own part only.
+    """
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model_path={str(path)!r}: holds no config.json; give a Hugging Face checkpoint directory")
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    dtype = getattr(torch, resolved.dtype)
+    hf_config = AutoConfig.from_pretrained(path)
+    for name, value in vars(hf_config).items():
+        if "dropout" in name and isinstance(value, float):
+            setattr(hf_config, name, 0.0)  # dropout would make the log-probs differ from the rollout engine's
+    # While this object lives, transformers makes models under `deepspeed.zero.Init`.
+    zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=hf_config, dtype=dtype, attn_implementation=_attention(device, dtype)
+    )
+    del zero3
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if resolved.zero_stage < 3:
+        nn.Module.to(model, device)  # under ZeRO-3 each parameter is there already
+    return model
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> str:
+    flash = device.type == "cuda" and dtype == torch.bfloat16 and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else "sdpa"
+
+
+def save_pretrained(
+    source: Path,
+    target: Path,
+    weights: Iterator[tuple[str, Tensor]],
+    shapes: dict[str, torch.Size],
+    dtype: torch.dtype,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes `weights` as safetensors beside `source`'s config and tokenizer. Rank 0 writes; the rest iterate along.
+
+    Rank 0 holds about one file of at most `max_shard_bytes` at a time. All ranks return when the files are complete.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    skeleton = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    split = split_torch_state_dict_into_shards(skeleton, max_shard_size=max_shard_bytes)
+    is_writer = dist.get_rank() == 0
+    if is_writer:
+        target.mkdir(parents=True, exist_ok=True)
+        _write_config(source, target, dtype)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    missing = {filename: set(names) for filename, names in split.filename_to_tensors.items()}
+    pending: dict[str, dict[str, Tensor]] = {filename: {} for filename in missing}
+    for name, tensor in weights:
+        filename = split.tensor_to_filename[name]
+        missing[filename].remove(name)
+        if is_writer:
+            pending[filename][name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+            if not missing[filename]:
+                _save_shard(pending.pop(filename), target / filename)
+    assert not any(missing.values()), "named weights and shapes differ"
+    dist.barrier()
+
+
+def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
+    config = json.loads((source / "config.json").read_text())
+    name = str(dtype).removeprefix("torch.")
+    config["dtype"] = name
+    if "torch_dtype" in config:
+        config["torch_dtype"] = name
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    for companion in COMPANION_FILES:
+        if (source / companion).is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(source / companion, target / companion)

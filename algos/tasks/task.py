@@ -1,0 +1,37 @@
+"""What a task is to a trainer: problems by index, held-out problems, and the name of a reward. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One prompt, and what its reward needs to know."""
+
+    uid: int
+    """Names the draw, not the text: unique in a run, so that a text drawn twice gets fresh noise each time.
+
+    Training problems carry their index, held-out ones count down from -1.
+    """
+    prompt: str
+    columns: dict[str, str] = field(default_factory=dict)
+    """Passed to the reward by keyword, as lists over the batch: {"answer": "1112"}."""
+
+
+class Task(Protocol):
+    """Problems and their reward."""
+
+    @property
+    def reward(self) -> str:
+        """Import path `module:function` of a reward `(prompts, completions, **columns) -> list[float]`."""
+
+    def train_problem(self, index: int) -> Problem:
+        """A pure function of `index` >= 0, so that one integer is a run's whole position in the data.
+
+        A finite data set goes round in epochs, each another seeded permutation.
+        """
+
+    def held_out_problems(self, count: int) -> list[Problem]:
+        """The first `count` problems that no index trains on; fewer when a finite data set holds fewer."""

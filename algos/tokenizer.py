@@ -1,0 +1,41 @@
+"""A byte-level tokenizer that needs no training and loses nothing: token id = byte value."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD_TOKEN_ID = 256
+EOS_TOKEN_ID = 257
+VOCAB_SIZE = 264
+"""Rows of a model's embedding: the 258 tokens, padded to a multiple of 8 so that TP 2, 4 and 8 can split it."""
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes without merges, `<pad>` and `<eos>`; any text round-trips, and encoding adds no special token.
+
+    The characters "<eos>" in a text are five bytes, never the token: a prompt cannot end itself.
+    """
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])  # in the order of their ids
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that the byte-level alphabet writes for each byte value.
+
+    GPT-2's table: printable Latin-1 bytes stand for themselves, the others are moved, in order, to U+0100 and on.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    moved = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]

@@ -1,0 +1,271 @@
+"""The trainer: a DeepSpeed engine that learns from a rollout's experiences, and gives out its weights.
+
+Every rank constructs a `Trainer` and calls the same methods with the same arguments: all are collective.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algos import deepspeed_engine, pretrained
+from algos.algorithm import Algorithm
+from algos.batch import Batch, check_experiences, collate, spread
+from algos.deepspeed_config import TrainerConfig, resolve
+from algos.experience import Experience, LossInputs, LossOutput
+from algos.logprobs import token_logprobs
+from algos.micro_batches import MicroBatchPlan, plan_micro_batches
+
+CHECKPOINT_TAG = "deepspeed"
+CHECKPOINT_FACTS = "trainer.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """An experience, with the trainer's and the reference's log-probs of its completion where they are known."""
+
+    experience: Experience
+    trainer_logprobs: np.ndarray | None
+    ref_logprobs: np.ndarray | None
+
+    @property
+    def sequence(self) -> tuple[list[int], int]:
+        return self.experience.tokens, self.experience.num_prompt_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step: this rank's shares (to be summed over ranks), and what all ranks already agree on."""
+
+    shares: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+    plan: MicroBatchPlan
+    grad_norm: float
+    learning_rate: float
+    stepped: bool
+
+
+class Trainer:
+    """Trains the policy of `model_path`. See the module on who calls what."""
+
+    def __init__(
+        self, config: TrainerConfig, algorithm: Algorithm, model_path: str | Path, *, temperature: float = 1.0
+    ) -> None:
+        """`temperature` is the rollout's: log-probs are of softmax(logits / temperature).
+
+        The reference model of a KL term is `model_path` as it stands, whatever checkpoint is loaded later.
+        """
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature!r}: must be above 0; greedy rollouts cannot be trained on")
+        self.config = config
+        self.algorithm = algorithm
+        self.model_path = Path(model_path)
+        self.temperature = temperature
+        self.device = deepspeed_engine.start_deepspeed()
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.resolved = resolve(config, num_ranks=self.num_ranks)
+        model = pretrained.load_model(
+            self.model_path, self.resolved, self.device, gradient_checkpointing=config.gradient_checkpointing
+        )
+        self.engine = deepspeed_engine.make_engine(model, config, self.resolved)
+        self.reference: Any = None
+        if algorithm.needs_reference:
+            frozen = pretrained.load_model(self.model_path, self.resolved, self.device, gradient_checkpointing=False)
+            self.reference = deepspeed_engine.make_frozen(frozen, self.resolved)
+
+    # -- learning
+
+    def update(self, experiences: Sequence[Experience]) -> dict[str, float]:
+        """Epochs x mini-batches of optimizer steps on a rollout's experiences; all ranks pass the whole same list.
+
+        Mini-batches are consecutive parts of the list, the same in each epoch: shuffle before, if at all.
+        Returns metrics under verl's names, equal on all ranks: means over the optimizer steps (maxima where so named).
+        A step whose loss or gradient is not finite changes nothing and counts in `actor/skipped_steps`; a mini-batch
+        without an unmasked token is passed over.
+        """
+        if not experiences:
+            raise ValueError("experiences=[]: must hold at least one sequence; skip the update of an empty rollout")
+        check_experiences(experiences)
+        size = self.resolved.mini_batch_size
+        num_steps = self.algorithm.num_epochs * math.ceil(len(experiences) / size)
+        sequences = [(experience.tokens, experience.num_prompt_tokens) for experience in experiences]
+        # With one optimizer step per rollout the policy that is trained still is the policy before the first update:
+        # the training pass itself gives its log-probs, and a third of the computation is saved.
+        known = self._score(self.engine, sequences) if num_steps > 1 else [None] * len(sequences)
+        reference = self._score(self.reference, sequences) if self.reference is not None else [None] * len(sequences)
+        samples = [
+            Sample(experience=experience, trainer_logprobs=logprobs, ref_logprobs=ref)
+            for experience, logprobs, ref in zip(experiences, known, reference, strict=True)
+        ]
+        records = [
+            self._optimizer_step(samples[start : start + size])
+            for _ in range(self.algorithm.num_epochs)
+            for start in range(0, len(samples), size)
+        ]
+        return self._metrics([record for record in records if record is not None])
+
+    def _optimizer_step(self, samples: list[Sample]) -> StepRecord | None:
+        """One step on a mini-batch, in micro-batches. None where nothing is unmasked."""
+        unmasked = [sum(sample.experience.loss_mask) for sample in samples]
+        if not any(unmasked):
+            return None
+        num_tokens, num_sequences = sum(unmasked), sum(count > 0 for count in unmasked)
+        plan = self._plan([len(sample.experience.tokens) for sample in samples])
+        micro_batches = plan.of_rank(self.rank)
+        shares: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
+        for number, members in enumerate(micro_batches, start=1):
+            deepspeed_engine.set_boundary(self.engine, is_last=number == len(micro_batches))
+            output = self._loss([samples[index] for index in members], num_tokens, num_sequences)
+            deepspeed_engine.backward(self.engine, output.loss)
+            for name, share in output.metrics.items():
+                shares[name] = shares[name] + share if name in shares else share
+            for name, value in output.maxima.items():
+                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        learning_rate = self.engine.get_lr()[0]
+        grad_norm, stepped = deepspeed_engine.step_if_finite(self.engine)
+        return StepRecord(
+            shares=shares, maxima=maxima, plan=plan, grad_norm=grad_norm, learning_rate=learning_rate, stepped=stepped
+        )
+
+    def _loss(self, samples: list[Sample], num_tokens: int, num_sequences: int) -> LossOutput:
+        """The algorithm's loss of one micro-batch; of a dummy row when this rank has no sequence for it."""
+        batch = collate([sample.sequence for sample in samples], self.device)
+        logprobs_BT, entropy_BT = self._forward(self.engine, batch)
+        dtype = logprobs_BT.dtype
+        experiences = [sample.experience for sample in samples]
+        trainer = [sample.trainer_logprobs for sample in samples if sample.trainer_logprobs is not None]
+        ref = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
+        inputs = LossInputs(
+            logprobs_BT=logprobs_BT,
+            trainer_logprobs_BT=spread(trainer, batch, dtype) if trainer else logprobs_BT.detach(),
+            rollout_logprobs_BT=spread([experience.rollout_logprobs for experience in experiences], batch, dtype),
+            ref_logprobs_BT=spread(ref, batch, dtype) if self.reference is not None else None,
+            entropy_BT=entropy_BT,
+            advantages_BT=spread(
+                [[experience.advantage] * experience.num_completion_tokens for experience in experiences], batch, dtype
+            ),
+            loss_mask_BT=spread([experience.loss_mask for experience in experiences], batch, torch.bool),
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+        )
+        return self.algorithm.loss(inputs)
+
+    def _forward(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(log-probs of the targets, entropies), both [B, T], zeros outside the completions."""
+        logits_BTV = model(input_ids=batch.input_ids_BL, logits_to_keep=batch.num_kept, use_cache=False).logits
+        logprobs_N, entropy_N = token_logprobs(logits_BTV.flatten(0, 1), batch.targets_BT.flatten(), self.temperature)
+        shape = batch.targets_BT.shape
+        outside_BT = ~spread([[True] * (end - start) for start, end in batch.spans], batch, torch.bool)
+        return (
+            logprobs_N.view(shape).masked_fill(outside_BT, 0.0),
+            entropy_N.view(shape).masked_fill(outside_BT, 0.0),
+        )
+
+    def _plan(self, lengths: list[int]) -> MicroBatchPlan:
+        return plan_micro_batches(
+            lengths,
+            self.config.micro_batch_tokens,
+            self.num_ranks,
+            max_rows=self.resolved.max_micro_batch_rows,
+        )
+
+    def _metrics(self, records: list[StepRecord]) -> dict[str, float]:
+        """One reduction for all steps' shares and one for their maxima; then means over the steps."""
+        metrics = {
+            "actor/skipped_steps": float(sum(not record.stepped for record in records)),
+            "actor/num_steps": float(sum(record.stepped for record in records)),
+        }
+        if not records:
+            return metrics
+        for field, op in (("shares", dist.ReduceOp.SUM), ("maxima", dist.ReduceOp.MAX)):
+            names = sorted(getattr(records[0], field))
+            if not names:
+                continue
+            table = torch.stack(
+                [torch.stack([getattr(record, field)[name].double() for name in names]) for record in records]
+            )
+            dist.all_reduce(table, op=op)
+            values = table.mean(0) if op == dist.ReduceOp.SUM else table.amax(0)
+            metrics |= dict(zip(names, values.tolist(), strict=True))
+        norms = [record.grad_norm for record in records if record.stepped]
+        num_tokens = sum(record.plan.num_tokens for record in records)
+        return metrics | {
+            "actor/grad_norm": sum(norms) / len(norms) if norms else math.nan,
+            "actor/lr": records[-1].learning_rate,
+            "actor/num_micro_batches": float(sum(len(record.plan.micro_batches) for record in records)),
+            "perf/total_num_tokens": float(num_tokens),
+            "perf/padding_fraction": 1 - num_tokens / sum(record.plan.num_padded_tokens for record in records),
+        }
+
+    # -- looking
+
+    def logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-prob of each sequence's tokens but the first, given those before. Equal on all ranks."""
+        return [values.tolist() for values in self._score(self.engine, [(tokens, 1) for tokens in sequences])]
+
+    @torch.no_grad()
+    def _score(self, model: Any, sequences: Sequence[tuple[list[int], int]]) -> list[np.ndarray]:
+        """Log-probs of each completion, of (tokens, number of prompt tokens). The ranks share the work."""
+        ends = np.cumsum([len(tokens) - num_prompt for tokens, num_prompt in sequences])
+        flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=self.device)
+        for members in self._plan([len(tokens) for tokens, _ in sequences]).of_rank(self.rank):
+            batch = collate([sequences[index] for index in members], self.device)
+            logprobs_BT, _ = self._forward(model, batch)
+            for row, index in enumerate(members):
+                start, end = batch.spans[row]
+                flat[ends[index] - (end - start) : ends[index]] = logprobs_BT[row, start:end]
+        dist.all_reduce(flat)
+        return np.split(flat.cpu().numpy(), ends[:-1])
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor), one after the other; see `deepspeed_engine.named_weights`."""
+        return deepspeed_engine.named_weights(self.engine)
+
+    # -- keeping
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Writes all that training needs to go on bit for bit: weights, optimizer states, learning-rate schedule."""
+        self.engine.save_checkpoint(str(directory), tag=CHECKPOINT_TAG, save_latest=False)
+        if self.rank == 0:
+            (Path(directory) / CHECKPOINT_FACTS).write_text(json.dumps(self._facts(), indent=2))
+        dist.barrier()
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Takes up what `save_checkpoint` wrote. Raises ValueError for a checkpoint missing or of another shape."""
+        path = Path(directory) / CHECKPOINT_FACTS
+        if not path.is_file():
+            raise ValueError(
+                f"directory={str(directory)!r}: holds no {CHECKPOINT_FACTS}; give one that save_checkpoint wrote"
+            )
+        saved = json.loads(path.read_text())
+        for name, value in self._facts().items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"{path}: {name}={saved.get(name)!r}, but this run has {value!r}; resume with the same"
+                )
+        loaded, _ = self.engine.load_checkpoint(str(directory), tag=CHECKPOINT_TAG)
+        if loaded is None:
+            raise ValueError(f"directory={str(directory)!r}: DeepSpeed found no checkpoint {CHECKPOINT_TAG!r} in it")
+
+    def _facts(self) -> dict[str, Any]:
+        return {"num_ranks": self.num_ranks, "zero_stage": self.resolved.zero_stage, "dtype": self.resolved.dtype}
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes a Hugging Face checkpoint: safetensors, config and tokenizer files."""
+        pretrained.save_pretrained(
+            self.model_path,
+            Path(directory),
+            self.named_weights(),
+            deepspeed_engine.weight_shapes(self.engine),
+            getattr(torch, self.resolved.dtype),
+        )

@@ -1,0 +1,203 @@
+"""A small policy that can do a little: supervised training of a random Qwen3 on worked additions.
+
+Reinforcement learning needs right answers to reinforce. In about a minute on two cores the default gives a *partial*
+policy: its greedy answers are mostly right, but sampling at temperature 1 spoils about half of them, the long ones
+most. Label smoothing keeps it that unsure, so that the answers are there for reinforcement to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from algos.publish import check_replaceable, only_writer, publish_directory, read_record
+from algos.tasks.arithmetic import ArithmeticTask, solution
+from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+
+ModelSize = Literal["tiny", "draft-2l", "draft-1l"]
+
+MODEL_SIZES: dict[ModelSize, dict[str, Any]] = {
+    # 0.8 M parameters; 4 query and 2 KV heads.
+    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
+    # Drafters of it, with the same tokenizer: 0.12 M and 0.07 M.
+    "draft-2l": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "draft-1l": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+
+Example = tuple[list[int], list[int]]
+"""Prompt tokens, and completion tokens with the end-of-sequence token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """Everything that decides the weights (beside the machine's rounding)."""
+
+    size: ModelSize = "tiny"
+    """Which shape: the policy, or one of its two drafters."""
+    steps: int = 450
+    """Optimiser steps; more teach longer sums."""
+    batch_size: int = 16
+    """Problems per step."""
+    learning_rate: float = 0.02
+    """Muon's peak rate, for the weight matrices; embeddings and norms take AdamW at 0.3 of it."""
+    label_smoothing: float = 0.02
+    """Probability taught for all other tokens together, at every token; 0 makes the surest policy."""
+    seed: int = 0
+    """Of the initial weights."""
+    # Another seed than a run's default, so that reinforcement learning draws problems of its own.
+    task: ArithmeticTask = field(default_factory=lambda: ArithmeticTask(seed=1))
+    """The problems to learn from."""
+
+    def __post_init__(self) -> None:
+        if self.size not in get_args(ModelSize):
+            raise ValueError(f"WarmStartConfig.size={self.size!r}: use one of {list(get_args(ModelSize))}")
+        checks = (
+            ("steps", self.steps >= 1, "at least 1"),
+            ("batch_size", self.batch_size >= 1, "at least 1"),
+            ("learning_rate", self.learning_rate > 0, "above 0"),
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)"),
+        )
+        for name, ok, want in checks:
+            if not ok:
+                raise ValueError(f"WarmStartConfig.{name}={getattr(self, name)}: must be {want}")
+
+
+def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:
+    """Trains and publishes a Hugging Face checkpoint in `directory`, unless the same config already made one there.
+
+    Returns `directory`, which is whole or absent whenever a call is killed; concurrent calls wait for each other.
+    A checkpoint of another config is replaced. ValueError when the directory holds anything else.
+    """
+    target = Path(directory)
+    with only_writer(target):
+        record = read_record(target)
+        if record is not None and record.get("warm_start") == asdict(config):
+            return target
+        check_replaceable(target)  # before the minute of training
+        model, loss = train(config)
+
+        def write(path: Path) -> None:
+            model.save_pretrained(path)
+            byte_tokenizer().save_pretrained(path)
+
+        publish_directory(target, {"warm_start": asdict(config), "loss": loss}, write)
+    return target
+
+
+def new_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
+    """A random fp32 model; the caller's random state is left as it was."""
+    config = Qwen3Config(
+        **MODEL_SIZES[size],
+        num_key_value_heads=MODEL_SIZES[size]["num_attention_heads"] // 2,
+        head_dim=32,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=PAD_TOKEN_ID,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).float()
+
+
+def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
+    """The trained model, and the mean loss (nats per completion token) of its last steps. Progress goes to stderr."""
+    model = new_model(config.size, config.seed)
+    optimizers = _make_optimizers(model, config.learning_rate)
+    schedule = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_at(step, config.steps))
+        for optimizer in optimizers
+    ]
+    smoothed = None
+    model.train()
+    with tqdm(range(config.steps), desc=f"warm start {config.size}", unit="step") as progress:
+        for step in progress:
+            first = step * config.batch_size
+            examples = [_example(config.task, first + offset) for offset in range(config.batch_size)]
+            loss = _accumulate_gradients(model, examples, config.label_smoothing)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, rate in zip(optimizers, schedule, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                rate.step()
+            smoothed = loss if smoothed is None else 0.9 * smoothed + 0.1 * loss
+            progress.set_postfix(loss=f"{smoothed:.3f}")
+    assert smoothed is not None
+    return model.eval(), smoothed
+
+
+def _make_optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
+    # Muon learns the carries in a third of AdamW's steps here; it is made for matrices that map hidden states only.
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and "embed_tokens" not in name else others).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1),
+        torch.optim.AdamW(others, lr=0.3 * learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def _rate_at(step: int, num_steps: int) -> float:
+    """Share of the peak rate: up over 10 steps, while falling to 0 along the whole run."""
+    return min(1.0, (step + 1) / 10) * (1 - step / num_steps)
+
+
+def _example(task: ArithmeticTask, index: int) -> Example:
+    problem = task.train_problem(index)
+    return list(problem.prompt.encode()), [*solution(problem).encode(), EOS_TOKEN_ID]
+
+
+def _accumulate_gradients(
+    model: Qwen3ForCausalLM, examples: list[Example], label_smoothing: float, max_tokens: int = 3072
+) -> float:
+    """Adds the gradient of the mean loss per completion token, over all of `examples`; returns that loss."""
+    num_targets = sum(len(completion) for _, completion in examples)
+    total = 0.0
+    for tokens_BT, targets_BT in _micro_batches(examples, max_tokens):
+        # Padding is on the right, where causal attention keeps it from mattering: no mask. Only positions that
+        # predict a completion token go through the output head.
+        hidden_BTD = model.model(tokens_BT, use_cache=False).last_hidden_state
+        chosen = targets_BT >= 0
+        logits_NV = model.lm_head(hidden_BTD[chosen])
+        summed = cross_entropy(logits_NV, targets_BT[chosen], reduction="sum", label_smoothing=label_smoothing)
+        loss = summed / num_targets
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _micro_batches(examples: list[Example], max_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and next-token targets (-1: none), int64, at most `max_tokens` of them with padding."""
+    batch: list[Example] = []
+    for example in sorted(examples, key=_length):
+        if batch and _length(example) * (len(batch) + 1) > max_tokens:
+            yield _pad(batch)
+            batch = []
+        batch.append(example)
+    yield _pad(batch)
+
+
+def _pad(batch: list[Example]) -> tuple[Tensor, Tensor]:
+    shape = (len(batch), max(_length(example) for example in batch))
+    tokens_BT, targets_BT = torch.full(shape, PAD_TOKEN_ID), torch.full(shape, -1)
+    for row, (prompt, completion) in enumerate(batch):
+        end = len(prompt) + len(completion)
+        tokens_BT[row, :end] = torch.tensor(prompt + completion)
+        targets_BT[row, len(prompt) - 1 : end - 1] = torch.tensor(completion)
+    return tokens_BT, targets_BT
+
+
+def _length(example: Example) -> int:
+    return len(example[0]) + len(example[1])

@@ -1,0 +1,202 @@
+"""What a model is and how the engine runs it: frozen values, checked where they are made. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engines.sequence import is_int64
+
+DType = Literal["float64", "float32", "bfloat16"]
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. `scaling` names Hugging Face's `rope_type`."""
+
+    theta: float
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One dense decoder: Llama 2/3, Qwen2/2.5 or Qwen3, as its Hugging Face `config.json` describes it."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_token_ids: tuple[int, ...]
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
+
+    @staticmethod
+    def from_pretrained(directory: str | Path) -> ModelConfig:
+        """Reads `config.json` (and `generation_config.json` for the end-of-sequence ids).
+
+        Raises FileNotFoundError when there is none, ValueError for an architecture or option not supported.
+        """
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"model={str(directory)!r}: no config.json there; give a Hugging Face checkpoint")
+        generation = Path(directory) / "generation_config.json"
+        generation_raw = _read_object(generation) if generation.is_file() else {}
+        # A null means the same as a field that is not there.
+        raw = {key: value for key, value in _read_object(path).items() if value is not None}
+        try:
+            return _parse(raw, generation_raw.get("eos_token_id"), path)
+        except TypeError as error:
+            raise ValueError(f"{path}: a field has a value of the wrong type ({error})") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:  # bad JSON, or no text at all
+        raise ValueError(f"{path}: not valid JSON ({error}); the file may be truncated") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: holds a JSON {type(raw).__name__}, not an object; it is no Hugging Face config")
+    return raw
+
+
+def _parse(raw: dict[str, Any], generation_eos: int | list[int] | None, path: Path) -> ModelConfig:
+    architecture = (raw.get("architectures") or ["missing"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{path}: architectures={architecture!r} is not supported; use one of {list(ARCHITECTURES)}")
+    if raw.get("use_sliding_window"):
+        raise ValueError(f"{path}: use_sliding_window=true is not supported; set it to false")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{path}: hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is")
+    if raw.get("quantization_config"):
+        raise ValueError(f"{path}: quantization_config is not supported; use an unquantised checkpoint")
+    try:
+        num_heads = raw["num_attention_heads"]
+        attention_bias = bool(raw.get("attention_bias", False))
+        config = ModelConfig(
+            architecture=architecture,
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope=_parse_rope(raw, path),
+            max_position_embeddings=raw["max_position_embeddings"],
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
+            output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+            mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            eos_token_ids=_union_ids(raw.get("eos_token_id"), generation_eos),
+        )
+    except KeyError as error:
+        raise ValueError(f"{path}: field {error} is missing; the file is not a {architecture} config") from None
+    _check_sizes(config, path)
+    return config
+
+
+def _check_sizes(config: ModelConfig, path: Path) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    for name in (*sizes, "max_position_embeddings"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{path}: {name}={value!r} is not a positive integer")
+    if config.head_dim % 2:
+        raise ValueError(f"{path}: head_dim={config.head_dim} is odd; rotary embedding turns pairs")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"{path}: num_attention_heads={config.num_heads} is not a multiple of "
+            f"num_key_value_heads={config.num_kv_heads}"
+        )
+
+
+def _parse_rope(raw: dict[str, Any], path: Path) -> RopeConfig:
+    # transformers 5 writes `rope_parameters`; earlier releases `rope_theta` and `rope_scaling`.
+    parameters = raw.get("rope_parameters") or {}
+    merged = {**(raw.get("rope_scaling") or {}), **parameters}
+    scaling = {key: value for key, value in merged.items() if value is not None}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"{path}: rope_type={kind!r} is not supported; use 'default', 'linear' or 'llama3'")
+    if raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+        raise ValueError(f"{path}: partial_rotary_factor is not supported; only whole heads are rotated")
+    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, scaling="linear", factor=float(scaling["factor"]))
+    return RopeConfig(
+        theta=theta,
+        scaling="llama3",
+        factor=float(scaling["factor"]),
+        low_freq_factor=float(scaling["low_freq_factor"]),
+        high_freq_factor=float(scaling["high_freq_factor"]),
+        original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+    )
+
+
+def _union_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    ids: list[int] = []
+    for value in values:
+        ids += [value] if isinstance(value, int) else (value or [])
+    return tuple(dict.fromkeys(ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one replica runs."""
+
+    dtype: DType = "float32"
+    """Weights, activations and KV. float64 is for tests of token equality."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    kv_cache_bytes: int = 512 * 2**20
+    """Bytes for the KV cache, over all layers."""
+    max_num_seqs: int = 256
+    """Most sequences in one forward pass."""
+    max_num_batched_tokens: int = 4096
+    """Most tokens in one forward pass; decodes come first, prefills are chunked into the rest."""
+    prefill_chunk_size: int | None = None
+    """Most tokens of one sequence's prompt per forward pass; None leaves only the budget above."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt included; None takes the model's own context length."""
+    seed: int = 0
+    """The run's seed: the first part of every sequence's key."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk_size", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1")
+        if not is_int64(self.seed):
+            raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
+        if self.dtype not in ("float64", "float32", "bfloat16"):
+            raise ValueError(f"EngineConfig.dtype={self.dtype!r}: use 'float64', 'float32' or 'bfloat16'")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"EngineConfig.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
+                f"max_num_seqs={self.max_num_seqs}, so that every running sequence can decode"
+            )

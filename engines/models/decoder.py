@@ -1,0 +1,94 @@
+"""The one dense decoder: Llama, Qwen2/2.5 and Qwen3 differ by what `ModelConfig` says, not by class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from engines.attention import sdpa
+from engines.batch import ForwardBatch
+from engines.config import ModelConfig
+from engines.kvcache.paged import PagedKVCache, write_kv
+from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
+from engines.models.rope import RotaryTable, rotate
+from engines.parallel.collectives import Communicator
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dim, in max(float32, dtype); cast back before the weight, as HF does."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+class Decoder:
+    """Forward pass over a flat batch, writing the new tokens' KV and returning the logits that are wanted."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+        tensor_parallel: Communicator,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.parameters = DecoderParameters.allocate(config, dtype, device)
+        self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
+        self._tensor_parallel = tensor_parallel
+
+    def logical_views(self) -> dict[str, Tensor]:
+        return logical_views(self.parameters, self.config)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> Tensor:
+        """Returns logits [len(batch.logit_rows), vocab_size] in the model's dtype."""
+        plan = sdpa.plan(batch, kv.keys[0].shape[1])
+        cos, sin = self._rotary.at(batch.positions)
+        eps = self.config.rms_norm_eps
+        x = self.parameters.embedding.index_select(0, batch.tokens)
+        for layer, k_cache, v_cache in zip(self.parameters.layers, kv.keys, kv.values, strict=True):
+            attended = self._attention(
+                layer, rms_norm(x, layer.input_norm, eps), cos, sin, k_cache, v_cache, batch.slot_mapping, plan
+            )
+            x = x + attended
+            x = x + self._mlp(layer, rms_norm(x, layer.post_attention_norm, eps))
+        x = rms_norm(x.index_select(0, batch.logit_rows), self.parameters.final_norm, eps)
+        return linear(x, self.parameters.head)
+
+    def _attention(
+        self,
+        layer: LayerParameters,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        plan: Any,
+    ) -> Tensor:
+        config = self.config
+        heads = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
+            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        write_kv(k_cache, slot_mapping, rotate(k, cos, sin))
+        write_kv(v_cache, slot_mapping, v)
+        out = sdpa.attention(rotate(q, cos, sin), k_cache, v_cache, plan).flatten(1)
+        return self._row_parallel(out, layer.output, layer.output_bias)
+
+    def _mlp(self, layer: LayerParameters, x: Tensor) -> Tensor:
+        gate, up = linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return self._row_parallel(silu(gate) * up, layer.down, layer.down_bias)
+
+    def _row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Each shard holds some columns of `weight`, and its share of x; the bias is added once, after the sum."""
+        out = self._tensor_parallel.all_reduce(linear(x, weight))
+        return out if bias is None else out + bias

@@ -1,0 +1,74 @@
+"""Weights into a decoder: from Hugging Face safetensors, or from any stream of (name, tensor)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engines.models.decoder import Decoder
+
+
+def checkpoint_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor in a checkpoint of one or many safetensors files, one tensor in memory at a time.
+
+    Raises FileNotFoundError for a missing file, ValueError for a truncated or unreadable one.
+    """
+    for path in _safetensors_files(Path(directory)):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a whole safetensors file ({error}); copy the checkpoint again") from None
+
+
+def _safetensors_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index}: no readable weight_map ({error}); copy the checkpoint again") from None
+    else:
+        names = ["model.safetensors"]
+    files = [directory / name for name in names]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"model={str(directory)!r}: {', '.join(missing)} missing; give a Hugging Face checkpoint in safetensors"
+        )
+    return files
+
+
+def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copies every tensor into its place, converting device and dtype.
+
+    The stream must bring each parameter exactly once. A tied head and old checkpoints' rotary buffers are passed
+    over. Raises ValueError for an unknown name, another shape, one brought twice, or one missing.
+    """
+    views = decoder.logical_views()
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.config.tie_word_embeddings):
+            continue
+        view = views.get(name)
+        if view is None:
+            raise ValueError(f"weights: {name!r} is no parameter of a {decoder.config.architecture}")
+        if name in seen:
+            raise ValueError(f"weights: {name!r} came twice")
+        if view.shape != tensor.shape:
+            raise ValueError(
+                f"weights: {name!r} has shape {list(tensor.shape)}, config.json asks for {list(view.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"weights: {name!r} holds {tensor.dtype}; quantised checkpoints are not supported")
+        view.copy_(tensor)
+        seen.add(name)
+    missing = sorted(views.keys() - seen)
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"weights: {', '.join(missing[:3])}{more} missing; the checkpoint is not complete")

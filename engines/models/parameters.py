@@ -1,0 +1,114 @@
+"""A decoder's parameters as the forward pass wants them, and the logical (Hugging Face) view of the same memory.
+
+q, k, v are one matrix, gate and up another; each logical tensor is a slice of a fused one. The views serve
+checkpoint load, weight sync and checksums alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParameters:
+    """One decoder layer. Matrices are [out, in]; biases and q/k norms are None where the family has none."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Tensor
+    output_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderParameters:
+    """All parameters; `head` is `embedding` when they are tied."""
+
+    embedding: Tensor
+    layers: list[LayerParameters]
+    final_norm: Tensor
+    head: Tensor
+
+    @staticmethod
+    def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderParameters:
+        """Uninitialised memory for every parameter."""
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def bias(present: bool, size: int) -> Tensor | None:
+            return empty(size) if present else None
+
+        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        query = config.num_heads * head_dim
+        qkv = query + 2 * config.num_kv_heads * head_dim
+        layers = [
+            LayerParameters(
+                input_norm=empty(hidden),
+                qkv=empty(qkv, hidden),
+                qkv_bias=bias(config.qkv_bias, qkv),
+                q_norm=bias(config.qk_norm, head_dim),
+                k_norm=bias(config.qk_norm, head_dim),
+                output=empty(hidden, query),
+                output_bias=bias(config.output_bias, hidden),
+                post_attention_norm=empty(hidden),
+                gate_up=empty(2 * inner, hidden),
+                gate_up_bias=bias(config.mlp_bias, 2 * inner),
+                down=empty(hidden, inner),
+                down_bias=bias(config.mlp_bias, hidden),
+            )
+            for _ in range(config.num_layers)
+        ]
+        embedding = empty(config.vocab_size, hidden)
+        head = embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden)
+        return DecoderParameters(embedding=embedding, layers=layers, final_norm=empty(hidden), head=head)
+
+    def tensors(self) -> list[Tensor]:
+        """Every fused tensor once."""
+        layers = [t for layer in self.layers for t in vars(layer).values() if t is not None]
+        head = [] if self.head is self.embedding else [self.head]
+        return [self.embedding, *layers, self.final_norm, *head]
+
+
+def logical_views(parameters: DecoderParameters, config: ModelConfig) -> dict[str, Tensor]:
+    """Hugging Face name -> the part of a fused tensor that holds it. A tied head has no name of its own."""
+    query = config.num_heads * config.head_dim
+    key_value = config.num_kv_heads * config.head_dim
+    views = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
+    if parameters.head is not parameters.embedding:
+        views["lm_head.weight"] = parameters.head
+    for index, layer in enumerate(parameters.layers):
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        named = {
+            prefix + "input_layernorm.weight": layer.input_norm,
+            prefix + "post_attention_layernorm.weight": layer.post_attention_norm,
+            attention + "q_norm.weight": layer.q_norm,
+            attention + "k_norm.weight": layer.k_norm,
+            attention + "o_proj.weight": layer.output,
+            attention + "o_proj.bias": layer.output_bias,
+            mlp + "down_proj.weight": layer.down,
+            mlp + "down_proj.bias": layer.down_bias,
+        }
+        for fused, names, sizes in (
+            ((layer.qkv, layer.qkv_bias), [attention + f"{p}_proj" for p in "qkv"], [query, key_value, key_value]),
+            ((layer.gate_up, layer.gate_up_bias), [mlp + "gate_proj", mlp + "up_proj"], [config.intermediate_size] * 2),
+        ):
+            for tensor, kind in zip(fused, ("weight", "bias"), strict=True):
+                if tensor is not None:
+                    parts = zip(names, tensor.split(sizes), strict=True)
+                    named.update({f"{name}.{kind}": part for name, part in parts})
+        views.update({name: tensor for name, tensor in named.items() if tensor is not None})
+    return views

@@ -1,0 +1,50 @@
+"""Rotary position embedding (RoFormer, Su et al. 2021) with the scalings of Llama checkpoints."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engines.config import RopeConfig
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """float32 [head_dim / 2], in radians per position, as transformers computes them."""
+    inv_freq = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if config.scaling == "linear":
+        return inv_freq / config.factor
+    if config.scaling == "llama3":
+        return _llama3(inv_freq, config)
+    return inv_freq
+
+
+def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    context = config.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (context / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * inv_freq / config.factor + smooth * inv_freq
+
+
+class RotaryTable:
+    """Cosines and sines of every position, [max_positions, 1, head_dim / 2]."""
+
+    def __init__(
+        self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config, head_dim))
+        self._cos = angles.cos().to(device, dtype)[:, None]
+        self._sin = angles.sin().to(device, dtype)[:, None]
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines at int64 [T]: each [T, 1, head_dim / 2]."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + head_dim / 2) of x [T, heads, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

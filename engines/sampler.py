@@ -1,0 +1,149 @@
+"""From logits to tokens and log-probs: a pure function of the logits, the sampling parameters and the noise key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.noise import gumbel, gumbel_at
+
+# Above the largest value that `engines.noise` can draw.
+GUMBEL_MAX = 22.9
+# Below this vocabulary, drawing all noise costs less than finding who can still win.
+_DENSE_VOCAB = 4096
+_NUM_LEADERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """Per-row sampling parameters, N rows. Fields that no row uses are None, and cost nothing."""
+
+    keys: Tensor
+    """int64 [N]: `SequenceKey.noise_key` of the row's sequence."""
+    positions: Tensor
+    """int64 [N]: absolute position of the token to be drawn."""
+    temperatures: Tensor
+    """float64 [N]; 0 is greedy."""
+    any_greedy: bool
+    any_random: bool
+    top_k: Tensor | None
+    """int64 [N], vocabulary size where off."""
+    top_p: Tensor | None
+    """float64 [N], 1 where off."""
+    min_p: Tensor | None
+    """float64 [N], 0 where off."""
+
+
+class Sampled(NamedTuple):
+    tokens: Tensor
+    """int64 [N]"""
+    logprobs: Tensor
+    """float [N], max(float32, logits' dtype): under the processed distribution."""
+
+
+def make_sampling_batch(
+    *,
+    keys: np.ndarray,
+    positions: np.ndarray,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    min_p: np.ndarray,
+    device: torch.device,
+) -> SamplingBatch:
+    """Moves columns of [N] to `device`; a processor that no row uses is dropped (off: top_k -1, top_p 1, min_p 0)."""
+
+    def move(column: np.ndarray) -> Tensor:
+        return torch.from_numpy(column).to(device, non_blocking=True)
+
+    return SamplingBatch(
+        keys=move(keys),
+        positions=move(positions),
+        temperatures=move(temperature),
+        any_greedy=bool((temperature == 0).any()),
+        any_random=bool(temperature.any()),
+        top_k=move(np.where(top_k < 0, 2**31, top_k)) if (top_k >= 0).any() else None,
+        top_p=move(top_p) if (top_p < 1).any() else None,
+        min_p=move(min_p) if (min_p > 0).any() else None,
+    )
+
+
+def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Temperature, top-k, top-p, min-p, in that order, as Hugging Face's logits warpers apply them.
+
+    logits: [N, V]. Returns [N, V] in max(float32, dtype), -inf where a token is excluded. Greedy rows (T = 0)
+    are not scaled.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperatures = batch.temperatures.to(logits.dtype)
+    if batch.any_greedy:
+        temperatures = temperatures.masked_fill(temperatures == 0, 1.0)
+    logits = logits / temperatures[:, None]
+    if batch.top_k is not None or batch.top_p is not None:
+        logits = _top_k_top_p(logits, batch.top_k, batch.top_p)
+    if batch.min_p is not None:
+        floor = logits.amax(dim=-1, keepdim=True) + batch.min_p.to(logits.dtype).log()[:, None]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    return logits
+
+
+def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """One stable descending sort serves both. Ties at the k-th value are all kept."""
+    ranked, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        kth = ranked.gather(1, (top_k.clamp(max=logits.shape[-1]) - 1)[:, None])
+        ranked = ranked.masked_fill(ranked < kth, -torch.inf)
+    if top_p is not None:
+        # A token stays while the mass *before* it is below top_p: so the first always stays. In float64, for
+        # the sum of a large vocabulary.
+        probabilities = ranked.to(torch.float64).softmax(dim=-1)
+        mass_before = probabilities.cumsum(dim=-1) - probabilities
+        drop = (mass_before >= top_p[:, None]) & (top_p[:, None] < 1)
+        drop[:, 0] = False
+        ranked = ranked.masked_fill(drop, -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ranked)
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+    """Draws one token per row: argmax(processed logits + Gumbel noise), ties to the lowest id.
+
+    logits: [N, V] in any floating dtype.
+    """
+    processed = process_logits(logits, batch)
+    if not batch.any_random:
+        tokens = processed.argmax(dim=-1)
+    else:
+        draw = _draw_dense if processed.shape[-1] <= _DENSE_VOCAB else _draw_sparse
+        tokens = draw(processed, batch.keys, batch.positions)
+        if batch.any_greedy:
+            tokens = torch.where(batch.temperatures == 0, processed.argmax(dim=-1), tokens)
+    chosen = processed.gather(1, tokens[:, None]).squeeze(1)
+    return Sampled(tokens=tokens, logprobs=chosen - processed.logsumexp(dim=-1))
+
+
+def _draw_dense(processed: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    return (processed + gumbel(keys, positions, processed.shape[-1])).argmax(dim=-1)
+
+
+def _draw_sparse(processed: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """The same tokens as `_draw_dense`, with noise only for candidates that can still win.
+
+    Noise is bounded, so the best score among a few leaders rules out every token that could not reach it even
+    with the largest noise.
+    """
+    num_rows, vocab_size = processed.shape
+    leaders, leader_ids = processed.topk(min(_NUM_LEADERS, vocab_size), dim=-1)
+    repeat = leader_ids.shape[1]
+    noise = gumbel_at(keys.repeat_interleave(repeat), positions.repeat_interleave(repeat), leader_ids.flatten())
+    best = (leaders + noise.view(num_rows, repeat)).amax(dim=-1, keepdim=True)
+    # In float64: added to a large float32 logit, the bound would be rounded away, and with it the leader itself.
+    rows, tokens = torch.nonzero(processed.double() + GUMBEL_MAX >= best, as_tuple=True)
+    scores = processed[rows, tokens] + gumbel_at(keys[rows], positions[rows], tokens)
+    top = scores.new_full((num_rows,), -torch.inf).scatter_reduce_(0, rows, scores, "amax")
+    winners = torch.where(scores == top[rows], tokens, vocab_size)
+    drawn = winners.new_full((num_rows,), vocab_size).scatter_reduce_(0, rows, winners, "amin")
+    return drawn.clamp_(max=vocab_size - 1)  # a row of NaN has no candidate; its log-prob tells

@@ -1,0 +1,148 @@
+"""Sequences as plain data: what a caller asks for, what a replica carries, what comes back.
+
+Torch-free. A `SequenceState` is all that is needed to go on anywhere; the KV cache is only a cache of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+def is_int64(value: object) -> bool:
+    return isinstance(value, int) and -(2**63) <= value < 2**63
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. Names and meanings follow vLLM's class of the same name.
+
+    The processors apply in Hugging Face's order: temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy: the most likely token, log-probs then being those of the unscaled distribution."""
+    top_k: int = -1
+    """Keep the k most likely tokens; -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches top_p."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the most likely one."""
+    n: int = 1
+    """Completions per prompt."""
+    max_tokens: int = 16
+    """Most tokens generated per completion."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, beside the model's own end-of-sequence ids."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; the text is cut before the string, the tokens are kept."""
+    ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence ids (`stop_token_ids` still end)."""
+    seed: int | None = None
+    """Makes the completions of this request independent of the run's seed, policy step and prompt uid."""
+
+    def __post_init__(self) -> None:
+        # Callers naturally pass lists, and a lone stop string; keep the value hashable.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        checks = (
+            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0 (greedy), or in [1e-6, 1e6]"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("n", self.n >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("stop", all(self.stop), "non-empty strings"),
+            ("top_k", isinstance(self.top_k, int) and self.top_k < 2**31, "an integer below 2^31"),
+            ("seed", self.seed is None or is_int64(self.seed), "an integer of 64 bits, or None"),
+        )
+        for name, ok, want in checks:
+            if not ok:
+                raise ValueError(f"SamplingParams.{name}={getattr(self, name)!r}: must be {want}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceKey:
+    """What a sequence's random numbers depend on, and nothing else."""
+
+    run_seed: int
+    policy_step: int
+    prompt_uid: int
+    sample_index: int
+
+    def noise_key(self, seed: int | None = None) -> int:
+        """The 64-bit key of this sequence's noise, as a signed integer (what an int64 tensor holds).
+
+        With a request's own `seed` only that and the sample index count.
+        """
+        if seed is None:
+            name = struct.pack("<4sqqqq", b"run\0", self.run_seed, self.policy_step, self.prompt_uid, self.sample_index)
+        else:
+            name = struct.pack("<4sqq", b"req\0", seed, self.sample_index)
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass(kw_only=True)
+class SequenceState:
+    """A sequence between two steps: enough to resume it in any process. Grows as tokens are generated.
+
+    `logprobs` and `versions` align with the generated tokens, `tokens[num_prompt_tokens:]`.
+    """
+
+    key: SequenceKey
+    group_id: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def sequence_id(self) -> tuple[int, int, int]:
+        """Unique among the sequences of a run."""
+        return (self.key.policy_step, self.key.prompt_uid, self.key.sample_index)
+
+    def to_bytes(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> SequenceState:
+        """Raises `msgspec.ValidationError` when `data` is not a sequence state."""
+        return msgspec.msgpack.decode(data, type=SequenceState)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished (or aborted) completion: aligned per-token records, prompt excluded."""
+
+    index: int
+    """Sample index within the group."""
+    token_ids: list[int]
+    """Generated tokens; the stop token, when one ended the completion, included."""
+    logprobs: list[float]
+    """Log-probability of each token under the processed distribution."""
+    versions: list[int]
+    """`policy_version` of the weights that sampled each token."""
+    finish_reason: FinishReason
+    text: str = ""
+    """Decoded without special tokens, cut before a stop string; empty when the engine has no tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """A prompt and its completions, in sample order."""
+
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt: str | None = None

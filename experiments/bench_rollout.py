@@ -1,0 +1,184 @@
+"""Our engine against Hugging Face `generate` on one long-tailed batch of the same model, in one run.
+
+    python experiments/bench_rollout.py
+    python experiments/bench_rollout.py --model runs/models/tiny --batch 64
+
+Each sequence ends at a length drawn from a log-normal tail. The engines do not know it: ours sees the cap only, and a
+hidden stop takes the sequence away when its length is reached; `generate` gets the same stop as a stopping criterion,
+and pads every row until the longest is done, as it must. Same model, dtype, prompts and lengths. Each side gets the
+number of threads, one or all cores, that it is faster with in its warm-up; then the two alternate, and each is also run
+against itself (A/A).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
+from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines.config import DType
+from engines.replica import Work
+from experiments import launch
+from research.workloads.lengths import LogNormalLengths
+
+PROMPT_LENGTH = 16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRolloutConfig:
+    """Time one rollout of a long-tailed batch: our engine and Hugging Face generate, interleaved."""
+
+    model: str = "tiny"
+    """A Hugging Face folder, or an embedded model (warm-started once under runs/models)."""
+    batch: int = 64
+    """Sequences."""
+    median: float = 100.0
+    """Median response length, tokens."""
+    sigma: float = 1.0
+    """Spread of the logarithm of the length."""
+    cap: int = 1024
+    """Longest response, tokens: all that the engines are told."""
+    dtype: DType = "float32"
+    """Of weights and activations, both sides."""
+    threads: int | None = None
+    """torch threads, both sides; by default each side's better choice of one and all cores."""
+    repeats: int = 3
+    """Interleaved measurements of each side."""
+    seed: int = 0
+    """Of prompts, lengths and samples."""
+    output: Path | None = None
+    """Also write the JSON result there."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "cap", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.output is not None and not self.output.parent.is_dir():
+            raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
+
+
+def main() -> dict[str, Any]:
+    config = tyro.cli(BenchRolloutConfig)
+    candidates = [config.threads] if config.threads else sorted({1, launch.share_cores()})
+    model = Path(config.model)
+    if config.model in MODEL_SIZES and not model.exists():
+        model = warm_start(Path("runs/models") / config.model, WarmStartConfig(size=config.model))
+    lengths = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap).draw(config.batch, config.seed)
+    generator = torch.Generator().manual_seed(config.seed)
+    prompts = torch.randint(2, 256, (config.batch, PROMPT_LENGTH), generator=generator).tolist()
+    ours = _our_engine(model, config, prompts, lengths)
+    theirs = _hugging_face(model, config, prompts, lengths)
+    threads = {"ours": _best_threads(ours, candidates), "hf": _best_threads(theirs, candidates)}
+    seconds: dict[str, list[float]] = {"ours": [], "ours_again": [], "hf": [], "hf_again": []}
+    with tqdm(total=4 * config.repeats, desc="bench", unit="run") as progress:
+        for _ in range(config.repeats):
+            for name, side in (("ours", ours), ("hf", theirs), ("ours_again", ours), ("hf_again", theirs)):
+                torch.set_num_threads(threads[name.removesuffix("_again")])
+                seconds[name].append(side())
+                progress.update()
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    result = {
+        "experiment": "bench_rollout",
+        "tier": "live",
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        "workload": {**asdict(config), "model": str(model), "output": None, "threads": threads},
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "tokens_per_second": {name: round(sum(lengths) / median[name], 1) for name in ("ours", "hf")},
+        "vs_hf": round(median["hf"] / median["ours"], 2),
+        "a_a": {name: round(median[name] / median[f"{name}_again"], 3) for name in ("ours", "hf")},
+    }
+    if config.output is not None:
+        config.output.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _best_threads(side: Callable[[], float], candidates: list[int]) -> int:
+    """Warms the side up, and finds which number of threads it is fastest with."""
+    seconds = {}
+    for threads in candidates:
+        torch.set_num_threads(threads)
+        side()
+        seconds[threads] = side()
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _our_engine(
+    model: Path, config: BenchRolloutConfig, prompts: list[list[int]], lengths: list[int]
+) -> Callable[[], float]:
+    llm = LLM(
+        model, device=DEVICE, dtype=config.dtype, max_num_seqs=config.batch, max_model_len=PROMPT_LENGTH + config.cap
+    )
+    params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
+
+    def run() -> float:
+        start = time.perf_counter()
+        running: dict[tuple[int, int, int], SequenceState] = {}
+        for uid, prompt in enumerate(prompts):
+            key = SequenceKey(run_seed=config.seed, policy_step=0, prompt_uid=uid, sample_index=0)
+            state = SequenceState(
+                key=key, group_id=uid, tokens=list(prompt), num_prompt_tokens=len(prompt), params=params
+            )
+            running[state.sequence_id] = state
+            llm.replica.submit(Work(state=state))
+        while llm.replica.has_work:
+            for finished in llm.replica.step().finished:
+                del running[finished.state.sequence_id]
+            ended = [i for i, state in running.items() if state.num_generated >= lengths[state.key.prompt_uid]]
+            for sequence_id in ended:
+                assert len(llm.replica.abort(sequence_id).token_ids) == lengths[sequence_id[1]]
+                del running[sequence_id]
+        return time.perf_counter() - start
+
+    return run
+
+
+class _HiddenStop(StoppingCriteria):
+    """Ends row i after its own number of new tokens."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._ends = torch.tensor(lengths, device=DEVICE) + PROMPT_LENGTH
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self._ends
+
+
+def _hugging_face(
+    model: Path, config: BenchRolloutConfig, prompts: list[list[int]], lengths: list[int]
+) -> Callable[[], float]:
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, config.dtype)).eval().to(DEVICE)
+    settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=config.cap, pad_token_id=0, eos_token_id=None)
+    network.generation_config = settings
+    ids = torch.tensor(prompts, device=DEVICE)
+
+    def run() -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = network.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=settings,
+                stopping_criteria=StoppingCriteriaList([_HiddenStop(lengths)]),
+            )
+        out.cpu()  # waits for the device
+        assert out.shape[1] == PROMPT_LENGTH + max(lengths), "generate did not run to the longest row"
+        return time.perf_counter() - start
+
+    return run
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,166 @@
+"""The main job's configuration: nested dataclasses, every field documented in `--help`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from algos.dapo import DAPO
+from algos.deepspeed_config import TrainerConfig
+from algos.grpo import GRPO
+from algos.rewards.runner import RewardConfig
+from algos.tasks.arithmetic import ArithmeticTask
+from algos.tasks.gsm8k import Gsm8kTask
+from algos.tasks.task import Task
+from algos.warmstart import MODEL_SIZES
+from engines.config import DType, EngineConfig
+
+Flat = tyro.conf.arg(name="")
+ALGORITHMS: dict[str, type[GRPO] | type[DAPO]] = {"grpo": GRPO, "dapo": DAPO}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How completions are sampled in training."""
+
+    prompts_per_step: int = 32
+    """Prompts (groups) that one training step learns from."""
+    group_size: int = 16
+    """Completions per prompt."""
+    max_tokens: int = 340
+    """Most tokens per completion."""
+    temperature: float = 1.0
+    """Sampling temperature; training divides its logits by the same."""
+    top_k: int = -1
+    """Must stay off: training computes log-probs over the whole vocabulary."""
+    top_p: float = 1.0
+    """Must stay off, as top_k."""
+    min_p: float = 0.0
+    """Must stay off, as top_k."""
+    dtype: DType = "float32"
+    """Of the rollout engine's weights, activations and KV cache."""
+    kv_cache_mib: int = 256
+    """MiB of KV cache per rank."""
+    max_num_seqs: int = 256
+    """Most sequences of a rank in one forward pass."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompts_per_step", 1), ("group_size", 2), ("kv_cache_mib", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"rollout.{name}={getattr(self, name)}: must be at least {least}")
+        if self.temperature <= 0:
+            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0; greedy groups are all alike")
+        for name, off in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"rollout.{name}={getattr(self, name)}: training does not apply it, so the ratios would be wrong; "
+                    f"leave it at {off}"
+                )
+
+    def engine_config(self, seed: int) -> EngineConfig:
+        """The rollout engine's settings; ValueError for ones that it refuses."""
+        return EngineConfig(
+            dtype=self.dtype,
+            seed=seed,
+            kv_cache_bytes=self.kv_cache_mib * 2**20,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=max(4096, self.max_num_seqs),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Rolls out a task with the paged engine and trains on it with DeepSpeed. Start it with torchrun."""
+
+    algo: Literal["grpo", "dapo"] = "grpo"
+    """Which algorithm; its own options follow below."""
+    task: Literal["arithmetic", "gsm8k"] = "arithmetic"
+    """Worked multi-digit additions, or GSM8K from `--data`."""
+    data: Path | None = None
+    """GSM8K: a JSONL file with `question` and `answer`."""
+    held_out_data: Path | None = None
+    """GSM8K: a second such file to evaluate on; by default a part of `--data` is held out."""
+    model: str = "tiny"
+    """A Hugging Face directory, or the name of an embedded model that is warm-started once under runs/models."""
+    name: str | None = None
+    """The run's folder under runs/; by default a new one named after task and algorithm."""
+    runs: Path = Path("runs")
+    """Where run folders and embedded models lie."""
+    resume: bool = False
+    """Go on with the run called `--name` from its last published checkpoint."""
+    steps: int = 80
+    """Training steps."""
+    seed: int = 0
+    """Of the problems' order and of every sampled token."""
+    deterministic: bool = False
+    """Only deterministic kernels: two runs then give the same metrics bit for bit, but for times."""
+    eval_every: int = 10
+    """Steps between evaluations on held-out problems, beside one before the first step and one after the last."""
+    eval_problems: int = 128
+    """Held-out problems."""
+    eval_samples: int = 4
+    """Completions of each; pass@1 is the mean over them, pass@k for k up to them."""
+    save_every: int = 20
+    """Steps between resume points; one follows the last step in any case."""
+    keep_checkpoints: int = 2
+    """Resume points kept; older ones are deleted."""
+    reward: str | None = None
+    """Your own reward, "package.module:function" or "file.py:function", with TRL's signature."""
+    rank_timeout_s: float = 1800.0
+    """Longest that a rank waits for another, seconds: the run then ends and names who was waited for."""
+    wandb: Literal["auto", "off"] = "auto"
+    """auto: online when WANDB_API_KEY is set, offline in the run folder otherwise."""
+    reward_limits: Annotated[RewardConfig, tyro.conf.arg(name="reward-limits")] = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trainer: Annotated[TrainerConfig, Flat] = field(default_factory=TrainerConfig)
+    algorithm: Annotated[GRPO | DAPO, Flat, tyro.conf.AvoidSubcommands] = field(default_factory=GRPO)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("steps", 1), ("eval_every", 1), ("eval_problems", 1), ("eval_samples", 1), ("save_every", 1),
+            ("keep_checkpoints", 1),
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.rank_timeout_s <= 0:
+            raise ValueError(f"rank_timeout_s={self.rank_timeout_s}: must be above 0 (seconds)")
+        if (self.task == "gsm8k") != (self.data is not None):
+            fix = "give --data PATH to a JSONL file" if self.data is None else "only --task gsm8k reads --data"
+            raise ValueError(f"data={self.data}: does not go with task={self.task!r}; {fix}")
+        if self.held_out_data is not None and self.data is None:
+            raise ValueError(f"held_out_data={self.held_out_data}: only --task gsm8k with --data reads it")
+        if self.resume and self.name is None:
+            raise ValueError("resume=True: name the run to go on with, by --name")
+        sequences = self.rollout.prompts_per_step * self.rollout.group_size
+        if self.trainer.mini_batch_size > sequences:
+            raise ValueError(
+                f"mini_batch_size={self.trainer.mini_batch_size}: more than a step's {sequences} sequences "
+                f"(rollout.prompts_per_step={self.rollout.prompts_per_step} x "
+                f"rollout.group_size={self.rollout.group_size}); lower it or raise those"
+            )
+
+    @property
+    def is_embedded_model(self) -> bool:
+        return self.model in MODEL_SIZES and not Path(self.model).exists()
+
+
+def make_task(config: TrainConfig) -> Task:
+    if config.task == "gsm8k":
+        assert config.data is not None
+        held_out = str(config.held_out_data) if config.held_out_data else None
+        return Gsm8kTask(path=str(config.data), held_out_path=held_out, seed=config.seed)
+    return ArithmeticTask(seed=config.seed)
+
+
+def parse(arguments: list[str]) -> TrainConfig:
+    """The command line's configuration. A wrong one ends the process with code 2."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--algo", choices=list(ALGORITHMS), default="grpo")
+    known, _ = early.parse_known_args([a for a in arguments if a not in ("-h", "--help")])
+    trainer = TrainerConfig(learning_rate=2e-4, mini_batch_size=256, max_grad_norm=1.0, zero_stage=1, weight_decay=0.0)
+    default = TrainConfig(algo=known.algo, algorithm=ALGORITHMS[known.algo](), trainer=trainer)
+    return tyro.cli(TrainConfig, default=default, args=arguments)

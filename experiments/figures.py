@@ -1,0 +1,87 @@
+"""A run's pictures, drawn from the files in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+PHASES = ("gen", "reward", "update_actor", "update_weights", "testing")
+
+
+def draw_run(folder: Path) -> list[Path]:
+    """Writes PNGs under `folder`/figures; returns their paths."""
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    lengths = read_jsonl(folder / "lengths.jsonl")
+    live = read_jsonl(folder / "live_batch.jsonl")
+    target = folder / "figures"
+    target.mkdir(exist_ok=True)
+    written = [_figure(target / "reward.png", lambda ax: _reward(ax, metrics))]
+    steps = [row for row in metrics if "timing_s/step" in row]
+    if steps:
+        written.append(_figure(target / "phases.png", lambda ax: _phases(ax, steps)))
+    if lengths:
+        written.append(_figure(target / "response_length.png", lambda ax: _lengths(ax, lengths)))
+    if live:
+        written.append(_figure(target / "live_batch.png", lambda ax: _live_batch(ax, live)))
+    return written
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _figure(path: Path, draw: Any) -> Path:
+    figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+    draw(ax)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> None:
+    for key, style in (("critic/rewards/mean", "-"), ("val-core/pass@1", "o-")):
+        points = [(row["training/global_step"], row[key]) for row in metrics if key in row]
+        if points:
+            ax.plot(*zip(*points, strict=True), style, label=key, markersize=4)
+    ax.set(title="Reward in training, pass@1 on held-out problems", xlabel="step", ylim=(0, 1.02))
+    ax.legend(frameon=False)
+
+
+def _phases(ax: Axes, steps: list[dict[str, Any]]) -> None:
+    x = [row["training/global_step"] for row in steps]
+    series = {phase: [row.get(f"timing_s/{phase}", 0.0) for row in steps] for phase in PHASES}
+    series = {phase: values for phase, values in series.items() if any(values)}
+    ax.stackplot(x, *series.values(), labels=list(series), alpha=0.85)
+    ax.set(title="Time per step by phase", xlabel="step", ylabel="seconds")
+    ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _lengths(ax: Axes, lengths: list[dict[str, Any]]) -> None:
+    """The share of responses longer than x: the tail, on log axes."""
+    for row, label in ((lengths[0], "first step"), (lengths[-1], "last step")):
+        values = sorted(row["lengths"])
+        share = [1 - i / len(values) for i in range(len(values))]
+        ax.step(values, share, where="post", label=f"{label} (median {values[len(values) // 2]}, longest {values[-1]})")
+    ax.set(
+        title="Response lengths and their tail",
+        xlabel="tokens",
+        ylabel="share of responses at least as long",
+        xscale="log",
+        yscale="log",
+    )
+    ax.legend(frameon=False)
+
+
+def _live_batch(ax: Axes, live: list[dict[str, Any]]) -> None:
+    for row in live:
+        ax.step(row["seconds"], row["num_running"], where="post", label=f"rank {row['rank']}")
+    ax.set(title="Live batch over the last rollout", xlabel="seconds", ylabel="running sequences")
+    ax.legend(frameon=False)

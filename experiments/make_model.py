@@ -1,0 +1,57 @@
+"""Makes the small models that the other experiments roll out: a warm start, and widened copies of it.
+
+    python experiments/make_model.py runs/models/tiny
+    python experiments/make_model.py runs/models/tiny --widen 4     # also writes runs/models/tiny-x4
+
+Progress goes to stderr; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from transformers import AutoModelForCausalLM
+
+from algos.publish import read_record
+from algos.warmstart import WarmStartConfig, warm_start
+from algos.widening import widen
+from experiments import launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeModelConfig:
+    """Warm-start a small Qwen3 on worked additions and save it as a Hugging Face directory."""
+
+    directory: Annotated[Path, tyro.conf.Positional]
+    """Where the model goes. A model that the same settings made there is kept as it is."""
+    train: Annotated[WarmStartConfig, tyro.conf.arg(name="")] = field(default_factory=WarmStartConfig)
+    widen: int = 1
+    """Above 1, also write DIRECTORY-x<N>: the same function with N times the hidden size, heads and MLP."""
+
+    def __post_init__(self) -> None:
+        if self.widen < 1:
+            raise ValueError(f"MakeModelConfig.widen={self.widen}: must be at least 1 (1 widens nothing)")
+
+
+def make_model(config: MakeModelConfig) -> dict[str, object]:
+    """Returns what was made, ready for JSON."""
+    start = time.monotonic()
+    directory = warm_start(config.directory, config.train)
+    loss = (read_record(directory) or {}).get("loss")
+    if config.widen > 1:
+        directory = widen(directory, directory.with_name(f"{directory.name}-x{config.widen}"), config.widen)
+    num_parameters = AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    seconds = round(time.monotonic() - start, 1)
+    return {"model": str(directory), "num_parameters": num_parameters, "loss": loss, "seconds": seconds}
+
+
+def main() -> dict[str, object]:
+    return make_model(tyro.cli(MakeModelConfig))
+
+
+if __name__ == "__main__":
+    launch.run(main)

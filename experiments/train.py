@@ -1,0 +1,352 @@
+"""The main job: RL on a task with our own rollout engine and DeepSpeed.
+
+    torchrun --standalone --nproc-per-node 2 experiments/train.py
+    torchrun --standalone --nproc-per-node 2 experiments/train.py --algo dapo --task gsm8k --data train.jsonl
+
+Every option is explained by `--help`. Progress goes to stderr; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from algos.collect import Collector, Group, Rollout
+from algos.deepspeed_config import resolve
+from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+from algos.publish import read_record
+from algos.rewards.runner import RewardRunner
+from algos.tasks.task import Problem, Task
+from algos.trainer import Trainer
+from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
+from engines import LLM, Completion, SamplingParams
+from engines.config import ModelConfig
+from engines.parallel.collectives import TorchGroup
+from experiments import launch
+from experiments.config import TrainConfig, make_task, parse
+from experiments.evaluate import evaluate
+from experiments.figures import draw_run
+from experiments.run_folder import RunFolder, check_run_folder, make_run_folder, replace_text
+from experiments.tracking import Tracker
+
+STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl")
+SAMPLES_PER_STEP = 4
+MAY_CHANGE = (
+    "resume",
+    "runs",
+    "steps",
+    "eval_every",
+    "save_every",
+    "keep_checkpoints",
+    "wandb",
+    "reward_limits",
+    "rank_timeout_s",
+)
+
+
+def main() -> dict[str, Any]:
+    start = time.perf_counter()
+    with launch.told_once():
+        config = parse(sys.argv[1:])
+    threads = launch.share_cores()
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+        torch.use_deterministic_algorithms(True)
+    # All that can be wrong without a process group is looked at first: it costs nothing, and every rank sees it.
+    task = make_task(config)
+    config.rollout.engine_config(config.seed)
+    resolve(config.trainer, num_ranks=launch.num_ranks())
+    check_run_folder(config.runs, config.name, resume=config.resume)
+    if config.resume:
+        _check_same_run(config)
+    with RewardRunner(config.reward or task.reward, config.reward_limits) as reward:
+        reward.check(task.train_problem(0).columns)
+        model = _prepare_model(config, threads)
+        device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
+        group = TorchGroup(timeout_s=config.rank_timeout_s)
+        result = Run(config, task, model, device, group, reward).train(start)
+    stop_deepspeed()
+    return result
+
+
+def _check_same_run(config: TrainConfig) -> None:
+    """A resumed run must be the run that was started, but for what MAY_CHANGE names."""
+    assert config.name is not None
+    path = config.runs / config.name / "config.json"
+    before = json.loads(path.read_text())
+    for field, value in _as_json(config).items():
+        if field not in MAY_CHANGE and before.get(field) != value:
+            raise ValueError(
+                f"resume: {field}={value} now, {before.get(field)} in {path}; go on with the same options "
+                f"(only {', '.join(MAY_CHANGE)} may change)"
+            )
+
+
+def _as_json(config: TrainConfig) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(config), default=str))
+
+
+def _prepare_model(config: TrainConfig, threads: int) -> Path:
+    """The policy's checkpoint, warm-started when it is an embedded one; what can be checked cheaply is checked."""
+    model = Path(config.model)
+    if config.is_embedded_model:
+        model = config.runs / "models" / config.model
+        recipe = WarmStartConfig(size=config.model)  # type: ignore[arg-type]
+        record = read_record(model)
+        if record is not None and record.get("warm_start") != asdict(recipe):
+            raise ValueError(
+                f"model={config.model!r}: {model} was made with another recipe; use it by --model {model}, or remove it"
+            )
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the host's other ranks wait for the first
+        warm_start(model, recipe)
+        torch.set_num_threads(threads)
+    elif not model.is_dir():
+        raise FileNotFoundError(f"model={config.model!r}: no such folder, nor one of {list(MODEL_SIZES)}")
+    ModelConfig.from_pretrained(model)
+    return model
+
+
+def _open_folder(config: TrainConfig, group: TorchGroup) -> RunFolder:
+    """Rank 0 makes the folder, and tells the others which it is, or what went wrong."""
+    answer = {"path": "", "error": ""}
+    if group.rank == 0:
+        try:
+            stem = f"{config.task}-{config.algo}"
+            answer["path"] = str(make_run_folder(config.runs, config.name, stem, resume=config.resume))
+        except ValueError as error:
+            answer["error"] = str(error)
+    answer = json.loads(group.all_gather_bytes(json.dumps(answer).encode())[0])
+    if answer["error"]:
+        raise ValueError(answer["error"])
+    return RunFolder(Path(answer["path"]), group)
+
+
+class Run:
+    """One training run on this rank: policy, engine and files, and the loop over steps."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        model: Path,
+        device: torch.device,
+        group: TorchGroup,
+        reward: RewardRunner,
+    ) -> None:
+        self.config = config
+        self.group = group
+        self.reward = reward
+        rollout = config.rollout
+        self.params = SamplingParams(
+            temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
+        )
+        self.llm = LLM(
+            model, device=device, data_parallel=group, load=False, **asdict(rollout.engine_config(config.seed))
+        )
+        self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
+        self.collector = Collector(
+            llm=self.llm,
+            task=task,
+            algorithm=config.algorithm,
+            reward=reward,
+            group=group,
+            params=self.params,
+            prompts_per_step=rollout.prompts_per_step,
+        )
+        self.held_out = self._held_out_problems(task)
+        self.step = 0
+        self.data_index = 0
+        self.evaluations: list[float] = []
+        self.folder = _open_folder(config, group)  # last: nothing above can leave an empty folder behind
+
+    def _held_out_problems(self, task: Task) -> list[Problem]:
+        """Those that the engine can take; ValueError when there is none."""
+        problems = task.held_out_problems(self.config.eval_problems)
+        fitting = []
+        for problem in problems:
+            try:
+                self.llm.check(problem.prompt, self.params)
+                fitting.append(problem)
+            except ValueError as error:
+                reason = error
+        if not fitting:
+            raise ValueError(f"held-out problems: none of {len(problems)} can run: {reason}")
+        if len(fitting) < len(problems) and self.group.rank == 0:
+            warnings.warn(
+                f"{len(problems) - len(fitting)} of {len(problems)} held-out problems are left out: {reason}",
+                stacklevel=2,
+            )
+        return fitting
+
+    # -- the loop
+
+    def train(self, start: float) -> dict[str, Any]:
+        if self.config.resume:
+            self._resume()
+        self._write_config()
+        self._sync_weights()
+        tracker = Tracker(self.folder, self.config)
+        if not self.config.resume:
+            tracker.log(self.step, self._evaluate())
+        with tqdm(
+            total=self.config.steps, initial=self.step, desc="train", unit="step", disable=not self.folder.is_writer
+        ) as progress:
+            while self.step < self.config.steps:
+                metrics = self._train_step()
+                tracker.log(self.step, metrics)
+                progress.update()
+                progress.set_postfix(
+                    reward=f"{metrics['critic/rewards/mean']:.3f}",
+                    pass1=f"{self.evaluations[-1]:.3f}" if self.evaluations else "-",
+                    tokens=f"{metrics['response_length/mean']:.0f}",
+                    gen=f"{metrics['timing_s/gen']:.1f}s",
+                    update=f"{metrics['timing_s/update_actor']:.1f}s",
+                )
+        tracker.close()
+        return self._summary(start)
+
+    def _train_step(self) -> dict[str, float]:
+        began = time.perf_counter()
+        rollout = self._roll_out()
+        updated = time.perf_counter()
+        metrics = dict(rollout.metrics)
+        self.llm.sleep()
+        if rollout.experiences:
+            metrics |= self.trainer.update(rollout.experiences)
+        self.llm.wake_up()
+        metrics["timing_s/update_actor"] = time.perf_counter() - updated
+        self.step += 1
+        self.data_index = rollout.next_index
+        self._write_rollout(rollout)
+        synced = time.perf_counter()
+        self._sync_weights()
+        metrics["timing_s/update_weights"] = time.perf_counter() - synced
+        last = self.step == self.config.steps
+        if last or self.step % self.config.eval_every == 0:
+            metrics |= self._evaluate()
+        num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
+        elapsed = time.perf_counter() - began
+        metrics["timing_s/step"] = elapsed
+        metrics["perf/throughput"] = num_tokens / elapsed / self.group.size
+        metrics["perf/rollout_tokens_per_second"] = num_tokens / rollout.metrics["timing_s/gen"]
+        # The metrics of a step are part of its resume point, so they are written before it is published.
+        self.folder.append("metrics.jsonl", {"training/global_step": self.step, **metrics})
+        if last or self.step % self.config.save_every == 0:
+            self._save()
+        return metrics
+
+    def _roll_out(self) -> Rollout:
+        expected = self.config.rollout.prompts_per_step * self.config.rollout.group_size // self.group.size
+        with tqdm(
+            total=expected, desc="rollout", unit="seq", leave=False, position=1, disable=not self.folder.is_writer
+        ) as progress:
+
+            def show(completion: Completion) -> None:
+                progress.update()
+
+            return self.collector.collect(self.data_index, show)
+
+    def _sync_weights(self) -> None:
+        """Trainer -> engine, parameter by parameter; the ranks' checksums must agree."""
+        checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.step)
+        everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
+        others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+        if others:
+            raise RuntimeError(f"weights differ after the update: ranks {others} have other checksums than rank 0")
+
+    def _evaluate(self) -> dict[str, float]:
+        metrics = evaluate(self.llm, self.held_out, self.params, self.reward, self.group, self.config.eval_samples)
+        self.evaluations.append(metrics["val-core/pass@1"])
+        if self.step == 0:
+            self.folder.append("metrics.jsonl", {"training/global_step": 0, **metrics})
+        return metrics
+
+    # -- files
+
+    def _write_config(self) -> None:
+        if self.folder.is_writer:
+            replace_text(self.folder.path / "config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
+
+    def _write_rollout(self, rollout: Rollout) -> None:
+        step = {"training/global_step": self.step}
+        lengths = [len(c.token_ids) for group in rollout.groups for c in group.completions]
+        self.folder.append("lengths.jsonl", {**step, "lengths": lengths})
+        for group in rollout.groups[:SAMPLES_PER_STEP]:
+            self.folder.append("samples.jsonl", {**step, **_sample(group)})
+        records = self.llm.step_records
+        mine = json.dumps(
+            {
+                "rank": self.group.rank,
+                "seconds": [round(record.seconds, 4) for record in records],
+                "num_running": [record.num_running for record in records],
+            }
+        )
+        everyone = [part.decode() for part in self.group.all_gather_bytes(mine.encode())]
+        if self.folder.is_writer:
+            replace_text(self.folder.path / "live_batch.jsonl", "".join(line + "\n" for line in everyone))
+
+    def _save(self) -> None:
+        """A resume point and a Hugging Face checkpoint, published together."""
+
+        def write(path: Path) -> None:
+            self.trainer.save_checkpoint(path)
+            self.trainer.save_pretrained(path / "huggingface")
+            torch.save(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")
+            if self.folder.is_writer:
+                state = {"step": self.step, "data_index": self.data_index, "evaluations": self.evaluations}
+                (path / "run.json").write_text(json.dumps(state, indent=2) + "\n")
+
+        self.folder.publish(self.step, write, self.config.keep_checkpoints)
+
+    def _resume(self) -> None:
+        path = self.folder.latest()
+        assert path is not None
+        self.trainer.load_checkpoint(path)
+        torch.set_rng_state(torch.load(path / f"rng-{self.group.rank}.pt", weights_only=True))
+        state = json.loads((path / "run.json").read_text())
+        self.step, self.data_index, self.evaluations = state["step"], state["data_index"], state["evaluations"]
+        if self.step > self.config.steps:
+            raise ValueError(f"steps={self.config.steps}: the run is at step {self.step} already; raise --steps")
+        self.folder.truncate(self.step, STEP_FILES)
+        self.group.barrier()
+
+    def _summary(self, start: float) -> dict[str, Any]:
+        figures = [str(path) for path in draw_run(self.folder.path)] if self.folder.is_writer else []
+        checkpoint = self.folder.latest()
+        return {
+            "experiment": "train",
+            "algo": self.config.algo,
+            "task": self.config.task,
+            "eval_before": self.evaluations[0],
+            "eval_after": self.evaluations[-1],
+            "steps": self.step,
+            "minutes": round((time.perf_counter() - start) / 60, 2),
+            "run_dir": str(self.folder.path),
+            "model": str(checkpoint / "huggingface") if checkpoint else None,
+            "figures": figures,
+        }
+
+
+def _sample(group: Group) -> dict[str, Any]:
+    completion = group.completions[0]
+    return {
+        "prompt": group.problem.prompt,
+        "completion": completion.text,
+        "finish_reason": completion.finish_reason,
+        "reward": group.rewards[0],
+        **group.problem.columns,
+    }
+
+
+if __name__ == "__main__":
+    launch.run(main)

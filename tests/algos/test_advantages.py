@@ -1,0 +1,92 @@
+"""Advantages and the reward rules of GRPO and DAPO, against numpy and the papers' numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algos.advantages import group_advantages
+from algos.dapo import DAPO
+from algos.grpo import GRPO
+
+REWARD = st.floats(-10, 10, allow_nan=False)
+
+
+@given(st.lists(st.lists(REWARD, min_size=2, max_size=9), min_size=1, max_size=4))
+def test_group_advantages_are_numpys(rewards: list[list[float]]) -> None:
+    for normalise_std in (True, False):
+        for group, got in zip(rewards, group_advantages(rewards, normalise_std=normalise_std, eps=1e-6), strict=True):
+            want = np.array(group) - np.mean(group)
+            if normalise_std:
+                want = want / (np.std(group, ddof=1) + 1e-6)
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.1, 1.0, -3.3])
+def test_equal_rewards_and_lone_completions_have_no_advantage(value: float) -> None:
+    # 0.1 x 3 has a mean that is not 0.1: a rounding that 1 / eps must not amplify.
+    assert group_advantages([[value] * 3, [value]]) == [[0.0] * 3, [0.0]]
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_rewards_must_be_finite(reward: float) -> None:
+    with pytest.raises(ValueError, match=r"rewards\[1\]\[2\]=(nan|inf): must be finite"):
+        group_advantages([[0.0, 1.0], [0.0, 1.0, reward]])
+
+
+def test_grpo_keeps_everything_as_it_is() -> None:
+    grpo = GRPO()
+    assert grpo.keep_group([1.0, 1.0])
+    assert grpo.shape_rewards([1.0, 0.0], [10, 100], [False, True], 100) == [1.0, 0.0]
+    assert grpo.loss_mask(100, True)
+    assert GRPO(normalise_std=False).advantages([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"),
+    [(1, 0.0), (16384, 0.0), (16384 + 1024, -0.25), (16384 + 2048, -0.5), (20480, -1.0)],
+)
+def test_daposs_overlong_punishment_is_the_papers(length: int, punishment: float) -> None:
+    """§4.1: expected maximum 16384 tokens, and 4096 more as the soft punishment's cache."""
+    dapo = DAPO(overlong_buffer_fraction=0.2, overlong_factor=1.0)
+    assert dapo.shape_rewards([1.0], [length], [False], 20480) == pytest.approx([1.0 + punishment])
+    half = DAPO(overlong_buffer_fraction=0.2, overlong_factor=0.5)
+    assert half.shape_rewards([1.0], [length], [False], 20480) == pytest.approx([1.0 + punishment / 2])
+    assert DAPO(overlong_buffer_fraction=0).shape_rewards([1.0], [length], [False], 20480) == [1.0]
+
+
+def test_dapo_keeps_groups_that_teach() -> None:
+    assert DAPO().keep_group([0.0, 1.0, 0.0])
+    assert not DAPO().keep_group([1.0, 1.0, 1.0])
+    assert not DAPO().keep_group([0.0, 0.0])
+    assert DAPO(dynamic_sampling=False).keep_group([0.0, 0.0])
+
+
+def test_overlong_filtering_masks_truncated_completions() -> None:
+    assert not DAPO(overlong_filtering=True).loss_mask(100, True)
+    assert DAPO(overlong_filtering=True).loss_mask(100, False)
+    assert DAPO().loss_mask(100, True)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "field", "value"),
+    [
+        (GRPO, "ratio_clip_low", 0.0),
+        (GRPO, "kl_coef", -1.0),
+        (GRPO, "dual_clip", 1.0),
+        (DAPO, "ratio_clip_high", -0.1),
+        (DAPO, "overlong_buffer_fraction", 1.5),
+        (DAPO, "max_sampling_rounds", 0),
+        (DAPO, "loss_aggregation", "mean"),
+        (GRPO, "kl_estimator", "k4"),
+        (GRPO, "importance_correction", "both"),
+    ],
+)
+def test_hyperparameters_are_refused_by_name(algorithm: Any, field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{algorithm.__name__}\.{field}={value!r}: must be"):
+        algorithm(**{field: value})

@@ -1,0 +1,158 @@
+"""Collecting a step's experience, on a real engine and a real reward process."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from algos.collect import Collector
+from algos.dapo import DAPO
+from algos.grpo import GRPO
+from algos.rewards.runner import RewardConfig, RewardRunner
+from algos.tasks.task import Problem
+from engines import LLM, SamplingParams
+from engines.parallel.collectives import SingleRank
+from tests.checkpoints import save_text_checkpoint
+
+REWARDS = '''
+import hashlib
+
+def even(prompts, completions, *, kind):
+    """Groups of kind "mixed" get unequal rewards, those of kind "flat" equal ones."""
+    return [
+        hashlib.sha256(c.encode()).digest()[0] % 2 if k == "mixed" else 1.0 for c, k in zip(completions, kind)
+    ]
+
+def raises_on_long(prompts, completions, **columns):
+    if any(len(c) > 20 for c in completions):
+        raise RuntimeError("too long for me")
+    return [1.0] * len(completions)
+'''
+PARAMS = SamplingParams(max_tokens=30, n=8)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Problems whose kinds repeat a pattern."""
+
+    pattern: tuple[str, ...]
+    reward: str = ""
+
+    def train_problem(self, index: int) -> Problem:
+        kind = self.pattern[index % len(self.pattern)]
+        prompt = "x" * 600 if kind == "too long" else f"{index}="
+        return Problem(uid=index, prompt=prompt, columns={"kind": kind})
+
+    def held_out_problems(self, count: int) -> list[Problem]:
+        return []
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    directory = tmp_path_factory.mktemp("text")
+    save_text_checkpoint(directory)
+    return LLM(directory, kv_cache_bytes=2**22)
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def even(rewards: Path) -> Iterator[RewardRunner]:
+    with RewardRunner(f"{rewards}:even") as runner:
+        yield runner
+
+
+def collector(llm: LLM, reward: RewardRunner, pattern: tuple[str, ...], algorithm: Any) -> Collector:
+    return Collector(
+        llm=llm,
+        task=Kinds(pattern),
+        algorithm=algorithm,
+        reward=reward,
+        group=SingleRank(),
+        params=PARAMS,
+        prompts_per_step=4,
+    )
+
+
+def test_grpo_trains_on_every_group(llm: LLM, even: RewardRunner) -> None:
+    rollout = collector(llm, even, ("mixed", "flat"), GRPO()).collect(0)
+    assert rollout.next_index == 4
+    assert [group.problem.uid for group in rollout.groups] == [0, 1, 2, 3]
+    assert len(rollout.experiences) == 4 * 8
+    for i, experience in enumerate(rollout.experiences):
+        group = rollout.groups[i // 8]
+        completion = group.completions[i % 8]
+        assert experience.tokens == group.prompt_token_ids + completion.token_ids
+        assert experience.rollout_logprobs == completion.logprobs
+        spread = statistics.stdev(group.rewards)
+        expected = (group.rewards[i % 8] - statistics.fmean(group.rewards)) / (spread + 1e-6)
+        assert experience.advantage == pytest.approx(expected, abs=1e-6)
+    assert rollout.metrics["rollout/zero_variance_groups"] >= 0.5
+    every = [reward for group in rollout.groups for reward in group.rewards]
+    assert rollout.metrics["critic/rewards/mean"] == pytest.approx(statistics.fmean(every))
+
+
+def test_dapo_samples_on_until_enough_groups_differ(llm: LLM, even: RewardRunner) -> None:
+    pattern = ("mixed", "flat", "flat", "mixed")
+    rollout = collector(llm, even, pattern, DAPO(max_sampling_rounds=5, overlong_buffer_fraction=0)).collect(0)
+    assert rollout.next_index == 8 and rollout.metrics["train/num_gen_batches"] == 2
+    assert rollout.metrics["train/num_groups"] == 4
+    prompts = {tuple(e.tokens[: e.num_prompt_tokens]) for e in rollout.experiences}
+    kept = [g for g in rollout.groups if g.problem.columns["kind"] == "mixed"]
+    assert prompts == {tuple(group.prompt_token_ids) for group in kept}
+
+
+def test_dapo_stops_at_its_bound_and_says_so(llm: LLM, even: RewardRunner) -> None:
+    flat = collector(llm, even, ("flat",), DAPO(max_sampling_rounds=2))
+    with pytest.warns(UserWarning, match="only 0 of 4 groups had unequal rewards after 2 sampling rounds"):
+        rollout = flat.collect(0)
+    assert rollout.experiences == [] and rollout.next_index == 8
+    assert rollout.metrics["critic/advantages/mean"] == 0
+
+
+def test_prompts_that_cannot_fit_are_passed_over(llm: LLM, even: RewardRunner) -> None:
+    with pytest.warns(UserWarning, match="problem 1 is passed over: prompt: 600 tokens leave no room"):
+        rollout = collector(llm, even, ("mixed", "too long", "flat"), GRPO()).collect(0)
+    assert [group.problem.uid for group in rollout.groups] == [0, 2, 3, 5]
+    assert rollout.next_index == 6 and rollout.metrics["train/num_prompts_skipped"] == 2
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="leave no room"):
+        collector(llm, even, ("too long",), GRPO()).collect(0)
+
+
+def test_a_reward_that_fails_costs_its_own_completions_only(llm: LLM, rewards: Path) -> None:
+    config = RewardConfig(failed_reward=-1.0, chunk_size=4)
+    with RewardRunner(f"{rewards}:raises_on_long", config) as runner:
+        rollout = collector(llm, runner, ("flat",), GRPO()).collect(0)
+    long = 0
+    for group in rollout.groups:
+        for completion, reward in zip(group.completions, group.rewards, strict=True):
+            long += len(completion.text) > 20
+            assert reward == (-1.0 if len(completion.text) > 20 else 1.0)
+    assert rollout.metrics["reward/num_raised"] == long > 0
+
+
+def test_overlong_completions_are_shaped_and_masked(llm: LLM, even: RewardRunner) -> None:
+    algorithm = DAPO(dynamic_sampling=False, overlong_filtering=True, overlong_buffer_fraction=0.5)
+    rollout = collector(llm, even, ("flat",), algorithm).collect(0)
+    completions = [completion for group in rollout.groups for completion in group.completions]
+    cut = [completion.finish_reason == "length" for completion in completions]
+    assert any(cut) and not all(cut)
+    for experience, is_cut in zip(rollout.experiences, cut, strict=True):
+        assert experience.loss_mask == [not is_cut] * experience.num_completion_tokens
+    for group in rollout.groups:
+        penalties = [min(0.0, (15 - len(c.token_ids)) / 15) for c in group.completions]
+        start = rollout.groups.index(group) * 8
+        advantages = [e.advantage for e in rollout.experiences[start : start + 8]]
+        for i in range(8):
+            for j in range(8):
+                assert (penalties[i] < penalties[j]) == (advantages[i] < advantages[j] - 1e-9)

@@ -1,0 +1,360 @@
+"""The reward runner against reward functions that misbehave in every way, each in a real process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from algos.rewards.runner import RewardConfig, RewardResult, RewardRunner
+
+FUNCTIONS = Path(__file__).with_name("reward_functions.py")
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., RewardRunner]]:
+    runners = []
+
+    def make(function: str, **config: float) -> RewardRunner:
+        runners.append(RewardRunner(f"{FUNCTIONS}:{function}", RewardConfig(**config)))  # type: ignore[arg-type]
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def score(runner: RewardRunner, completions: list[str], **columns: list) -> RewardResult:
+    return runner.score(["prompt"] * len(completions), completions, columns)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+
+
+# -- what the function gets and gives
+
+
+def test_rewards_come_in_order_over_many_chunks(make: Callable[..., RewardRunner]) -> None:
+    texts = ["x" * (index % 7) for index in range(100)]
+    result = score(make("length", chunk_size=16), texts)
+    assert result.rewards == [float(len(text)) for text in texts]
+    assert (result.num_raised, result.num_timed_out, result.num_invalid) == (0, 0, 0)
+    assert result.seconds > 0
+
+
+def test_one_call_per_chunk(make: Callable[..., RewardRunner]) -> None:
+    assert score(make("sizes", chunk_size=4), ["x"] * 10).rewards == [4.0] * 8 + [2.0] * 2
+
+
+def test_no_completions_no_rewards(make: Callable[..., RewardRunner]) -> None:
+    assert score(make("length"), []).rewards == []
+
+
+def test_only_declared_columns_are_passed(make: Callable[..., RewardRunner]) -> None:
+    runner = make("declared", chunk_size=2)
+    columns: dict[str, list] = {"answer": ["a", "b", "c"], "other": [object()] * 3}
+    assert score(runner, ["a", "x", "c"], **columns).rewards == [1.0, 0.0, 1.0]
+    assert score(runner, ["a", "x", "c"], scale=[2, 3, 4], **columns).rewards == [2.0, 0.0, 4.0]
+
+
+def test_modules_by_name_and_files_with_neighbours(tmp_path: Path) -> None:
+    with RewardRunner("algos.rewards.arithmetic:exact_answer") as runner:
+        assert score(runner, ["1+1#2", "1+1#3"], answer=["2", "2"]).rewards == [1.0, 0.0]
+    (tmp_path / "mine.py").write_text("import json, neighbour\ndef f(completions): return [neighbour.VALUE]")
+    (tmp_path / "neighbour.py").write_text("VALUE = 5.0")
+    (tmp_path / "json.py").write_text("raise ImportError('shadows the standard library')")
+    with RewardRunner(f"{tmp_path}/mine.py:f") as runner:
+        assert score(runner, ["x"]).rewards == [5.0]
+
+
+def test_worker_is_kept_between_calls(make: Callable[..., RewardRunner]) -> None:
+    runner = make("process", chunk_size=1)
+    (pid,) = set(score(runner, ["x"] * 5).rewards + score(runner, ["x"] * 5).rewards)
+    assert pid != os.getpid()
+
+
+def test_user_output_goes_to_stderr(make: Callable[..., RewardRunner], capfd: pytest.CaptureFixture[str]) -> None:
+    assert score(make("prints", chunk_size=1), ["x"] * 3).rewards == [1.0] * 3
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("noise on stdout") == 3
+
+
+def test_threads_take_turns(make: Callable[..., RewardRunner]) -> None:
+    runner, results = make("length", chunk_size=2), {}
+
+    def work(size: int) -> None:
+        results[size] = [score(runner, ["x" * size] * 9).rewards for _ in range(10)]
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {size: [[float(size)] * 9] * 10 for size in range(4)}
+
+
+# -- user errors
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("missing", "no attribute 'missing'"),
+        ("number", "'number' is a int, not a function"),
+        ("positional", "positional-only"),
+    ],
+)
+def test_a_bad_function_is_refused_up_front(make: Callable[..., RewardRunner], function: str, message: str) -> None:
+    runner = make(function)
+    for attempt in (runner.check, lambda: score(runner, ["x"])):
+        with pytest.raises(ValueError, match=message) as caught:
+            attempt()
+        assert function in str(caught.value) and "package.module:function" in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["", "module", "module:", ":function", "file.py", "module:not a name"])
+def test_a_malformed_spec_is_refused_without_a_process(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"package\.module:function"):
+        RewardRunner(spec)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "No such file"),
+        ("import absent_module", "absent_module"),
+        ("def f(:", "SyntaxError"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("import os; os._exit(9)", "exited with status 9"),
+        ("import time; time.sleep(1000)", "start_timeout_s=2"),
+    ],
+)
+def test_an_import_that_fails_is_refused(tmp_path: Path, source: str | None, message: str) -> None:
+    path = tmp_path / "broken.py"
+    limit_s = 2.0 if "start_timeout_s" in message else 60.0
+    if source is not None:
+        path.write_text(source)
+    with (
+        RewardRunner(f"{path}:f", RewardConfig(start_timeout_s=limit_s)) as runner,
+        pytest.raises(ValueError, match=message),
+    ):
+        runner.check()
+
+
+def test_columns_are_checked(make: Callable[..., RewardRunner]) -> None:
+    runner = make("declared")
+    runner.check(columns=["answer"])
+    with pytest.raises(ValueError, match=r"wants \['answer'\].*\['question'\]"):
+        runner.check(columns=["question"])
+    with pytest.raises(ValueError, match="answer: has 1 entries for 2 completions"):
+        score(runner, ["a", "b"], answer=["a"])
+    with pytest.raises(ValueError, match=r"columns\['answer'\].*plain data"):
+        score(runner, ["a"], answer=[object()])
+    with pytest.raises(ValueError, match=r"columns\['answer'\].*64 bits"):
+        score(runner, ["a"], answer=[2**70])
+    assert score(runner, ["a"], answer=["a"]).rewards == [1.0]
+
+
+@pytest.mark.parametrize("field", ["timeout_s", "chunk_size", "max_failures", "start_timeout_s"])
+def test_config_is_checked(field: str) -> None:
+    with pytest.raises(ValueError, match=f"RewardConfig.{field}=0"):
+        RewardConfig(**{field: 0})
+    with pytest.raises(ValueError, match="failed_reward"):
+        RewardConfig(failed_reward=math.nan)
+
+
+# -- functions that fail
+
+
+def test_values_that_are_no_numbers(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
+    texts = ["int", "nan", "inf", "none", "text", "list", "huge", "true"]
+    result = score(make("values", failed_reward=-1.0), texts)
+    assert result.rewards == [2.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
+    assert (result.num_raised, result.num_timed_out, result.num_invalid) == (0, 0, 6)
+    (record,) = caplog.records
+    assert "6 of 8 completions invalid" in record.getMessage() and "nan" in record.getMessage()
+
+
+def test_wrong_number_of_rewards(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
+    result = score(make("miscounts", chunk_size=4), ["a", "bad", "c", "d", "e"])
+    assert result.rewards == [1.0, 0.0, 1.0, 1.0, 1.0]
+    assert result.num_raised == 1
+    assert "more rewards for 1 completions" in caplog.text
+    assert score(make("endless"), ["a"]).num_raised == 1
+
+
+@pytest.mark.parametrize("culprit", ["raise", "sys.exit", "os._exit", "kill", "segfault"])
+def test_only_the_culprit_fails(
+    make: Callable[..., RewardRunner], culprit: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = {
+        "raise": "KeyError: 'no such thing' (reward_functions.py:",
+        "sys.exit": "SystemExit: 3",
+        "os._exit": "exited with status 3",
+        "kill": "killed by SIGKILL",
+        "segfault": "killed by SIGSEGV",
+    }
+    texts = ["a"] * 5 + [culprit] + ["b"] * 4
+    result = score(make("misbehaves", chunk_size=4), texts, log=[str(tmp_path / "log")] * 10)
+    assert result.rewards == [1.0] * 5 + [0.0] + [1.0] * 4
+    assert (result.num_raised, result.num_timed_out, result.num_invalid) == (1, 0, 0)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "1 of 10 completions raised" in record.getMessage() and message[culprit] in record.getMessage()
+
+
+@pytest.mark.parametrize("culprit", ["hang", "hang hard", "close", "fork"])
+def test_a_hang_is_killed_and_the_worker_restarted(
+    make: Callable[..., RewardRunner], culprit: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    runner = make("misbehaves", chunk_size=4, timeout_s=0.8)
+    texts = ["a", "b", culprit, "c", "d"]
+    result = score(runner, texts, log=[str(log)] * 5)
+    assert result.rewards == [1.0, 1.0, 0.0, 1.0, 1.0]
+    # A worker that closed its connection is found out at once: that is no hang.
+    assert (result.num_raised, result.num_timed_out) == ((1, 0) if culprit == "close" else (0, 1))
+    assert score(runner, ["e"], log=[str(log)]).rewards == [1.0]
+    pids = list(dict.fromkeys(int(line.split()[0]) for line in log.read_text().splitlines()))
+    assert len(pids) >= 3
+    last = int(log.read_text().splitlines()[-1].split()[0])
+    wait_until(lambda: not any(is_alive(pid) for pid in pids if pid != last), "the killed workers' processes to go")
+    assert is_alive(last)
+
+
+def test_one_warning_for_many_failures(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
+    result = score(make("always_raises", chunk_size=8), ["x"] * 100)
+    assert result.rewards == [0.0] * 100
+    assert result.num_raised == 100
+    (record,) = caplog.records
+    assert "100 of 100" in record.getMessage() and "no reward today" in record.getMessage()
+    caplog.clear()
+    score(make("long_message"), ["x"])
+    assert len(caplog.text) < 1500
+
+
+def test_a_function_that_always_hangs_is_given_up(
+    make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    result = score(make("always_hangs", timeout_s=0.4, max_failures=3, chunk_size=1), ["x"] * 1000)
+    assert result.rewards == [0.0] * 1000
+    assert result.num_timed_out == 1000
+    assert "gave up on 997 of 1000 completions" in caplog.text
+    assert "max_failures=3" in caplog.text
+
+
+def test_text_that_is_not_unicode_costs_only_itself(make: Callable[..., RewardRunner]) -> None:
+    result = score(make("length"), ["a", "\ud800", "c"])
+    assert result.rewards == [1.0, 0.0, 1.0]
+    assert result.num_raised == 1
+
+
+# -- async functions
+
+
+def test_async_chunks_run_at_the_same_time(make: Callable[..., RewardRunner]) -> None:
+    result = score(make("meets", chunk_size=2), ["x"] * 10, num_calls=[5] * 10)
+    assert result.rewards == [1.0] * 10
+
+
+def test_async_failures_cost_only_the_culprits(make: Callable[..., RewardRunner]) -> None:
+    runner = make("misbehaves_async", chunk_size=2, timeout_s=0.8)
+    (pid,) = set(score(runner, ["x"] * 4).rewards)
+    result = score(runner, ["a", "raise", "b", "c", "hang", "d"])
+    # The limit cancels a coroutine; its process lives on.
+    assert result.rewards == [pid, 0.0, pid, pid, 0.0, pid]
+    assert (result.num_raised, result.num_timed_out) == (1, 1)
+
+
+@pytest.mark.parametrize("culprit", ["block", "exit", "stubborn"])
+def test_an_async_function_that_ruins_its_loop(make: Callable[..., RewardRunner], culprit: str) -> None:
+    runner = make("misbehaves_async", chunk_size=2, timeout_s=0.8)
+    result = score(runner, ["a", "b", "c", culprit, "d", "e"])
+    assert [value > 0 for value in result.rewards] == [True, True, True, False, True, True]
+    assert result.num_raised + result.num_timed_out == 1
+    assert score(runner, ["f"]).rewards[0] > 0
+
+
+# -- processes and descriptors
+
+
+def test_nothing_is_left_behind(make: Callable[..., RewardRunner], tmp_path: Path) -> None:
+    def children() -> set[str]:
+        return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+    gc.collect()
+    before, fds = children(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        runner = make("misbehaves", timeout_s=0.8)
+        score(runner, ["a", "os._exit"], log=[str(tmp_path / "log")] * 2)
+        score(runner, ["hang"], log=[str(tmp_path / "log")])
+        score(runner, ["a"], log=[str(tmp_path / "log")])
+        runner.close()
+        runner.close()
+        with pytest.raises(ValueError, match="absent"):
+            RewardRunner("absent:function").check()
+    assert children() <= before
+    assert len(os.listdir("/proc/self/fd")) == fds
+    pids = {int(line.split()[0]) for line in (tmp_path / "log").read_text().splitlines()}
+    assert len(pids) > 3 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    with pytest.raises(ValueError, match="closed"):
+        score(runner, ["a"], log=["x"])
+
+
+def test_close_ends_a_call_of_another_thread(make: Callable[..., RewardRunner], tmp_path: Path) -> None:
+    runner, results, log = make("misbehaves", timeout_s=1.0, chunk_size=1, max_failures=100), [], tmp_path / "log"
+    thread = threading.Thread(target=lambda: results.append(score(runner, ["hang"] * 100, log=[str(log)] * 100)))
+    thread.start()
+    wait_until(log.exists, "the first call")
+    runner.close()
+    thread.join()
+    assert results[0].num_timed_out == 100
+    assert len(log.read_text().splitlines()) < 50
+
+
+@pytest.mark.parametrize("text", ["ok", "hang", "hang hard", "fork"])
+def test_the_workers_die_with_the_run(tmp_path: Path, text: str) -> None:
+    """A run that is killed with SIGKILL leaves no process behind, whatever its reward function is doing."""
+    log = tmp_path / "log"
+    program = f"""
+        import time
+        from algos.rewards.runner import RewardRunner
+        runner = RewardRunner({str(FUNCTIONS) + ":misbehaves"!r})
+        runner.score(["p"], [{text!r}], {{"log": [{str(log)!r}]}})
+        time.sleep(1000)
+    """
+    run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=Path(__file__).parents[2])
+    try:
+        num_lines = 2 if text == "fork" else 1
+        wait_until(
+            lambda: log.exists() and log.read_text().count("\n") == num_lines, "the reward function to be called"
+        )
+        pids = [int(line.split()[0]) for line in log.read_text().splitlines()]
+        assert all(map(is_alive, pids))
+    finally:
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+    wait_until(lambda: not any(map(is_alive, pids)), "the worker to die")

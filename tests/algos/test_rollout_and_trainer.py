@@ -1,0 +1,161 @@
+"""Engine and trainer hold the same policy: weights, log-probs and tokens, over ZeRO stages and numbers of ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import LLM, SamplingParams
+from tests.worlds import run_world
+
+STAGES = (0, 1, 2, 3)
+RNG = random.Random(2)
+PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(16)]
+PARAMS = SamplingParams(max_tokens=40, n=2)
+
+
+def train_and_roll_out(model: str, stages: list[int]) -> dict[str, Any]:
+    """Per stage: one update, the weights into the engine, a rollout, and both sides' log-probs of it."""
+    from algos.deepspeed_config import TrainerConfig
+    from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+    from algos.experience import Experience
+    from algos.grpo import GRPO
+    from algos.trainer import Trainer
+    from engines import weights
+    from engines.parallel.collectives import TorchGroup
+
+    start_deepspeed()
+    group = TorchGroup()
+    results: dict[str, Any] = {}
+    for stage in stages:
+        llm = LLM(model, data_parallel=group, kv_cache_bytes=2**22, load=False)
+        config = TrainerConfig(zero_stage=stage, learning_rate=1e-3, mini_batch_size=64, micro_batch_tokens=512)  # type: ignore[arg-type]
+        trainer = Trainer(config, GRPO(), model)
+        llm.update_weights(trainer.named_weights(), version=0)
+        first = llm.generate(PROMPTS, PARAMS)
+        experiences = [
+            Experience(
+                tokens=output.prompt_token_ids + c.token_ids,
+                num_prompt_tokens=len(output.prompt_token_ids),
+                rollout_logprobs=c.logprobs,
+                loss_mask=[True] * len(c.token_ids),
+                advantage=1.0 if c.index else -1.0,
+            )
+            for output in first
+            for c in output.outputs
+        ]
+        metrics = trainer.update(experiences)
+        checksum = llm.update_weights(trainer.named_weights(), version=1)
+        trained = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+        second = llm.generate(PROMPTS, PARAMS)
+        sequences = [o.prompt_token_ids + c.token_ids for o in second for c in o.outputs]
+        results[str(stage)] = {
+            "checksums": [int.from_bytes(c, "little") for c in group.all_gather_bytes(checksum.to_bytes(8, "little"))],
+            "trainer_checksum": weights.checksum(trained),
+            "k3": metrics["rollout_corr/k3_kl"],
+            "k1": metrics["rollout_corr/kl"],
+            "steps": metrics["actor/num_steps"],
+            "tokens": [[c.token_ids for c in o.outputs] for o in second],
+            "versions": sorted({v for o in second for c in o.outputs for v in c.versions}),
+            "rollout": [c.logprobs for o in second for c in o.outputs],
+            "trainer": [
+                values[len(o.prompt_token_ids) - 1 :]
+                for values, o in zip(trainer.logprobs(sequences), [o for o in second for _ in o.outputs], strict=True)
+            ],
+        }
+    stop_deepspeed()
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(qwen3: str) -> list[dict[str, Any]]:
+    return run_world(train_and_roll_out, 2, qwen3, list(STAGES))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_log_probs_agree_after_an_update(results: list[dict[str, Any]], stage: int) -> None:
+    result = results[0][str(stage)]
+    assert result["steps"] == 1 and result["versions"] == [1]
+    worst = max(
+        abs(a - b)
+        for mine, theirs in zip(result["rollout"], result["trainer"], strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+    assert worst < 1e-4
+    assert 0 < result["k3"] < 1e-8
+    assert abs(result["k1"]) < 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_rank_s_engine_holds_the_trainer_s_weights(results: list[dict[str, Any]], stage: int) -> None:
+    assert len(set(results[0][str(stage)]["checksums"])) == 1
+    assert results[0][str(stage)]["tokens"] == results[1][str(stage)]["tokens"]
+    assert results[0][str(stage)]["checksums"][0] == results[0][str(stage)]["trainer_checksum"]
+
+
+def generate_here(model: str) -> list[Any]:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+
+    dist.init_process_group("gloo")
+    llm = LLM(model, data_parallel=TorchGroup(), dtype="float64", kv_cache_bytes=2**22)
+    out = llm.generate(PROMPTS, PARAMS)
+    try:
+        llm.generate(PROMPTS[: 1 + dist.get_rank()], PARAMS)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    dist.destroy_process_group()
+    return [[[c.token_ids for c in o.outputs] for o in out], refused, len(llm.step_records)]
+
+
+def test_one_or_two_ranks_draw_the_same_tokens(qwen3: str) -> None:
+    alone = LLM(qwen3, dtype="float64", kv_cache_bytes=2**22).generate(PROMPTS, PARAMS)
+    for tokens, refused, num_steps in run_world(generate_here, 2, qwen3):
+        assert tokens == [[c.token_ids for c in o.outputs] for o in alone]
+        assert "were given other prompts" in refused
+        assert num_steps > 0
+
+
+def test_extra_memory_of_an_update_is_one_parameter(qwen3: str) -> None:
+    """The stream is consumed tensor by tensor: no earlier one is alive when the next is made."""
+    import weakref
+
+    llm = LLM(qwen3)
+    alive: list[Any] = []
+
+    def stream() -> Any:
+        for name, view in llm._decoder.logical_views().items():
+            assert not any(reference() is not None for reference in alive[:-1])
+            tensor = view.clone()
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    llm.update_weights(stream(), version=1)
+    assert len(alive) > 10
+
+
+def test_group_needs_every_rank(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"[Rr]anks? 1"):
+        run_world(miss_a_barrier, 2)
+
+
+def miss_a_barrier() -> int:
+    import time
+
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+
+    dist.init_process_group("gloo")
+    group = TorchGroup(timeout_s=2)
+    if dist.get_rank() == 0:
+        group.all_gather_bytes(b"x")
+    else:
+        time.sleep(20)
+    return 0

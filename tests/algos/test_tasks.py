@@ -1,0 +1,199 @@
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from algos.rewards.arithmetic import exact_answer
+from algos.tasks.arithmetic import ArithmeticTask, solution
+from algos.tasks.gsm8k import Gsm8kTask
+from algos.tasks.task import Problem, Task
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+
+def operands(problem: Problem) -> frozenset[int]:
+    a, b = problem.prompt.removesuffix("=").split("+")
+    return frozenset((int(a), int(b)))
+
+
+class TestArithmetic:
+    def test_the_documented_example(self):
+        problem = Problem(uid=0, prompt="123+989=", columns={"answer": "1112"})
+        assert solution(problem) == "3+9+0=12;2+8+1=11;1+9+1=11;#1112"
+
+    def test_solutions_are_right_and_rewarded(self):
+        for problem in ArithmeticTask(seed=3).held_out_problems(200):
+            a, b = (int(number) for number in problem.prompt.removesuffix("=").split("+"))
+            assert problem.columns == {"answer": str(a + b)}
+            completion, carry, total = solution(problem), 0, 0
+            for place, (x, y, carry_in, s) in enumerate(re.findall(r"(\d)\+(\d)\+(\d)=(\d+);", completion)):
+                assert int(carry_in) == carry and int(x) + int(y) + carry == int(s)
+                carry, digit = divmod(int(s), 10)
+                total += digit * 10**place
+            assert total + carry * 10 ** len(str(a)) == a + b
+            assert exact_answer([problem.prompt], [completion], answer=[problem.columns["answer"]]) == [1.0]
+
+    def test_a_problem_depends_on_seed_and_index_only(self):
+        backwards = [ArithmeticTask(seed=5).train_problem(index) for index in reversed(range(50))]
+        task = ArithmeticTask(seed=5)
+        task.held_out_problems(7)
+        assert [task.train_problem(index) for index in range(50)] == backwards[::-1]
+        assert [ArithmeticTask(seed=6).train_problem(index) for index in range(50)] != backwards[::-1]
+
+    def test_draws_do_not_change_between_versions(self):
+        # A resumed run and a cached model rely on it.
+        prompts = [ArithmeticTask(seed=0).train_problem(index).prompt for index in range(3)]
+        assert prompts == ["696+689=", "11+58=", "3+1="]
+
+    def test_no_sum_is_in_both_splits_whatever_the_seeds(self):
+        # One and two digits: so few operands that draws alone would collide at once.
+        tasks = [ArithmeticTask(seed=seed, median_digits=1, sigma=0.5, max_digits=2) for seed in (0, 1)]
+        train = {operands(task.train_problem(index)) for task in tasks for index in range(3000)}
+        held_out = {operands(problem) for problem in tasks[0].held_out_problems(1000)}
+        assert not train & held_out
+        # Both splits have operands of either length, in many digits' combinations.
+        for split in (train, held_out):
+            assert min(sum(max(pair) < 10 for pair in split), sum(min(pair) >= 10 for pair in split)) >= 4
+
+    def test_both_splits_have_the_same_long_tail(self):
+        task = ArithmeticTask()
+        splits = [task.train_problem(index) for index in range(4000)], task.held_out_problems(4000)
+        for problems in splits:
+            lengths = sorted(len(solution(problem)) for problem in problems)
+            assert 20 <= median(lengths) <= 40
+            assert lengths[3960] > 5 * median(lengths)  # the 99th percentile
+            assert lengths[-1] <= 10 * task.max_digits + task.max_digits + 2
+        counts = [Counter(len(problem.columns["answer"]) for problem in problems) for problems in splits]
+        assert abs(counts[0][2] - counts[1][2]) < 200
+
+    def test_uids_never_meet(self):
+        task = ArithmeticTask()
+        uids = [task.train_problem(index).uid for index in range(100)]
+        uids += [problem.uid for problem in task.held_out_problems(100)]
+        assert len(set(uids)) == 200
+
+    @pytest.mark.parametrize("field", [{"median_digits": 0.0}, {"sigma": -1.0}, {"max_digits": 0}])
+    def test_a_bad_field_is_named(self, field):
+        with pytest.raises(ValueError, match=rf"ArithmeticTask\.{next(iter(field))}=.*must be"):
+            ArithmeticTask(**field)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("1+1+0=2;#2", 1.0),
+        ("#2", 1.0),
+        ("#3#2", 1.0),
+        ("#2#3", 0.0),
+        ("#2 ", 0.0),
+        ("#02", 0.0),
+        ("#", 0.0),
+        ("2", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_exact_answer_reads_what_follows_the_last_hash(completion, reward):
+    assert exact_answer(["1+1="], [completion], answer=["2"], uid=[0]) == [reward]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    return [{"question": f"Question {index}?", "answer": f"So\n#### {index},000"} for index in range(count)]
+
+
+class TestGsm8k:
+    def test_epochs_are_different_permutations_of_the_training_rows(self, tmp_path):
+        task = Gsm8kTask(path=write_jsonl(tmp_path / "a.jsonl", rows(40)), held_out_fraction=0.25, seed=1)
+        epochs = [[task.train_problem(30 * epoch + index).prompt for index in range(30)] for epoch in range(3)]
+        assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) and len(set(epochs[0])) == 30
+        assert epochs[0] != epochs[1] != epochs[2]
+        held_out = {problem.prompt for problem in task.held_out_problems(1000)}
+        assert len(held_out) == 10 and not held_out & set(epochs[0])
+        assert len({task.train_problem(index).uid for index in range(90)}) == 90
+
+    def test_another_process_or_seed(self, tmp_path):
+        path = write_jsonl(tmp_path / "a.jsonl", rows(40))
+        first, again, other = (Gsm8kTask(path=path, seed=seed) for seed in (1, 1, 2))
+        order = [[task.train_problem(index) for index in (9, 50, 3)] for task in (first, again, other)]
+        assert order[0] == order[1] != order[2]
+        assert first.held_out_problems(9) == other.held_out_problems(9)
+
+    def test_answer_and_template(self, tmp_path):
+        path = write_jsonl(tmp_path / "a.jsonl", [rows(1)[0], {"question": "B {x}?", "answer": "#### $1,234 "}])
+        task = Gsm8kTask(path=path, template="Q {question} in \\boxed{}:", held_out_fraction=0.5)
+        problems = [task.train_problem(0), *task.held_out_problems(2)]
+        assert {(problem.prompt, problem.columns["answer"]) for problem in problems} == {
+            ("Q Question 0? in \\boxed{}:", "0000"),
+            ("Q B {x}? in \\boxed{}:", "$1234"),
+        }
+
+    def test_repeated_questions_stay_on_one_side(self, tmp_path):
+        task = Gsm8kTask(path=write_jsonl(tmp_path / "a.jsonl", rows(10) * 3), held_out_fraction=0.4)
+        held_out = {problem.prompt for problem in task.held_out_problems(100)}
+        assert len(held_out) == 4
+        assert not held_out & {task.train_problem(index).prompt for index in range(18)}
+
+    def test_a_held_out_file_is_not_trained_on(self, tmp_path):
+        path = write_jsonl(tmp_path / "a.jsonl", rows(10))
+        held_out_path = write_jsonl(tmp_path / "b.jsonl", [*rows(4), {"question": "New?", "answer": "#### 5"}])
+        task = Gsm8kTask(path=path, held_out_path=held_out_path)
+        assert len(task.held_out_problems(99)) == 5
+        held_out = {problem.prompt for problem in task.held_out_problems(5)}
+        train = {task.train_problem(index).prompt for index in range(6)}
+        assert len(train) == 6 and not train & held_out
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ('{"question": "Q?", "ans', "not valid JSON"),
+            ('{"question": "Q?"}', "'answer'"),
+            ('{"answer": "#### 1"}', "'question'"),
+            ('{"question": 7, "answer": "#### 1"}', "'question'"),
+            ("[1, 2]", "'question'"),
+            ('{"question": "Q?", "answer": "42"}', "####"),
+            ('{"question": "Q?", "answer": "so #### "}', "####"),
+            ("\udcff", "not valid JSON"),
+        ],
+    )
+    def test_an_unreadable_line_is_named(self, tmp_path, line, message):
+        path = tmp_path / "bad.jsonl"
+        good = json.dumps(rows(1)[0])
+        path.write_bytes(f"{good}\n\n{line}\n{good}\n".encode(errors="surrogateescape"))
+        with pytest.raises(ValueError, match=rf"bad\.jsonl:3: .*{message}"):
+            Gsm8kTask(path=str(path))
+
+    def test_missing_empty_and_too_small_files(self, tmp_path):
+        with pytest.raises(ValueError, match=r"nowhere\.jsonl.*cannot be read"):
+            Gsm8kTask(path=str(tmp_path / "nowhere.jsonl"))
+        with pytest.raises(ValueError, match=r"empty\.jsonl: is empty"):
+            Gsm8kTask(path=write_jsonl(tmp_path / "empty.jsonl", []))
+        with pytest.raises(ValueError, match=r"one\.jsonl: no question is left"):
+            Gsm8kTask(path=write_jsonl(tmp_path / "one.jsonl", rows(1)))
+
+    @pytest.mark.parametrize("field", [{"held_out_fraction": 1.0}, {"template": "no place"}])
+    def test_a_bad_field_is_named(self, tmp_path, field):
+        path = write_jsonl(tmp_path / "a.jsonl", rows(4))
+        with pytest.raises(ValueError, match=rf"Gsm8kTask\.{next(iter(field))}="):
+            Gsm8kTask(path=path, **field)
+
+    @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs ../shared/data/gsm8k")
+    def test_the_real_files(self):
+        task = Gsm8kTask(path=str(GSM8K / "train.jsonl"), held_out_path=str(GSM8K / "test.jsonl"))
+        problems = [task.train_problem(index) for index in range(7473)]
+        held_out = task.held_out_problems(10_000)
+        assert len({problem.prompt for problem in problems}) > 7400 and len(held_out) == 1319
+        for problem in problems + held_out:
+            float(problem.columns["answer"])
+        assert not {problem.prompt for problem in problems} & {problem.prompt for problem in held_out}
+
+
+def test_both_are_tasks(tmp_path):
+    tasks: list[Task] = [ArithmeticTask(), Gsm8kTask(path=write_jsonl(tmp_path / "a.jsonl", rows(4)))]
+    assert [task.reward.count(":") for task in tasks] == [1, 1]

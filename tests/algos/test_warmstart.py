@@ -1,0 +1,154 @@
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from algos.publish import publish_directory
+from algos.tasks.arithmetic import ArithmeticTask
+from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID
+from algos.warmstart import MODEL_SIZES, WarmStartConfig, _accumulate_gradients, _example, new_model, train, warm_start
+
+ROOT = Path(__file__).parents[2]
+SMALL = WarmStartConfig(size="draft-1l", steps=3, batch_size=4, task=ArithmeticTask(seed=1, max_digits=4))
+
+
+def contents(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """File names to bytes and time of change."""
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir()}
+
+
+def test_the_loss_falls():
+    config = replace(SMALL, steps=60, batch_size=16, task=ArithmeticTask(seed=1, max_digits=1))
+    _, untrained = train(replace(config, steps=1))
+    _, trained = train(config)
+    assert 4 < untrained < 7  # about ln(264) = 5.6
+    assert trained < 0.5 * untrained
+
+
+@pytest.mark.parametrize(("size", "millions"), [("tiny", 0.82), ("draft-2l", 0.12), ("draft-1l", 0.07)])
+def test_sizes(size, millions):
+    assert set(MODEL_SIZES) == {"tiny", "draft-2l", "draft-1l"}
+    model = new_model(size, seed=0)
+    assert model.num_parameters() == pytest.approx(millions * 1e6, rel=0.1)
+    assert model.config.head_dim == 32 and model.dtype == torch.float32 and model.config.tie_word_embeddings
+
+
+def test_the_directory_is_a_hugging_face_checkpoint(tmp_path):
+    directory = warm_start(tmp_path / "deep" / "model", SMALL)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.iterdir()}
+    for config in (json.loads((directory / "config.json").read_text()), model.generation_config.to_dict()):
+        assert (config["eos_token_id"], config["pad_token_id"]) == (EOS_TOKEN_ID, PAD_TOKEN_ID)
+    assert tokenizer.eos_token_id == EOS_TOKEN_ID and model.config.vocab_size == 264
+    trained, _ = train(SMALL)
+    for name, parameter in trained.state_dict().items():
+        assert torch.equal(parameter, model.state_dict()[name]), name
+
+
+def test_same_config_same_weights_and_the_callers_random_state_is_kept():
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    (first, loss), (again, loss_again) = train(SMALL), train(SMALL)
+    (other, _) = train(replace(SMALL, seed=1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loss == loss_again
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_cut_into_micro_batches_the_gradient_is_that_of_one_padded_batch():
+    model = new_model("draft-1l", seed=0).double()
+    examples = [_example(ArithmeticTask(seed=2), index) for index in range(8)]
+    assert len({len(completion) for _, completion in examples}) > 2
+    losses, gradients = [], []
+    for max_tokens in (1, 10**6):
+        losses.append(_accumulate_gradients(model, examples, 0.0, max_tokens))
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    for alone, together in zip(*gradients, strict=True):
+        # Hugging Face's norms and rotations round to float32.
+        torch.testing.assert_close(alone, together, rtol=0, atol=1e-6)
+    # And it is the mean over completion tokens, written out.
+    logprobs = [
+        model(torch.tensor([p + c])).logits[0].log_softmax(-1)[torch.arange(len(p) - 1, len(p + c) - 1), c]
+        for p, c in examples
+    ]
+    assert losses[0] == pytest.approx(-torch.cat(logprobs).mean().item(), abs=1e-6)
+
+
+def test_the_cache_hits_for_the_same_config_only(tmp_path):
+    directory = warm_start(tmp_path / "model", SMALL)
+    before = contents(directory)
+    assert warm_start(directory, SMALL) == directory and contents(directory) == before
+    warm_start(directory, replace(SMALL, steps=4))
+    assert contents(directory)["model.safetensors"] != before["model.safetensors"]
+    warm_start(directory, SMALL)
+    assert contents(directory)["model.safetensors"][0] == before["model.safetensors"][0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.lock", "model"]
+
+
+def test_a_directory_of_something_else_is_not_touched(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"directory=.*holds other files \(no made_with\.json\)"):
+        warm_start(tmp_path, SMALL)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def write_half_then_die(target: Path) -> None:
+    def write(path: Path) -> None:
+        (path / "model.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    publish_directory(target, {"warm_start": {}}, write)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_an_attempt_killed_while_writing_changes_nothing(tmp_path, older):
+    target = tmp_path / "model"
+    if older:
+        warm_start(target, SMALL)
+        before = contents(target)
+    process = multiprocessing.get_context("fork").Process(target=write_half_then_die, args=(target,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert (contents(target) == before) if older else not target.exists()
+    wanted = replace(SMALL, seed=5)
+    warm_start(target, wanted)
+    assert AutoModelForCausalLM.from_pretrained(target).num_parameters() > 0
+    # What it left beside the target is swept.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model.lock", "model"]
+
+
+def test_a_truncated_record_is_refused_rather_than_trusted(tmp_path):
+    target = warm_start(tmp_path / "model", SMALL)
+    (target / "made_with.json").write_text('{"warm_start": {"si')
+    with pytest.raises(ValueError, match="holds other files"):
+        warm_start(target, SMALL)
+
+
+@pytest.mark.parametrize(
+    "field", [{"size": "huge"}, {"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}, {"label_smoothing": 1.0}]
+)
+def test_a_bad_field_is_named(field):
+    with pytest.raises(ValueError, match=rf"WarmStartConfig\.{next(iter(field))}="):
+        WarmStartConfig(**field)
+
+
+def test_the_command_line(tmp_path):
+    command = [sys.executable, "experiments/make_model.py", str(tmp_path / "m"), "--size", "draft-1l"]
+    command += ["--steps", "2", "--batch-size", "2", "--task.max-digits", "3", "--widen", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["model"] == str(tmp_path / "m-x2") and result["loss"] > 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m-x2").num_parameters() == result["num_parameters"]
+    assert "warm start draft-1l" in done.stderr and "loss=" in done.stderr

@@ -1,0 +1,47 @@
+"""The engine on CUDA: the CPU's tokens in float64, transformers' logits, low precision, and memory given back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import LLM, SamplingParams
+from tests.checkpoints import FAMILIES, save_checkpoint
+from tests.engines.test_token_equality import PARAMS, PROMPTS, tokens_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_the_same_tokens_as_on_the_cpu(qwen3: str) -> None:
+    options = {"dtype": "float64", "kv_cache_bytes": 2**24}
+    outputs = [LLM(qwen3, device=device, **options).generate(PROMPTS, PARAMS) for device in ("cpu", "cuda")]
+    cpu, cuda = ([o.outputs for o in side] for side in outputs)
+    assert tokens_of(cuda) == tokens_of(cpu)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_the_model_s(family: str, tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path, family).cuda()
+    llm = LLM(tmp_path, device="cuda", kv_cache_bytes=2**22)
+    for output in llm.generate(PROMPTS[:4], SamplingParams(max_tokens=20, ignore_eos=True)):
+        completion = output.outputs[0]
+        ids = torch.tensor([output.prompt_token_ids + completion.token_ids], device="cuda")
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        chosen = logprobs.gather(1, ids[0, len(output.prompt_token_ids) :, None])[:, 0]
+        assert (torch.tensor(completion.logprobs) - chosen.cpu()).abs().max() < 1e-3
+
+
+def test_bfloat16_and_memory(qwen3: str) -> None:
+    llm = LLM(qwen3, device="cuda", dtype="bfloat16", kv_cache_bytes=2**28)
+    assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+    before = torch.cuda.memory_allocated()
+    llm.sleep()
+    assert before - torch.cuda.memory_allocated() > 2**27
+    llm.wake_up()
+    assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)

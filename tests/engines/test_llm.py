@@ -1,0 +1,313 @@
+"""The front door: what comes back, what is refused and how, weights in, memory out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engines import LLM, SamplingParams
+from engines.models.loader import checkpoint_tensors
+from engines.weights import checksum
+from tests.checkpoints import EOS, save_checkpoint, save_text_checkpoint
+
+
+@pytest.fixture
+def copy(qwen3: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(qwen3, tmp_path / "model"))
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**raw, **changes}))
+
+
+class TestStops:
+    def test_eos_stop_ids_and_length(self, qwen3: str) -> None:
+        llm = LLM(qwen3)
+        free = llm.generate([[5]] * 64, SamplingParams(max_tokens=40), prompt_uids=range(64))
+        for output in free:
+            completion = output.outputs[0]
+            assert EOS not in completion.token_ids[:-1]
+            assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == EOS)
+            assert completion.finish_reason == "stop" or len(completion.token_ids) == 40
+        deaf = llm.generate([[5]] * 64, SamplingParams(max_tokens=40, ignore_eos=True), prompt_uids=range(64))
+        for before, after in zip(free, deaf, strict=True):
+            assert len(after.outputs[0].token_ids) == 40
+            assert after.outputs[0].token_ids[: len(before.outputs[0].token_ids)] == before.outputs[0].token_ids
+        stop = deaf[0].outputs[0].token_ids[9]
+        params = SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=[stop])
+        stopped = llm.generate([[5]], params, prompt_uids=[0])[0].outputs[0]
+        expected = deaf[0].outputs[0].token_ids
+        assert stopped.token_ids == expected[: expected.index(stop) + 1]
+
+    def test_context_end_is_a_length_finish(self, qwen3: str) -> None:
+        llm = LLM(qwen3, max_model_len=32)
+        out = llm.generate([[5] * 20], SamplingParams(max_tokens=500, ignore_eos=True))[0].outputs[0]
+        assert (len(out.token_ids), out.finish_reason) == (12, "length")
+
+    def test_stop_strings_end_at_the_token_that_completes_them(self, text_model: str) -> None:
+        llm = LLM(text_model)
+        params = SamplingParams(max_tokens=200, n=8, ignore_eos=True)
+        plain = llm.generate(["hello"], params, prompt_uids=[0])[0].outputs
+        stop = next(c.text[50:52] for c in plain if c.text[50:52].isascii() and len(c.text) > 52)
+        params = SamplingParams(max_tokens=200, n=8, ignore_eos=True, stop=stop)
+        stopped = llm.generate(["hello"], params, prompt_uids=[0])
+        hit = 0
+        for before, after in zip(plain, stopped[0].outputs, strict=True):
+            assert before.token_ids[: len(after.token_ids)] == after.token_ids
+            if stop in before.text:
+                hit += 1
+                assert after.finish_reason == "stop"
+                assert after.text == before.text[: before.text.index(stop)]
+                assert stop in llm.tokenizer.decode(after.token_ids)
+                assert stop not in llm.tokenizer.decode(after.token_ids[:-1])
+        assert hit
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random tiny model over bytes, with its tokenizer."""
+    directory = tmp_path_factory.mktemp("text")
+    save_text_checkpoint(directory)
+    return str(directory)
+
+
+def test_outputs_carry_aligned_records(text_model: str) -> None:
+    llm = LLM(text_model)
+    seen: list[int] = []
+    outputs = llm.generate(
+        ["1+1=", [50, 51]], SamplingParams(max_tokens=9, n=3), on_completion=lambda c: seen.append(c.index)
+    )
+    assert [o.prompt for o in outputs] == ["1+1=", None]
+    assert outputs[0].prompt_token_ids == llm.tokenizer.encode("1+1=")
+    assert outputs[1].prompt_token_ids == [50, 51]
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2]
+    for output in outputs:
+        assert [c.index for c in output.outputs] == [0, 1, 2]
+        for c in output.outputs:
+            assert len(c.token_ids) == len(c.logprobs) == len(c.versions) <= 9
+            assert all(p <= 0 for p in c.logprobs)
+            assert c.text == llm.tokenizer.decode(c.token_ids, skip_special_tokens=True)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*not supported.*Qwen3ForCausalLM"),
+            ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+            ({"hidden_act": "gelu"}, "gelu"),
+            ({"use_sliding_window": True}, "use_sliding_window"),
+            ({"num_key_value_heads": 3}, "not a multiple"),
+            ({"vocab_size": None}, "vocab_size.*missing"),
+            ({"num_attention_heads": 0}, "num_heads=0 is not a positive integer"),
+            ({"head_dim": 7}, "head_dim=7 is odd"),
+            ({"hidden_size": "48"}, "hidden_size='48'"),
+            ({"num_hidden_layers": 3}, "missing; the checkpoint is not complete"),
+            ({"num_hidden_layers": 1}, "is no parameter"),
+            ({"intermediate_size": 81}, r"has shape \[48, 80\], config.json asks for \[48, 81\]"),
+        ],
+    )
+    def test_config(self, copy: Path, changes: dict, message: str) -> None:
+        edit_config(copy, **changes)
+        with pytest.raises(ValueError, match=message):
+            LLM(copy)
+
+    def test_missing_field(self, copy: Path) -> None:
+        raw = json.loads((copy / "config.json").read_text())
+        del raw["hidden_size"]
+        (copy / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ValueError, match="hidden_size"):
+            LLM(copy)
+
+    def test_missing_checkpoint(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+            LLM(tmp_path / "nowhere")
+
+    def test_missing_weights(self, copy: Path) -> None:
+        (copy / "model.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match=r"model\.safetensors missing"):
+            LLM(copy)
+
+    @pytest.mark.parametrize("keep", [0, 4, 100, 20_000])
+    def test_truncated_weights(self, copy: Path, keep: int) -> None:
+        path = copy / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
+            LLM(copy)
+
+    def test_fields_that_are_null_are_absent(self, copy: Path) -> None:
+        before = LLM(copy).model_config
+        edit_config(copy, rope_scaling=None, sliding_window=None, quantization_config=None)
+        assert LLM(copy).model_config == before
+
+    @pytest.mark.parametrize("text", ["[]", "\x00\xff", "3"])
+    def test_a_config_that_is_no_object(self, copy: Path, text: str) -> None:
+        (copy / "config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=r"config\.json: "):
+            LLM(copy)
+
+    def test_integer_weights(self, copy: Path) -> None:
+        weights = load_file(copy / "model.safetensors")
+        weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+        save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"holds torch\.int8; quantised"):
+            LLM(copy)
+
+    def test_broken_tokenizer(self, text_model: str, tmp_path: Path) -> None:
+        directory = Path(shutil.copytree(text_model, tmp_path / "model"))
+        (directory / "tokenizer.json").write_text("{}")
+        with pytest.raises(ValueError, match="tokenizer cannot be read"):
+            LLM(directory)
+
+    def test_truncated_config(self, copy: Path) -> None:
+        (copy / "config.json").write_text('{"architectures": ["Qwen3')
+        with pytest.raises(ValueError, match="not valid JSON"):
+            LLM(copy)
+
+    def test_tokenizer_of_another_model(self, qwen3: str, text_model: str, copy: Path) -> None:
+        for file in Path(text_model).glob("tokenizer*"):
+            shutil.copy(file, copy)
+        with pytest.raises(ValueError, match="vocab_size=131; they belong to different models"):
+            LLM(copy)
+
+    def test_weights_that_are_not_finite(self, copy: Path) -> None:
+        weights = load_file(copy / "model.safetensors")
+        weights["model.norm.weight"][0] = float("nan")
+        save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+        llm = LLM(copy)
+        with pytest.raises(FloatingPointError, match="not finite"):
+            llm.generate([[5]])
+        assert not llm.replica.has_work
+
+    @pytest.mark.parametrize(
+        ("prompts", "message"),
+        [
+            ([], "at least one prompt"),
+            ("hello", "give a list"),
+            ([[]], "no tokens"),
+            ([[131], [5]], "131 is outside the model's vocabulary of 131"),
+            ([[-1]], "-1 is outside"),
+            ([[5] * 256], "256 tokens leave no room in max_model_len=256"),
+            ([[5] * 100], "can reach 250 tokens, the KV cache holds 64"),
+            (["text"], "no tokenizer"),
+        ],
+    )
+    def test_prompts(self, qwen3: str, prompts: list, message: str) -> None:
+        llm = LLM(qwen3, kv_cache_bytes=4 * 16 * 2 * 2 * 2 * 16 * 4)
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, SamplingParams(max_tokens=150))
+        assert len(llm.generate([[5]], SamplingParams(max_tokens=3))) == 1, "the engine goes on"
+
+    def test_options(self, qwen3: str) -> None:
+        for options, message in (
+            ({"kv_cache": 3}, "unknown option.*kv_cache"),
+            ({"dtype": "float16"}, "float16"),
+            ({"kv_cache_bytes": 100}, "one block of 16 tokens takes 8192 bytes"),
+            ({"max_model_len": 257}, "the model's context is 256"),
+            ({"block_size": 0}, "block_size=0"),
+            ({"block_size": "16"}, "block_size='16'"),
+            ({"seed": 2**70}, "seed=1180591620717411303424"),
+            ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens=8"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                LLM(qwen3, **options)
+
+    def test_call_arguments(self, qwen3: str) -> None:
+        llm = LLM(qwen3)
+        with pytest.raises(ValueError, match="2 for 1 prompts"):
+            llm.generate([[5]], [SamplingParams()] * 2)
+        for uids in ([2**63, 1], ["a", "b"], [1.5, 2.5]):
+            with pytest.raises(ValueError, match="is not an integer of 64 bits"):
+                llm.generate([[5], [6]], prompt_uids=uids)
+        with pytest.raises(ValueError, match="1 distinct values for 2 prompts"):
+            llm.generate([[5], [6]], prompt_uids=[3, 3])
+        with pytest.raises(ValueError, match="need a tokenizer"):
+            llm.generate([[5]], SamplingParams(stop="x"))
+
+    @pytest.mark.parametrize(
+        "field",
+        [
+            {"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 2}, {"n": 0}, {"max_tokens": 0},
+            {"stop": ("",)}, {"temperature": float("nan")}, {"temperature": 1e-9},
+            {"seed": 2**63}, {"top_k": 1.5},
+        ],
+    )  # fmt: skip
+    def test_sampling_params(self, field: dict) -> None:
+        with pytest.raises(ValueError, match=rf"SamplingParams\.{next(iter(field))}="):
+            SamplingParams(**field)
+
+
+class TestWeights:
+    def test_update_is_like_loading(self, qwen3: str, tmp_path: Path) -> None:
+        save_checkpoint(tmp_path, "qwen3", seed=1)
+        fresh, updated = LLM(tmp_path), LLM(qwen3)
+        before = updated.checksum()
+        got = updated.update_weights(checkpoint_tensors(tmp_path), version=1)
+        assert got == fresh.checksum() != before
+        fresh.replica.policy_version = 1
+        params = SamplingParams(max_tokens=30)
+        assert updated.generate([[5, 6]], params)[0].outputs[0] == fresh.generate([[5, 6]], params)[0].outputs[0]
+
+    def test_a_failed_update_leaves_no_engine_that_generates(self, qwen3: str) -> None:
+        llm = LLM(qwen3)
+        with pytest.raises(ValueError, match="missing"):
+            llm.update_weights(list(checkpoint_tensors(qwen3))[:-1], version=1)
+        with pytest.raises(RuntimeError, match="no weights"):
+            llm.generate([[5]])
+
+    def test_good_weights_heal_after_bad_ones(self, qwen3: str) -> None:
+        llm = LLM(qwen3, kv_cache_bytes=2**20)
+        params = SamplingParams(max_tokens=20)
+        expected = llm.generate([[5, 6]] * 3, params, prompt_uids=range(3))
+        good = dict(checkpoint_tensors(qwen3))
+        name = "model.layers.0.self_attn.v_proj.weight"
+        llm.update_weights({**good, name: torch.full_like(good[name], torch.nan)}.items(), version=0)
+        with pytest.raises(FloatingPointError):
+            llm.generate([[5, 6]] * 3, params)
+        llm.update_weights(good.items(), version=0)
+        assert llm.generate([[5, 6]] * 3, params, prompt_uids=range(3)) == expected
+
+    def test_memory_is_given_back_and_taken_again(self, qwen3: str) -> None:
+        llm = LLM(qwen3)
+        first = llm.generate([[5, 6]], SamplingParams(max_tokens=20), prompt_uids=[0])
+        llm.sleep(weights=True)
+        held = [*llm._kv.keys, *llm._kv.values, *llm._decoder.parameters.tensors()]
+        assert sum(t.untyped_storage().size() for t in held) == 0
+        with pytest.raises(RuntimeError, match="wake_up"):
+            llm.generate([[5]])
+        llm.wake_up()
+        with pytest.raises(RuntimeError, match="update_weights"):
+            llm.generate([[5]])
+        llm.update_weights(checkpoint_tensors(qwen3), version=0)
+        assert llm.generate([[5, 6]], SamplingParams(max_tokens=20), prompt_uids=[0]) == first
+
+
+class TestChecksum:
+    def test_any_bit_name_or_order_shows(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        weights = {"a": torch.randn(30, 40, generator=generator), "b": torch.randn(30, 40, generator=generator)}
+        base = checksum(weights)
+        assert checksum(dict(reversed(weights.items()))) == base
+        swapped = {"a": weights["b"], "b": weights["a"]}
+        transposed = {**weights, "a": weights["a"].view(40, 30).flip(0)}
+        bumped = {**weights, "a": weights["a"].clone()}
+        bumped["a"][3, 4] = torch.nextafter(bumped["a"][3, 4], torch.tensor(10.0))
+        assert len({base, checksum(swapped), checksum(transposed), checksum(bumped)}) == 4
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_pieces_add_up(self, dtype: torch.dtype) -> None:
+        from engines import weights as module
+
+        tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+        whole = checksum({"a": tensor})
+        original, module._CHUNK = module._CHUNK, 7
+        try:
+            assert checksum({"a": tensor}) == whole
+        finally:
+            module._CHUNK = original

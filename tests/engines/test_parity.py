@@ -1,0 +1,134 @@
+"""Logits and greedy tokens against transformers, for every family and odd shape."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engines import LLM, SamplingParams
+from engines.config import EngineConfig, ModelConfig
+from engines.replica import Work
+from engines.sequence import SequenceKey, SequenceState
+from tests.checkpoints import FAMILIES, save_checkpoint
+
+VOCAB = 131
+NEAR_TIE = 1e-4
+
+
+def mixed_prompts(count: int, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(2, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def engine_logits(llm: LLM, tokens: list[int], chunk: int) -> torch.Tensor:
+    """Logits of every position: teacher-forced, `chunk` tokens at a time through the paged cache."""
+    from engines.batch import ForwardBatch
+
+    block = llm.config.block_size
+    num_blocks = -(-len(tokens) // block)
+    table = torch.arange(num_blocks, dtype=torch.int32)[None]
+    rows = []
+    for start in range(0, len(tokens), chunk):
+        positions = torch.arange(start, min(start + chunk, len(tokens)))
+        batch = ForwardBatch(
+            tokens=torch.tensor(tokens)[positions],
+            positions=positions,
+            cu_seqlens_q=torch.tensor([0, len(positions)], dtype=torch.int32),
+            context_lens=torch.tensor([int(positions[-1]) + 1], dtype=torch.int32),
+            block_table=table,
+            slot_mapping=positions,
+            logit_rows=torch.arange(len(positions)),
+            seqlens_q=[len(positions)],
+        )
+        rows.append(llm._decoder.forward(batch, llm._kv))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_greedy_tokens(family: str, tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path, family)
+    llm = LLM(tmp_path, kv_cache_bytes=8 * 2**20)
+    long = mixed_prompts(1, 10)[0] * 40
+    with torch.no_grad():
+        reference = model(torch.tensor([long[:200]])).logits[0]
+    for chunk in (200, 7, 1):
+        assert (engine_logits(llm, long[:200], chunk) - reference).abs().max() < 1e-4
+
+    prompts = mixed_prompts(64)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20))
+    near_ties = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        ours = output.outputs[0].token_ids
+        with torch.no_grad():
+            theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, len(prompt) :]
+        if ours != theirs.tolist():
+            # Up to the first difference both saw the same tokens: there, both must be all but equally likely.
+            first = next(i for i, (a, b) in enumerate(zip(ours, theirs.tolist(), strict=False)) if a != b)
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ours[:first]])).logits[0, -1]
+            assert logits[theirs[first]] - logits[ours[first]] < NEAR_TIE
+            near_ties += 1
+    assert near_ties <= 2, "near ties are rare"
+
+
+def test_many_safetensors_files(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path, "qwen3", shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    llm = LLM(tmp_path, kv_cache_bytes=2**20)
+    tokens = mixed_prompts(1)[0]
+    with torch.no_grad():
+        reference = model(torch.tensor([tokens])).logits[0]
+    assert (engine_logits(llm, tokens, 100) - reference).abs().max() < 1e-4
+
+
+def test_earlier_releases_rope_fields(tmp_path: Path) -> None:
+    """transformers 4 wrote `rope_theta` and `rope_scaling`; Hub checkpoints still carry them."""
+    import json
+
+    save_checkpoint(tmp_path, "llama3")
+    new = ModelConfig.from_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    parameters = raw.pop("rope_parameters")
+    raw["rope_theta"] = parameters.pop("rope_theta")
+    raw["rope_scaling"] = parameters
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_pretrained(tmp_path) == new
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_logprobs_are_the_model_s(dtype: str, tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path, "qwen2").to(getattr(torch, dtype))
+    llm = LLM(tmp_path, dtype=dtype, kv_cache_bytes=2**21)
+    for output in llm.generate(mixed_prompts(8), SamplingParams(temperature=0.7, max_tokens=12)):
+        completion = output.outputs[0]
+        with torch.no_grad():
+            logits = model(torch.tensor([output.prompt_token_ids + completion.token_ids])).logits[0]
+        start = len(output.prompt_token_ids) - 1
+        expected = (logits[start:-1] / 0.7).log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert (torch.tensor(completion.logprobs) - chosen).abs().max() < 1e-4
+
+
+def test_config_defaults_are_consistent() -> None:
+    assert EngineConfig().max_num_batched_tokens >= EngineConfig().max_num_seqs
+
+
+def test_work_limits_the_tokens_of_one_stay(qwen3: str) -> None:
+    llm = LLM(qwen3, kv_cache_bytes=2**20)
+    key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=0, sample_index=0)
+    params = SamplingParams(max_tokens=11, ignore_eos=True)
+    state = SequenceState(key=key, group_id=0, tokens=[5, 6], num_prompt_tokens=2, params=params)
+    stays = []
+    while True:
+        llm.replica.submit(Work(state=state, max_new_tokens=4))
+        while not (output := llm.replica.step()).finished and not output.released:
+            pass
+        stays.append(state.num_generated)
+        if output.finished:
+            break
+        (state,) = output.released
+    assert stays == [4, 8, 11]
+    assert output.finished[0].completion.finish_reason == "length"

@@ -1,0 +1,151 @@
+"""The sampler against Hugging Face's logits warpers, and its draws against the exact distribution."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engines import sampler
+from engines.sampler import SamplingBatch, make_sampling_batch, process_logits, sample
+
+SETTINGS = [
+    {},
+    {"temperature": 0.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"temperature": 1.4, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+]
+
+
+def columns(rows: int, start: int = 0, **setting: float) -> SamplingBatch:
+    def full(name: str, off: float, dtype: type = np.float64) -> np.ndarray:
+        return np.full(rows, setting.get(name, off), dtype=dtype)
+
+    return make_sampling_batch(
+        keys=np.arange(start, start + rows),
+        positions=np.arange(rows) % 97,
+        temperature=full("temperature", 1.0),
+        top_k=full("top_k", -1, np.int64),
+        top_p=full("top_p", 1.0),
+        min_p=full("min_p", 0.0),
+        device=torch.device("cpu"),
+    )
+
+
+def huggingface(logits: torch.Tensor, setting: dict[str, float]) -> torch.Tensor:
+    warpers = LogitsProcessorList()
+    warpers.append(TemperatureLogitsWarper(float(setting.get("temperature", 1.0))))
+    if "top_k" in setting:
+        warpers.append(TopKLogitsWarper(int(setting["top_k"])))
+    if "top_p" in setting:
+        warpers.append(TopPLogitsWarper(setting["top_p"]))
+    if "min_p" in setting:
+        warpers.append(MinPLogitsWarper(setting["min_p"]))
+    return warpers(None, logits)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_processed_logits_are_huggingface_s(setting: dict[str, float]) -> None:
+    logits = torch.randn(40, 131, generator=torch.Generator().manual_seed(1)) * 3
+    assert torch.equal(process_logits(logits, columns(40, **setting)), huggingface(logits, setting))
+
+
+def test_rows_of_one_batch_may_differ() -> None:
+    logits = torch.randn(len(SETTINGS), 50, generator=torch.Generator().manual_seed(2)) * 3
+
+    def column(name: str, off: float, dtype: type = np.float64) -> np.ndarray:
+        return np.array([setting.get(name, off) for setting in SETTINGS], dtype=dtype)
+
+    batch = make_sampling_batch(
+        keys=np.arange(len(SETTINGS)),
+        positions=np.arange(len(SETTINGS)),
+        temperature=column("temperature", 1.0),
+        top_k=column("top_k", -1, np.int64),
+        top_p=column("top_p", 1.0),
+        min_p=column("min_p", 0.0),
+        device=torch.device("cpu"),
+    )
+    expected = torch.cat([huggingface(logits[i : i + 1], s) for i, s in enumerate(SETTINGS)])
+    assert torch.equal(process_logits(logits, batch), expected)
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "sparse"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_draws_follow_the_exact_distribution(
+    setting: dict[str, float], dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not dense:
+        monkeypatch.setattr(sampler, "_DENSE_VOCAB", 0)
+    rows = 100_000
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
+    exact = huggingface(logits, setting).softmax(-1)[0].double().numpy()
+    drawn = sample(logits.expand(rows, -1), columns(rows, **setting))
+    counts = np.bincount(drawn.tokens.numpy(), minlength=40)
+    assert not counts[exact == 0].any(), "an excluded token was drawn"
+    expected = exact * rows
+    rare = (expected < 5) & (expected > 0)
+    pooled_counts = np.append(counts[expected >= 5], counts[rare].sum())
+    pooled_expected = np.append(expected[expected >= 5], expected[rare].sum())
+    keep = pooled_expected > 0
+    scaled = pooled_expected[keep] * rows / pooled_expected[keep].sum()
+    assert stats.chisquare(pooled_counts[keep], scaled).pvalue > 1e-3
+    exact_logprobs = np.log(exact[drawn.tokens.numpy()])
+    assert np.abs(drawn.logprobs.numpy() - exact_logprobs).max() < 1e-5
+
+
+@pytest.mark.parametrize("scale", [0.5, 4.0, 30.0])
+def test_leaving_out_hopeless_candidates_changes_no_token(scale: float) -> None:
+    logits = torch.randn(300, 5000, generator=torch.Generator().manual_seed(4)) * scale
+    batch = columns(300)
+    assert torch.equal(
+        sampler._draw_sparse(logits, batch.keys, batch.positions),
+        sampler._draw_dense(logits, batch.keys, batch.positions),
+    )
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+def test_extreme_temperatures_keep_to_the_vocabulary(temperature: float) -> None:
+    """Large logits swallow the noise's bound in float32: the leaders must stay candidates."""
+    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(7)) * 5 + 10
+    drawn = sample(logits * 100, columns(64, temperature=temperature))
+    assert int(drawn.tokens.min()) >= 0 and int(drawn.tokens.max()) < 5000
+    assert drawn.logprobs.isfinite().all()
+    if temperature < 1:
+        assert torch.equal(drawn.tokens, logits.argmax(-1))
+
+
+def test_nan_logits_show_in_the_log_prob() -> None:
+    for vocab in (131, 5000):
+        assert sample(torch.full((3, vocab), torch.nan), columns(3)).logprobs.isnan().all()
+
+
+@pytest.mark.parametrize("draw", [sampler._draw_dense, sampler._draw_sparse])
+def test_ties_go_to_the_lowest_id(draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "gumbel", lambda keys, positions, vocab: torch.zeros(len(keys), vocab))
+    monkeypatch.setattr(sampler, "gumbel_at", lambda keys, positions, tokens: torch.zeros(len(keys)))
+    logits = torch.zeros(3, 20).index_fill_(1, torch.tensor([7, 11, 19]), 5.0)
+    assert draw(logits, torch.arange(3), torch.arange(3)).tolist() == [7, 7, 7]
+
+
+def test_greedy_is_argmax_with_unscaled_logprobs() -> None:
+    logits = torch.randn(50, 131, generator=torch.Generator().manual_seed(5))
+    drawn = sample(logits, columns(50, temperature=0.0))
+    assert torch.equal(drawn.tokens, logits.argmax(-1))
+    torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1).amax(-1))
+
+
+def test_bfloat16_logits_are_sampled_in_float32() -> None:
+    logits = torch.randn(20, 131, generator=torch.Generator().manual_seed(6)).bfloat16()
+    low, high = sample(logits, columns(20)), sample(logits.float(), columns(20))
+    assert low.logprobs.dtype == torch.float32
+    assert torch.equal(low.tokens, high.tokens)

@@ -1,0 +1,126 @@
+"""The scheduler's invariants under random workloads, and its rules one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.kvcache.block_manager import BlockManager
+from engines.scheduler import Scheduler, Sequence
+from engines.sequence import SamplingParams, SequenceKey, SequenceState
+
+
+def make_sequence(uid: int, prompt_len: int, num_new: int) -> Sequence:
+    key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
+    state = SequenceState(
+        key=key, group_id=uid, tokens=[1] * prompt_len, num_prompt_tokens=prompt_len, params=SamplingParams()
+    )
+    return Sequence(state=state, max_len=prompt_len + num_new, release_len=prompt_len + num_new)
+
+
+def make_scheduler(num_blocks: int, **options: int) -> Scheduler:
+    config = EngineConfig(block_size=4, **options)
+    return Scheduler(config, BlockManager(num_blocks, 4))
+
+
+def run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
+    """Runs one pass as a replica would; returns (prompt uid, tokens) of each scheduled sequence."""
+    scheduled = scheduler.schedule()
+    shape = [(item.sequence.state.key.prompt_uid, item.num_tokens) for item in scheduled]
+    for item in scheduled:
+        samples = item.samples
+        item.sequence.num_computed += item.num_tokens
+        if samples:
+            item.sequence.state.tokens.append(1)
+            if len(item.sequence.state.tokens) >= item.sequence.max_len:
+                scheduler.remove(item.sequence)
+    return shape
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sequence_ends_and_every_pass_fits(seed: int) -> None:
+    rng = random.Random(seed)
+    max_seqs = rng.randint(1, 8)
+    budget = rng.randint(max_seqs, 24)
+    scheduler = make_scheduler(
+        rng.randint(12, 30),
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=budget,
+        prefill_chunk_size=rng.choice([1, 3, 100]),
+    )
+    sequences = [make_sequence(uid, rng.randint(1, 20), rng.randint(1, 25)) for uid in range(25)]
+    pending = list(sequences)
+    steps = 0
+    while pending or scheduler.has_work:
+        if pending and rng.random() < 0.5:
+            scheduler.add(pending.pop())
+        if not scheduler.has_work:
+            continue
+        before = {id(s): s.num_computed for s in sequences}
+        scheduled = scheduler.schedule()
+        lengths = [item.num_tokens for item in scheduled]
+        assert scheduled, "there is work, and nothing runs"
+        assert sum(lengths) <= budget and len(scheduled) <= max_seqs
+        assert lengths == sorted(lengths, key=lambda n: n > 1), "single tokens come first"
+        slots = [s.slot for s in scheduler.running]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < max_seqs for slot in slots)
+        for item in scheduled:
+            assert item.num_tokens >= 1
+            assert item.sequence.num_computed in (before[id(item.sequence)], 0)
+            end = item.sequence.num_computed + item.num_tokens
+            assert len(scheduler.blocks.table(item.sequence)) * 4 >= end
+        scheduler.blocks.check_integrity()
+        for item in scheduled:
+            samples = item.samples
+            item.sequence.num_computed += item.num_tokens
+            if samples:
+                item.sequence.state.tokens.append(1)
+                if len(item.sequence.state.tokens) >= item.sequence.max_len:
+                    scheduler.remove(item.sequence)
+        steps += 1
+        assert steps < 5000, "no progress"
+    assert all(len(s.state.tokens) == s.max_len for s in sequences)
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+
+
+def test_a_finished_sequence_leaves_and_a_waiting_one_enters_at_once() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=2)
+    for uid, num_new in enumerate([1, 3, 2]):
+        scheduler.add(make_sequence(uid, 5, num_new))
+    assert run_step(scheduler) == [(0, 5), (1, 5)]
+    assert run_step(scheduler) == [(1, 1), (2, 5)]
+
+
+def test_prefills_share_what_decodes_leave_of_the_budget() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=4, max_num_batched_tokens=8)
+    scheduler.add(make_sequence(0, 6, 9))
+    scheduler.add(make_sequence(1, 10, 9))
+    assert run_step(scheduler) == [(0, 6), (1, 2)]
+    assert run_step(scheduler) == [(0, 1), (1, 7)]
+    assert run_step(scheduler) == [(0, 1), (1, 1)]
+
+
+def test_the_latest_admitted_is_preempted_and_comes_back_first() -> None:
+    scheduler = make_scheduler(4, max_num_seqs=4)
+    first, second, third = make_sequence(0, 4, 12), make_sequence(1, 3, 12), make_sequence(2, 4, 1)
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    run_step(scheduler)
+    assert scheduler.running == [first, second]  # the third would leave no block to grow into
+    while scheduler.num_preemptions == 0 and len(first.state.tokens) < 16:
+        run_step(scheduler)
+    assert scheduler.running == [first]
+    assert scheduler.waiting[0] is second
+    assert second.num_computed == 0 and second.slot == -1
+
+
+def test_removing_a_waiting_sequence() -> None:
+    scheduler = make_scheduler(4, max_num_seqs=1)
+    sequences = [make_sequence(uid, 3, 3) for uid in range(2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run_step(scheduler)
+    scheduler.remove(sequences[1])
+    assert not scheduler.waiting and scheduler.running == [sequences[0]]

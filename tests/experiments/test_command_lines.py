@@ -1,0 +1,86 @@
+"""The other entry points as a user starts them: their last line of stdout is JSON, their errors one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import save_text_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    save_text_checkpoint(directory)
+    return str(directory)
+
+
+def start(script: str, *arguments: str, stdin: str = "", ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    python = [sys.executable]
+    if ranks:
+        python = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), "--"]
+    command = [*python, str(ROOT / "experiments" / script), *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[Any]:
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+STDIN = '{"prompt": "1+2=", "id": 7}\n\n"5\u2028+6="\n{"prompt_token_ids": [49, 43]}\n'
+
+
+def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp_path: Path) -> None:
+    options = ["--n", "3", "--max-tokens", "20"]
+    one = lines(start("generate.py", model, *options, stdin=STDIN))
+    two = lines(start("generate.py", model, *options, stdin=STDIN, ranks=2))
+    for mine, theirs in zip(one[:-1], two[:-1], strict=True):
+        assert mine.pop("logprobs") == pytest.approx(theirs.pop("logprobs"), abs=1e-4)
+        assert mine == theirs
+    assert [(row.get("id"), row["index"]) for row in one[:-1]] == [
+        (7, 0), (7, 1), (7, 2), (None, 0), (None, 1), (None, 2), (None, 0), (None, 1), (None, 2),
+    ]  # fmt: skip
+    assert one[-1]["completions"] == 9 and one[-1]["tokens"] == sum(len(row["token_ids"]) for row in one[:-1])
+    plain = lines(start("generate.py", model, "1+2=", "5\u2028+6=", *options))
+    assert [row["token_ids"] for row in plain[:6]] == [row["token_ids"] for row in one[:6]]
+    output = tmp_path / "out.jsonl"
+    (last,) = lines(start("generate.py", model, "1+2=", "5\u2028+6=", *options, "--output", str(output)))
+    assert last["output"] == str(output)
+    assert [json.loads(line) for line in output.read_text().splitlines()] == plain[:6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "message"),
+    [
+        (["--temperature", "0"], "", "stdin: holds no prompts"),
+        ([], '"fine"\n{"text": 3}\n', "stdin:2: needs `prompt`"),
+        ([], '"fine"\n{"prompt": \n', "stdin:2: not valid JSON"),
+        ([], '{"prompt_token_ids": []}\n', "stdin:1: needs `prompt`"),
+        ([], '{"prompt": "\\ud800"}\n', "stdin:1: `prompt` holds half a surrogate pair"),
+        (["x", "--output", "/tmp"], "", "is a folder"),
+        (["x", "--output", "/nowhere/out.jsonl"], "", "there is no folder '/nowhere'"),
+        (["--input", "/nowhere.jsonl"], "", "/nowhere.jsonl"),
+        (["x" * 600], "", "600 tokens leave no room in max_model_len=512"),
+    ],
+)
+def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: str, message: str) -> None:
+    done = start("generate.py", model, *arguments, stdin=stdin)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_bench_rollout_runs_both_sides(model: str) -> None:
+    arguments = ["--model", model, "--batch", "6", "--median", "8", "--cap", "30", "--repeats", "1"]
+    (result,) = lines(start("bench_rollout.py", *arguments))
+    assert result["tokens"] > result["longest"] > 0
+    assert set(result["seconds"]) == {"ours", "ours_again", "hf", "hf_again"}
+    assert result["vs_hf"] == pytest.approx(result["seconds"]["hf"][0] / result["seconds"]["ours"][0], rel=0.05)

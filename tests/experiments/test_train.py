@@ -1,0 +1,263 @@
+"""The main job under torchrun: determinism, kill and resume, algorithms, tasks, ZeRO 3, and one clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import launch
+from experiments.config import parse
+from tests.checkpoints import save_text_checkpoint
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+SMALL = [
+    "--steps", "5", "--save-every", "2", "--eval-every", "2", "--eval-problems", "8", "--eval-samples", "2",
+    "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "24",
+    "--rollout.kv-cache-mib", "8", "--mini-batch-size", "8", "--learning-rate", "1e-3", "--wandb", "off",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_text_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward that a random model varies in, so that there is something to learn from."""
+    path = tmp_path_factory.mktemp("reward") / "vowels.py"
+    body = "return [float(sum(map(ord, c)) % 3 > 0) for c in completions]"
+    path.write_text(f"def score(prompts, completions):\n    {body}\n")
+    return f"{path}:score"
+
+
+def command(model: Path, runs: Path, *arguments: str) -> list[str]:
+    script = str(ROOT / "experiments/train.py")
+    return [*TORCHRUN, "--", script, "--model", str(model), "--runs", str(runs), *SMALL, *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+
+
+def train(*arguments: Any) -> dict[str, Any]:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=240, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without times."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("timing_s/", "perf/throughput", "perf/rollout_tokens_per_second")
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, runs: Path, reward: str) -> Path:
+    result = train(model, runs, "--name", "whole", "--deterministic", "--reward", reward)
+    assert result["steps"] == 5
+    return Path(result["run_dir"])
+
+
+def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_json(uninterrupted / "metrics.jsonl", lines=True)
+    assert frame["training/global_step"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert frame["val-core/pass@1"].notna().tolist() == [True, False, True, False, True, True]
+    for column in ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "critic/rewards/mean", "rollout_corr/kl"):
+        assert frame[column][1:].notna().all()
+    assert frame["actor/grad_norm"].max() > 0, "nothing was learned from"
+    assert {path.name for path in (uninterrupted / "figures").iterdir()} == {
+        "reward.png", "phases.png", "response_length.png", "live_batch.png",
+    }  # fmt: skip
+    assert len(pandas.read_json(uninterrupted / "samples.jsonl", lines=True)) == 5 * 4
+    assert json.loads((uninterrupted / "config.json").read_text())["deterministic"] is True
+    checkpoints = uninterrupted / "checkpoints"
+    assert sorted(os.listdir(checkpoints)) == ["latest", "step-4", "step-5"]
+    AutoModelForCausalLM.from_pretrained(checkpoints / "step-5/huggingface")
+    AutoTokenizer.from_pretrained(checkpoints / "step-5/huggingface")
+
+
+def test_two_runs_are_bit_identical(model: Path, runs: Path, reward: str, uninterrupted: Path) -> None:
+    train(model, runs, "--name", "again", "--deterministic", "--reward", reward)
+    assert metrics_of(runs / "again") == metrics_of(uninterrupted)
+
+
+def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
+    """rank -> pid."""
+    found = {}
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    for pid in children:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found.update({int(v[5:]): int(pid) for v in variables if v.startswith(b"RANK=")})
+    return found
+
+
+def kill_when(arguments: list[str], rank: int, folder: Path, moment: Any) -> None:
+    """Starts a run, kills a rank at the moment, and expects all to be over, and not well, within a minute."""
+    log = folder.with_suffix(".log")
+    with open(log, "w") as output:
+        process = subprocess.Popen(arguments, stdout=output, stderr=output, text=True, env=environment())
+        try:
+            deadline = time.monotonic() + 200
+            while not moment(folder):
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            pids = ranks_of(process)
+            os.kill(pids[rank], signal.SIGKILL)
+            assert process.wait(timeout=60) != 0
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+        finally:
+            process.kill()
+    assert f"exitcode  : -9 (pid: {pids[rank]})" in log.read_text(), "the message names who died"
+
+
+def in_step_four(folder: Path) -> bool:
+    path = folder / "metrics.jsonl"
+    return path.is_file() and path.read_text().count("\n") >= 4  # step 0's evaluation and three steps
+
+
+def writing_checkpoint_four(folder: Path) -> bool:
+    path = folder / "checkpoints/.step-4.partial"
+    return path.is_dir() and any(path.iterdir())
+
+
+@pytest.mark.parametrize(("rank", "moment"), [(1, in_step_four), (0, writing_checkpoint_four)])
+def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted: Path, rank: int, moment: Any) -> None:
+    name = moment.__name__
+    arguments = ["--name", name, "--deterministic", "--reward", reward]
+    kill_when(command(model, runs, *arguments), rank, runs / name, moment)
+    folder = runs / name
+    assert (folder / "checkpoints/latest").read_text() == "step-2"
+    # A kill can also tear a line in two; the resumed run drops it.
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"training/global_step": 4, "act')
+    changed = subprocess.run(
+        command(model, runs, *arguments, "--resume", "--learning-rate", "0.5"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
+    assert "resume: trainer=" in changed.stderr and changed.returncode != 0
+    result = train(model, runs, *arguments, "--resume")
+    assert result["steps"] == 5
+    assert metrics_of(folder) == metrics_of(uninterrupted)
+    for file in ("lengths.jsonl", "samples.jsonl"):
+        assert (folder / file).read_text() == (uninterrupted / file).read_text()
+
+
+GSM8K_LINES = [
+    {"question": f"Tom has {i} apples and buys {i + 1}. How many?", "answer": f"#### {2 * i + 1}"} for i in range(40)
+]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--algo", "dapo", "--max-sampling-rounds", "2"],
+        ["--task", "gsm8k", "--zero-stage", "3"],
+        ["--kl-coef", "0.05", "--num-epochs", "2", "--dtype", "bfloat16", "--rollout.dtype", "bfloat16"],
+    ],
+    ids=["dapo", "gsm8k-zero3", "grpo-kl-bf16"],
+)
+def test_three_steps_of(model: Path, runs: Path, tmp_path: Path, reward: str, arguments: list[str]) -> None:
+    if "gsm8k" in arguments:
+        data = tmp_path / "train.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in GSM8K_LINES))
+        arguments = [*arguments, "--data", str(data)]
+    else:
+        arguments = [*arguments, "--reward", reward]
+    result = train(model, runs, "--name", "-".join(a.strip("-") for a in arguments[:2]), *arguments, "--steps", "3")
+    rows = metrics_of(Path(result["run_dir"]))
+    assert [row["training/global_step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["actor/skipped_steps"] == 0 for row in rows[1:])
+    if "--kl-coef" in arguments:
+        assert rows[-1]["actor/kl_loss"] > 0
+        assert rows[-1]["actor/num_steps"] == 4
+
+
+class TestBadInput:
+    """Refused before any expensive work: in one process, where the command line ends alike."""
+
+    def refuse(self, *arguments: str) -> str:
+        script = [sys.executable, str(ROOT / "experiments/train.py"), *arguments]
+        done = subprocess.run(script, capture_output=True, text=True, timeout=120, env=environment())
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        return " ".join(done.stderr.replace("│", " ").split())  # tyro sets errors in a box
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--task", "gsm8k"], "give --data PATH"),
+            (["--data", "x.jsonl"], "only --task gsm8k reads --data"),
+            (["--mini-batch-size", "600"], "mini_batch_size=600: more than a step's 512 sequences"),
+            (["--rollout.top-p", "0.9"], "rollout.top_p=0.9: training does not apply it"),
+            (["--rollout.temperature", "0"], "rollout.temperature=0.0"),
+            (["--rollout.group-size", "1"], "rollout.group_size=1"),
+            (["--algo", "ppo"], "ppo"),
+            (["--eval-every", "0"], "eval_every=0"),
+            (["--resume"], "name the run"),
+            (["--zero-stage", "4"], "zero-stage"),
+            (["--no-such-option", "1"], "no-such-option"),
+        ],
+    )
+    def test_command_line(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(SystemExit) as ended, launch.told_once():
+            parse(arguments)
+        assert ended.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(SystemExit), launch.told_once():
+            parse(arguments)
+        assert capsys.readouterr() == ("", "")
+
+    def test_missing_model(self) -> None:
+        assert "error: model='/nowhere': no such folder" in self.refuse("--model", "/nowhere")
+
+    def test_unreadable_data_line(self, model: Path, tmp_path: Path) -> None:
+        data = tmp_path / "data.jsonl"
+        data.write_text(json.dumps(GSM8K_LINES[0]) + '\n{"question": "x"\n')
+        errors = self.refuse("--model", str(model), "--task", "gsm8k", "--data", str(data))
+        assert f"{data}:2" in errors or f"{data}, line 2" in errors
+
+    def test_a_taken_name(self, model: Path, uninterrupted: Path) -> None:
+        errors = self.refuse("--model", str(model), "--runs", str(uninterrupted.parent), "--name", uninterrupted.name)
+        assert "exists; give another --name" in errors
+
+    def test_runs_that_cannot_be_written(self, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        errors = self.refuse("--model", str(model), "--runs", str(tmp_path / "file"))
+        assert "cannot be written" in errors
+
+    def test_one_error_under_torchrun(self, model: Path, runs: Path) -> None:
+        start = time.monotonic()
+        done = subprocess.run(
+            command(model, runs, "--name", "long", "--rollout.max-num-seqs", "0"),
+            capture_output=True, text=True, timeout=120, env=environment(),
+        )  # fmt: skip
+        assert done.returncode != 0 and time.monotonic() - start < 60
+        told = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        assert len(told) == 1, done.stderr[-2000:]
+        assert not (runs / "long").exists()

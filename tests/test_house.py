@@ -1,0 +1,53 @@
+"""The house keeps its shape: imports run one way, and planners load no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "engines": set(),
+    "research": {"engines"},
+    "algos": {"engines"},
+    "experiments": {"engines", "research", "algos"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_run_one_way(room: str) -> None:
+    files = list((ROOT / room).rglob("*.py"))
+    assert files
+    for path in files:
+        ours = {name.split(".")[0] for name in imports_of(path)} & {*MAY_IMPORT, "tests"}
+        assert ours <= MAY_IMPORT[room] | {room}, f"{path.relative_to(ROOT)} imports {ours}"
+
+
+@pytest.mark.parametrize(
+    "module", ["research", "research.workloads.lengths", "engines", "engines.sequence", "engines.scheduler"]
+)
+def test_planners_load_no_torch(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_every_package_is_installed() -> None:
+    """`pip install .` takes what setup.cfg's `find:` sees: folders with an `__init__.py`."""
+    for room in MAY_IMPORT:
+        for path in (ROOT / room).rglob("*.py"):
+            assert (path.parent / "__init__.py").is_file(), path.parent

@@ -1,0 +1,38 @@
+"""The test worlds themselves: results come back, failures and hangs are reported and leave nothing running."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.worlds import run_world
+
+
+def facts(offset: int) -> list[str | int]:
+    """The rank's environment, and an argument that came along."""
+    return [os.environ["RANK"], os.environ["WORLD_SIZE"], offset + 1]
+
+
+def fail_or_hang(how: str) -> None:
+    print(f"pid={os.getpid()}", flush=True)
+    if os.environ["RANK"] == "1" and how == "fail":
+        raise OSError("disk on fire")
+    time.sleep(600)
+
+
+def test_results_come_back_in_rank_order() -> None:
+    assert run_world(facts, 2, 41) == [["0", "2", 42], ["1", "2", 42]]
+
+
+@pytest.mark.parametrize(
+    ("how", "timeout", "message"), [("fail", 120.0, "disk on fire"), ("hang", 8.0, r"ranks \[0, 1\] still ran after")]
+)
+def test_failures_and_hangs_are_reported_and_ended(how: str, timeout: float, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message) as error:
+        run_world(fail_or_hang, 2, how, timeout=timeout)
+    pids = [int(line[4:]) for line in str(error.value).splitlines() if line.startswith("pid=")]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
