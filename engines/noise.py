@@ -15,7 +15,6 @@ from torch import Tensor
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
-_LOW_32 = 0xFFFFFFFF
 
 
 def _xor_shift_(x: Tensor, bits: int) -> Tensor:
@@ -40,9 +39,10 @@ def stream_seeds(keys: Tensor, positions: Tensor) -> Tensor:
     return splitmix64(keys, positions + 1)
 
 
-def _gumbel_from_bits_(bits_32: Tensor) -> Tensor:
-    # (b + 1/2) / 2^32 is never 0 or 1; -log(-log(u)) then lies in [-3.13, 22.88].
-    uniform = bits_32.to(torch.float64).add_(0.5).mul_(2.0**-32)
+def _gumbel_from_bits(bits_32: Tensor) -> Tensor:
+    """int32 of any shape, read as b + 2^31 in [0, 2^32), to float64."""
+    # (b + 2^31 + 1/2) / 2^32 is never 0 or 1; -log(-log(u)) then lies in [-3.13, 22.88].
+    uniform = bits_32.to(torch.float64).add_(2.0**31 + 0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 
 
@@ -54,11 +54,10 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     num_pairs = (vocab_size + 1) // 2
     counters = torch.arange(1, num_pairs + 1, device=keys.device)
     bits = splitmix64(stream_seeds(keys, positions)[:, None], counters[None, :])
-    halves = torch.stack((bits & _LOW_32, (bits >> 32) & _LOW_32), dim=-1).flatten(1)
-    return _gumbel_from_bits_(halves[:, :vocab_size])
+    return _gumbel_from_bits(bits.view(torch.int32)[:, :vocab_size])  # low half first: little-endian
 
 
 def gumbel_at(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """The same noise for single tokens. keys, positions, tokens: int64 [N]. Returns float64 [N]."""
     bits = splitmix64(stream_seeds(keys, positions), (tokens >> 1) + 1)
-    return _gumbel_from_bits_((bits >> ((tokens & 1) << 5)) & _LOW_32)
+    return _gumbel_from_bits((bits >> ((tokens & 1) << 5)).to(torch.int32))

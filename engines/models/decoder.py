@@ -19,9 +19,8 @@ from engines.parallel.collectives import Communicator
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dim, in max(float32, dtype); cast back before the weight, as HF does."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    wide = x.float() if x.dtype is torch.bfloat16 else x
+    return torch.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight
 
 
 class Decoder:
@@ -42,6 +41,8 @@ class Decoder:
         self.parameters = DecoderParameters.allocate(config, dtype, device)
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
         self._tensor_parallel = tensor_parallel
+        # Which norm each head of the fused q and k takes: 0 that of queries, 1 that of keys.
+        self._norm_of_head = torch.tensor([0] * config.num_heads + [1] * config.num_kv_heads, device=device)
 
     def logical_views(self) -> dict[str, Tensor]:
         return logical_views(self.parameters, self.config)
@@ -59,7 +60,9 @@ class Decoder:
             )
             x = x + attended
             x = x + self._mlp(layer, rms_norm(x, layer.post_attention_norm, eps))
-        x = rms_norm(x.index_select(0, batch.logit_rows), self.parameters.final_norm, eps)
+        if len(batch.logit_rows) < len(x):
+            x = x.index_select(0, batch.logit_rows)
+        x = rms_norm(x, self.parameters.final_norm, eps)
         return linear(x, self.parameters.head)
 
     def _attention(
@@ -75,13 +78,13 @@ class Decoder:
     ) -> Tensor:
         config = self.config
         heads = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-            k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        write_kv(k_cache, slot_mapping, rotate(k, cos, sin))
+        qk, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
+        if layer.qk_norm is not None:
+            qk = rms_norm(qk, layer.qk_norm.index_select(0, self._norm_of_head), config.rms_norm_eps)
+        q, k = rotate(qk, cos, sin).split([config.num_heads, config.num_kv_heads], dim=1)
+        write_kv(k_cache, slot_mapping, k)
         write_kv(v_cache, slot_mapping, v)
-        out = sdpa.attention(rotate(q, cos, sin), k_cache, v_cache, plan).flatten(1)
+        out = sdpa.attention(q, k_cache, v_cache, plan).flatten(1)
         return self._row_parallel(out, layer.output, layer.output_bias)
 
     def _mlp(self, layer: LayerParameters, x: Tensor) -> Tensor:

@@ -16,13 +16,15 @@ from engines.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerParameters:
-    """One decoder layer. Matrices are [out, in]; biases and q/k norms are None where the family has none."""
+    """One decoder layer. Matrices are [out, in]; biases and q/k norms are None where the family has none.
+
+    `qk_norm` is [2, head_dim]: the norm of queries, then that of keys.
+    """
 
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qk_norm: Tensor | None
     output: Tensor
     output_bias: Tensor | None
     post_attention_norm: Tensor
@@ -59,8 +61,7 @@ class DecoderParameters:
                 input_norm=empty(hidden),
                 qkv=empty(qkv, hidden),
                 qkv_bias=bias(config.qkv_bias, qkv),
-                q_norm=bias(config.qk_norm, head_dim),
-                k_norm=bias(config.qk_norm, head_dim),
+                qk_norm=empty(2, head_dim) if config.qk_norm else None,
                 output=empty(hidden, query),
                 output_bias=bias(config.output_bias, hidden),
                 post_attention_norm=empty(hidden),
@@ -95,8 +96,8 @@ def logical_views(parameters: DecoderParameters, config: ModelConfig) -> dict[st
         named = {
             prefix + "input_layernorm.weight": layer.input_norm,
             prefix + "post_attention_layernorm.weight": layer.post_attention_norm,
-            attention + "q_norm.weight": layer.q_norm,
-            attention + "k_norm.weight": layer.k_norm,
+            attention + "q_norm.weight": None if layer.qk_norm is None else layer.qk_norm[0],
+            attention + "k_norm.weight": None if layer.qk_norm is None else layer.qk_norm[1],
             attention + "o_proj.weight": layer.output,
             attention + "o_proj.bias": layer.output_bias,
             mlp + "down_proj.weight": layer.down,

@@ -30,21 +30,21 @@ def _llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines of every position, [max_positions, 1, head_dim / 2]."""
+    """Cosines and signed sines of every position, [max_positions, 1, head_dim]: both halves of a head side by side."""
 
     def __init__(
         self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config, head_dim))
-        self._cos = angles.cos().to(device, dtype)[:, None]
-        self._sin = angles.sin().to(device, dtype)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)[:, None]
+        self._sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)[:, None]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at int64 [T]: each [T, 1, head_dim / 2]."""
+        """Cosines and signed sines at int64 [T]: each [T, 1, head_dim]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + head_dim / 2) of x [T, heads, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """Rotates the pairs (i, i + head_dim / 2) of x [T, heads, head_dim]: x cos + swapped(x) sin."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

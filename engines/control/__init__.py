@@ -1,0 +1,1 @@
+"""Typed messages between processes, and how they travel."""
