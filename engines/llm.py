@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,38 @@ import torch
 from torch import Tensor
 
 from engines.config import EngineConfig, ModelConfig
-from engines.kvcache.block_manager import BlockManager
-from engines.kvcache.paged import PagedKVCache
-from engines.models.decoder import Decoder
-from engines.models.loader import checkpoint_tensors, load_weights
+from engines.host_weights import HostWeights
+from engines.local_engine import LocalEngine
+from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import Communicator, SingleRank
-from engines.replica import Replica, Work
-from engines.runner import ModelRunner
-from engines.scheduler import Scheduler
-from engines.sequence import Completion, RequestOutput, SamplingParams, SequenceKey, SequenceState, is_int64
-from engines.weights import checksum
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.replica import Replica
+from engines.rollout.policies import LayoutPolicy, SchedulePolicy
+from engines.rollout.telemetry import StepRecord
+from engines.rollout.worker import Pace
+from engines.rollout.world import RolloutWorld
+from engines.sequence import (
+    Completion,
+    Finished,
+    RequestOutput,
+    SamplingParams,
+    SequenceKey,
+    SequenceState,
+    Work,
+    is_int64,
+)
 
 Prompt = str | list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """Telemetry of one step."""
-
-    seconds: float
-    """Since the rollout began, at the step's end."""
-    num_running: int
-    num_tokens: int
 
 
 class LLM:
     """A Hugging Face checkpoint (Llama, Qwen2/2.5, Qwen3) ready to generate.
 
-    Under torchrun give the ranks' group as `data_parallel`: every rank holds the whole model, calls `generate` with
-    the same prompts, runs sequence i when i mod size is its rank, and gets all outputs.
+    Under torchrun give the ranks' groups as `world`: each `tensor_parallel_size` ranks form a replica that holds one
+    copy of the model, in shards (`nested_layout`). Every rank calls `generate` with the same prompts, and gets all
+    outputs. Replica i mod dp runs sequence i; with a `schedule` policy replicas are given sequences while they have
+    room, and a `layout_policy` may regroup the ranks under way.
     """
 
     def __init__(
@@ -51,11 +54,19 @@ class LLM:
         model: str | Path,
         *,
         device: str | torch.device | None = None,
-        data_parallel: Communicator | None = None,
+        world: GroupCache | None = None,
+        tensor_parallel_size: int = 1,
+        layout: Layout | None = None,
+        schedule: SchedulePolicy | None = None,
+        layout_policy: LayoutPolicy | None = None,
+        pace: Pace | None = None,
         load: bool = True,
         **options: Any,
     ) -> None:
         """`options` are the fields of `EngineConfig`. With `load=False` the weights come by `update_weights`.
+
+        A `layout` of all ranks stands in for the one that `tensor_parallel_size` makes. A `layout_policy` needs a
+        `schedule`, and may name groups of ranks that `world` has. `pace` stretches each step to what it says.
 
         Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is taken.
         """
@@ -68,42 +79,65 @@ class LLM:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.max_model_len = _resolve_max_model_len(config, self.model_config)
         self.tokenizer = _load_tokenizer(Path(model), self.model_config)
-        self._data_parallel: Communicator = data_parallel or SingleRank()
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        num_blocks = _num_blocks(config, self.model_config, dtype.itemsize)
-        self._decoder = Decoder(
-            self.model_config,
-            dtype=dtype,
-            device=self.device,
-            max_positions=self.max_model_len,
-            tensor_parallel=SingleRank(),
-        )
-        self._has_weights = load
+        self._groups = world
+        self._world: Communicator = world.world if world is not None else SingleRank()
+        self.layout = layout or nested_layout(range(self._world.size), tensor_parallel_size)
+        self._engine = self._make_engine(self.layout)
         if load:
-            load_weights(self._decoder, checkpoint_tensors(model))
-        self._kv = PagedKVCache(
-            num_layers=self.model_config.num_layers,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            num_kv_heads=self.model_config.num_kv_heads,
-            head_dim=self.model_config.head_dim,
-            dtype=dtype,
-            device=self.device,
-        )
-        self._asleep = False
-        blocks = BlockManager(num_blocks, config.block_size)
-        self.replica = Replica(
-            runner=ModelRunner(self._decoder, self._kv, blocks, config, self.max_model_len),
-            scheduler=Scheduler(config, blocks),
-            blocks=blocks,
-            max_model_len=self.max_model_len,
-            vocab_size=self.model_config.vocab_size,
-            eos_token_ids=self.model_config.eos_token_ids,
-            detokenize=self._detokenize if self.tokenizer is not None else None,
-        )
+            self._engine.load(checkpoint_tensors(model), version=0)
+        self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: checkpoint_tensors(model)
+        """Whole weights, to build this rank's part of another layout from."""
+        self._host_weights: HostWeights | None = None
+        self.rollout: RolloutWorld | None = None
+        if schedule is not None:
+            self._coordinate(schedule, layout_policy, pace)
+        elif layout_policy is not None or pace is not None:
+            raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
         self._next_uid = 0
         self.step_records: list[StepRecord] = []
         """One entry per step of this rank's part of the last `generate`."""
+
+    def _make_engine(self, layout: Layout) -> LocalEngine:
+        spec = _own_replica(layout, self._world)
+        return LocalEngine(
+            self.model_config,
+            self.config,
+            spec=spec,
+            max_tp_size=math.lcm(*(replica.tp_size for replica in layout.replicas)),
+            tensor_parallel=self._groups.get(spec.ranks) if self._groups is not None else SingleRank(),
+            max_model_len=self.max_model_len,
+            device=self.device,
+            detokenize=self._detokenize if self.tokenizer is not None else None,
+        )
+
+    def _coordinate(self, schedule: SchedulePolicy, layout_policy: LayoutPolicy | None, pace: Pace | None) -> None:
+        if self._groups is None:
+            raise ValueError("schedule: one process has nothing to dispatch to; give a world of ranks, or leave it out")
+        if layout_policy is not None:
+            self._host_weights = HostWeights(self._groups, self.model_config, self.config.dtype)
+        self.rollout = RolloutWorld(
+            self._world,
+            self.layout,
+            engine=self._engine,
+            rebuild=self._rebuild,
+            schedule_policy=schedule,
+            layout_policy=layout_policy,
+            pace=pace,
+        )
+
+    def _rebuild(self, layout: Layout) -> LocalEngine:
+        """This rank's part of another layout, made after the one it had is given up."""
+        version = self.policy_version
+        self._engine.sleep(weights=True)
+        self._engine = self._make_engine(layout)
+        self._engine.load(self._weights(), version)
+        self.layout = layout
+        return self._engine
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's; between two calls of `generate` it may be stepped by hand."""
+        return self._engine.replica
 
     @property
     def policy_version(self) -> int:
@@ -123,7 +157,7 @@ class LLM:
 
         `prompt_uids` name the prompts within a policy step: the same uid, step and seed draw the same tokens
         whatever else runs. By default they count on from call to call. `on_completion` is called for each
-        completion of this rank as it finishes.
+        completion of this rank's replica as it finishes, on its first rank.
         """
         token_lists = self.encode(prompts)
         params = _broadcast_params(sampling_params, len(prompts))
@@ -131,11 +165,12 @@ class LLM:
         self._check_ready()
         for tokens, one in zip(token_lists, params, strict=True):
             self.replica.check(tokens, one)
-        group = self._data_parallel
-        if group.size > 1:
+        if self._world.size > 1:
             self._check_same_request(states)
-        mine = self._run(states[group.rank :: group.size], on_completion)
-        completions = self._gather(mine)
+        if self.rollout is None:
+            completions = self._roll_out_static(states, on_completion)
+        else:
+            completions = self._roll_out_coordinated(self.rollout, states, on_completion)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return [
             RequestOutput(
@@ -191,12 +226,30 @@ class LLM:
         ]
 
     def _check_ready(self) -> None:
-        if self._asleep:
+        if self._engine.is_asleep:
             raise RuntimeError("LLM: memory is released; call wake_up() first")
-        if not self._has_weights:
+        if not self._engine.has_weights:
             raise RuntimeError("LLM: there are no weights; call update_weights() first")
         if self.replica.has_work:
             raise RuntimeError("LLM: the replica has sequences of an interrupted call; pause() or abort() them first")
+
+    def _roll_out_coordinated(
+        self, rollout: RolloutWorld, states: list[SequenceState], on_completion: Callable[[Completion], None] | None
+    ) -> dict[tuple[int, int], Completion]:
+        def tell(finished: Finished) -> None:
+            if on_completion is not None:
+                on_completion(finished.completion)
+
+        finished = rollout.roll_out(states, policy_version=self.policy_version, on_finished=tell)
+        self.step_records = rollout.step_records
+        return {(one.state.key.prompt_uid, one.completion.index): one.completion for one in finished}
+
+    def _roll_out_static(
+        self, states: list[SequenceState], on_completion: Callable[[Completion], None] | None
+    ) -> dict[tuple[int, int], Completion]:
+        """Replica i mod dp runs sequence i: a dispatch that depends on nothing timed."""
+        own = states[self._engine.spec.id :: len(self.layout.replicas)]
+        return self._gather(self._run(own, on_completion))
 
     def _run(
         self, states: list[SequenceState], on_completion: Callable[[Completion], None] | None
@@ -206,20 +259,24 @@ class LLM:
             self.replica.submit(Work(state=state))
         self.step_records = []
         done: list[tuple[int, Completion]] = []
-        start = time.perf_counter()
         try:
             while self.replica.has_work:
+                start = time.monotonic()
                 output = self.replica.step()
                 self.step_records.append(
                     StepRecord(
-                        seconds=time.perf_counter() - start,
+                        replica_id=self._engine.spec.id,
+                        epoch=self.layout.epoch,
+                        tp_size=self._engine.spec.tp_size,
+                        start=start,
+                        seconds=time.monotonic() - start,
                         num_running=output.num_running,
                         num_tokens=output.num_tokens,
                     )
                 )
                 for finished in output.finished:
                     done.append((finished.state.key.prompt_uid, finished.completion))
-                    if on_completion is not None:
+                    if on_completion is not None and self._engine.tensor_parallel.rank == 0:
                         on_completion(finished.completion)
         finally:
             self.replica.pause()  # after an error or an interrupt the next call starts clean
@@ -227,23 +284,24 @@ class LLM:
 
     def _check_same_request(self, states: list[SequenceState]) -> None:
         digest = hashlib.blake2b(msgspec.msgpack.encode(states), digest_size=16).digest()
-        others = [rank for rank, other in enumerate(self._data_parallel.all_gather_bytes(digest)) if other != digest]
+        others = [rank for rank, other in enumerate(self._world.all_gather_bytes(digest)) if other != digest]
         if others:
             raise ValueError(
                 f"generate: ranks {others} were given other prompts or parameters than rank "
-                f"{self._data_parallel.rank}; give all ranks the same"
+                f"{self._world.rank}; give all ranks the same"
             )
 
     def _gather(self, mine: list[tuple[int, Completion]]) -> dict[tuple[int, int], Completion]:
-        if self._data_parallel.size > 1:
+        if self._world.size > 1:
             decode = msgspec.msgpack.Decoder(list[tuple[int, Completion]]).decode
-            parts = self._data_parallel.all_gather_bytes(msgspec.msgpack.encode(mine))
+            # Every shard of a replica has drawn the same tokens; the first one's are sent.
+            told = mine if self._engine.tensor_parallel.rank == 0 else []
+            parts = self._world.all_gather_bytes(msgspec.msgpack.encode(told))
             mine = [pair for part in parts for pair in decode(part)]
         return {(uid, completion.index): completion for uid, completion in mine}
 
     # -- weights and memory
 
-    @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Takes new weights, parameter by parameter, under Hugging Face names; returns their checksum.
 
@@ -252,39 +310,45 @@ class LLM:
         """
         if self.replica.has_work:
             raise RuntimeError("update_weights: sequences are running; pause() them first")
-        self._has_weights = False
-        if not self._decoder.parameters.embedding.untyped_storage().size():
-            _resize(self._decoder.parameters.tensors(), full=True)
-        load_weights(self._decoder, weights)
-        self._has_weights = True
-        self.replica.policy_version = version
+        if self._host_weights is not None:
+            self._engine.load(self._host_weights.keep(weights), version)
+            self._world.barrier()
+            self._weights = self._host_weights.tensors
+        else:
+            self._engine.load(weights, version)
         return self.checksum()
 
     def checksum(self) -> int:
-        """Of the weights in use, over logical elements: equal for equal weights, however they are laid out."""
-        return checksum(self._decoder.logical_views())
+        """Of the weights in use, over logical elements: equal for equal weights, however they are laid out.
+
+        All ranks of a replica call it together.
+        """
+        return self._engine.checksum()
 
     def sleep(self, *, weights: bool = False) -> None:
         """Gives the KV cache's memory back for training, and the weights' too when asked (then update them)."""
         if self.replica.has_work:
             raise RuntimeError("sleep: sequences are running; pause() them first")
-        if not self._asleep:
-            self._kv.release()
-            self._asleep = True
-        if weights:
-            self._has_weights = False
-            _resize(self._decoder.parameters.tensors(), full=False)
+        self._engine.sleep(weights=weights)
 
     def wake_up(self) -> None:
         """Takes the KV cache's memory again."""
-        if self._asleep:
-            self._kv.restore()
-            self._asleep = False
+        self._engine.wake_up()
+
+    def close(self) -> None:
+        """Ends the connections of coordinated rollouts; all ranks together."""
+        if self.rollout is not None:
+            self.rollout.close()
+            self.rollout = None
 
 
-def _resize(tensors: list[Tensor], *, full: bool) -> None:
-    for tensor in tensors:
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if full else 0)
+def _own_replica(layout: Layout, world: Communicator) -> ReplicaSpec:
+    placed = sorted(rank for replica in layout.replicas for rank in replica.ranks)
+    if placed != list(range(world.size)):
+        raise ValueError(f"layout: places ranks {placed}; give each of the {world.size} ranks a replica")
+    spec = layout.replica_of(world.rank)
+    assert spec is not None
+    return spec
 
 
 def _broadcast_params(params: SamplingParams | Items[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -302,17 +366,6 @@ def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"EngineConfig.max_model_len={asked}: the model's context is {model.max_position_embeddings} tokens"
         )
     return asked
-
-
-def _num_blocks(config: EngineConfig, model: ModelConfig, bytes_per_element: int) -> int:
-    block_bytes = config.block_size * model.kv_bytes_per_token(bytes_per_element)
-    num_blocks = config.kv_cache_bytes // block_bytes
-    if num_blocks < 1:
-        raise ValueError(
-            f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: one block of {config.block_size} tokens takes "
-            f"{block_bytes} bytes; give at least that"
-        )
-    return num_blocks
 
 
 def _load_tokenizer(directory: Path, model: ModelConfig) -> Any:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engines.kvcache.block_manager import BlockManager
+from engines.kvcache.transfer import KVStore
+from engines.parallel.collectives import Communicator, SingleRank
 from engines.runner import ModelRunner
-from engines.scheduler import Scheduled, Scheduler, Sequence
-from engines.sequence import Completion, FinishReason, SamplingParams, SequenceState
+from engines.scheduler import Scheduler, Sequence
+from engines.sequence import (
+    Completion,
+    Finished,
+    FinishReason,
+    KVHandle,
+    KVPart,
+    SamplingParams,
+    SequenceId,
+    SequenceState,
+    Work,
+)
 
-SequenceId = tuple[int, int, int]
 Detokenize = Callable[[Tokens[int]], str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """A sequence to go on with, for `max_new_tokens` tokens here, or to its end when None."""
-
-    state: SequenceState
-    max_new_tokens: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A finished sequence: its state, and the completion made of it."""
-
-    state: SequenceState
-    completion: Completion
 
 
 @dataclass(kw_only=True)
@@ -39,13 +36,32 @@ class StepOutput:
     """Sequences in the forward pass."""
     num_tokens: int
     """Tokens in the forward pass."""
+    num_context_tokens: int
+    """Tokens that those attend to, themselves included, summed over the sequences."""
     finished: list[Finished] = field(default_factory=list)
-    released: list[SequenceState] = field(default_factory=list)
-    """Sequences that used up their `max_new_tokens` here, not finished."""
+    released: list[Work] = field(default_factory=list)
+    """Sequences that used up their `max_new_tokens` here, not finished; with their KV where the replica has a store."""
+
+
+@dataclass(kw_only=True)
+class KVMoves:
+    """How sequences came and went, counted since the replica was made."""
+
+    num_exported: int = 0
+    """Sequences that left with KV."""
+    num_refused: int = 0
+    """Sequences that were to leave with KV, for which a store had no room."""
+    num_imported: int = 0
+    """Sequences whose KV was taken on."""
+    num_recomputed: int = 0
+    """Sequences that brought KV which could not be used: gone, damaged, or of other weights or dtype."""
 
 
 class Replica:
-    """Holds sequences between steps. `submit` and `abort` may be called between any two steps."""
+    """Holds sequences between steps. `submit`, `pause` and `abort` may be called between any two steps.
+
+    All ranks of a tensor-parallel replica make the same calls in the same order.
+    """
 
     def __init__(
         self,
@@ -57,7 +73,14 @@ class Replica:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         detokenize: Detokenize | None,
+        kv_store: KVStore | None = None,
+        tensor_parallel: Communicator | None = None,
     ) -> None:
+        """KV that sequences bring is read from `kv_store`, and recomputed without one.
+
+        With one, `tensor_parallel` must be the group of the ranks that hold the model's shards: they agree on what
+        could be stored and read.
+        """
         self._runner = runner
         self.scheduler = scheduler
         self._blocks = blocks
@@ -65,8 +88,13 @@ class Replica:
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
+        self.kv_store = kv_store
+        self._tensor_parallel = tensor_parallel or SingleRank()
+        if kv_store is not None:
+            self._check_group()
         self._sequences: dict[SequenceId, Sequence] = {}
         self.policy_version = 0
+        self.kv_moves = KVMoves()
 
     @property
     def has_work(self) -> bool:
@@ -95,7 +123,10 @@ class Replica:
         return max_len
 
     def submit(self, work: Work) -> None:
-        """Takes a sequence on. Raises ValueError when it can never run here, or is here already."""
+        """Takes a sequence on, and its stored KV, if it brings some, when it is admitted.
+
+        Raises ValueError when it can never run here, or is here already.
+        """
         state = work.state
         prompt = state.tokens[: state.num_prompt_tokens]
         max_len = self.check(prompt, state.params)
@@ -108,7 +139,7 @@ class Replica:
             if work.max_new_tokens < 1:
                 raise ValueError(f"Work.max_new_tokens={work.max_new_tokens}: must be at least 1")
             release_len = min(max_len, len(state.tokens) + work.max_new_tokens)
-        sequence = Sequence(state=state, max_len=max_len, release_len=release_len)
+        sequence = Sequence(state=state, max_len=max_len, release_len=release_len, kv=work.kv)
         self._sequences[state.sequence_id] = sequence
         self.scheduler.add(sequence)
 
@@ -117,8 +148,12 @@ class Replica:
 
         After a FloatingPointError (see `ModelRunner.run`) every sequence waits to be recomputed.
         """
-        scheduled = self.scheduler.schedule()
-        output = StepOutput(num_running=len(scheduled), num_tokens=sum(item.num_tokens for item in scheduled))
+        scheduled = self.scheduler.schedule(self._load_kv)
+        output = StepOutput(
+            num_running=len(scheduled),
+            num_tokens=sum(item.num_tokens for item in scheduled),
+            num_context_tokens=sum(item.sequence.num_computed + item.num_tokens for item in scheduled),
+        )
         if not scheduled:
             return output
         try:
@@ -127,26 +162,30 @@ class Replica:
             self.scheduler.preempt_all()
             raise
         drawn = iter(zip(tokens, logprobs, strict=True))
+        leaving = []
         for item in scheduled:
-            samples = item.samples
-            item.sequence.num_computed += item.num_tokens
+            sequence, samples = item.sequence, item.samples
+            sequence.num_computed += item.num_tokens
             if samples:
-                self._append(item, *next(drawn), output)
+                finished = self._append(sequence, *next(drawn))
+                if finished is not None:
+                    output.finished.append(finished)
+                elif len(sequence.state.tokens) >= sequence.release_len:
+                    leaving.append(sequence)
+        if leaving:
+            output.released = self._release(leaving, self.kv_store)
         return output
 
-    def _append(self, item: Scheduled, token: int, logprob: float, output: StepOutput) -> None:
-        sequence = item.sequence
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> Finished | None:
         state = sequence.state
         state.tokens.append(token)
         state.logprobs.append(logprob)
         state.versions.append(self.policy_version)
         reason = self._finish_reason(sequence, token)
-        if reason is not None:
-            self._leave(sequence)
-            output.finished.append(Finished(state=state, completion=self._completion(state, reason)))
-        elif len(state.tokens) >= sequence.release_len:
-            self._leave(sequence)
-            output.released.append(state)
+        if reason is None:
+            return None
+        self._leave(sequence)
+        return Finished(state=state, completion=self._completion(state, reason))
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.state.params
@@ -181,15 +220,101 @@ class Replica:
         self.scheduler.remove(sequence)
         del self._sequences[sequence.state.sequence_id]
 
-    def abort(self, sequence_id: SequenceId) -> Completion:
+    def holds(self, sequence_id: SequenceId) -> bool:
+        """Whether the sequence is here, running or waiting."""
+        return sequence_id in self._sequences
+
+    def states(self) -> list[SequenceState]:
+        """Those of all sequences here, in the order submitted. They grow with the next step."""
+        return [sequence.state for sequence in self._sequences.values()]
+
+    def abort(self, sequence_id: SequenceId) -> Finished:
         """Drops a sequence; returns what it had. Raises KeyError when it is not here."""
         sequence = self._sequences[sequence_id]
         self._leave(sequence)
-        return self._completion(sequence.state, "abort")
+        self._drop(sequence.kv)
+        return Finished(state=sequence.state, completion=self._completion(sequence.state, "abort"))
 
-    def pause(self) -> list[SequenceState]:
-        """Takes every sequence out, in the order they were submitted; each can be resumed anywhere."""
-        sequences = list(self._sequences.values())
+    def pause(self, sequence_ids: Iterable[SequenceId] | None = None, store: KVStore | None = None) -> list[Work]:
+        """Takes sequences out, in the order named, or all in the order submitted; each can be resumed anywhere.
+
+        With a `store` those that have been computed here leave with their KV, while there is room. Raises KeyError,
+        before any is taken out, when one is not here.
+        """
+        named = list(self._sequences) if sequence_ids is None else list(dict.fromkeys(sequence_ids))
+        absent = [sequence_id for sequence_id in named if sequence_id not in self._sequences]
+        if absent:
+            raise KeyError(f"sequence {absent[0]}: is not on this replica")
+        return self._release([self._sequences[sequence_id] for sequence_id in named], store)
+
+    def _release(self, sequences: list[Sequence], store: KVStore | None) -> list[Work]:
+        handles = self._export_kv(sequences, store) if store is not None else {}
+        works = []
         for sequence in sequences:
+            budget = sequence.release_len - len(sequence.state.tokens)
+            works.append(
+                Work(
+                    state=sequence.state,
+                    max_new_tokens=budget if budget and sequence.release_len < sequence.max_len else None,
+                    # One that has not been admitted yet goes on with the KV it came with.
+                    kv=handles.get(sequence.state.sequence_id, sequence.kv),
+                )
+            )
             self._leave(sequence)
-        return [sequence.state for sequence in sequences]
+        return works
+
+    # -- KV that comes and goes
+
+    def _export_kv(self, sequences: list[Sequence], store: KVStore) -> dict[SequenceId, KVHandle]:
+        """Handles of those whose KV all shards could store; the same on every rank of the replica."""
+        self._check_group()
+        computed = [sequence for sequence in sequences if sequence.num_computed]
+        if not computed:
+            return {}
+        mine = [self._runner.export_kv(sequence, self.policy_version, store) for sequence in computed]
+        decode = msgspec.msgpack.Decoder(list[tuple[KVPart, ...] | None]).decode
+        everyone = [decode(told) for told in self._tensor_parallel.all_gather_bytes(msgspec.msgpack.encode(mine))]
+        handles = {}
+        for sequence, my_parts, *by_shard in zip(computed, mine, *everyone, strict=True):
+            parts = [part for shard_parts in by_shard for part in shard_parts or ()]
+            if None in by_shard:  # a part of the heads is of no use
+                self.kv_moves.num_refused += 1
+                for part in my_parts or ():
+                    store.drop(part)
+                continue
+            self.kv_moves.num_exported += 1
+            handles[sequence.state.sequence_id] = KVHandle(
+                num_tokens=sequence.num_computed,
+                policy_version=self.policy_version,
+                dtype=self._runner.kv_dtype,
+                parts=tuple(parts),
+            )
+        return handles
+
+    def _load_kv(self, admitted: list[Sequence]) -> None:
+        """Takes on the KV that newly admitted sequences bring, where every shard can read its heads, and drops it."""
+        num_loaded = [
+            self._runner.load_kv(sequence, self.policy_version, self.kv_store) if self.kv_store is not None else 0
+            for sequence in admitted
+        ]
+        # All shards must schedule alike, and a file may be gone for one of them only. After this all have read.
+        told = bytes(num > 0 for num in num_loaded)
+        agreed = [all(flags) for flags in zip(*self._tensor_parallel.all_gather_bytes(told), strict=True)]
+        for sequence, num_tokens, usable in zip(admitted, num_loaded, agreed, strict=True):
+            sequence.num_computed = num_tokens if usable else 0
+            self.kv_moves.num_imported += usable
+            self.kv_moves.num_recomputed += not usable
+            self._drop(sequence.kv)
+            sequence.kv = None
+
+    def _drop(self, handle: KVHandle | None) -> None:
+        if handle is not None and self.kv_store is not None and self._tensor_parallel.rank == 0:
+            for part in handle.parts:
+                self.kv_store.drop(part)
+
+    def _check_group(self) -> None:
+        if self._tensor_parallel.size != self._runner.num_shards:
+            raise ValueError(
+                f"Replica.tensor_parallel: a group of {self._tensor_parallel.size} for {self._runner.num_shards} "
+                f"shards; give the replica its decoder's group, so that all shards move KV alike"
+            )

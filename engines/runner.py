@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -9,9 +11,12 @@ from engines.batch import ForwardBatch
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
+from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, tokens_digest
 from engines.models.decoder import Decoder
+from engines.parallel.sharding import kv_heads
 from engines.sampler import make_sampling_batch, sample
 from engines.scheduler import Scheduled, Sequence
+from engines.sequence import KVPart
 
 
 class _SlotTable:
@@ -85,6 +90,59 @@ class ModelRunner:
             self._kv.clear()  # NaN in a block would reach every later holder of it: masked, but 0 * NaN is NaN
             raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity")
         return sampled.tokens.tolist(), logprobs
+
+    @property
+    def num_shards(self) -> int:
+        return self._decoder.shard.count
+
+    @property
+    def kv_dtype(self) -> str:
+        return str(self._decoder.dtype).removeprefix("torch.")
+
+    def export_kv(self, sequence: Sequence, policy_version: int, store: KVStore) -> tuple[KVPart, ...] | None:
+        """Stores this shard's KV heads of the tokens computed so far; none where an earlier shard holds the same.
+
+        Returns None when the store has no room.
+        """
+        shard = self._decoder.shard
+        heads = kv_heads(self._decoder.config, shard)
+        if shard.index and kv_heads(self._decoder.config, replace(shard, index=shard.index - 1)) == heads:
+            return ()
+        layers = read_kv(self._kv, self._blocks.table(sequence), sequence.num_computed)
+        part = store.export(self._kv_content(sequence, sequence.num_computed, policy_version), layers)
+        return None if part is None else (part,)
+
+    def load_kv(self, sequence: Sequence, policy_version: int, store: KVStore) -> int:
+        """Writes the KV that an admitted sequence brings to its blocks; returns for how many tokens, 0 when unusable.
+
+        The last token is left to be computed: its logits are wanted.
+        """
+        handle = sequence.kv
+        assert handle is not None
+        num_tokens = min(handle.num_tokens, len(sequence.state.tokens) - 1)
+        if num_tokens < 1 or handle.policy_version != policy_version or handle.dtype != self.kv_dtype:
+            return 0
+        try:
+            layers = load_heads(store, handle.parts, self._kv_content(sequence, handle.num_tokens, policy_version))
+        except ValueError:  # gone or damaged: recomputing is always right
+            return 0
+        fill_kv(self._kv, self._blocks.table(sequence), num_tokens, layers)
+        return num_tokens
+
+    def _kv_content(self, sequence: Sequence, num_tokens: int, policy_version: int) -> KVContent:
+        """This shard's KV heads of the sequence's first tokens."""
+        config = self._decoder.config
+        heads = kv_heads(config, self._decoder.shard)
+        return KVContent(
+            policy_version=policy_version,
+            tokens_digest=tokens_digest(sequence.state.tokens[:num_tokens]),
+            dtype=self.kv_dtype,
+            num_layers=config.num_layers,
+            num_tokens=num_tokens,
+            first_head=heads.start,
+            num_heads=heads.stop - heads.start,
+            head_dim=config.head_dim,
+        )
 
     def _build(self, scheduled: list[Scheduled]) -> tuple[ForwardBatch, np.ndarray, np.ndarray]:
         """The batch, and the slots and token positions of the rows that sample."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
-from engines.sequence import SequenceState
+from engines.sequence import KVHandle, SequenceState
 
 
 @dataclass(eq=False, kw_only=True)
@@ -19,6 +20,8 @@ class Sequence:
     """Length at which it is finished."""
     release_len: int
     """Length at which this replica gives it back; `max_len` when it may finish here."""
+    kv: KVHandle | None = None
+    """Stored KV to begin with when it is admitted; None from then on."""
     num_computed: int = 0
     """Tokens whose KV is in the cache."""
     slot: int = -1
@@ -71,10 +74,12 @@ class Scheduler:
             self.running.remove(sequence)
             self._vacate(sequence)
 
-    def schedule(self) -> list[Scheduled]:
+    def schedule(self, load_kv: Callable[[list[Sequence]], None] | None = None) -> list[Scheduled]:
         """The next forward pass: decodes first, then prefill chunks. Empty only when there is no work.
 
-        The caller advances `num_computed` when the pass has run.
+        `load_kv` gets those newly admitted that bring KV, their blocks reserved, and sets `num_computed` of each to
+        what it has loaded, less than its tokens; all is computed without. The caller advances `num_computed` when the
+        pass has run.
         """
         budget = self._config.max_num_batched_tokens
         decodes: list[Scheduled] = []
@@ -93,10 +98,10 @@ class Scheduler:
             else:
                 prefills.append(Scheduled(sequence=sequence, num_tokens=remaining))
         if self.num_preemptions == preempted_before:
-            prefills += self._admit()
+            prefills += self._admit(load_kv)
         return decodes + self._chunk(prefills, budget)
 
-    def _admit(self) -> list[Scheduled]:
+    def _admit(self, load_kv: Callable[[list[Sequence]], None] | None) -> list[Scheduled]:
         admitted = []
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
@@ -107,8 +112,11 @@ class Scheduler:
             self.blocks.grow(sequence, num_tokens)
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
-            admitted.append(Scheduled(sequence=sequence, num_tokens=num_tokens))
-        return admitted
+            admitted.append(sequence)
+        bringing = [sequence for sequence in admitted if sequence.kv is not None]
+        if load_kv is not None and bringing:
+            load_kv(bringing)
+        return [Scheduled(sequence=s, num_tokens=len(s.state.tokens) - s.num_computed) for s in admitted]
 
     def _chunk(self, prefills: list[Scheduled], budget: int) -> list[Scheduled]:
         """Cuts prefills to the chunk size and the token budget, first come first served."""
@@ -120,7 +128,7 @@ class Scheduler:
                 break
             chunks.append(Scheduled(sequence=item.sequence, num_tokens=num_tokens))
             budget -= num_tokens
-        # A last chunk of one token runs with the decodes, which come first in a batch.
+        # A last chunk of one token, or all that loaded KV leaves, runs with the decodes, which come first in a batch.
         return sorted(chunks, key=lambda item: item.num_tokens > 1)
 
     def _make_room(self, sequence: Sequence) -> bool:

@@ -13,6 +13,8 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
+SequenceId = tuple[int, int, int]
+"""(policy step, prompt uid, sample index): unique among the sequences of a run."""
 
 
 def is_int64(value: object) -> bool:
@@ -109,8 +111,7 @@ class SequenceState:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def sequence_id(self) -> tuple[int, int, int]:
-        """Unique among the sequences of a run."""
+    def sequence_id(self) -> SequenceId:
         return (self.key.policy_step, self.key.prompt_uid, self.key.sample_index)
 
     def to_bytes(self) -> bytes:
@@ -137,6 +138,46 @@ class Completion:
     finish_reason: FinishReason
     text: str = ""
     """Decoded without special tokens, cut before a stop string; empty when the engine has no tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPart:
+    """The KV of some neighbouring KV heads, all layers, as one piece of storage."""
+
+    first_head: int
+    num_heads: int
+    location: str
+    """Where the bytes lie, in the words of the store that wrote them."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVHandle:
+    """Names the stored KV of the first `num_tokens` tokens of a sequence, cut by KV heads. Holds no bytes itself."""
+
+    num_tokens: int
+    policy_version: int
+    """Of the weights that computed it; with others it must be recomputed."""
+    dtype: str
+    parts: tuple[KVPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A sequence to go on with, for `max_new_tokens` tokens here, or to its end when None."""
+
+    state: SequenceState
+    max_new_tokens: int | None = None
+    kv: KVHandle | None = None
+    """KV of its first tokens to begin with; what is missing is recomputed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A finished sequence: its state, and the completion made of it."""
+
+    state: SequenceState
+    completion: Completion
 
 
 @dataclass(frozen=True, kw_only=True)

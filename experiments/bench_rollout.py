@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteri
 from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.config import DType
-from engines.replica import Work
+from engines.sequence import Work
 from experiments import launch
 from research.workloads.lengths import LogNormalLengths
 
@@ -139,7 +139,7 @@ def _our_engine(
                 del running[finished.state.sequence_id]
             ended = [i for i, state in running.items() if state.num_generated >= lengths[state.key.prompt_uid]]
             for sequence_id in ended:
-                assert len(llm.replica.abort(sequence_id).token_ids) == lengths[sequence_id[1]]
+                assert len(llm.replica.abort(sequence_id).completion.token_ids) == lengths[sequence_id[1]]
                 del running[sequence_id]
         return time.perf_counter() - start
 

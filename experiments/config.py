@@ -90,6 +90,8 @@ class TrainConfig:
     """The run's folder under runs/; by default a new one named after task and algorithm."""
     runs: Path = Path("runs")
     """Where run folders and embedded models lie."""
+    tensor_parallel_size: int = 1
+    """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
     resume: bool = False
     """Go on with the run called `--name` from its last published checkpoint."""
     steps: int = 80
@@ -109,7 +111,8 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """Resume points kept; older ones are deleted."""
     reward: str | None = None
-    """Your own reward, "package.module:function" or "file.py:function", with TRL's signature."""
+    """What to train on instead of the task's reward: "package.module:function" or "file.py:function", with TRL's
+    signature. Evaluation keeps the task's."""
     rank_timeout_s: float = 1800.0
     """Longest that a rank waits for another, seconds: the run then ends and names who was waited for."""
     wandb: Literal["auto", "off"] = "auto"

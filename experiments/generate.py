@@ -28,6 +28,8 @@ from tqdm import tqdm
 from engines import LLM, Completion, RequestOutput, SamplingParams
 from engines.config import DType
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import nested_layout
 from experiments import launch
 
 
@@ -47,6 +49,8 @@ class GenerateConfig:
     """Of weights, activations and KV cache."""
     run_seed: int = 0
     """Of every sampled token, together with the prompt's place; --seed makes tokens independent of the place."""
+    tensor_parallel_size: int = 1
+    """Ranks that hold one copy of the model, in shards; the rest is data parallel."""
     kv_cache_mib: int = 512
     """MiB of KV cache per rank."""
     max_num_seqs: int = 256
@@ -75,7 +79,9 @@ def read_prompts(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{source}:{number}: not valid JSON ({error})") from None
+            raise ValueError(
+                f'{source}:{number}: not valid JSON ({error}); a line is {{"prompt": "..."}} or a string'
+            ) from None
         record = {"prompt": record} if isinstance(record, str) else record
         ids = record.get("prompt_token_ids") if isinstance(record, dict) else None
         is_ids = isinstance(ids, list) and len(ids) > 0 and all(isinstance(token, int) for token in ids)
@@ -136,14 +142,18 @@ def main() -> dict[str, Any]:
     if torch.cuda.is_available():
         device = torch.device("cuda", launch.local_rank())
         torch.cuda.set_device(device)
+    groups: GroupCache | None = None
+    layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
     if launch.num_ranks() > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        group = TorchGroup()
+        groups = GroupCache(TorchGroup(), [layout], device=device)
+        group = groups.world
     records = _load_records(config, group)
     llm = LLM(
         config.model,
         device=device,
-        data_parallel=group,
+        world=groups,
+        layout=layout,
         dtype=config.dtype,
         seed=config.run_seed,
         kv_cache_bytes=config.kv_cache_mib * 2**20,
@@ -152,7 +162,7 @@ def main() -> dict[str, Any]:
         max_model_len=config.max_model_len,
     )
     start = time.perf_counter()
-    expected = len(range(group.rank, len(records) * config.sampling.n, group.size))
+    expected = len(range(0, len(records) * config.sampling.n, len(layout.replicas)))
     with tqdm(total=expected, desc="generate", unit="seq", disable=group.rank > 0) as progress:
         num_tokens = 0
 

@@ -8,6 +8,8 @@ Every option is explained by `--help`. Progress goes to stderr; the last line of
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -31,7 +33,10 @@ from algos.trainer import Trainer
 from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
 from engines import LLM, Completion, SamplingParams
 from engines.config import ModelConfig
-from engines.parallel.collectives import TorchGroup
+from engines.parallel.collectives import Communicator, TorchGroup
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import nested_layout
+from engines.parallel.sharding import check_shardable
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
 from experiments.evaluate import evaluate
@@ -69,12 +74,16 @@ def main() -> dict[str, Any]:
     check_run_folder(config.runs, config.name, resume=config.resume)
     if config.resume:
         _check_same_run(config)
-    with RewardRunner(config.reward or task.reward, config.reward_limits) as reward:
+    layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
+    with contextlib.ExitStack() as stack:
+        judge = stack.enter_context(RewardRunner(task.reward, config.reward_limits))
+        reward = stack.enter_context(RewardRunner(config.reward, config.reward_limits)) if config.reward else judge
         reward.check(task.train_problem(0).columns)
         model = _prepare_model(config, threads)
         device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
-        group = TorchGroup(timeout_s=config.rank_timeout_s)
-        result = Run(config, task, model, device, group, reward).train(start)
+        world = TorchGroup(timeout_s=config.rank_timeout_s)
+        groups = GroupCache(world, [layout], timeout_s=config.rank_timeout_s, device=device)
+        result = Run(config, task, model, device, groups, reward, judge).train(start)
     stop_deepspeed()
     return result
 
@@ -84,12 +93,15 @@ def _check_same_run(config: TrainConfig) -> None:
     assert config.name is not None
     path = config.runs / config.name / "config.json"
     before = json.loads(path.read_text())
-    for field, value in _as_json(config).items():
-        if field not in MAY_CHANGE and before.get(field) != value:
-            raise ValueError(
-                f"resume: {field}={value} now, {before.get(field)} in {path}; go on with the same options "
-                f"(only {', '.join(MAY_CHANGE)} may change)"
-            )
+    differ = [
+        f"{field}={value} now, {before.get(field)} in {path}"
+        for field, value in _as_json(config).items()
+        if field not in MAY_CHANGE and before.get(field) != value
+    ]
+    if differ:
+        raise ValueError(
+            f"resume: {'; '.join(differ)}; go on with the same options (only {', '.join(MAY_CHANGE)} may change)"
+        )
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
@@ -112,11 +124,11 @@ def _prepare_model(config: TrainConfig, threads: int) -> Path:
         torch.set_num_threads(threads)
     elif not model.is_dir():
         raise FileNotFoundError(f"model={config.model!r}: no such folder, nor one of {list(MODEL_SIZES)}")
-    ModelConfig.from_pretrained(model)
+    check_shardable(ModelConfig.from_pretrained(model), config.tensor_parallel_size)
     return model
 
 
-def _open_folder(config: TrainConfig, group: TorchGroup) -> RunFolder:
+def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
     """Rank 0 makes the folder, and tells the others which it is, or what went wrong."""
     answer = {"path": "", "error": ""}
     if group.rank == 0:
@@ -140,18 +152,25 @@ class Run:
         task: Task,
         model: Path,
         device: torch.device,
-        group: TorchGroup,
+        groups: GroupCache,
         reward: RewardRunner,
+        judge: RewardRunner,
     ) -> None:
+        """`reward` is what is trained on; `judge`, the task's own, says what is right in an evaluation."""
         self.config = config
-        self.group = group
-        self.reward = reward
+        self.group = group = groups.world
+        self.judge = judge
         rollout = config.rollout
         self.params = SamplingParams(
             temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
         )
         self.llm = LLM(
-            model, device=device, data_parallel=group, load=False, **asdict(rollout.engine_config(config.seed))
+            model,
+            device=device,
+            world=groups,
+            tensor_parallel_size=config.tensor_parallel_size,
+            load=False,
+            **asdict(rollout.engine_config(config.seed)),
         )
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
         self.collector = Collector(
@@ -246,7 +265,8 @@ class Run:
         return metrics
 
     def _roll_out(self) -> Rollout:
-        expected = self.config.rollout.prompts_per_step * self.config.rollout.group_size // self.group.size
+        rollout = self.config.rollout
+        expected = rollout.prompts_per_step * rollout.group_size // len(self.llm.layout.replicas)
         with tqdm(
             total=expected, desc="rollout", unit="seq", leave=False, position=1, disable=not self.folder.is_writer
         ) as progress:
@@ -265,7 +285,7 @@ class Run:
             raise RuntimeError(f"weights differ after the update: ranks {others} have other checksums than rank 0")
 
     def _evaluate(self) -> dict[str, float]:
-        metrics = evaluate(self.llm, self.held_out, self.params, self.reward, self.group, self.config.eval_samples)
+        metrics = evaluate(self.llm, self.held_out, self.params, self.judge, self.group, self.config.eval_samples)
         self.evaluations.append(metrics["val-core/pass@1"])
         if self.step == 0:
             self.folder.append("metrics.jsonl", {"training/global_step": 0, **metrics})
@@ -280,7 +300,7 @@ class Run:
     def _write_rollout(self, rollout: Rollout) -> None:
         step = {"training/global_step": self.step}
         lengths = [len(c.token_ids) for group in rollout.groups for c in group.completions]
-        self.folder.append("lengths.jsonl", {**step, "lengths": lengths})
+        self.folder.append("lengths.jsonl", {**step, "lengths": lengths, "digest": _digest(rollout)})
         for group in rollout.groups[:SAMPLES_PER_STEP]:
             self.folder.append("samples.jsonl", {**step, **_sample(group)})
         records = self.llm.step_records
@@ -335,6 +355,12 @@ class Run:
             "model": str(checkpoint / "huggingface") if checkpoint else None,
             "figures": figures,
         }
+
+
+def _digest(rollout: Rollout) -> str:
+    """Of every token sampled in the step: equal digests are equal rollouts."""
+    tokens = [completion.token_ids for group in rollout.groups for completion in group.completions]
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
 
 
 def _sample(group: Group) -> dict[str, Any]:

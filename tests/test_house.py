@@ -39,7 +39,18 @@ def test_imports_run_one_way(room: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["research", "research.workloads.lengths", "engines", "engines.sequence", "engines.scheduler"]
+    "module",
+    [
+        "research",
+        "research.workloads.lengths",
+        "engines",
+        "engines.sequence",
+        "engines.scheduler",
+        "engines.parallel.layout",
+        "engines.control.messages",
+        "engines.rollout.core",
+        "engines.rollout.policies",
+    ],
 )
 def test_planners_load_no_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"

@@ -12,9 +12,11 @@ from engines.attention import sdpa
 from engines.batch import ForwardBatch
 from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache, write_kv
-from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
+from engines.models.parameters import DecoderParameters, LayerParameters, logical_shapes, logical_views
 from engines.models.rope import RotaryTable, rotate
 from engines.parallel.collectives import Communicator
+from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
+from engines.weights import checksum_parts
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,19 +35,36 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        shard: Shard,
         tensor_parallel: Communicator,
     ) -> None:
+        """Rank i of `tensor_parallel` holds shard i. Raises ValueError when the model cannot be cut so."""
+        assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.parameters = DecoderParameters.allocate(config, dtype, device)
+        self.shard = shard
+        self.local = shard_config(config, shard)
+        """The sizes of this shard."""
+        self.parameters = DecoderParameters.allocate(self.local, dtype, device)
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
         self._tensor_parallel = tensor_parallel
         # Which norm each head of the fused q and k takes: 0 that of queries, 1 that of keys.
-        self._norm_of_head = torch.tensor([0] * config.num_heads + [1] * config.num_kv_heads, device=device)
+        self._norm_of_head = torch.tensor([0] * self.local.num_heads + [1] * self.local.num_kv_heads, device=device)
 
     def logical_views(self) -> dict[str, Tensor]:
-        return logical_views(self.parameters, self.config)
+        """Hugging Face name -> this shard's part of it, as `shard_slices` cuts it."""
+        rows = vocab_rows(self.config, self.shard)
+        return logical_views(self.parameters, self.local, rows.stop - rows.start)
+
+    def checksum(self) -> int:
+        """Of this shard's part of the weights; those of all shards add up, modulo 2^64, to that of the whole model."""
+        shapes = logical_shapes(self.config)
+        return checksum_parts(
+            (name, view, shapes[name], shard_slices(self.config, name, self.shard))
+            for name, view in self.logical_views().items()
+            if is_first_holder(self.config, name, self.shard)
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> Tensor:
@@ -53,7 +72,7 @@ class Decoder:
         plan = sdpa.plan(batch, kv.keys[0].shape[1])
         cos, sin = self._rotary.at(batch.positions)
         eps = self.config.rms_norm_eps
-        x = self.parameters.embedding.index_select(0, batch.tokens)
+        x = self._embed(batch.tokens)
         for layer, k_cache, v_cache in zip(self.parameters.layers, kv.keys, kv.values, strict=True):
             attended = self._attention(
                 layer, rms_norm(x, layer.input_norm, eps), cos, sin, k_cache, v_cache, batch.slot_mapping, plan
@@ -62,8 +81,23 @@ class Decoder:
             x = x + self._mlp(layer, rms_norm(x, layer.post_attention_norm, eps))
         if len(batch.logit_rows) < len(x):
             x = x.index_select(0, batch.logit_rows)
-        x = rms_norm(x, self.parameters.final_norm, eps)
-        return linear(x, self.parameters.head)
+        return self._logits(rms_norm(x, self.parameters.final_norm, eps))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[T, hidden]. A shard has the rows of some token ids; others are zero there, and the sum is the embedding."""
+        if self.shard.count == 1:
+            return self.parameters.embedding.index_select(0, tokens)
+        local = tokens - self.shard.index * self.local.vocab_size
+        absent = (local < 0) | (local >= self.local.vocab_size)
+        x = self.parameters.embedding.index_select(0, local.masked_fill_(absent, 0))
+        return self._tensor_parallel.all_reduce(x.masked_fill_(absent[:, None], 0))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """[R, vocab_size] on every shard, the same bits: each column was computed by one of them."""
+        logits = linear(x, self.parameters.head)
+        if self.shard.count > 1:
+            logits = self._tensor_parallel.all_gather(logits).transpose(0, 1).flatten(1)
+        return logits[:, : self.config.vocab_size]
 
     def _attention(
         self,
@@ -76,7 +110,7 @@ class Decoder:
         slot_mapping: Tensor,
         plan: Any,
     ) -> Tensor:
-        config = self.config
+        config = self.local
         heads = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
         qk, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
         if layer.qk_norm is not None:

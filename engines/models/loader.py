@@ -10,6 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engines.models.decoder import Decoder
+from engines.models.parameters import logical_shapes
+from engines.parallel.sharding import shard_slices
 
 
 def checkpoint_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -45,12 +47,12 @@ def _safetensors_files(directory: Path) -> list[Path]:
 
 
 def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies every tensor into its place, converting device and dtype.
+    """Copies every tensor, or the shard's part of it, into its place, converting device and dtype.
 
     The stream must bring each parameter exactly once. A tied head and old checkpoints' rotary buffers are passed
     over. Raises ValueError for an unknown name, another shape, one brought twice, or one missing.
     """
-    views = decoder.logical_views()
+    views, shapes = decoder.logical_views(), logical_shapes(decoder.config)
     seen: set[str] = set()
     for name, tensor in weights:
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.config.tie_word_embeddings):
@@ -60,13 +62,13 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
             raise ValueError(f"weights: {name!r} is no parameter of a {decoder.config.architecture}")
         if name in seen:
             raise ValueError(f"weights: {name!r} came twice")
-        if view.shape != tensor.shape:
+        if tensor.shape != shapes[name]:
             raise ValueError(
-                f"weights: {name!r} has shape {list(tensor.shape)}, config.json asks for {list(view.shape)}"
+                f"weights: {name!r} has shape {list(tensor.shape)}, config.json asks for {list(shapes[name])}"
             )
         if not tensor.is_floating_point():
             raise ValueError(f"weights: {name!r} holds {tensor.dtype}; quantised checkpoints are not supported")
-        view.copy_(tensor)
+        view.copy_(tensor[shard_slices(decoder.config, name, decoder.shard)])
         seen.add(name)
     missing = sorted(views.keys() - seen)
     if missing:

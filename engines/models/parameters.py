@@ -1,7 +1,7 @@
 """A decoder's parameters as the forward pass wants them, and the logical (Hugging Face) view of the same memory.
 
-q, k, v are one matrix, gate and up another; each logical tensor is a slice of a fused one. The views serve
-checkpoint load, weight sync and checksums alike.
+q, k, v are one matrix, gate and up another; each logical tensor, or a shard's part of it, is a slice of a fused one.
+The views serve checkpoint load, weight sync and checksums alike.
 """
 
 from __future__ import annotations
@@ -83,13 +83,19 @@ class DecoderParameters:
         return [self.embedding, *layers, self.final_norm, *head]
 
 
-def logical_views(parameters: DecoderParameters, config: ModelConfig) -> dict[str, Tensor]:
-    """Hugging Face name -> the part of a fused tensor that holds it. A tied head has no name of its own."""
+def logical_views(parameters: DecoderParameters, config: ModelConfig, vocab_rows: int) -> dict[str, Tensor]:
+    """Hugging Face name -> the part of a fused tensor that holds it. A tied head has no name of its own.
+
+    `config` has the sizes of what is held, a shard's or a whole model's; rows beyond `vocab_rows` are padding.
+    """
     query = config.num_heads * config.head_dim
     key_value = config.num_kv_heads * config.head_dim
-    views = {"model.embed_tokens.weight": parameters.embedding, "model.norm.weight": parameters.final_norm}
+    views = {
+        "model.embed_tokens.weight": parameters.embedding[:vocab_rows],
+        "model.norm.weight": parameters.final_norm,
+    }
     if parameters.head is not parameters.embedding:
-        views["lm_head.weight"] = parameters.head
+        views["lm_head.weight"] = parameters.head[:vocab_rows]
     for index, layer in enumerate(parameters.layers):
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -113,3 +119,9 @@ def logical_views(parameters: DecoderParameters, config: ModelConfig) -> dict[st
                     named.update({f"{name}.{kind}": part for name, part in parts})
         views.update({name: tensor for name, tensor in named.items() if tensor is not None})
     return views
+
+
+def logical_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Hugging Face name -> shape of the whole parameter."""
+    parameters = DecoderParameters.allocate(config, torch.float32, torch.device("meta"))
+    return {name: view.shape for name, view in logical_views(parameters, config, config.vocab_size).items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,21 +13,43 @@ from torch import Tensor
 
 
 class Communicator(Protocol):
-    """An ordered group of ranks, this process being number `rank` of `size`."""
+    """An ordered group of ranks, this process being number `rank` of `size`.
+
+    Every member calls the same collectives in the same order, each with the same dtype and number of elements. A
+    `source` is a number within the group. Shapes may be anything, non-contiguous and empty included.
+    """
 
     rank: int
     size: int
+    name: str
+    """Of the transport, for reports: "single", "gloo", "nccl" or "shared memory"."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums over the group, in place."""
+        """Sums over the group, in place; the same bits on every rank."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Everyone's tensors, [size, *tensor.shape] in rank order, bit for bit."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Makes `tensor` that of `source`, in place, bit for bit."""
         ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's bytes in rank order. A rank that does not come is named in a RuntimeError."""
         ...
 
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """The bytes of `source`; what others pass is not looked at. A rank that does not come is named."""
+        ...
+
     def barrier(self) -> None:
         """Returns when all have come. A rank that does not come is named in a RuntimeError."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what the group holds, once all members have left their last collective. It is of no use then."""
         ...
 
 
@@ -34,47 +58,136 @@ class SingleRank:
 
     rank = 0
     size = 1
+    name = "single"
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0).clone()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        check_source(source, self.size)
         return tensor
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        check_source(source, self.size)
+        return from_source(data)
+
     def barrier(self) -> None:
+        return None
+
+    def close(self) -> None:
         return None
 
 
 class TorchGroup:
     """A torch.distributed process group: its own backend for tensors, gloo for bytes and barriers.
 
-    To be made by all ranks of the world, in the same order.
+    To be made by all ranks of the world, in the same order; one that is no member gets `rank` -1. `ranks` are world
+    ranks in ascending order (all of them by default), `backend` is the world's own unless named.
     """
 
-    def __init__(self, ranks: list[int] | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, ranks: Sequence[int] | None = None, timeout_s: float = 600.0, *, backend: str | None = None
+    ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
-        self._data = dist.new_group(ranks, timeout=self._timeout)
-        gloo = dist.get_backend(self._data) == "gloo"
-        self._control = self._data if gloo else dist.new_group(ranks, backend="gloo", timeout=self._timeout)
+        self.name = backend or dist.get_backend()
+        members = None if ranks is None else list(ranks)
+        self._data = dist.new_group(members, backend=backend, timeout=self._timeout)
+        # Decided by the name and not by the new group, which tells nothing to a rank that is no member.
+        gloo = self.name == "gloo"
+        self._control = self._data if gloo else dist.new_group(members, backend="gloo", timeout=self._timeout)
         self.rank = dist.get_rank(self._data)
         self.size = dist.get_world_size(self._data)
+        self._open = self.rank >= 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self._data)
-        return tensor
+        if tensor.is_contiguous():
+            dist.all_reduce(tensor, group=self._data)
+            return tensor
+        summed = tensor.contiguous()
+        dist.all_reduce(summed, group=self._data)
+        return tensor.copy_(summed)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._gather(tensor, self._data)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return self._broadcast(tensor, source, self._data)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         self.barrier()
-        lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(data)
-        dist.all_reduce(lengths, group=self._control)
-        longest = int(lengths.max())
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self._control)
-        return [part[:length].numpy().tobytes() for part, length in zip(everyone, lengths.tolist(), strict=True)]
+        return gather_bytes(data, partial(self._gather, group=self._control))
+
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        check_source(source, self.size)
+        self.barrier()
+        mine = from_source(data) if self.rank == source else b""
+        return send_bytes(mine, partial(self._broadcast, source=source, group=self._control))
 
     def barrier(self) -> None:
         # Gloo's own collectives time out without a name; this one lists the ranks that did not come.
         dist.monitored_barrier(group=self._control, timeout=self._timeout, wait_all_ranks=True)
+
+    def close(self) -> None:
+        if self._open and dist.is_initialized():
+            dist.destroy_process_group(self._data)
+            if self._control is not self._data:
+                dist.destroy_process_group(self._control)
+        self._open = False
+
+    def _gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel():
+            parts = list(as_bytes(out).view(self.size, -1).unbind())
+            dist.all_gather(parts, as_bytes(tensor.contiguous()), group=group)
+        return out
+
+    def _broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+        check_source(source, self.size)
+        whole = tensor.contiguous()
+        if tensor.numel():
+            dist.broadcast(as_bytes(whole), group_src=source, group=group)
+        return tensor if whole is tensor else tensor.copy_(whole)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, uint8 [bytes]: no transport needs to know the dtype of what it only moves."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def gather_bytes(data: bytes, all_gather: Callable[[Tensor], Tensor]) -> list[bytes]:
+    """`Communicator.all_gather_bytes` by two gathers of tensors: of lengths, then of bytes padded to the longest."""
+    lengths = all_gather(torch.tensor(len(data))).tolist()
+    mine = torch.zeros(max(lengths), dtype=torch.uint8)
+    mine[: len(data)] = _tensor_of(data)
+    everyone = all_gather(mine)
+    return [part[:length].numpy().tobytes() for part, length in zip(everyone, lengths, strict=True)]
+
+
+def send_bytes(data: bytes, broadcast: Callable[[Tensor], Tensor]) -> bytes:
+    """`Communicator.broadcast_bytes` by two broadcasts of tensors; `data` counts on the source alone."""
+    length = int(broadcast(torch.tensor(len(data))))
+    out = torch.zeros(length, dtype=torch.uint8)
+    if len(data) == length:  # others bring nothing
+        out[:] = _tensor_of(data)
+    return broadcast(out).numpy().tobytes()
+
+
+def check_source(source: int, size: int) -> None:
+    if not 0 <= source < size:
+        raise ValueError(f"source={source}: not in a group of {size}; use a number within the group, 0 to {size - 1}")
+
+
+def from_source(data: bytes | None) -> bytes:
+    if data is None:
+        raise ValueError("data=None: the source must bring the bytes; only the others may pass None")
+    return data
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

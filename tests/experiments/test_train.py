@@ -86,6 +86,8 @@ def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path) -> None:
     for column in ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "critic/rewards/mean", "rollout_corr/kl"):
         assert frame[column][1:].notna().all()
     assert frame["actor/grad_norm"].max() > 0, "nothing was learned from"
+    # A random model is never right, whatever the reward that it is trained on says.
+    assert frame["val-core/pass@1"].dropna().eq(0).all() and frame["critic/rewards/mean"][1:].gt(0).all()
     assert {path.name for path in (uninterrupted / "figures").iterdir()} == {
         "reward.png", "phases.png", "response_length.png", "live_batch.png",
     }  # fmt: skip
@@ -100,6 +102,18 @@ def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path) -> None:
 def test_two_runs_are_bit_identical(model: Path, runs: Path, reward: str, uninterrupted: Path) -> None:
     train(model, runs, "--name", "again", "--deterministic", "--reward", reward)
     assert metrics_of(runs / "again") == metrics_of(uninterrupted)
+
+
+def test_tensor_and_data_parallel_runs_sample_the_same_tokens(model: Path, runs: Path, reward: str) -> None:
+    digests = []
+    for size in ("1", "2"):
+        result = train(
+            model, runs, "--name", f"tp{size}", "--deterministic", "--reward", reward, "--steps", "1",
+            "--rollout.dtype", "float64", "--tensor-parallel-size", size,
+        )  # fmt: skip
+        lines = (Path(result["run_dir"]) / "lengths.jsonl").read_text().splitlines()
+        digests.append(json.loads(lines[0])["digest"])
+    assert digests[0] == digests[1]
 
 
 def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:

@@ -1,0 +1,44 @@
+"""A whole copy of the weights, once per host, from which its ranks take their shards when the layout changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from engines.config import DType, ModelConfig
+from engines.models.parameters import logical_shapes
+from engines.parallel.groups import GroupCache
+
+_ALIGNMENT = 64
+
+
+class HostWeights:
+    """Memory that the ranks of a host share: one of them writes what passes, all of them read."""
+
+    def __init__(self, groups: GroupCache, config: ModelConfig, dtype: DType) -> None:
+        """To be made by all ranks of the world. Raises RuntimeError where a host has no room for the copy."""
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._places: dict[str, tuple[int, torch.Size]] = {}
+        num_bytes = 0
+        for name, shape in logical_shapes(config).items():
+            self._places[name] = (num_bytes, shape)
+            num_bytes += -(-shape.numel() * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._segment, self._writes = groups.map_together(num_bytes)
+
+    def keep(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Passes a stream of whole parameters on, and keeps what passes. Other ranks may read after a barrier."""
+        for name, tensor in weights:
+            if self._writes and name in self._places:
+                self._view(name).copy_(tensor)
+            yield name, tensor
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What was kept."""
+        for name in self._places:
+            yield name, self._view(name)
+
+    def _view(self, name: str) -> Tensor:
+        start, shape = self._places[name]
+        return torch.frombuffer(self._segment.memory, dtype=self._dtype, count=shape.numel(), offset=start).view(shape)

@@ -1,0 +1,328 @@
+"""KV that leaves a cache and comes back, here, in another replica or in another process of the host.
+
+A sequence's KV is a cache of its state: whatever goes wrong here is answered by recomputing it, never by other tokens.
+Layers are handled one at a time, each [2 (keys, values), num_tokens, num_heads, head_dim], so that a move takes one
+layer of extra memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import mmap
+import os
+import re
+import secrets
+import shutil
+import struct
+import tempfile
+import warnings
+from array import array
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engines.kvcache.paged import PagedKVCache, write_kv
+from engines.parallel.shared_memory import DEV_SHM
+from engines.sequence import KVPart
+
+MAGIC = b"curtailK"
+FORMAT = 1
+HEADER_BYTES = 512
+_PREFIX = struct.Struct("<8sII")  # magic, format, bytes of the encoded KVContent that follows
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVContent:
+    """What a piece of stored KV must be to be of use: two pieces of equal content are interchangeable."""
+
+    policy_version: int
+    tokens_digest: str
+    """`tokens_digest` of the tokens: KV of other ones is never taken for theirs."""
+    dtype: str
+    num_layers: int
+    num_tokens: int
+    first_head: int
+    num_heads: int
+    head_dim: int
+
+    @property
+    def layer_shape(self) -> tuple[int, int, int, int]:
+        return (2, self.num_tokens, self.num_heads, self.head_dim)
+
+    @property
+    def num_bytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return 2 * self.num_layers * self.num_tokens * self.num_heads * self.head_dim * dtype.itemsize
+
+
+class KVStore(Protocol):
+    """Keeps KV outside of the caches. All replicas that move sequences to each other reach the same parts."""
+
+    def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
+        """Keeps a copy of the layers, each `content.layer_shape`; None when there is no room."""
+        ...
+
+    def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
+        """The layers, each `content.layer_shape` on the CPU; not to be written to, but usable after a `drop`.
+
+        Raises ValueError when the part is gone, damaged, or of other content.
+        """
+        ...
+
+    def drop(self, part: KVPart) -> None:
+        """Gives its room back; a part that is gone already, or not this store's, is no error."""
+        ...
+
+
+def tokens_digest(tokens: Items[int]) -> str:
+    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
+
+
+# -- between a cache and layers
+
+
+def read_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Iterator[Tensor]:
+    """Of each layer the KV of the first `num_tokens` tokens of a block table, [2, num_tokens, num_heads, head_dim]."""
+    slots = _token_slots(kv, blocks, num_tokens)
+    for keys, values in zip(kv.keys, kv.values, strict=True):
+        layer = keys.new_empty((2, num_tokens, *keys.shape[2:]))
+        for cache, out in zip((keys, values), layer, strict=True):
+            torch.index_select(cache.view(-1, *cache.shape[2:]), 0, slots, out=out)
+        yield layer
+
+
+def fill_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int, layers: Iterable[Tensor]) -> None:
+    """Writes the first `num_tokens` tokens of each layer, as `read_kv` gives them, where the block table says."""
+    slots = _token_slots(kv, blocks, num_tokens)
+    for keys, values, layer in zip(kv.keys, kv.values, layers, strict=True):
+        for cache, new in zip((keys, values), layer, strict=True):
+            write_kv(cache, slots, new[:num_tokens].to(cache.device))
+
+
+def _token_slots(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Tensor:
+    """int64 [num_tokens]: block * block_size + offset of each token."""
+    block_size, device = kv.keys[0].shape[1], kv.keys[0].device
+    starts = torch.tensor(blocks, dtype=torch.int64, device=device) * block_size
+    slots = (starts[:, None] + torch.arange(block_size, device=device)).flatten()
+    assert num_tokens <= len(slots), f"{num_tokens} tokens in {len(blocks)} blocks of {block_size}"
+    return slots[:num_tokens]
+
+
+def load_heads(store: KVStore, parts: Items[KVPart], wanted: KVContent) -> Iterator[Tensor]:
+    """The wanted KV heads, layer by layer, from whichever parts hold them, however these are cut.
+
+    Raises ValueError, before the first layer is asked for, when a part cannot be used or a head is in none.
+    """
+    pieces: list[tuple[Items[Tensor], slice]] = []
+    head, stop = wanted.first_head, wanted.first_head + wanted.num_heads
+    while head < stop:
+        part = next((p for p in parts if p.first_head <= head < p.first_head + p.num_heads), None)
+        if part is None:
+            raise ValueError(f"KVHandle.parts: KV head {head} is in none of {len(parts)} parts; recompute the KV")
+        layers = store.load(part, replace(wanted, first_head=part.first_head, num_heads=part.num_heads))
+        end = min(stop, part.first_head + part.num_heads)
+        pieces.append((layers, slice(head - part.first_head, end - part.first_head)))
+        head = end
+    return (_join([layers[i][:, :, heads] for layers, heads in pieces]) for i in range(wanted.num_layers))
+
+
+def _join(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+# -- files
+
+
+class HostKVStore:
+    """Parts as files in /dev/shm, which every process of the host and user that knows the run's token reads.
+
+    Where /dev/shm is missing or full, in the temporary folder, with one warning. Names tell the creator, so that
+    `reclaim` finds what a kill has left. What `load` has returned stays readable after a `drop`.
+    """
+
+    def __init__(self, token: str, capacity_bytes: int, folders: Items[Path] | None = None) -> None:
+        """Of all files that this process has made at most `capacity_bytes` bytes exist at any time.
+
+        All processes of a run have the same `token`, which nobody else can guess.
+        """
+        if not re.fullmatch(r"[0-9a-zA-Z]{16,64}", token):
+            raise ValueError(f"HostKVStore.token={token!r}: use 16 to 64 letters and digits (secrets.token_hex(16))")
+        if capacity_bytes < 0:
+            raise ValueError(f"HostKVStore.capacity_bytes={capacity_bytes}: must be at least 0")
+        self.capacity_bytes = capacity_bytes
+        self._token = token
+        self._folders = _resolve(folders)
+        self._prefix = f"{_family()}-{os.getpid()}-{_start_time(os.getpid())}-{token}-"
+        self._sizes: dict[Path, int] = {}
+        self._has_warned = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this process's files; those that others have dropped still count until room is needed."""
+        return sum(self._sizes.values())
+
+    def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
+        num_bytes = HEADER_BYTES + content.num_bytes
+        if not self._has_room(num_bytes):
+            return None
+        created = self._create(num_bytes)
+        if created is None:
+            return None
+        path, memory = created
+        try:
+            encoded = msgspec.msgpack.encode(content)
+            memory[: _PREFIX.size] = _PREFIX.pack(MAGIC, FORMAT, len(encoded))
+            memory[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
+            for view, layer in zip(_layer_views(memory, content), layers, strict=True):
+                view.copy_(layer)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        self._sizes[path] = num_bytes
+        return KVPart(
+            first_head=content.first_head,
+            num_heads=content.num_heads,
+            location=str(path),
+            num_bytes=content.num_bytes,
+        )
+
+    def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
+        path = self._path(part)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                num_bytes = os.fstat(descriptor).st_size
+                wanted = HEADER_BYTES + content.num_bytes
+                if num_bytes != wanted:
+                    raise ValueError(f"{path}: has {num_bytes} bytes, {wanted} wanted; it is damaged, recompute the KV")
+                # A private mapping: torch wants writable memory, the file stays as it is.
+                memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror}); recompute the KV") from None
+        _check_header(memory[:HEADER_BYTES], content, path)
+        return _layer_views(memory, content)
+
+    def drop(self, part: KVPart) -> None:
+        with contextlib.suppress(ValueError):
+            path = self._path(part)
+            path.unlink(missing_ok=True)
+            self._sizes.pop(path, None)
+
+    def close(self) -> None:
+        """Removes the files that this process has made, handed over or not."""
+        for path in self._sizes:
+            path.unlink(missing_ok=True)
+        self._sizes.clear()
+
+    def _path(self, part: KVPart) -> Path:
+        """Raises ValueError for a location that is not a file of this run: it came from outside."""
+        path = Path(part.location)
+        named = re.fullmatch(rf"{_family()}-\d+-\d+-{self._token}-[0-9a-f]+", path.name)
+        if path.parent not in self._folders or not named:
+            raise ValueError(
+                f"KVPart.location={part.location!r}: is no file of this run in {' or '.join(map(str, self._folders))}; "
+                f"give all processes of a run the same token and TMPDIR"
+            )
+        return path
+
+    def _has_room(self, num_bytes: int) -> bool:
+        if self.num_bytes + num_bytes > self.capacity_bytes:
+            # Importers remove what they have taken; only now does it matter.
+            self._sizes = {path: size for path, size in self._sizes.items() if path.exists()}
+        return self.num_bytes + num_bytes <= self.capacity_bytes
+
+    def _create(self, num_bytes: int) -> tuple[Path, mmap.mmap] | None:
+        for folder in self._folders:
+            path = folder / f"{self._prefix}{secrets.token_hex(8)}"
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                self._warn(folder, num_bytes, error)
+                continue
+            try:
+                # Takes the pages now: a file that were only truncated to size would kill its writer by SIGBUS.
+                os.posix_fallocate(descriptor, 0, num_bytes)
+                return path, mmap.mmap(descriptor, num_bytes)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                self._warn(folder, num_bytes, error)
+            finally:
+                os.close(descriptor)
+        return None
+
+    def _warn(self, folder: Path, num_bytes: int, error: OSError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        free = f", {shutil.disk_usage(folder).free / 2**20:.1f} MiB are free" if error.errno == errno.ENOSPC else ""
+        warnings.warn(
+            f"KV store: cannot take {num_bytes / 2**20:.1f} MiB in {folder} ({error.strerror}{free}); trying "
+            f"{self._folders[-1]}, then recomputing. Give the machine a larger /dev/shm (docker run --shm-size) or the "
+            f"store a smaller capacity_bytes than {self.capacity_bytes}",
+            stacklevel=4,
+        )
+
+
+def reclaim(folders: Items[Path] | None = None, *, keep_token: str | None = None) -> list[Path]:
+    """Removes this user's files of dead creators, never those of living ones; returns which.
+
+    Keeps those of the run `keep_token`: its sequences may have moved on, and their creator be gone by right. What a
+    process in another container has made cannot be judged, and stays.
+    """
+    pattern = re.compile(rf"{_family()}-(\d+)-(\d+)-([0-9a-zA-Z]+)-[0-9a-f]+")
+    removed = []
+    for folder in _resolve(folders):
+        for path in sorted(folder.glob(f"{_family()}-*")):
+            named = pattern.fullmatch(path.name)
+            if named and named[3] != keep_token and _start_time(int(named[1])) != int(named[2]):
+                path.unlink(missing_ok=True)
+                removed.append(path)
+    return removed
+
+
+def _resolve(folders: Items[Path] | None) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(folders if folders is not None else (DEV_SHM, Path(tempfile.gettempdir()))))
+
+
+def _family() -> str:
+    """How names of this user in this container begin: a process id means something within its namespace only."""
+    return f"curtail-kv-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _start_time(pid: int) -> int | None:
+    """Of a living process, in clock ticks since boot: a pid comes again, the pair does not. None when it is gone."""
+    try:
+        # The name, field 2, is in parentheses and may hold anything; the start time is field 22.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _layer_views(memory: mmap.mmap, content: KVContent) -> list[Tensor]:
+    """The file's layers, each `content.layer_shape`. They keep the mapping alive."""
+    payload = torch.frombuffer(memory, dtype=getattr(torch, content.dtype), offset=HEADER_BYTES)
+    return list(payload.view(content.num_layers, *content.layer_shape))
+
+
+def _check_header(header: bytes, content: KVContent, path: Path) -> None:
+    magic, version, length = _PREFIX.unpack_from(header)
+    if magic != MAGIC or version != FORMAT:
+        raise ValueError(f"{path}: is no KV of format {FORMAT}; recompute the KV")
+    try:
+        found = msgspec.msgpack.decode(header[_PREFIX.size : _PREFIX.size + length], type=KVContent)
+    except msgspec.MsgspecError:
+        raise ValueError(f"{path}: its header is damaged; recompute the KV") from None
+    for field in fields(KVContent):
+        have, want = getattr(found, field.name), getattr(content, field.name)
+        if have != want:
+            raise ValueError(f"{path}: {field.name}={have!r}, wanted {want!r}; recompute the KV")

@@ -1,0 +1,126 @@
+"""This rank's part of the engine: its shard of the weights, its KV cache, and the replica that loops over both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from engines.config import EngineConfig, ModelConfig
+from engines.kvcache.block_manager import BlockManager
+from engines.kvcache.paged import PagedKVCache
+from engines.models.decoder import Decoder
+from engines.models.loader import load_weights
+from engines.parallel.collectives import Communicator
+from engines.parallel.layout import ReplicaSpec
+from engines.parallel.sharding import Shard, shard_config
+from engines.replica import Detokenize, Replica
+from engines.runner import ModelRunner
+from engines.scheduler import Scheduler
+
+
+class LocalEngine:
+    """One shard of one replica. Its memory can be given back and taken again; its weights come by a stream."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        spec: ReplicaSpec,
+        max_tp_size: int,
+        tensor_parallel: Communicator,
+        max_model_len: int,
+        device: torch.device,
+        detokenize: Detokenize | None,
+    ) -> None:
+        """Takes the memory; the weights are not there yet. `max_tp_size`: see `Shard.max_count`.
+
+        Raises ValueError when the model cannot be cut so, or the KV cache cannot hold a block.
+        """
+        shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
+        local = shard_config(model, shard)
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        num_blocks = _num_blocks(config, local, dtype.itemsize)
+        self.spec = spec
+        self.config = config
+        self.num_kv_tokens = num_blocks * config.block_size
+        self.tensor_parallel = tensor_parallel
+        self.decoder = Decoder(
+            model,
+            dtype=dtype,
+            device=device,
+            max_positions=max_model_len,
+            shard=shard,
+            tensor_parallel=tensor_parallel,
+        )
+        self.kv = PagedKVCache(
+            num_layers=model.num_layers,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            num_kv_heads=local.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        blocks = BlockManager(num_blocks, config.block_size)
+        self.replica = Replica(
+            runner=ModelRunner(self.decoder, self.kv, blocks, config, max_model_len),
+            scheduler=Scheduler(config, blocks),
+            blocks=blocks,
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            detokenize=detokenize,
+            tensor_parallel=tensor_parallel,
+        )
+        self.has_weights = False
+        self.is_asleep = False
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes this shard's part of every parameter. Raises ValueError when the stream does not fit the model.
+
+        An engine whose load has failed has no weights.
+        """
+        self.has_weights = False
+        if not self.decoder.parameters.embedding.untyped_storage().size():
+            _resize(self.decoder.parameters.tensors(), full=True)
+        load_weights(self.decoder, weights)
+        self.has_weights = True
+        self.replica.policy_version = version
+
+    def checksum(self) -> int:
+        """Of the replica's weights, over logical elements. All its ranks call it together."""
+        parts = self.tensor_parallel.all_gather_bytes(self.decoder.checksum().to_bytes(8, "little"))
+        return sum(int.from_bytes(part, "little") for part in parts) % 2**64
+
+    def sleep(self, *, weights: bool = False) -> None:
+        if not self.is_asleep:
+            self.kv.release()
+            self.is_asleep = True
+        if weights:
+            self.has_weights = False
+            _resize(self.decoder.parameters.tensors(), full=False)
+
+    def wake_up(self) -> None:
+        if self.is_asleep:
+            self.kv.restore()
+            self.is_asleep = False
+
+
+def _resize(tensors: list[Tensor], *, full: bool) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if full else 0)
+
+
+def _num_blocks(config: EngineConfig, model: ModelConfig, bytes_per_element: int) -> int:
+    block_bytes = config.block_size * model.kv_bytes_per_token(bytes_per_element)
+    num_blocks = config.kv_cache_bytes // block_bytes
+    if num_blocks < 1:
+        raise ValueError(
+            f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: one block of {config.block_size} tokens takes "
+            f"{block_bytes} bytes; give at least that"
+        )
+    return num_blocks

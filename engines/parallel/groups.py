@@ -1,0 +1,213 @@
+"""All groups of ranks that a run may use, made once, at start, in the same order on every rank, and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
+from engines.parallel.layout import Layout, contiguous_layout, nested_layout
+from engines.parallel.shared_memory import SLOT_BYTES, Segment, SharedMemoryGroup, reclaim, region_bytes, supported
+
+Transport = Literal["auto", "shared memory", "gloo"]
+
+
+def all_layouts(ranks: Sequence[int]) -> Iterator[Layout]:
+    """The nested and the contiguous layout for every tensor-parallel size that divides the ranks, smallest first.
+
+    No two have the same replicas.
+    """
+    seen = set()
+    for tp_size in range(1, len(ranks) + 1):
+        if len(ranks) % tp_size:
+            continue
+        for layout in (nested_layout(ranks, tp_size), contiguous_layout(ranks, tp_size)):
+            if layout.replicas not in seen:
+                seen.add(layout.replicas)
+                yield layout
+
+
+class GroupCache:
+    """The groups of some layouts, over the fastest transport that each can have.
+
+    On CUDA that is the backend of torch.distributed (NCCL); on a CPU shared memory where all members are on one host
+    that `shared_memory.supported()`, else gloo, the fallback that always works.
+    """
+
+    def __init__(
+        self,
+        world: TorchGroup,
+        layouts: Iterable[Layout | tuple[int, ...]],
+        *,
+        timeout_s: float = 600.0,
+        device: torch.device | None = None,
+        transport: Transport = "auto",
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """To be made by all ranks of `world`, with the same arguments; `layouts` may hold bare groups of ranks.
+
+        `device` is that of the tensors; by default CUDA if the world's backend is NCCL, else the CPU.
+        `transport="shared memory"` raises ValueError where a group cannot have it, instead of taking gloo.
+        """
+        on_cuda = world.name == "nccl" if device is None else device.type == "cuda"
+        if on_cuda and transport != "auto":
+            raise ValueError(f"transport={transport!r}: is for CPU tensors; use 'auto' on CUDA")
+        self.world = world
+        self._timeout_s = timeout_s
+        self._slot_bytes = slot_bytes
+        self._segment: Segment | None = None
+        self._single = SingleRank()
+        self._made: dict[tuple[int, ...], Communicator] = {}
+        groups = _groups_of(layouts, world.size)
+        hosts = self._hosts = self._meet([transport, on_cuda, slot_bytes, *groups])
+        shared = {} if on_cuda or transport == "gloo" else self._share_memory(groups, hosts)
+        if transport == "shared memory" and (without := [ranks for ranks in groups if ranks not in shared]):
+            self.close()
+            raise ValueError(
+                f"transport='shared memory': ranks {without[0]} cannot have it (hosts {[hosts[r] for r in without[0]]},"
+                f" supported here: {supported()}); use 'auto' or 'gloo'"
+            )
+        for ranks in groups:
+            communicator: Communicator | None = shared.get(ranks)
+            if ranks not in shared:  # then it is in nobody's, and all ranks of the world make it together
+                communicator = TorchGroup(ranks, timeout_s, backend=None if on_cuda else "gloo")
+            if communicator is not None and world.rank in ranks:
+                self._made[ranks] = communicator
+
+    def get(self, ranks: tuple[int, ...]) -> Communicator:
+        """The group of these world ranks, the same object each time. Raises ValueError when it was not made."""
+        made = self._made.get(ranks)
+        if made is not None:
+            return made
+        if self.world.rank not in ranks:
+            raise ValueError(f"ranks={ranks}: rank {self.world.rank} is no member; ask for a group of its own")
+        if len(ranks) == 1:
+            return self._single
+        if ranks == tuple(range(self.world.size)):
+            return self.world
+        raise ValueError(f"ranks={ranks}: no such group was made at start; add it to GroupCache's layouts")
+
+    def close(self) -> None:
+        """Gives back all groups but the world's, once all ranks have left their last collective."""
+        for communicator in self._made.values():
+            communicator.close()
+        self._made.clear()
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+    def map_together(self, num_bytes: int) -> tuple[Segment, bool]:
+        """Memory that all ranks of a host map, and whether this rank is the one of them that made it.
+
+        All ranks of the world call it together. Raises RuntimeError, on every rank, where one cannot have it.
+        """
+        is_creator = self._hosts.index(self._hosts[self.world.rank]) == self.world.rank
+        segment, able = self._map(num_bytes if is_creator else None, otherwise="the run ends")
+        if segment is None or not all(able):
+            if segment is not None:
+                segment.close()
+            raise RuntimeError(
+                f"shared memory of {num_bytes} bytes: ranks {[rank for rank, one in enumerate(able) if not one]} "
+                "cannot map it; give their hosts a larger /dev/shm or temporary folder (docker run --shm-size)"
+            )
+        return segment, is_creator
+
+    def _map(self, num_bytes: int | None, *, otherwise: str) -> tuple[Segment | None, list[bool]]:
+        """The segment of this rank's host, made by the rank that names a size, and which ranks could map theirs.
+
+        Its name goes through `world`, since it cannot be guessed; it is taken away as soon as all have mapped it.
+        """
+        segment: Segment | None = None
+        if num_bytes is not None:
+            try:
+                segment = Segment.create(num_bytes)
+            except RuntimeError as error:
+                warnings.warn(f"{error}; {otherwise}", stacklevel=3)
+        path = str(segment.path) if segment is not None else ""
+        paths = [data.decode() for data in self.world.all_gather_bytes(path.encode())]
+        theirs = paths[self._hosts.index(self._hosts[self.world.rank])]
+        if segment is None and theirs:
+            with contextlib.suppress(OSError):  # a container of its own on the same host
+                segment = Segment.attach(Path(theirs))
+        able = [data == b"1" for data in self.world.all_gather_bytes(b"1" if segment is not None else b"0")]
+        if num_bytes is not None and segment is not None:
+            segment.unlink()
+        return segment, able
+
+    def _meet(self, arguments: Sequence[object]) -> list[str]:
+        """The host of each rank; everyone's arguments must be the same ones."""
+        mine = "\n".join([_host(), *map(str, arguments)])
+        everyone = [data.decode() for data in self.world.all_gather_bytes(mine.encode())]
+        hosts, requests = zip(*(told.split("\n", 1) for told in everyone), strict=True)
+        if others := [rank for rank, request in enumerate(requests) if request != requests[0]]:
+            raise ValueError(
+                f"layouts: ranks {others} want other groups, slots or transport than rank 0; give all ranks the same"
+            )
+        return list(hosts)
+
+    def _share_memory(
+        self, groups: Sequence[tuple[int, ...]], hosts: Sequence[str]
+    ) -> dict[tuple[int, ...], SharedMemoryGroup | None]:
+        """By ranks, what can use shared memory: this rank's groups, and None for those of others.
+
+        One segment per host serves all groups there.
+        """
+        local = [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) == 1]
+        if not local:
+            return {}
+        here = [ranks for ranks in local if hosts[ranks[0]] == hosts[self.world.rank]]
+        ends = [0]
+        for ranks in here:
+            ends.append(ends[-1] + region_bytes(len(ranks), self._slot_bytes))
+        if supported():
+            reclaim()
+        is_creator = bool(here) and supported() and hosts.index(hosts[self.world.rank]) == self.world.rank
+        # Told to all, so that no rank takes gloo for a group that others take shared memory for.
+        self._segment, able = self._map(
+            ends[-1] if is_creator else None, otherwise="the groups of this host use gloo, which is slower"
+        )
+        shared: dict[tuple[int, ...], SharedMemoryGroup | None] = {
+            ranks: None for ranks in local if all(able[rank] for rank in ranks)
+        }
+        for ranks, start, end in zip(here, ends, ends[1:], strict=False):
+            if ranks in shared and self.world.rank in ranks:
+                assert self._segment is not None
+                shared[ranks] = SharedMemoryGroup(
+                    self._segment.memory[start:end],
+                    ranks.index(self.world.rank),
+                    len(ranks),
+                    self._timeout_s,
+                    slot_bytes=self._slot_bytes,
+                    world_ranks=ranks,
+                    crowded=hosts.count(hosts[self.world.rank]) > len(os.sched_getaffinity(0)),
+                )
+        if self._segment is not None and not any(shared.values()):
+            self._segment.close()  # made for others, or in vain
+            self._segment = None
+        return shared
+
+
+def _groups_of(layouts: Iterable[Layout | tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
+    """The distinct groups of two or more ranks, in order of appearance."""
+    groups: dict[tuple[int, ...], None] = {}
+    for item in layouts:
+        for ranks in [replica.ranks for replica in item.replicas] if isinstance(item, Layout) else [item]:
+            # torch.distributed sorts the ranks of a group, and the order of ranks is the order of shards.
+            if list(ranks) != sorted(set(ranks)) or not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
+                raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world_size - 1}")
+            if len(ranks) > 1:
+                groups[ranks] = None
+    return list(groups)
+
+
+def _host() -> str:
+    """The same for two processes when they are on one host. Containers of one host have names of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{os.getuid()}/{boot.read_text().strip() if boot.exists() else ''}"

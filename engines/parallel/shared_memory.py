@@ -1,0 +1,483 @@
+"""Collectives between ranks of one host through memory that all of them map: tens of microseconds where gloo takes
+a millisecond, for any subgroup.
+
+Right only where stores of one core are seen by others in the order in which they were made (x86-64's total store
+order), and where an aligned 8-byte store is never seen by halves: a rank writes its data, then its sequence number, by
+plain stores without fences. `supported()` says whether this machine is one; on others (ARM) use gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.parallel.collectives import as_bytes, check_source, from_source, gather_bytes, send_bytes
+
+DEV_SHM = Path("/dev/shm")
+SLOT_BYTES = 2**18  # a chunk and its sum stay within a core's second-level cache
+LINE_BYTES = 64  # a cache line: ranks that publish do not disturb each other's
+LINE_WORDS = LINE_BYTES // 8
+PAGE_BYTES = 4096
+
+# Ranks that wait spin for some microseconds, then yield, then nap, so that an idle rank leaves its core and its other
+# threads alone. Where ranks are more than cores they nap early: sched_yield gives way only within a session (Linux's
+# autogroup), torchrun gives each rank one of its own, and then a yielding rank keeps its core for milliseconds.
+NUM_SPINS = 40
+YIELD_S, CROWDED_YIELD_S = 2e-3, 20e-6
+SHORT_NAP_S, LONG_NAP_S = 50e-6, 1e-3
+LONG_WAIT_S = 0.1
+
+# From this size on, three or more ranks sum a share each and read the others' sums: one more wait, less to add.
+SHARE_BYTES = 2**17
+
+GAVE_UP = -1  # in place of a sequence number
+KINDS = ("all_reduce", "all_gather", "broadcast", "all_gather_bytes", "broadcast_bytes", "barrier")
+# What a sum is taken in: halves add up in float32 and are rounded once.
+SUMMED_IN = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.int64: torch.int64,
+}
+DTYPES = (*SUMMED_IN, torch.uint8, torch.int32, torch.bool)
+
+
+def supported() -> bool:
+    """Whether plain stores order themselves on this machine, as `SharedMemoryGroup` needs."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
+class Segment:
+    """A file of memory that processes of one host and user map; its name tells whose it is, and cannot be guessed.
+
+    The creator calls `unlink()` as soon as everyone has attached: from then on nothing is left of it when the processes
+    end, however they end. What a kill before that leaves is found by `reclaim()`.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self.memory = memoryview(self._map)
+        """[bytes]; zero where nobody has written."""
+
+    @classmethod
+    def create(cls, num_bytes: int) -> Segment:
+        """In /dev/shm; with a warning in a file of the temporary folder where that is missing or too small.
+
+        Raises RuntimeError when neither has room.
+        """
+        problems = []
+        for folder in dict.fromkeys((DEV_SHM, Path(tempfile.gettempdir()))):
+            path = folder / f"{_prefix(os.getpid(), _start_time(os.getpid()))}{secrets.token_hex(8)}"
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                problems.append(_problem(folder, num_bytes, error))
+                continue
+            try:
+                # Held until the end of this process: what tells the living from the dead across containers.
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Takes the pages now: a file that were only truncated to size would kill a later writer by SIGBUS.
+                os.posix_fallocate(descriptor, 0, num_bytes)
+                segment = cls(path, descriptor)
+            except OSError as error:
+                os.close(descriptor)
+                path.unlink(missing_ok=True)
+                problems.append(_problem(folder, num_bytes, error))
+                continue
+            if problems:
+                warnings.warn(
+                    f"{problems[0]}; using a file in {folder}, which is slower where that is a disk. Give the machine a"
+                    f" larger /dev/shm (docker run --shm-size)",
+                    stacklevel=2,
+                )
+            return segment
+        raise RuntimeError("; ".join(problems))
+
+    @classmethod
+    def attach(cls, path: Path) -> Segment:
+        """Maps what another process of this host has created. Raises OSError when it is not there."""
+        return cls(path, os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+
+    def unlink(self) -> None:
+        """Takes the name away; those who have mapped it keep it."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives up this process's mapping, unless someone still holds a view of it: then it goes with the last view."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+            self._map.close()
+
+
+def reclaim() -> list[Path]:
+    """Removes segments of this user whose creators are dead, never those of living ones; returns which."""
+    removed = []
+    for folder in dict.fromkeys((DEV_SHM, Path(tempfile.gettempdir()))):
+        for path in sorted(folder.glob(f"curtail-{os.getuid()}-*")):
+            with contextlib.suppress(OSError):  # somebody else removes it at the same time
+                if _is_left_over(path):
+                    path.unlink()
+                    removed.append(path)
+    return removed
+
+
+def region_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Bytes that a group of `size` takes of a segment: the ranks' lines, and two buffers of slots and a result."""
+    return _header_bytes(size) + 2 * (size + 1) * slot_bytes
+
+
+class SharedMemoryGroup:
+    """A `Communicator` for CPU tensors between ranks of one host.
+
+    Each rank has a line (a sequence number and two tags) that it alone writes, and a slot in each of two buffers. A
+    collective is one or two phases: write, publish the next sequence number, wait until all have published it, read.
+    The buffers take turns: who has seen all at phase n knows that all have read what was written before it. Messages
+    longer than a slot go in chunks. Sums are taken in rank order, so every rank gets the same bits; bfloat16 and
+    float16 are summed in float32 and rounded once.
+
+    Tags say what is called, with which dtype and bytes: ranks that call different things raise RuntimeError instead of
+    reading each other's garbage. After that, and after a timeout, the group refuses every call.
+    """
+
+    name = "shared memory"
+
+    def __init__(
+        self,
+        memory: memoryview,
+        rank: int,
+        size: int,
+        timeout_s: float = 600.0,
+        *,
+        slot_bytes: int = SLOT_BYTES,
+        world_ranks: Sequence[int] | None = None,
+        crowded: bool = False,
+    ) -> None:
+        """`memory` is `region_bytes(size, slot_bytes)` of a segment, page-aligned and zero, the same on all ranks.
+
+        `world_ranks` are named beside the group's own in errors. `crowded` says that this host has more busy ranks
+        than cores, so that who waits must make room. A wait longer than `timeout_s` raises RuntimeError.
+        """
+        if not 0 <= rank < size or size < 2:
+            raise ValueError(f"rank={rank}, size={size}: a group is of 2 or more; use SingleRank for one")
+        if slot_bytes < LINE_BYTES or slot_bytes % LINE_BYTES:
+            raise ValueError(f"slot_bytes={slot_bytes}: use a multiple of {LINE_BYTES}")
+        if len(memory) != region_bytes(size, slot_bytes):
+            raise ValueError(f"memory: has {len(memory)} bytes; this group needs {region_bytes(size, slot_bytes)}")
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        self._yield_s = CROWDED_YIELD_S if crowded else YIELD_S
+        self._slot_bytes = slot_bytes
+        self._world_ranks = tuple(world_ranks) if world_ranks is not None else None
+        header = _header_bytes(size)
+        # A memoryview's item is read and written by one aligned 8-byte move.
+        self._words = memory[:header].cast("q")
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            self._slots = torch.frombuffer(memory[header:], dtype=torch.uint8).view(2, size + 1, slot_bytes)
+        lines = [LINE_WORDS * other for other in range(size)]
+        self._my_line = lines[rank]
+        self._lines = tuple(line for other, line in enumerate(lines) if other != rank)
+        self._phase = 0
+        self._buffer = 0
+        self._views: dict[tuple[torch.dtype, int], tuple[_Views, _Views]] = {}
+        self._failure: str | None = None
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in SUMMED_IN:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUMMED_IN)
+            raise ValueError(f"all_reduce: dtype {tensor.dtype} is not summed here; convert to one of {names}")
+        whole = _contiguous(tensor)
+        flat = whole.view(-1)
+        count, capacity = flat.numel(), self._slot_bytes // flat.element_size()
+        tag = self._tag("all_reduce", flat)
+        if count <= capacity:
+            self._reduce_chunk(flat, tag)
+        else:
+            for start in range(0, count, capacity):
+                self._reduce_chunk(flat[start : start + capacity], tag)
+        return _into(tensor, whole)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._gather(tensor, "all_gather")
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return self._broadcast(tensor, source, "broadcast")
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return gather_bytes(data, partial(self._gather, kind="all_gather_bytes"))
+
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        mine = from_source(data) if self.rank == source else b""
+        return send_bytes(mine, partial(self._broadcast, source=source, kind="broadcast_bytes"))
+
+    def barrier(self) -> None:
+        self._meet(KINDS.index("barrier"))
+
+    def close(self) -> None:
+        """Drops this rank's views of the segment. Others that still call will time out."""
+        self._failure = self._failure or "it was closed"
+        self._views.clear()
+        self._slots = torch.empty(0, dtype=torch.uint8)
+        self._words.release()
+
+    # ---- collectives, one chunk at a time
+
+    def _reduce_chunk(self, chunk: Tensor, tag: int) -> None:
+        views = self._views_of(chunk.dtype, chunk.numel())[self._buffer]
+        self._buffer ^= 1
+        views.slots[self.rank].copy_(chunk)
+        self._meet(tag)
+        if views.shares is None:
+            _add_in_order(views.slots, chunk, views.wide)
+            return
+        # Written by this rank, read by all after the next meeting; nobody else reads these parts of the slots.
+        _add_in_order(views.shares, views.my_result, views.wide)
+        self._meet(tag)
+        chunk.copy_(views.result)
+
+    def _gather(self, tensor: Tensor, kind: str) -> Tensor:
+        mine = as_bytes(_contiguous(tensor))
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        out_bytes = as_bytes(out).view(self.size, -1) if len(mine) else out
+        tag = self._tag(kind, tensor)
+        for start in range(0, max(len(mine), 1), self._slot_bytes):
+            chunk = mine[start : start + self._slot_bytes]
+            slots = self._next_buffer()[: self.size, : len(chunk)]
+            slots[self.rank].copy_(chunk)
+            self._meet(tag)
+            if len(chunk):
+                out_bytes[:, start : start + len(chunk)].copy_(slots)
+        return out
+
+    def _broadcast(self, tensor: Tensor, source: int, kind: str) -> Tensor:
+        check_source(source, self.size)
+        whole = _contiguous(tensor)
+        flat = as_bytes(whole)
+        tag = self._tag(kind, tensor, source)
+        for start in range(0, max(len(flat), 1), self._slot_bytes):
+            chunk = flat[start : start + self._slot_bytes]
+            slot = self._next_buffer()[source, : len(chunk)]
+            if self.rank == source:
+                slot.copy_(chunk)
+            self._meet(tag)
+            if self.rank != source:
+                chunk.copy_(slot)
+        return _into(tensor, whole)
+
+    def _next_buffer(self) -> Tensor:
+        """[size + 1, slot_bytes]"""
+        if self._failure:  # the slots may be gone
+            raise self._refusal()
+        buffer = self._slots[self._buffer]
+        self._buffer ^= 1
+        return buffer
+
+    def _views_of(self, dtype: torch.dtype, count: int) -> tuple[_Views, _Views]:
+        """Of both buffers. Kept, since making them would take longer than a small sum."""
+        key = (dtype, count)
+        if key not in self._views:
+            if self._failure:  # the slots may be gone
+                raise self._refusal()
+            if len(self._views) >= 64:
+                self._views.clear()
+            with torch.inference_mode(False):
+                self._views[key] = (self._make_views(0, dtype, count), self._make_views(1, dtype, count))
+        return self._views[key]
+
+    def _make_views(self, buffer: int, dtype: torch.dtype, count: int) -> _Views:
+        rows = self._slots[buffer].view(dtype)[:, :count].unbind()
+        slots, result = rows[: self.size], rows[self.size]
+        start, stop = (count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        shared = self.size > 2 and count * dtype.itemsize >= SHARE_BYTES
+        wide = None
+        if SUMMED_IN[dtype] is not dtype:
+            wide = torch.empty(stop - start if shared else count, dtype=SUMMED_IN[dtype])
+        return _Views(
+            slots=slots,
+            result=result,
+            shares=tuple(slot[start:stop] for slot in slots) if shared else None,
+            my_result=result[start:stop],
+            wide=wide,
+        )
+
+    # ---- meeting the others
+
+    def _meet(self, tag: int) -> None:
+        """Publishes the next phase, and returns when all have; what they wrote before it can then be read."""
+        if self._failure:
+            raise self._refusal()
+        words = self._words
+        self._phase = phase = self._phase + 1
+        # Two tags take turns: a rank may be at the next phase before another has compared this one's.
+        which = 1 + (phase & 1)
+        words[self._my_line + which] = tag
+        words[self._my_line] = phase
+        for line in self._lines:
+            if words[line] < phase:
+                self._wait(line, phase, tag)
+        for line in self._lines:
+            if words[line + which] != tag:
+                raise self._fail(self._mismatch(which))
+
+    def _wait(self, line: int, phase: int, tag: int) -> None:
+        words = self._words
+        for _ in range(NUM_SPINS):
+            if words[line] >= phase:
+                return
+        start = time.monotonic()
+        while words[line] < phase:
+            waited = time.monotonic() - start
+            if words[line] == GAVE_UP or waited > self._timeout_s:
+                failure = self._fail(self._absence(phase, tag))
+                words[self._my_line] = GAVE_UP  # so that a rank that comes too late does not go on alone
+                raise failure
+            if waited < self._yield_s:
+                os.sched_yield()
+            else:
+                time.sleep(SHORT_NAP_S if waited < LONG_WAIT_S else LONG_NAP_S)
+
+    def _tag(self, kind: str, tensor: Tensor, source: int = 0) -> int:
+        dtype = _DTYPE_CODES.get(tensor.dtype, len(DTYPES))
+        return (tensor.nbytes * self.size + source) << 8 | dtype << 4 | _KIND_CODES[kind]
+
+    def _describe(self, tag: int) -> str:
+        kind = KINDS[tag & 15]
+        if kind == "barrier":
+            return kind
+        code, (num_bytes, source) = tag >> 4 & 15, divmod(tag >> 8, self.size)
+        dtype = str(DTYPES[code]).removeprefix("torch.") if code < len(DTYPES) else "another dtype"
+        return f"{kind} of {num_bytes} bytes of {dtype}" + (f" from {source}" if kind.startswith("broadcast") else "")
+
+    def _absence(self, phase: int, tag: int) -> str:
+        numbers = [self._words[LINE_WORDS * rank] for rank in range(self.size)]
+        missing = [rank for rank, number in enumerate(numbers) if GAVE_UP < number < phase]
+        gone = [rank for rank, number in enumerate(numbers) if number == GAVE_UP]
+        parts = [f"{self._named(missing)} did not come within {self._timeout_s:g} s"] if missing else []
+        parts += [f"{self._named(gone)} had given up waiting"] if gone else []
+        return f"{KINDS[tag & 15]}: {'; '.join(parts)}"
+
+    def _mismatch(self, which: int) -> str:
+        calls: dict[int, list[int]] = {}
+        for rank in range(self.size):
+            calls.setdefault(self._words[LINE_WORDS * rank + which], []).append(rank)
+        told = "; ".join(f"{self._named(ranks)} called {self._describe(tag)}" for tag, ranks in calls.items())
+        return f"ranks called different collectives: {told}"
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        if self._world_ranks is None:
+            return f"ranks {list(ranks)}"
+        return f"ranks {list(ranks)} (world ranks {[self._world_ranks[rank] for rank in ranks]})"
+
+    def _fail(self, message: str) -> RuntimeError:
+        self._failure = message
+        return RuntimeError(message)
+
+    def _refusal(self) -> RuntimeError:
+        return RuntimeError(f"this group is of no use any more: {self._failure}")
+
+
+@dataclass(frozen=True)
+class _Views:
+    """One buffer, seen by one rank for a sum of `count` elements of one dtype."""
+
+    slots: tuple[Tensor, ...]  # by rank, [count]
+    result: Tensor  # [count]
+    shares: tuple[Tensor, ...] | None  # of each slot what this rank adds up; None where every rank adds up all
+    my_result: Tensor  # where it puts the sum of its shares
+    wide: Tensor | None  # sums of halves, before they are rounded
+
+
+_KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+def _add_in_order(parts: Sequence[Tensor], out: Tensor, wide: Tensor | None) -> None:
+    if wide is None:
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
+        return
+    wide.copy_(parts[0])
+    for part in parts[1:]:
+        wide.add_(part)
+    out.copy_(wide)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself if it can be sent as it lies, else a copy; outside autograd, which must not see the slots."""
+    if not tensor.is_cpu:
+        raise ValueError(f"tensor: is on {tensor.device}; shared memory moves CPU tensors, use a TorchGroup")
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.contiguous()
+
+
+def _into(tensor: Tensor, whole: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(whole)
+    return tensor
+
+
+def _header_bytes(size: int) -> int:
+    return -(-size * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+
+
+def _prefix(pid: int, start_time: int) -> str:
+    return f"curtail-{os.getuid()}-{pid}-{start_time}-"
+
+
+def _start_time(pid: int) -> int:
+    """Of a living process, in clock ticks since boot: a pid comes again, the pair does not. OSError when it is gone."""
+    # The name, field 2, is in parentheses and may hold anything; the start time is field 22.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _is_left_over(path: Path) -> bool:
+    pid, _, rest = path.name.removeprefix(f"curtail-{os.getuid()}-").partition("-")
+    start_time = rest.partition("-")[0]
+    if not (pid.isdigit() and start_time.isdigit()):
+        return False  # not a name of ours
+    try:
+        if _start_time(int(pid)) == int(start_time):
+            return False
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    # A process of another container is not seen in /proc, but its lock is.
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _problem(folder: Path, num_bytes: int, error: OSError) -> str:
+    needs = f"shared memory needs {num_bytes / 2**20:.1f} MiB in {folder}"
+    if error.errno == errno.ENOSPC:
+        return f"{needs}, which has {shutil.disk_usage(folder).free / 2**20:.1f} MiB free"
+    return f"{needs}, which cannot be used ({error.strerror})"

@@ -1,0 +1,156 @@
+"""The core's books: one record per unfinished sequence, one per replica. Mutable, and the core's alone. Torch-free."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from engines.control.messages import ReplicaReady, StepReported
+from engines.parallel.layout import ReplicaSpec
+from engines.rollout.views import ReplicaView, SequenceView, num_reserved_tokens
+from engines.sequence import Completion, Finished, KVHandle, SequenceId, SequenceState
+
+
+@dataclass(eq=False, kw_only=True)
+class SequenceRecord:
+    """A sequence that was submitted and not yet delivered."""
+
+    state: SequenceState
+    """As last known: what was submitted, or what came back since."""
+    index: int
+    num_tokens: int
+    """As last reported; `state` may be older."""
+    kv: KVHandle | None = None
+    """Exported KV that came back with `state`, or that went out with it."""
+    replica: ReplicaRecord | None = None
+    """Whom it is assigned to."""
+    release_at: int | None = None
+    """Length at which its replica gives it back."""
+    num_blocks: int = 0
+    """Reserved on its replica."""
+    pin: ReplicaRecord | None = None
+    """The only replica that may have it next."""
+    pause_seq: int = -1
+    """`seq` of the command that told its replica to give it back; -1 when none did."""
+    aborting: bool = False
+    last_replica_id: int | None = None
+
+    @property
+    def id(self) -> SequenceId:
+        return self.state.sequence_id
+
+    @property
+    def num_left_here(self) -> int | None:
+        """What is left of the `max_new_tokens` it was last dispatched with."""
+        left = 0 if self.release_at is None else self.release_at - self.num_tokens
+        return left if left > 0 else None
+
+    @property
+    def max_len(self) -> int:
+        return self.state.num_prompt_tokens + self.state.params.max_tokens
+
+    def take_back(self, state: SequenceState, kv: KVHandle | None) -> None:
+        self.state, self.kv, self.num_tokens = state, kv, len(state.tokens)
+        self.pause_seq = -1
+
+    def view(self) -> SequenceView:
+        return SequenceView(
+            sequence_id=self.id,
+            index=self.index,
+            group_id=self.state.group_id,
+            num_prompt_tokens=self.state.num_prompt_tokens,
+            num_generated=self.num_tokens - self.state.num_prompt_tokens,
+            max_tokens=self.state.params.max_tokens,
+            last_replica_id=self.last_replica_id,
+            has_kv=self.kv is not None,
+        )
+
+    def aborted(self) -> Finished:
+        """What is known of it, as an aborted completion without text."""
+        state = self.state
+        completion = Completion(
+            index=state.key.sample_index,
+            token_ids=state.tokens[state.num_prompt_tokens :],
+            logprobs=list(state.logprobs),
+            versions=list(state.versions),
+            finish_reason="abort",
+        )
+        return Finished(state=state, completion=completion)
+
+
+@dataclass(eq=False, kw_only=True)
+class ReplicaRecord:
+    """A replica from its forming (or launch) to its end; (spec.id, epoch) is its name in messages."""
+
+    spec: ReplicaSpec
+    epoch: int
+    outside: bool
+    """Stands outside the torchrun world: it may be lost without ending the run."""
+    ready: ReplicaReady | None = None
+    version: int | None = None
+    """`policy_version` of the weights it holds."""
+    closed: bool = False
+    """Takes no sequences, because of a regroup."""
+    num_events: int = 0
+    last_heard: float = 0.0
+    """When it last said something, or was first given something to say."""
+    assigned: dict[SequenceId, SequenceRecord] = field(default_factory=dict)
+    pins: OrderedDict[SequenceId, SequenceRecord] = field(default_factory=OrderedDict)
+    """Sequences pinned to it, wherever they are."""
+    pinned_waiting: OrderedDict[SequenceId, SequenceRecord] = field(default_factory=OrderedDict)
+    """Those of them that wait to be dispatched."""
+    num_tokens: int = 0
+    num_reserved_blocks: int = 0
+    report: StepReported | None = None
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.spec.ranks))
+        return f"replica {self.spec.id} (rank{'s' * (len(self.spec.ranks) > 1)} {ranks})"
+
+    @property
+    def block_size(self) -> int:
+        return self.ready.block_size if self.ready else 1
+
+    def assign(self, sequence: SequenceRecord, max_new_tokens: int | None) -> None:
+        sequence.replica = self
+        sequence.last_replica_id = self.spec.id
+        sequence.release_at = None if max_new_tokens is None else sequence.num_tokens + max_new_tokens
+        self.assigned[sequence.id] = sequence
+        self.num_tokens += sequence.num_tokens
+        self._reserve(sequence)
+
+    def progress(self, sequence: SequenceRecord, num_new_tokens: int) -> None:
+        sequence.num_tokens += num_new_tokens
+        self.num_tokens += num_new_tokens
+        self._reserve(sequence)
+
+    def give_up(self, sequence: SequenceRecord) -> None:
+        del self.assigned[sequence.id]
+        self.num_tokens -= sequence.num_tokens
+        self.num_reserved_blocks -= sequence.num_blocks
+        sequence.replica, sequence.num_blocks = None, 0
+
+    def _reserve(self, sequence: SequenceRecord) -> None:
+        num_ahead = self.block_size if sequence.release_at is None else sequence.release_at - sequence.num_tokens
+        num_tokens = num_reserved_tokens(sequence.num_tokens, sequence.max_len, num_ahead)
+        num_blocks = -(-num_tokens // self.block_size)
+        self.num_reserved_blocks += num_blocks - sequence.num_blocks
+        sequence.num_blocks = num_blocks
+
+    def view(self, accepts: bool) -> ReplicaView:
+        ready, report = self.ready, self.report
+        num_blocks = ready.num_kv_tokens // ready.block_size if ready else 0
+        return ReplicaView(
+            spec=self.spec,
+            accepts=accepts,
+            max_num_seqs=ready.max_num_seqs if ready else 0,
+            num_assigned=len(self.assigned),
+            num_tokens=self.num_tokens,
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            num_reserved_blocks=self.num_reserved_blocks,
+            num_running=report.num_running if report else 0,
+            num_waiting=report.num_waiting if report else 0,
+            num_free_blocks=report.num_free_blocks if report else num_blocks,
+            seconds=report.seconds if report else 0.0,
+        )

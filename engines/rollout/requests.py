@@ -1,0 +1,137 @@
+"""What the core's caller asks of it, and what the core tells its caller. Local values: they never travel.
+
+Torch-free. What travels between processes is in `engines/control/messages.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.parallel.layout import Layout, ReplicaSpec
+from engines.sequence import Finished, KVHandle, SequenceId, SequenceState
+
+# --- Requests: caller -> core
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginPhase:
+    """Start a rollout phase. The world's replicas hold `policy_version` already; others load it from the source."""
+
+    phase: int
+    policy_version: int
+    weights_source: str | None = None
+    """Folder or address that replicas outside the world load from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitSequences:
+    """Sequences to roll out in this phase, new or begun; the core keeps the states."""
+
+    states: tuple[SequenceState, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestMove:
+    """Take a sequence to a replica, or back to wait for any when None. Without effect if it ends before."""
+
+    sequence_id: SequenceId
+    replica_id: int | None
+    with_kv: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestAbort:
+    """End sequences where they are; each is delivered with finish reason `abort`, unless it ends before."""
+
+    sequence_ids: tuple[SequenceId, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRegroup:
+    """Change the world's layout, whose `epoch` must be the next one."""
+
+    layout: Layout
+    with_kv: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestEndPhase:
+    """End the phase; an error while sequences are unfinished, unless they are to be aborted."""
+
+    abort: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddReplica:
+    """A replica outside the world was launched, with an id that no replica has had. Its `ReplicaReady` is to come."""
+
+    spec: ReplicaSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestShutdown:
+    """End all processes; between phases only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """Time has passed: look at the deadlines."""
+
+
+Request = (
+    BeginPhase
+    | SubmitSequences
+    | RequestMove
+    | RequestAbort
+    | RequestRegroup
+    | RequestEndPhase
+    | AddReplica
+    | RequestShutdown
+    | Tick
+)
+
+# --- Results: core -> caller
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deliver:
+    """A sequence's end, told exactly once. An abort of a sequence that ran nowhere has no `text`."""
+
+    finished: Finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiscardKV:
+    """Nobody will read this KV any more. It may be gone already."""
+
+    kv: KVHandle
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaDropped:
+    """The core has given up on a replica outside the world: kill what is left of it."""
+
+    replica_id: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegroupComplete:
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseComplete:
+    """Every process has acknowledged the end of the phase."""
+
+    phase: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The run cannot go on; the core ignores all that comes after."""
+
+    reason: str
+
+
+Result = Deliver | DiscardKV | ReplicaDropped | RegroupComplete | PhaseComplete | Failed

@@ -1,0 +1,89 @@
+"""What happened when, in a rollout: one record per step, and the timeline that they make. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of one replica. Times are `time.monotonic`'s, the same for all processes of a host."""
+
+    replica_id: int
+    epoch: int
+    """Of the layout that the replica belongs to."""
+    tp_size: int
+    start: float
+    """Seconds."""
+    seconds: float
+    num_running: int
+    """Sequences in the forward pass."""
+    num_tokens: int
+    """Tokens in the forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened to the rollout as a whole, or to one replica: a dispatch, a move, a regroup, a phase."""
+
+    name: str
+    time: float
+    replica_id: int | None = None
+    detail: str = ""
+
+
+def chrome_trace(steps: Iterable[StepRecord], marks: Iterable[Mark] = ()) -> dict[str, Any]:
+    """The Trace Event Format of chrome://tracing and Perfetto: a row per replica, a slice per step, a counter of its
+    batch, marks as instants. Times start at the first event, in microseconds.
+    """
+    steps, marks = list(steps), list(marks)
+    origin = min([step.start for step in steps] + [mark.time for mark in marks], default=0.0)
+
+    def micros(time: float) -> float:
+        return round((time - origin) * 1e6, 1)
+
+    events: list[dict[str, Any]] = []
+    for step in steps:
+        row = {"pid": 0, "tid": step.replica_id, "ts": micros(step.start)}
+        arguments = {"sequences": step.num_running, "tokens": step.num_tokens, "epoch": step.epoch}
+        name = f"TP{step.tp_size}"
+        events.append({**row, "name": name, "ph": "X", "dur": round(step.seconds * 1e6, 1), "args": arguments})
+        events.append(
+            {**row, "name": f"replica {step.replica_id} batch", "ph": "C", "args": {"sequences": step.num_running}}
+        )
+    for mark in marks:
+        events.append(
+            {
+                "pid": 0,
+                "tid": 0 if mark.replica_id is None else mark.replica_id,
+                "ts": micros(mark.time),
+                "name": mark.name,
+                "ph": "i",
+                "s": "g" if mark.replica_id is None else "t",
+                "args": {"detail": mark.detail},
+            }
+        )
+    rows = sorted({step.replica_id for step in steps})
+    names = [
+        {"pid": 0, "tid": row, "name": "thread_name", "ph": "M", "args": {"name": f"replica {row}"}} for row in rows
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": names + events}
+
+
+def write_chrome_trace(path: Path, steps: Iterable[StepRecord], marks: Iterable[Mark] = ()) -> None:
+    path.write_text(json.dumps(chrome_trace(steps, marks)))
+
+
+def busy_share(steps: Sequence[StepRecord], replica_ids: Iterable[int]) -> dict[int, float]:
+    """Per replica, the share of the rollout's span (first start to last end, of all) that it spent in steps."""
+    if not steps:
+        return dict.fromkeys(replica_ids, 0.0)
+    span = max(step.start + step.seconds for step in steps) - min(step.start for step in steps)
+    busy = dict.fromkeys(replica_ids, 0.0)
+    for step in steps:
+        busy[step.replica_id] += step.seconds
+    return {replica: seconds / span for replica, seconds in busy.items()}

@@ -1,0 +1,218 @@
+"""One rank in a rollout: it steps its replica, and between two steps takes commands.
+
+The leader of a replica (`ranks[0]`) hears the coordinator and passes on what it hears, so that all shards take a
+command at the same step; followers hear their leader only. An idle rank hears the coordinator itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from engines.control import messages as m
+from engines.control.transport import ClientEnd
+from engines.local_engine import LocalEngine
+from engines.parallel.layout import Layout
+from engines.rollout.telemetry import StepRecord
+from engines.sequence import SequenceId
+
+IDLE_WAIT_S = 0.2
+"""Longest that an idle leader waits for a command before it shows its followers that it is alive."""
+REPORT_EVERY_S = 0.05
+"""Shortest time between two reports of a replica's load."""
+SLOW_CONTROL_INTERVAL = 16
+"""Steps between two looks for commands where telling the followers costs a network round trip."""
+
+Pace = Callable[[int, int, int], float]
+"""(sequences, new tokens, context tokens, all summed over the batch) -> seconds that the step is to last."""
+
+
+class Worker:
+    """Owns this rank's engine during a rollout; `run` returns when the phase has ended."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        client: ClientEnd,
+        layout: Layout,
+        engine: LocalEngine | None,
+        rebuild: Callable[[Layout], LocalEngine | None],
+        pace: Pace | None = None,
+    ) -> None:
+        """`rebuild` makes this rank's engine in another layout, weights included; None where it is idle there."""
+        self._rank = rank
+        self._client = client
+        self._rebuild = rebuild
+        self._pace = pace
+        self._phase = -1
+        self.step_records: list[StepRecord] = []
+        """The steps of this rank's replicas since `run` was last called."""
+        self._take_place(layout, engine)
+
+    def _take_place(self, layout: Layout, engine: LocalEngine | None) -> None:
+        """Joins the replica that the layout gives; its leader announces it once all its ranks are there."""
+        self.engine = engine
+        self._epoch = layout.epoch
+        self._seq = 0
+        self._num_steps = 0
+        self._lengths: dict[SequenceId, int] = {}
+        self._reported = time.monotonic()
+        self._seconds = 0.0
+        if engine is None:
+            return
+        engine.tensor_parallel.barrier()
+        self._send(
+            m.ReplicaReady,
+            max_num_seqs=engine.config.max_num_seqs,
+            num_kv_tokens=engine.num_kv_tokens,
+            block_size=engine.config.block_size,
+            policy_version=engine.replica.policy_version,
+        )
+
+    def run(self) -> None:
+        """Steps and obeys until the coordinator ends the phase."""
+        self.step_records = []
+        while True:
+            for command in self._next_commands():
+                if self._obey(command):
+                    return
+            if self._has_work:
+                self._step()
+
+    @property
+    def _has_work(self) -> bool:
+        return self.engine is not None and self.engine.replica.has_work
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank talks with the coordinator for its replica, or for itself when idle."""
+        return self.engine is None or self.engine.tensor_parallel.rank == 0
+
+    # -- commands
+
+    def _next_commands(self) -> list[m.Command]:
+        if self.engine is None or self.engine.tensor_parallel.size == 1:
+            return [m.decode_command(data) for data in self._hear()]
+        group = self.engine.tensor_parallel
+        is_local = group.name == "shared memory"
+        if self._has_work and not is_local and self._num_steps % SLOW_CONTROL_INTERVAL:
+            return []
+        told = group.broadcast_bytes(msgspec.msgpack.encode(self._hear()) if self._speaks else None)
+        return [m.decode_command(data) for data in msgspec.msgpack.decode(told, type=list[bytes])]
+
+    def _hear(self) -> list[bytes]:
+        """What has come from the coordinator; waits for it a while when there is nothing else to do."""
+        heard = []
+        data = self._client.receive(0.0 if self._has_work else IDLE_WAIT_S)
+        while data is not None:
+            heard.append(data)
+            data = self._client.receive(0.0)
+        return heard
+
+    def _obey(self, command: m.Command) -> bool:
+        """Returns whether the phase is over."""
+        self._phase = command.phase
+        if isinstance(command, m.SubmitWork):
+            self._submit(command)
+        elif isinstance(command, m.PauseSequences):
+            works = self._local.replica.pause(
+                self._here(command.sequence_ids),
+                self._local.replica.kv_store if command.with_kv else None,
+            )
+            self._send(m.SequencesPaused, acks=command.seq, works=tuple(works))
+        elif isinstance(command, m.AbortSequences):
+            ids = self._here(command.sequence_ids) or ()
+            finished = tuple(self._local.replica.abort(sequence_id) for sequence_id in ids)
+            self._send(m.SequencesAborted, acks=command.seq, finished=finished)
+        elif isinstance(command, m.Regroup):
+            self._take_place(command.layout, self._rebuild(command.layout))
+        elif isinstance(command, m.EndPhase):
+            self._send(m.PhaseEnded, acks=command.seq)
+            return True
+        else:
+            raise RuntimeError(f"rank {self._rank}: cannot {type(command).__name__} inside a torchrun world")
+        return False
+
+    @property
+    def _local(self) -> LocalEngine:
+        assert self.engine is not None, "a command for a replica came to an idle rank"
+        return self.engine
+
+    def _here(self, sequence_ids: tuple[SequenceId, ...] | None) -> list[SequenceId] | None:
+        """Those of the sequences that are still here."""
+        if sequence_ids is None:
+            return None
+        return [sequence_id for sequence_id in sequence_ids if self._local.replica.holds(sequence_id)]
+
+    def _submit(self, command: m.SubmitWork) -> None:
+        for work in command.works:
+            try:
+                self._local.replica.submit(work)
+                self._lengths[work.state.sequence_id] = work.state.num_generated
+            except ValueError as error:
+                self._send(m.WorkRejected, sequence_id=work.state.sequence_id, reason=str(error))
+
+    # -- steps
+
+    def _step(self) -> None:
+        engine = self._local
+        start = time.monotonic()
+        output = engine.replica.step()
+        if self._pace is not None:
+            wanted = self._pace(output.num_running, output.num_tokens, output.num_context_tokens)
+            time.sleep(max(0.0, start + wanted - time.monotonic()))
+        seconds = time.monotonic() - start
+        self._num_steps += 1
+        self._seconds += seconds
+        self.step_records.append(
+            StepRecord(
+                replica_id=engine.spec.id,
+                epoch=self._epoch,
+                tp_size=engine.spec.tp_size,
+                start=start,
+                seconds=seconds,
+                num_running=output.num_running,
+                num_tokens=output.num_tokens,
+            )
+        )
+        if output.finished:
+            self._send(m.SequencesFinished, finished=tuple(output.finished))
+        if output.released:
+            self._send(m.SequencesReleased, works=tuple(output.released))
+        if start + seconds - self._reported >= REPORT_EVERY_S:
+            self._report(start + seconds)
+
+    def _report(self, now: float) -> None:
+        replica = self._local.replica
+        progress = []
+        lengths = {}
+        for state in replica.states():
+            sequence_id = state.sequence_id
+            lengths[sequence_id] = state.num_generated
+            grown = state.num_generated - self._lengths.get(sequence_id, 0)
+            if grown:
+                progress.append((sequence_id, grown))
+        self._lengths = lengths
+        self._send(
+            m.StepReported,
+            num_running=len(replica.scheduler.running),
+            num_waiting=len(replica.scheduler.waiting),
+            num_free_blocks=replica.scheduler.blocks.num_free_blocks,
+            seconds=self._seconds,
+            progress=tuple(progress),
+        )
+        self._reported, self._seconds = now, 0.0
+
+    def _send(self, kind: Any, **fields: Any) -> None:
+        if not self._speaks:
+            return
+        replica_id = None if self.engine is None else self.engine.spec.id
+        event = kind(
+            replica_id=replica_id, rank=self._rank, phase=self._phase, epoch=self._epoch, seq=self._seq, **fields
+        )
+        self._seq += 1
+        self._client.send(m.encode(event))

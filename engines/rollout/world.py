@@ -1,0 +1,159 @@
+"""Coordinated rollouts in a torchrun world: every rank steps its replica, a thread on rank 0 says who runs what."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from engines.control.transport import Client, Server, new_token
+from engines.kvcache.transfer import HostKVStore
+from engines.local_engine import LocalEngine
+from engines.parallel.collectives import Communicator
+from engines.parallel.layout import Layout
+from engines.rollout.coordinator import Coordinator, peer_of
+from engines.rollout.core import RolloutCore
+from engines.rollout.policies import LayoutPolicy, SchedulePolicy
+from engines.rollout.telemetry import Mark, StepRecord
+from engines.rollout.worker import Pace, Worker
+from engines.sequence import Finished, KVHandle, SequenceState
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others so that they find it, and each other's KV."""
+
+    address: str
+    token: bytes
+    kv_token: str
+
+
+class RolloutWorld:
+    """This rank's part. Made, used and closed by all ranks of the world together.
+
+    The calling thread steps the replica and runs every collective; on rank 0 a second one coordinates.
+    """
+
+    def __init__(
+        self,
+        world: Communicator,
+        layout: Layout,
+        *,
+        engine: LocalEngine | None,
+        rebuild: Callable[[Layout], LocalEngine | None],
+        schedule_policy: SchedulePolicy,
+        layout_policy: LayoutPolicy | None = None,
+        pace: Pace | None = None,
+        kv_store_bytes: int = 2**30,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """`rebuild`: see `Worker`. `kv_store_bytes` bounds what a rank may keep of KV on its way to other replicas."""
+        self._world = world
+        self._phase = -1
+        self.coordinator: Coordinator | None = None
+        server: Server | None = None
+        told: bytes | None = None
+        if world.rank == 0:
+            launch = Launch(address="", token=new_token(), kv_token=secrets.token_hex(16))
+            server = Server(launch.token, patience_s=timeout_s)
+            told = msgspec.msgpack.encode(msgspec.structs.replace(launch, address=server.address))
+        launch = msgspec.msgpack.decode(world.broadcast_bytes(told), type=Launch)
+        self._client = Client(peer_of(world.rank), launch.address, launch.token, patience_s=timeout_s)
+        self._kv_store = HostKVStore(launch.kv_token, kv_store_bytes)
+        self._rebuild_engine = rebuild
+        if engine is not None:
+            engine.replica.kv_store = self._kv_store
+        if server is not None:
+            core = RolloutCore(
+                layout=layout,
+                world_size=world.size,
+                schedule_policy=schedule_policy,
+                layout_policy=layout_policy,
+                timeout_s=timeout_s,
+            )
+            self.coordinator = Coordinator(
+                core, server, num_ranks=world.size, timeout_s=timeout_s, discard_kv=self._discard
+            )
+            self.coordinator.wait_for_ranks()
+        self._worker = Worker(
+            rank=world.rank, client=self._client, layout=layout, engine=engine, rebuild=self._rebuild, pace=pace
+        )
+
+    def _rebuild(self, layout: Layout) -> LocalEngine | None:
+        engine = self._rebuild_engine(layout)
+        if engine is not None:
+            engine.replica.kv_store = self._kv_store
+        return engine
+
+    def _discard(self, handle: KVHandle) -> None:
+        for part in handle.parts:
+            self._kv_store.drop(part)
+
+    @property
+    def engine(self) -> LocalEngine | None:
+        """This rank's, in the layout of now."""
+        return self._worker.engine
+
+    @property
+    def step_records(self) -> list[StepRecord]:
+        """Of this rank's replica in the last rollout."""
+        return self._worker.step_records
+
+    @property
+    def marks(self) -> list[Mark]:
+        """On rank 0, what was decided; elsewhere nothing."""
+        return self.coordinator.marks() if self.coordinator is not None else []
+
+    def roll_out(
+        self,
+        states: list[SequenceState],
+        *,
+        policy_version: int,
+        on_finished: Callable[[Finished], None] | None = None,
+    ) -> list[Finished]:
+        """Completes the sequences, which all ranks name alike; every rank gets all, in the order in which they ended.
+
+        `on_finished` is called on rank 0 as each one ends, by the coordinating thread.
+        """
+        self._phase += 1
+        finished: list[Finished] = []
+        problems: list[BaseException] = []
+
+        def coordinate(coordinator: Coordinator) -> None:
+            try:
+                finished.extend(
+                    coordinator.roll_out(
+                        states, phase=self._phase, policy_version=policy_version, on_finished=on_finished
+                    )
+                )
+            except BaseException as error:
+                problems.append(error)
+                coordinator.close()  # ends the workers' wait, on every rank
+
+        thread = None
+        if self.coordinator is not None:
+            thread = threading.Thread(target=coordinate, args=(self.coordinator,), name="coordinator", daemon=True)
+            thread.start()
+        try:
+            self._worker.run()
+        except BaseException:
+            if thread is not None and self.coordinator is not None and not problems:
+                self.coordinator.stop()
+                thread.join()
+                problems.clear()
+            if problems:
+                raise problems[0] from None
+            raise
+        if thread is not None:
+            thread.join()
+            if problems:
+                raise problems[0]
+        told = self._world.broadcast_bytes(msgspec.msgpack.encode(finished) if thread is not None else None)
+        return finished if thread is not None else msgspec.msgpack.decode(told, type=list[Finished])
+
+    def close(self) -> None:
+        """Ends the connections. Prompt."""
+        self._client.close()
+        if self.coordinator is not None:
+            self.coordinator.close()

@@ -1,0 +1,1006 @@
+"""The core against a model of replicas that step, repeat, delay, move, regroup and die; and its rules one by one.
+
+Every fuzz case is a function of its seed alone: `replay(seed)` runs one again.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from engines.control import messages as m
+from engines.control.messages import ProtocolError, decode_command, decode_event, encode
+from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
+from engines.rollout import requests as r
+from engines.rollout.core import RolloutCore
+from engines.rollout.policies import OnDemand, Static
+from engines.rollout.views import Dispatch, LayoutView, ScheduleView
+from engines.sequence import (
+    Completion,
+    Finished,
+    KVHandle,
+    KVPart,
+    SamplingParams,
+    SequenceId,
+    SequenceKey,
+    SequenceState,
+    Work,
+)
+
+BLOCK = 4
+MAX_LEN = 24
+TIMEOUT = 60.0
+STOP_TOKEN = 0
+
+
+def token_at(key: SequenceKey, position: int) -> int:
+    """A stand-in for the sampler: a pure function of key and position; about one in eight is the stop token."""
+    return hash((key.policy_step, key.prompt_uid, key.sample_index, position)) % 8
+
+
+def make_state(uid: int, phase: int = 0, num_prompt: int = 3, max_tokens: int = 12) -> SequenceState:
+    key = SequenceKey(run_seed=0, policy_step=phase, prompt_uid=uid, sample_index=0)
+    params = SamplingParams(max_tokens=max_tokens)
+    return SequenceState(key=key, group_id=uid, tokens=[9] * num_prompt, num_prompt_tokens=num_prompt, params=params)
+
+
+def expected_tokens(state: SequenceState) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < state.params.max_tokens and (not tokens or tokens[-1] != STOP_TOKEN):
+        tokens.append(token_at(state.key, state.num_prompt_tokens + len(tokens)))
+    return tokens
+
+
+def is_finished(state: SequenceState) -> bool:
+    return state.num_generated >= state.params.max_tokens or (state.num_generated > 0 and state.tokens[-1] == 0)
+
+
+def completion_of(state: SequenceState, reason: Any) -> Finished:
+    generated = state.tokens[state.num_prompt_tokens :]
+    return Finished(
+        state=state,
+        completion=Completion(
+            index=0,
+            token_ids=generated,
+            logprobs=list(state.logprobs),
+            versions=list(state.versions),
+            finish_reason=reason,
+        ),
+    )
+
+
+class ModelReplica:
+    """A process that holds sequences, or an idle rank: takes commands in order, numbers its events."""
+
+    def __init__(self, spec: ReplicaSpec, epoch: int, phase: int, version: int, slots: int, num_blocks: int) -> None:
+        self.spec, self.epoch, self.phase, self.version = spec, epoch, phase, version
+        self.slots, self.num_blocks = slots, num_blocks
+        self.works: dict[SequenceId, tuple[SequenceState, int | None]] = {}
+        self.reported: dict[SequenceId, int] = {}
+        self.inbox: deque[bytes] = deque()
+        self.outbox: deque[bytes] = deque()
+        self.num_events = 0
+        self.left = False
+        self.last_seq = -1
+        self.emit(
+            m.ReplicaReady,
+            max_num_seqs=slots,
+            num_kv_tokens=num_blocks * BLOCK,
+            block_size=BLOCK,
+            policy_version=version,
+        )
+
+    def emit(self, kind: Any, **fields: Any) -> None:
+        envelope = {"replica_id": self.spec.id, "rank": self.spec.ranks[0], "epoch": self.epoch, "phase": self.phase}
+        self.outbox.append(encode(kind(**envelope, seq=self.num_events, **fields)))
+        self.num_events += 1
+
+    def kv(self, state: SequenceState, with_kv: bool) -> KVHandle | None:
+        part = KVPart(first_head=0, num_heads=1, location=f"{self.spec.id}", num_bytes=8)
+        handle = KVHandle(num_tokens=len(state.tokens) - 1, policy_version=self.version, dtype="f", parts=(part,))
+        return handle if with_kv and state.num_generated else None
+
+    def take(self) -> m.Command | None:
+        """Takes one command; returns a `Regroup` for the world to carry out."""
+        command = decode_command(self.inbox.popleft())
+        assert not self.left, "a command for a replica that was regrouped away"
+        assert (command.replica_id, command.epoch) == (self.spec.id, self.epoch), "a command for an old replica"
+        assert command.seq > self.last_seq
+        self.phase, self.last_seq = command.phase, command.seq
+        match command:
+            case m.SubmitWork():
+                for work in command.works:
+                    state = work.state
+                    assert state.sequence_id not in self.works
+                    assert not is_finished(state)
+                    stop = None if work.max_new_tokens is None else len(state.tokens) + work.max_new_tokens
+                    self.works[state.sequence_id] = (state, stop)
+                    self.reported[state.sequence_id] = len(state.tokens)
+            case m.PauseSequences():
+                ids = list(self.works) if command.sequence_ids is None else command.sequence_ids
+                states = [self.works.pop(id_)[0] for id_ in ids if id_ in self.works]
+                works = tuple(Work(state=state, kv=self.kv(state, command.with_kv)) for state in states)
+                self.emit(m.SequencesPaused, acks=command.seq, works=works)
+            case m.AbortSequences():
+                states = [self.works.pop(id_)[0] for id_ in command.sequence_ids if id_ in self.works]
+                finished = tuple(completion_of(state, "abort") for state in states)
+                self.emit(m.SequencesAborted, acks=command.seq, finished=finished)
+            case m.LoadWeights():
+                self.version = command.version
+                self.emit(m.WeightsLoaded, acks=command.seq, version=command.version, checksum=7 * command.version)
+            case m.EndPhase():
+                assert not self.works, "the phase ends with work left"
+                self.emit(m.PhaseEnded, acks=command.seq)
+            case m.Regroup():
+                assert not self.works
+                self.left = True
+                return command
+        return None
+
+    def step(self, report: bool) -> None:
+        """One token for each of the sequences that have a slot."""
+        finished, released = [], []
+        running = list(self.works.items())[: self.slots]
+        for id_, (state, stop) in running:
+            state.tokens.append(token_at(state.key, len(state.tokens)))
+            state.logprobs.append(-1.0)
+            state.versions.append(self.version)
+            if is_finished(state):
+                reason = "stop" if state.tokens[-1] == STOP_TOKEN else "length"
+                finished.append(completion_of(state, reason))
+                del self.works[id_]
+            elif stop is not None and len(state.tokens) >= stop:
+                released.append(Work(state=state, kv=self.kv(state, True)))
+                del self.works[id_]
+        if report and running:
+            progress = []
+            for id_, (state, _) in self.works.items():
+                if delta := len(state.tokens) - self.reported[id_]:
+                    progress.append((id_, delta))
+                    self.reported[id_] = len(state.tokens)
+            self.emit(
+                m.StepReported,
+                num_running=len(running),
+                num_waiting=max(0, len(self.works) - self.slots),
+                num_free_blocks=0,
+                seconds=0.1,
+                progress=tuple(progress),
+            )
+        if finished:
+            self.emit(m.SequencesFinished, finished=tuple(finished))
+        if released:
+            self.emit(m.SequencesReleased, works=tuple(released))
+
+
+class RandomPolicy:
+    """Any valid dispatch, with a random bound: what the core must survive."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        candidates = list(view.waiting.values())
+        self.rng.shuffle(candidates)
+        for sequence in candidates[:3]:
+            bound = self.rng.choice([None, None, 1, 2, 5])
+            roomy = [replica for replica in view.replicas.values() if replica.room_for(sequence, bound)]
+            if roomy:
+                chosen = self.rng.choice(roomy).spec.id
+                return Dispatch(sequence_id=sequence.sequence_id, replica_id=chosen, max_new_tokens=bound)
+        return None
+
+
+class World:
+    """The core, its replicas, and the wires between: keeps each wire's order, and checks all that the core says."""
+
+    def __init__(self, seed: int, keeps_log: bool = False) -> None:
+        self.keeps_log = keeps_log
+        self.rng = rng = random.Random(seed)
+        self.world_size = rng.choice([0, 1, 2, 4, 4])
+        self.now = 0.0
+        layout = self.random_layout(0)
+        self.policy_kind = rng.choice(["on_demand", "random"])
+        policy = OnDemand() if self.policy_kind == "on_demand" else RandomPolicy(rng)
+        self.layout_policy = RandomLayouts(self) if rng.random() < 0.2 else None
+        self.core = RolloutCore(
+            layout=layout,
+            world_size=self.world_size,
+            schedule_policy=policy,
+            layout_policy=self.layout_policy,
+            timeout_s=TIMEOUT,
+        )
+        self.version = 0
+        self.phase = 0
+        self.replicas: dict[tuple[int, int], ModelReplica] = {}
+        self.idle: dict[int, deque[bytes]] = {}
+        self.joining: dict[tuple[int, int], set[int]] = {}
+        self.lost: set[int] = set()
+        self.delivered: dict[SequenceId, Finished] = {}
+        self.submitted: dict[SequenceId, SequenceState] = {}
+        self.aborted: set[SequenceId] = set()
+        self.given: dict[tuple[int, int], dict[SequenceId, int]] = {}
+        self.phase_complete = False
+        self.num_outside = 0
+        self.counts: dict[str, int] = {}
+        self.repeats: list[bytes] = []
+        self.log: list[tuple[Any, float]] = []
+        self.outputs: list[Any] = []
+        for spec in layout.replicas:
+            self.form(spec, 0)
+        self.idle = {rank: deque() for rank in range(self.world_size) if layout.replica_of(rank) is None}
+        self.idle_events: deque[bytes] = deque()
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def random_layout(self, epoch: int) -> Layout:
+        ranks = list(range(self.world_size))
+        if not ranks:
+            return Layout(epoch=epoch, replicas=())
+        size = self.rng.choice([size for size in (1, 2, 4) if self.world_size % size == 0])
+        layout = self.rng.choice([nested_layout, contiguous_layout])(ranks, size, epoch=epoch)
+        if len(layout.replicas) > 1 and self.rng.random() < 0.3:
+            layout = Layout(epoch=epoch, replicas=layout.replicas[1:])
+        return layout
+
+    def form(self, spec: ReplicaSpec, epoch: int, version: int = 0) -> None:
+        slots, blocks = self.rng.randint(1, 4), self.rng.randint(MAX_LEN // BLOCK, 3 * MAX_LEN // BLOCK)
+        self.replicas[spec.id, epoch] = ModelReplica(spec, epoch, self.phase, version, slots, blocks)
+        self.given[spec.id, epoch] = {}
+
+    # --- the core's side
+
+    def say(self, event: Any) -> None:
+        self.now += self.rng.random() * 0.01
+        if self.keeps_log:
+            self.log.append((copy.deepcopy(event), self.now))
+        output = self.core.on_event(event, self.now)
+        if self.keeps_log:
+            self.outputs.append(copy.deepcopy(output))
+        for item in output:
+            self.hear(item)
+        if self.rng.random() < 0.2:
+            self.core.check_integrity()
+
+    def hear(self, item: Any) -> None:
+        match item:
+            case r.Deliver():
+                id_ = item.finished.state.sequence_id
+                assert id_ not in self.delivered, f"{id_} is delivered twice"
+                self.delivered[id_] = item.finished
+                for given in self.given.values():
+                    given.pop(id_, None)
+            case r.PhaseComplete():
+                assert item.phase == self.phase and not self.phase_complete
+                self.phase_complete = True
+            case r.RegroupComplete():
+                self.count("regroups")
+                assert not self.core.regrouping
+            case r.ReplicaDropped():
+                assert item.replica_id in self.lost, f"dropped without a cause: {item.reason}"
+            case r.Failed():
+                raise AssertionError(item.reason)
+            case r.DiscardKV():
+                self.count("discarded")
+            case _:
+                self.deliver_command(item)
+
+    def deliver_command(self, command: m.Command) -> None:
+        data = encode(command)
+        if command.replica_id is None:
+            assert isinstance(command, m.Regroup | m.EndPhase)
+            self.idle[command.rank].append(data)
+            return
+        assert command.replica_id not in self.lost or (command.replica_id, command.epoch) in self.alive()
+        replica = self.replicas[command.replica_id, command.epoch]
+        assert command.rank == replica.spec.ranks[0]
+        if isinstance(command, m.SubmitWork):
+            self.check_room(replica, command)
+        replica.inbox.append(data)
+
+    def alive(self) -> set[tuple[int, int]]:
+        return {key for key in self.replicas if key[0] not in self.lost}
+
+    def check_room(self, replica: ModelReplica, command: m.SubmitWork) -> None:
+        """By the core's own knowledge: what was given and has not come back, at the lengths it was given with."""
+        given = self.given[replica.spec.id, replica.epoch]
+        for work in command.works:
+            id_ = work.state.sequence_id
+            assert id_ not in self.delivered and not any(id_ in other for other in self.given.values())
+            if work.kv is not None:
+                self.count("kv")
+                assert work.kv.num_tokens < len(work.state.tokens)
+            assert not given or sum(given.values()) + -(-len(work.state.tokens) // BLOCK) <= replica.num_blocks
+            given[id_] = -(-len(work.state.tokens) // BLOCK)
+            assert len(given) <= replica.slots, "more sequences than slots"
+
+    # --- the wires
+
+    def pump(self, key: tuple[int, int]) -> None:
+        """Moves the next event of one replica to the core; sometimes one that came before comes again."""
+        replica = self.replicas[key]
+        if not replica.outbox:
+            return
+        data = replica.outbox.popleft()
+        event = decode_event(data)
+        returned: list[SequenceId] = []
+        if isinstance(event, m.SequencesReleased | m.SequencesPaused):
+            returned = [work.state.sequence_id for work in event.works]
+        for id_ in returned:
+            self.given[key].pop(id_, None)
+        self.say(event)
+        self.repeats.append(data)
+        if self.faults and self.rng.random() < 0.1:
+            self.count("repeated")
+            self.say(decode_event(self.rng.choice(self.repeats)))
+
+    def take(self, key: tuple[int, int]) -> None:
+        replica = self.replicas[key]
+        if replica.inbox and isinstance(regroup := replica.take(), m.Regroup):
+            for rank in replica.spec.ranks:
+                self.join(rank, regroup.layout)
+            if not replica.outbox:
+                del self.replicas[key]  # it can do no more: a command for it is a KeyError
+
+    def take_idle(self, rank: int) -> None:
+        if not self.idle.get(rank):
+            return
+        command = decode_command(self.idle[rank].popleft())
+        if isinstance(command, m.Regroup):
+            del self.idle[rank]
+            self.join(rank, command.layout)
+        else:
+            envelope = {"replica_id": None, "rank": rank, "phase": command.phase, "epoch": command.epoch, "seq": 0}
+            self.idle_events.append(encode(m.PhaseEnded(**envelope, acks=command.seq)))
+
+    def join(self, rank: int, layout: Layout) -> None:
+        """A rank takes its place; the last one of a new replica makes it ready."""
+        spec = layout.replica_of(rank)
+        if spec is None:
+            self.idle[rank] = deque()
+            envelope = {"replica_id": None, "rank": rank, "phase": self.phase, "epoch": layout.epoch, "seq": 0}
+            self.idle_events.append(encode(m.RankIdle(**envelope)))
+            return
+        there = self.joining.setdefault((layout.epoch, spec.id), set())
+        there.add(rank)
+        if there == set(spec.ranks):
+            self.form(spec, layout.epoch, self.version)
+
+    def lose(self, replica_id: int) -> None:
+        """Some of its last words are lost with it; what was already on the wire may still come after."""
+        replica = self.replicas[replica_id, 0]
+        self.count("lost")
+        for _ in range(self.rng.randint(0, len(replica.outbox))):
+            replica.outbox.pop()
+        if self.rng.random() < 0.5:
+            while replica.outbox:
+                self.pump((replica_id, 0))
+        self.lost.add(replica_id)
+        self.given[replica_id, 0] = {}
+        if self.rng.random() < 0.2 and replica.num_events > 1 and not replica.outbox:
+            replica.num_events += 1  # a hole in its events tells as well
+            replica.emit(m.WorkRejected, sequence_id=(0, 0, 0), reason="after a hole")
+            self.pump((replica_id, 0))
+        else:
+            envelope = {"replica_id": replica_id, "rank": replica.spec.ranks[0], "phase": 0, "epoch": 0, "seq": 0}
+            self.say(m.ReplicaLost(**envelope, reason="killed"))
+        while replica.outbox:
+            self.pump((replica_id, 0))
+        assert not self.core.failed
+
+    # --- a run
+
+    def add_replica(self) -> None:
+        id_ = 100 + self.num_outside
+        self.num_outside += 1
+        spec = ReplicaSpec(id=id_, ranks=(self.world_size + id_,))
+        self.say(r.AddReplica(spec=spec))
+        self.form(spec, 0, self.rng.randint(0, self.version))
+
+    def fault(self) -> None:
+        rng = self.rng
+        kind = rng.choice(["move", "move", "regroup", "lose", "add", "abort", "submit", "tick"])
+        outside = [key[0] for key in self.alive() if key[0] >= 100]
+        known = list(self.submitted)
+        if kind == "move" and known:
+            targets = [None, *(spec.id for spec in self.core.layout.replicas), *outside]
+            self.count("moves")
+            id_ = rng.choice(known)
+            self.say(r.RequestMove(sequence_id=id_, replica_id=rng.choice(targets), with_kv=rng.random() < 0.5))
+        elif kind == "regroup" and self.world_size and not self.core.regrouping:
+            layout = self.random_layout(self.core.layout.epoch + 1)
+            self.say(r.RequestRegroup(layout=layout, with_kv=rng.random() < 0.5))
+        elif kind == "lose" and outside and (self.world_size or len(outside) > 1):
+            self.lose(rng.choice(sorted(outside)))
+        elif kind == "add" and self.num_outside < 4:
+            self.add_replica()
+        elif kind == "abort" and known and rng.random() < 0.3:
+            id_ = rng.choice(known)
+            self.aborted.add(id_)
+            self.say(r.RequestAbort(sequence_ids=(id_,)))
+        elif kind == "submit":
+            self.submit(rng.randint(1, 3))
+        elif kind == "tick":
+            self.say(r.Tick())
+
+    def submit(self, number: int) -> None:
+        states = []
+        for _ in range(number):
+            num_prompt = self.rng.randint(1, 8)
+            states.append(make_state(len(self.submitted), self.phase, num_prompt, self.rng.randint(1, 16)))
+            self.submitted[states[-1].sequence_id] = SequenceState.from_bytes(states[-1].to_bytes())
+        self.say(r.SubmitSequences(states=tuple(states)))
+
+    def turn(self) -> None:
+        """Somebody, chosen at random, does something: this is what reorders events of different replicas."""
+        rng = self.rng
+        keys = sorted(self.alive())
+        if self.idle_events and rng.random() < 0.5:
+            self.say(decode_event(self.idle_events.popleft()))
+        for rank in list(self.idle):
+            if rng.random() < 0.5:
+                self.take_idle(rank)
+        if not keys:
+            return
+        key = rng.choice(keys)
+        replica = self.replicas[key]
+        action = rng.random()
+        if action < 0.3:
+            self.take(key)
+        elif action < 0.6:
+            replica.step(report=rng.random() < 0.7)
+        else:
+            for _ in range(rng.randint(1, 3)):
+                self.pump(key)
+
+    def run_phase(self) -> None:
+        rng = self.rng
+        self.submitted, self.delivered, self.aborted, self.phase_complete = {}, {}, set(), False
+        self.say(r.BeginPhase(phase=self.phase, policy_version=self.version, weights_source="somewhere"))
+        for (id_, _), replica in self.replicas.items():
+            if id_ < 100:
+                replica.version = self.version
+        if not self.world_size and not [key for key in self.alive() if key[0] >= 100]:
+            self.add_replica()
+        self.submit(rng.randint(1, 12))
+        self.faults = True
+        for _ in range(rng.randint(0, 80)):
+            if rng.random() < 0.15:
+                self.fault()
+            self.turn()
+        self.faults = False
+        abort_all = rng.random() < 0.15
+        if abort_all:
+            self.aborted |= set(self.submitted)
+            self.say(r.RequestEndPhase(abort=True))
+        self.until(lambda: self.core.num_unfinished == 0, "every sequence is delivered")
+        if not abort_all:
+            self.say(r.RequestEndPhase())
+        self.until(lambda: self.phase_complete, "the phase ends")
+        assert self.core.phase is None
+        self.check_delivered()
+
+    def until(self, done: Any, what: str) -> None:
+        for _ in range(6000):
+            if done():
+                return
+            self.turn()
+        raise AssertionError(f"not within 6000 turns: {what}")
+
+    def check_delivered(self) -> None:
+        assert set(self.delivered) == set(self.submitted)
+        for id_, finished in self.delivered.items():
+            want, completion = expected_tokens(self.submitted[id_]), finished.completion
+            if completion.finish_reason == "abort":
+                assert id_ in self.aborted
+                want = want[: len(completion.token_ids)]
+            assert completion.token_ids == want
+            assert finished.state.tokens == self.submitted[id_].tokens + want
+            assert len(completion.logprobs) == len(want) and completion.versions == [self.version] * len(want)
+
+
+class RandomLayouts:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def decide(self, view: LayoutView) -> Layout | None:
+        assert view.num_unfinished >= view.num_waiting
+        if not self.world.world_size or self.world.rng.random() > 0.05 or not self.world.faults:
+            return None
+        return self.world.random_layout(view.layout.epoch + 1)
+
+
+def replay(seed: int, keeps_log: bool = False) -> World:
+    world = World(seed, keeps_log)
+    try:
+        for phase in range(world.rng.choice([1, 1, 2])):
+            world.phase, world.version = phase, phase
+            world.run_phase()
+    except Exception as error:
+        error.add_note(f"replay({seed}) runs this case again")
+        raise
+    return world
+
+
+NUM_CASES, NUM_PARTS = 10_000, 20
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_every_sequence_is_delivered_once_whatever_happens(part: int) -> None:
+    counts: dict[str, int] = {}
+    for seed in range(part, NUM_CASES, NUM_PARTS):
+        world = replay(seed)
+        for what, number in world.counts.items():
+            counts[what] = counts.get(what, 0) + number
+    assert min(counts[what] for what in ("regroups", "moves", "lost", "repeated", "kv", "discarded")) > 50
+
+
+def test_the_same_events_give_the_same_commands() -> None:
+    for seed in range(40):
+        world = replay(seed, keeps_log=True)
+        if world.policy_kind == "on_demand" and world.layout_policy is None and world.counts.get("lost"):
+            core = World(seed).core  # as it was at the start
+            assert [core.on_event(event, now) for event, now in world.log] == world.outputs
+            assert core.decisions == world.core.decisions and core.decisions
+            return
+    raise AssertionError("no seed with a policy that draws nothing, and a loss; choose others")
+
+
+# --- The rules one by one
+
+
+class Desk:
+    """A core and the events of its replicas, numbered by hand."""
+
+    def __init__(self, layout: Layout, world_size: int | None = None, policy: Any = None, **options: Any) -> None:
+        self.size = max((rank for spec in layout.replicas for rank in spec.ranks), default=-1) + 1
+        self.core = RolloutCore(
+            layout=layout, world_size=world_size or self.size, schedule_policy=policy or OnDemand(), **options
+        )
+        self.num_events: dict[tuple[int, int], int] = {}
+        self.now = 0.0
+
+    def ask(self, request: Any) -> list[Any]:
+        return self.core.on_event(request, self.now)
+
+    def hear(self, kind: Any, replica_id: int, epoch: int = 0, phase: int = 0, **fields: Any) -> list[Any]:
+        seq = fields.pop("seq", None)
+        if seq is None:
+            seq = self.num_events.get((replica_id, epoch), 0)
+            self.num_events[replica_id, epoch] = seq + 1
+        event = kind(replica_id=replica_id, rank=replica_id, epoch=epoch, phase=phase, seq=seq, **fields)
+        return self.core.on_event(event, self.now)
+
+    def ready(
+        self, *replica_ids: int, epoch: int = 0, slots: int = 2, blocks: int = 100, version: int = 0
+    ) -> list[Any]:
+        size = {"max_num_seqs": slots, "num_kv_tokens": blocks * BLOCK, "block_size": BLOCK, "policy_version": version}
+        return [item for id_ in replica_ids for item in self.hear(m.ReplicaReady, id_, epoch, **size)]
+
+    def finish(self, replica_id: int, state: SequenceState, **fields: Any) -> list[Any]:
+        done = SequenceState.from_bytes(state.to_bytes())
+        done.tokens += expected_tokens(state)[done.num_generated :]
+        done.logprobs = done.versions = [0] * done.num_generated
+        return self.hear(m.SequencesFinished, replica_id, finished=(completion_of(done, "stop"),), **fields)
+
+
+def open_desk(num_states: int, tp: int = 1, num_ranks: int = 2, **options: Any) -> tuple[Desk, list[SequenceState]]:
+    """A phase in which every replica has 2 slots, with so many sequences submitted."""
+    ready = {name: options.pop(name) for name in ("slots", "blocks") if name in options}
+    desk = Desk(contiguous_layout(range(num_ranks), tp), **options)
+    desk.ask(r.BeginPhase(phase=0, policy_version=0, weights_source="somewhere"))
+    desk.ready(*range(num_ranks // tp), **ready)
+    states = [make_state(uid) for uid in range(num_states)]
+    desk.sent = desk.ask(r.SubmitSequences(states=tuple(states)))  # type: ignore[attr-defined]
+    return desk, states
+
+
+def given(output: list[Any]) -> dict[int, list[int]]:
+    """Replica id -> prompt uids submitted to it."""
+    got: dict[int, list[int]] = {}
+    for item in output:
+        if isinstance(item, m.SubmitWork):
+            assert item.replica_id is not None
+            got.setdefault(item.replica_id, []).extend(work.state.key.prompt_uid for work in item.works)
+    return got
+
+
+def only(output: list[Any], kind: Any) -> Any:
+    (item,) = [item for item in output if isinstance(item, kind)]
+    return item
+
+
+def test_on_demand_gives_one_by_one_as_room_comes() -> None:
+    desk, states = open_desk(6)
+    assert given(desk.sent) == {0: [0, 2], 1: [1, 3]}
+    assert desk.core.num_waiting == 2
+    output = desk.finish(1, states[3])
+    assert only(output, r.Deliver).finished.state.tokens == states[3].tokens + expected_tokens(states[3])
+    assert given(output) == {1: [4]}
+
+
+def test_room_counts_the_kv_of_what_was_given_and_what_it_has_grown_by() -> None:
+    # 3 tokens of prompt and a block ahead: 2 blocks each.
+    desk, states = open_desk(3, num_ranks=1, slots=8, blocks=5)
+    assert given(desk.sent) == {0: [0, 1]}
+    grown = {"num_running": 2, "num_waiting": 0, "num_free_blocks": 1, "seconds": 0.1}
+    desk.hear(m.StepReported, 0, progress=((states[0].sequence_id, 8),), **grown)
+    assert not given(desk.finish(0, states[1])), "the first takes 4 blocks of 5 by now"
+    assert given(desk.finish(0, states[0])) == {0: [2]}
+
+
+def test_an_empty_replica_takes_what_will_not_fit_and_its_refusal_fails_the_run() -> None:
+    desk, states = open_desk(2, num_ranks=1, blocks=1)
+    assert given(desk.sent) == {0: [0]}
+    (failed,) = desk.hear(m.WorkRejected, 0, sequence_id=states[0].sequence_id, reason="too long")
+    assert failed == r.Failed(reason="replica 0 (rank 0) refused sequence (0, 0, 0): too long")
+    assert desk.finish(0, states[0]) == [] and desk.core.ignored
+
+
+def test_static_gives_all_at_once_by_index() -> None:
+    desk = Desk(contiguous_layout(range(3), 1), policy=Static())
+    desk.ask(r.BeginPhase(phase=0, policy_version=0))
+    desk.ready(2, 0)
+    states = tuple(make_state(uid) for uid in range(8))
+    assert not given(desk.ask(r.SubmitSequences(states=states))), "the second replica is not ready"
+    output = desk.ready(1)
+    assert given(output) == {0: [0, 3, 6], 1: [1, 4, 7], 2: [2, 5]}
+    assert len(output) == 3, "one command each, so that all of it is there before the first step"
+
+
+class Fixed:
+    def __init__(self, *dispatches: Dispatch) -> None:
+        self.dispatches = list(dispatches)
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        return self.dispatches.pop(0) if self.dispatches else None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sequence_id": (0, 9, 0)}, "the sequence is not waiting"),
+        ({"replica_id": 7}, "no such replica that accepts"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({}, "has no room"),
+    ],
+)
+def test_an_invalid_dispatch_is_named(fields: dict[str, Any], message: str) -> None:
+    first = Dispatch(sequence_id=(0, 0, 0), replica_id=0)
+    second = Dispatch(**{"sequence_id": (0, 1, 0), "replica_id": 0, **fields})
+    with pytest.raises(RuntimeError, match=message) as error:
+        open_desk(2, num_ranks=1, slots=1, policy=Fixed(first, second))
+    assert "Dispatch(sequence_id=" in str(error.value)
+
+
+def test_views_show_the_cap_and_no_more() -> None:
+    seen: list[ScheduleView] = []
+
+    class Watch:
+        def next(self, view: ScheduleView) -> None:
+            seen.append(view)
+
+    open_desk(2, policy=Watch())
+    assert [(s.index, s.num_prompt_tokens, s.num_generated, s.max_tokens) for s in seen[-1].entered] == [
+        (0, 3, 0, 12),
+        (1, 3, 0, 12),
+    ]
+    with pytest.raises(TypeError):
+        seen[-1].waiting[0, 0, 0] = seen[-1].entered[0]  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        seen[-1].replicas[0].num_assigned = 3  # type: ignore[misc]
+
+
+def test_stale_and_repeated_events_are_counted_and_change_nothing() -> None:
+    desk, states = open_desk(3, num_ranks=1)
+    desk.finish(0, states[0])
+    assert desk.finish(0, states[0], seq=1) == []
+    assert desk.finish(0, states[1], phase=5) == []
+    assert desk.finish(0, states[1], epoch=3) == []
+    assert desk.finish(0, states[0]) == []
+    assert dict(desk.core.ignored) == {
+        "repeated": 1,
+        "from another phase": 1,
+        "from a replica that is gone": 1,
+        "about a sequence that is not there": 1,
+    }
+
+
+KV = KVHandle(num_tokens=4, policy_version=0, dtype="float32", parts=())
+
+
+def pause(desk: Desk, replica_id: int, state: SequenceState, seq: int, num_new: int = 2) -> list[Any]:
+    state = SequenceState.from_bytes(state.to_bytes())
+    state.tokens += expected_tokens(state)[:num_new]
+    return desk.hear(m.SequencesPaused, replica_id, acks=seq, works=(Work(state=state, kv=KV),))
+
+
+def test_a_move_pauses_pins_and_resumes_with_kv() -> None:
+    desk, states = open_desk(4, slots=2)  # 0 and 2 on the first replica, 1 and 3 on the second
+    command = only(desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=1)), m.PauseSequences)
+    assert (command.replica_id, command.sequence_ids, command.with_kv) == (0, ((0, 0, 0),), True)
+    assert not given(pause(desk, 0, states[0], command.seq)), "the first has a free slot, but the sequence is pinned"
+    work = only(desk.finish(1, states[1]), m.SubmitWork)
+    assert work.replica_id == 1 and work.works[0].kv == KV and work.works[0].state.num_generated == 2
+
+
+def test_a_move_of_a_sequence_that_ends_first_is_fine() -> None:
+    desk, states = open_desk(1)
+    command = only(desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=1)), m.PauseSequences)
+    only(desk.finish(0, states[0]), r.Deliver)
+    assert desk.hear(m.SequencesPaused, 0, acks=command.seq, works=()) == []
+    assert desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=1)) == []
+    with pytest.raises(RuntimeError, match="was not submitted"):
+        desk.ask(r.RequestMove(sequence_id=(0, 5, 0), replica_id=1))
+    with pytest.raises(RuntimeError, match="replica_id=9: is no rollout replica"):
+        desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=9))
+
+
+def test_a_move_keeps_what_is_left_of_the_bound() -> None:
+    policy = Fixed(Dispatch(sequence_id=(0, 0, 0), replica_id=0, max_new_tokens=7))
+    desk, states = open_desk(1, policy=policy)
+    command = only(desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=1)), m.PauseSequences)
+    (work,) = only(pause(desk, 0, states[0], command.seq), m.SubmitWork).works
+    assert work.max_new_tokens == 5
+
+
+def outside_desk(num_states: int) -> tuple[Desk, list[SequenceState]]:
+    """Replica 0 in the world with one slot, replica 50 outside with two."""
+    desk, states = open_desk(num_states, num_ranks=1, slots=1)
+    desk.ask(r.AddReplica(spec=ReplicaSpec(id=50, ranks=(1,))))
+    desk.sent = desk.ready(50)  # type: ignore[attr-defined]
+    return desk, states
+
+
+def lost(desk: Desk, replica_id: int) -> list[Any]:
+    return desk.hear(m.ReplicaLost, replica_id, seq=0, reason="killed")
+
+
+def test_a_lost_replica_s_sequences_go_on_from_what_is_known() -> None:
+    desk, states = outside_desk(3)
+    assert given(desk.sent) == {50: [1, 2]}
+    output = lost(desk, 50)
+    assert only(output, r.ReplicaDropped).replica_id == 50 and desk.core.num_waiting == 2
+    assert desk.finish(50, states[1]) == [], "the dead say nothing"
+    (work,) = only(desk.finish(0, states[0]), m.SubmitWork).works
+    assert work.state == states[1] and work.kv is None
+    with pytest.raises(RuntimeError, match="was used before"):
+        desk.ask(r.AddReplica(spec=ReplicaSpec(id=50, ranks=(1,))))
+
+
+def test_a_lost_destination_unpins() -> None:
+    desk, states = outside_desk(2)
+    command = only(desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=50)), m.PauseSequences)
+    lost(desk, 50)
+    assert given(pause(desk, 0, states[0], command.seq)) == {0: [0]}
+
+
+def test_a_lost_replica_of_the_world_ends_the_run() -> None:
+    desk, _ = open_desk(1, tp=2)
+    (failed,) = lost(desk, 0)
+    assert failed == r.Failed(reason="replica 0 (ranks 0, 1) of the torchrun world is lost: killed")
+
+
+def test_a_missing_event_is_a_loss() -> None:
+    desk, states = outside_desk(2)
+    output = desk.finish(50, states[1], seq=2)
+    assert only(output, r.ReplicaDropped).reason == "its event 1 is missing, 2 came"
+
+
+def test_replicas_outside_load_the_phase_s_weights_and_agree_on_them() -> None:
+    desk = Desk(Layout(epoch=0, replicas=()))
+    for id_ in (50, 51):
+        desk.ask(r.AddReplica(spec=ReplicaSpec(id=id_, ranks=(id_,))))
+    desk.ready(50, 51, version=0)
+    with pytest.raises(RuntimeError, match="weights_source=None"):
+        desk.ask(r.BeginPhase(phase=0, policy_version=3))
+    loads = desk.ask(r.BeginPhase(phase=0, policy_version=3, weights_source="folder"))
+    assert [(c.replica_id, c.version, c.source) for c in loads] == [(50, 3, "folder"), (51, 3, "folder")]
+    assert not given(desk.ask(r.SubmitSequences(states=(make_state(0),))))
+    assert given(desk.hear(m.WeightsLoaded, 50, acks=loads[0].seq, version=3, checksum=1)) == {50: [0]}
+    output = desk.hear(m.WeightsLoaded, 51, acks=loads[1].seq, version=3, checksum=2)
+    assert "checksum 2, not 1" in only(output, r.ReplicaDropped).reason
+
+
+def test_a_regroup_leaves_unchanged_replicas_alone() -> None:
+    desk, states = open_desk(4, num_ranks=3, world_size=4, slots=1)  # rank 3 is idle; sequence 3 waits
+    old = desk.core.layout.replicas
+    layout = Layout(epoch=1, replicas=(old[0], ReplicaSpec(id=1, ranks=(1, 3))))  # rank 2 becomes idle
+    pauses = desk.ask(r.RequestRegroup(layout=layout))
+    assert [(type(c), c.replica_id, c.sequence_ids) for c in pauses] == [
+        (m.PauseSequences, 1, None),
+        (m.PauseSequences, 2, None),
+    ]
+    assert given(desk.finish(0, states[0])) == {0: [3]}, "the first goes on meanwhile"
+    assert pause(desk, 1, states[1], pauses[0].seq) == []
+    regroups = pause(desk, 2, states[2], pauses[1].seq)
+    assert [(type(c), c.replica_id, c.rank) for c in regroups] == [
+        (m.Regroup, 1, 1),
+        (m.Regroup, 2, 2),
+        (m.Regroup, None, 3),
+    ]
+    assert desk.core.layout == layout and desk.core.regrouping
+    with pytest.raises(RuntimeError, match="under way"):
+        desk.ask(r.RequestRegroup(layout=layout))
+    assert desk.finish(2, states[2]) == [], "the old replica is gone"
+    assert desk.ready(1, epoch=1) == [], "rank 2 has not taken its place yet"
+    idle = m.RankIdle(replica_id=None, rank=2, epoch=1, phase=0, seq=0)
+    output = desk.core.on_event(idle, 0.0)
+    assert only(output, r.RegroupComplete).layout == layout
+    assert given(output) == {1: [1, 2]}
+    assert all(work.kv == KV for work in only(output, m.SubmitWork).works)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(epoch=5, replicas=()), "Layout.epoch=5: the next is 1"),
+        (contiguous_layout(range(3), 1, epoch=1), "use those below 2"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout: Layout, message: str) -> None:
+    desk, _ = open_desk(1)
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        desk.ask(r.RequestRegroup(layout=layout))
+    assert not desk.core.regrouping
+
+
+def test_the_layout_policy_is_asked_on_reports() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.views: list[LayoutView] = []
+
+        def decide(self, view: LayoutView) -> Layout | None:
+            self.views.append(view)
+            return nested_layout(range(2), 2, epoch=1) if view.num_unfinished == 1 else None
+
+    policy = Once()
+    desk, states = open_desk(2, layout_policy=policy)
+    report = {"num_running": 1, "num_waiting": 0, "num_free_blocks": 9, "seconds": 0.5, "progress": ()}
+    assert desk.hear(m.StepReported, 0, **report) == []
+    assert policy.views[-1].num_unfinished == 2
+    output = desk.finish(0, states[0])
+    assert [c.replica_id for c in output if isinstance(c, m.PauseSequences)] == [0, 1]
+    assert [d.action for d in desk.core.decisions] == ["dispatch", "dispatch", "regroup"]
+
+
+def test_a_phase_ends_when_all_have_acknowledged() -> None:
+    desk, states = open_desk(1, world_size=3)
+    with pytest.raises(RuntimeError, match="1 sequences are unfinished"):
+        desk.ask(r.RequestEndPhase())
+    desk.finish(0, states[0])
+    ends = desk.ask(r.RequestEndPhase())
+    assert [(type(c), c.replica_id, c.rank) for c in ends] == [
+        (m.EndPhase, 0, 0),
+        (m.EndPhase, 1, 1),
+        (m.EndPhase, None, 2),
+    ]
+    with pytest.raises(RuntimeError, match="no phase is open"):
+        desk.ask(r.SubmitSequences(states=(make_state(5),)))
+    assert desk.hear(m.PhaseEnded, 1, acks=ends[1].seq) == []
+    assert desk.hear(m.PhaseEnded, 0, acks=ends[0].seq) == []
+    last = m.PhaseEnded(replica_id=None, rank=2, epoch=0, phase=0, seq=0, acks=ends[2].seq)
+    assert desk.core.on_event(last, 0.0) == [r.PhaseComplete(phase=0)]
+    with pytest.raises(RuntimeError, match="count up"):
+        desk.ask(r.BeginPhase(phase=0, policy_version=1))
+    shutdowns = desk.ask(r.RequestShutdown())
+    assert [(type(c), c.rank) for c in shutdowns] == [(m.Shutdown, rank) for rank in range(3)]
+
+
+def test_an_aborting_end_delivers_what_there_is() -> None:
+    desk, states = open_desk(3, num_ranks=1, slots=1)
+    output = desk.ask(r.RequestEndPhase(abort=True))
+    waiting = [item.finished.completion for item in output if isinstance(item, r.Deliver)]
+    assert [(c.finish_reason, c.token_ids) for c in waiting] == [("abort", []), ("abort", [])]
+    command = only(output, m.AbortSequences)
+    output = desk.hear(m.SequencesAborted, 0, acks=command.seq, finished=(completion_of(states[0], "abort"),))
+    assert [type(item) for item in output] == [r.Deliver, m.EndPhase]
+
+
+def test_a_sequence_comes_once() -> None:
+    desk, states = open_desk(1)
+    with pytest.raises(RuntimeError, match="is there already"):
+        desk.ask(r.SubmitSequences(states=(make_state(0),)))
+    desk.finish(0, states[0])
+    with pytest.raises(RuntimeError, match="is there already"):
+        desk.ask(r.SubmitSequences(states=(make_state(0),)))
+
+
+def test_an_answer_that_is_late_names_who_and_what() -> None:
+    desk, _ = open_desk(1, tp=2)
+    desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=None))
+    desk.now = 60.0
+    assert desk.ask(r.Tick()) == []
+    desk.now = 60.1
+    (failed,) = desk.ask(r.Tick())
+    assert failed.reason == (
+        "replica 0 (ranks 0, 1) of the torchrun world is lost: it was waited for to pause sequences, and did not "
+        "within 60 s"
+    )
+
+
+def test_silence_with_work_is_a_loss() -> None:
+    desk, _ = outside_desk(2)
+    desk.now = 50.0
+    report = {"num_running": 1, "num_waiting": 0, "num_free_blocks": 9, "seconds": 0.5, "progress": ()}
+    desk.hear(m.StepReported, 0, **report)
+    desk.now = 70.0
+    output = desk.ask(r.Tick())
+    assert "1 sequences, and reported no step" in only(output, r.ReplicaDropped).reason
+
+
+def test_nobody_left_to_run_on_fails_after_the_timeout() -> None:
+    desk = Desk(Layout(epoch=0, replicas=()))
+    desk.ask(r.AddReplica(spec=ReplicaSpec(id=50, ranks=(0,))))
+    desk.ready(50)
+    desk.ask(r.BeginPhase(phase=0, policy_version=0))
+    desk.ask(r.SubmitSequences(states=(make_state(0),)))
+    lost(desk, 50)
+    desk.now = 61.0
+    assert "the launcher was waited for to add a replica" in only(desk.ask(r.Tick()), r.Failed).reason
+
+
+# --- Messages
+
+ENVELOPE: dict[str, Any] = {"replica_id": 1, "rank": 2, "phase": 3, "epoch": 4, "seq": 5}
+PART = KVPart(first_head=0, num_heads=2, location="shm:x", num_bytes=64)
+WORK = Work(
+    state=make_state(3),
+    max_new_tokens=5,
+    kv=KVHandle(num_tokens=2, policy_version=1, dtype="bfloat16", parts=(PART,)),
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.SubmitWork(**ENVELOPE, works=(WORK,)),
+        m.PauseSequences(**ENVELOPE, sequence_ids=((0, 1, 2),), with_kv=True),
+        m.AbortSequences(**ENVELOPE, sequence_ids=((0, 1, 2),)),
+        m.Regroup(**ENVELOPE, layout=nested_layout(range(4), 2)),
+        m.LoadWeights(**ENVELOPE, version=2, source="folder"),
+        m.EndPhase(**ENVELOPE),
+        m.Shutdown(**ENVELOPE),
+    ],
+)
+def test_commands_survive_the_wire(message: m.Command) -> None:
+    assert decode_command(encode(message)) == message
+    with pytest.raises(ProtocolError, match=f"event: Invalid value '{type(message).__name__}'"):
+        decode_event(encode(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.StepReported(
+            **ENVELOPE, num_running=1, num_waiting=2, num_free_blocks=3, seconds=0.5, progress=(((0, 1, 2), 7),)
+        ),
+        m.SequencesFinished(**ENVELOPE, finished=(completion_of(make_state(1), "stop"),)),
+        m.SequencesPaused(**ENVELOPE, acks=8, works=(WORK,)),
+        m.WeightsLoaded(**ENVELOPE, acks=8, version=2, checksum=2**64 - 1),
+        m.RankIdle(**{**ENVELOPE, "replica_id": None}),
+    ],
+)
+def test_events_survive_the_wire(message: m.Event) -> None:
+    assert decode_event(encode(message)) == message
+
+
+def test_bytes_that_are_no_message_are_refused() -> None:
+    data = encode(m.EndPhase(**ENVELOPE))
+    bad = {
+        b"": "0 bytes are not a message",
+        data[:-1]: "are not a message",
+        b"\x92\x02" + data[2:]: "protocol version 2, this process speaks 1; run one version",
+        data.replace(b"epoch", b"epock"): "unknown field `epock`",
+        data.replace(b"EndPhase", b"EndPhasy"): "Invalid value 'EndPhasy'",
+        encode(m.Regroup(**ENVELOPE, layout=nested_layout([0, 1], 2))).replace(
+            b"\x92\x00\x01", b"\x92\x01\x01"
+        ): "repeat",
+    }
+    for data, message in bad.items():
+        with pytest.raises(ProtocolError, match=message):
+            decode_command(data)

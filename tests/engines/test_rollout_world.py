@@ -1,0 +1,126 @@
+"""Coordinated rollouts with real processes: dispatched on demand, moved, regrouped; always the tokens of one process."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import LLM, SamplingParams
+from tests.checkpoints import save_checkpoint
+from tests.worlds import run_world
+
+RNG = random.Random(7)
+PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(24)]
+PARAMS = SamplingParams(max_tokens=48, n=2)
+OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**21, "max_num_seqs": 5}
+
+
+class Script:
+    """A layout policy that goes through TP sizes, one each time that so many more sequences are delivered."""
+
+    def __init__(self, sizes: list[int], every: int, nested: bool) -> None:
+        self._sizes, self._every, self._nested = list(sizes), every, nested
+
+    def decide(self, view: Any) -> Any:
+        from engines.parallel.layout import contiguous_layout, nested_layout
+
+        done = view.layout.epoch
+        if done >= len(self._sizes) or view.num_delivered < self._every * (done + 1):
+            return None
+        make = nested_layout if self._nested else contiguous_layout
+        return make(range(4), self._sizes[done], epoch=done + 1)
+
+
+def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
+    """Returns an `on_completion` that moves a few random sequences whenever one ends, with their KV or without."""
+    from engines.rollout.requests import RequestMove
+
+    rng = random.Random(seed)
+    left = num_moves
+
+    def move(_: Any) -> None:
+        nonlocal left
+        coordinator = llm.rollout.coordinator
+        for sequence_id in rng.sample(ids, 6):
+            left -= 1
+            if left >= 0:
+                target = rng.choice([spec.id for spec in coordinator.core.layout.replicas])
+                coordinator.post(
+                    RequestMove(sequence_id=sequence_id, replica_id=target, with_kv=rng.random() < 0.6)
+                )
+
+    return move
+
+
+def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache, all_layouts
+    from engines.rollout.policies import OnDemand
+
+    dist.init_process_group("gloo")
+    world = TorchGroup(timeout_s=120)
+    groups = GroupCache(world, all_layouts(range(world.size)), timeout_s=120)
+    results: dict[str, Any] = {}
+    for case in cases:
+        kind, _, family = case.partition("/")
+        tp_size = 2 if "TP2" in kind else 1
+        policy = None
+        if "regroup" in kind:
+            policy = Script([2, 4, 1], every=9, nested="contiguous" not in kind)
+        llm = LLM(
+            f"{directory}/{family}", world=groups, tensor_parallel_size=tp_size, schedule=OnDemand(),
+            layout_policy=policy, **OPTIONS,
+        )  # fmt: skip
+        ids = [(0, uid, index) for uid in range(len(PROMPTS)) for index in range(2)]
+        hook = move_at_random(llm, ids, seed=3, num_moves=400) if "moves" in kind else None
+        out = llm.generate(PROMPTS, PARAMS, on_completion=hook)
+        moves = llm.replica.kv_moves
+        results[case] = {
+            "tokens": [[c.token_ids for c in o.outputs] for o in out],
+            "epoch": llm.layout.epoch,
+            "imported": moves.num_imported,
+            "steps": len(llm.step_records),
+        }
+        llm.close()
+    dist.destroy_process_group()
+    return results
+
+
+CASES = [
+    "DP4/qwen3",
+    "DP2xTP2/qwen2-untied-mqa",
+    "DP4 moves/qwen3",
+    "DP2xTP2 moves/qwen3",
+    "DP4 regroup/qwen3",
+    "DP4 regroup moves/qwen2-untied-mqa",
+    "DP4 regroup contiguous/llama2",
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("families")
+    for family in {case.partition("/")[2] for case in CASES}:
+        save_checkpoint(directory / family, family)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def world(checkpoints: Path) -> list[dict[str, Any]]:
+    return run_world(roll_out, 4, str(checkpoints), CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_process(world: list[dict[str, Any]], checkpoints: Path, case: str) -> None:
+    alone = LLM(checkpoints / case.partition("/")[2], **OPTIONS).generate(PROMPTS, PARAMS)
+    for rank in range(4):
+        assert world[rank][case]["tokens"] == [[c.token_ids for c in o.outputs] for o in alone]
+        assert world[rank][case]["steps"] > 0
+        assert world[rank][case]["epoch"] == (3 if "regroup" in case else 0)
+    if case == "DP4 moves/qwen3":
+        assert sum(world[rank][case]["imported"] for rank in range(4)) > 5, "no KV was moved"

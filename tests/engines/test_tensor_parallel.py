@@ -1,0 +1,141 @@
+"""The same tokens over every layout: one process, data parallel, tensor parallel, both; nested and contiguous.
+
+In float64, with real processes, for fewer KV heads than ranks, tied and untied embeddings, and a vocabulary of 131,
+which no number of ranks divides.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import LLM, SamplingParams
+from tests.checkpoints import save_checkpoint
+from tests.worlds import run_world
+
+RNG = random.Random(5)
+PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(12)]
+PARAMS = [SamplingParams(max_tokens=24, n=2)] * 11 + [SamplingParams(max_tokens=24, temperature=0.0)]
+FAMILIES = ("qwen3", "qwen2-untied-mqa", "llama2", "llama-biases")
+OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**22, "max_num_batched_tokens": 64, "max_num_seqs": 9}
+WORLDS = {
+    2: {"DP2": ("nested", 1), "TP2": ("nested", 2)},
+    4: {
+        "DP4": ("nested", 1),
+        "DP2xTP2 nested": ("nested", 2),
+        "DP2xTP2 contiguous": ("contiguous", 2),
+        "TP4": ("nested", 4),
+    },
+}
+CASES = [(size, name, transport) for size in WORLDS for name in WORLDS[size] for transport in ("gloo", "shared memory")]
+
+
+def roll_out(llm: LLM) -> dict[str, Any]:
+    outputs = llm.generate(PROMPTS, PARAMS)
+    return {
+        "tokens": [[c.token_ids for c in output.outputs] for output in outputs],
+        "logprobs": [value for output in outputs for c in output.outputs for value in c.logprobs],
+        "checksum": format(llm.checksum(), "x"),
+    }
+
+
+def roll_out_over_layouts(directory: str, wanted: dict[str, list[Any]]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache
+    from engines.parallel.layout import contiguous_layout, nested_layout
+
+    dist.init_process_group("gloo")
+    make = {"nested": nested_layout, "contiguous": contiguous_layout}
+    layouts = {name: make[kind](range(dist.get_world_size()), tp_size) for name, (kind, tp_size) in wanted.items()}
+    results: dict[str, Any] = {}
+    for transport in ("gloo", "shared memory"):
+        groups = GroupCache(TorchGroup(timeout_s=120), layouts.values(), timeout_s=120, transport=transport)
+        for family in FAMILIES:
+            for name, layout in layouts.items():
+                llm = LLM(f"{directory}/{family}", world=groups, layout=layout, **OPTIONS)
+                results[f"{family}/{name}/{transport}"] = roll_out(llm)
+        groups.close()
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        save_checkpoint(directory / family, family)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def worlds(checkpoints: Path) -> dict[int, list[dict[str, Any]]]:
+    return {
+        size: run_world(roll_out_over_layouts, size, str(checkpoints), {k: list(v) for k, v in wanted.items()})
+        for size, wanted in WORLDS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints: Path) -> dict[str, dict[str, Any]]:
+    return {family: roll_out(LLM(checkpoints / family, **OPTIONS)) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("size", "name", "transport"), CASES)
+def test_tokens_are_those_of_one_process(
+    worlds: dict[int, list[dict[str, Any]]], alone: dict[str, dict[str, Any]], family: str, size: int, name: str,
+    transport: str,
+) -> None:  # fmt: skip
+    for rank in range(size):
+        mine = worlds[size][rank][f"{family}/{name}/{transport}"]
+        assert mine["tokens"] == alone[family]["tokens"]
+        assert mine["checksum"] == alone[family]["checksum"]
+        assert mine["logprobs"] == pytest.approx(alone[family]["logprobs"], rel=1e-9, abs=1e-9)
+
+
+def test_the_comparison_is_worth_something(alone: dict[str, dict[str, Any]]) -> None:
+    everything = [str(result["tokens"]) for result in alone.values()]
+    assert len(set(everything)) == len(FAMILIES)
+    assert all(len(tokens) > 3 for result in alone.values() for tokens in result["tokens"][-1])
+
+
+def refuse(directory: str) -> list[str]:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache
+    from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+
+    dist.init_process_group("gloo")
+    groups = GroupCache(TorchGroup(timeout_s=60), [nested_layout(range(2), 2)], timeout_s=60)
+    messages = []
+    for options in (
+        {"tensor_parallel_size": 3},
+        {"layout": Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0,)),))},
+        {"tensor_parallel_size": 2, "model": "odd"},
+    ):
+        try:
+            LLM(f"{directory}/{options.pop('model', 'qwen3')}", world=groups, **options)
+            messages.append("accepted")
+        except ValueError as error:
+            messages.append(str(error))
+    dist.destroy_process_group()
+    return messages
+
+
+def test_sizes_that_do_not_divide_are_refused_on_every_rank(checkpoints: Path) -> None:
+    import json
+    import shutil
+
+    odd = shutil.copytree(checkpoints / "qwen3", checkpoints / "odd")
+    raw = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps({**raw, "num_attention_heads": 3, "num_key_value_heads": 3}))
+    for messages in run_world(refuse, 2, str(checkpoints)):
+        assert "tensor_parallel_size=3: does not divide the 2 ranks" in messages[0]
+        assert "layout: places ranks [0]" in messages[1]
+        assert "num_heads=3" in messages[2]
