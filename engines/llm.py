@@ -21,7 +21,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import Communicator, SingleRank
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-from engines.replica import Replica
+from engines.replica import HiddenStop, Replica
 from engines.rollout.policies import LayoutPolicy, SchedulePolicy
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker import Pace
@@ -60,13 +60,15 @@ class LLM:
         schedule: SchedulePolicy | None = None,
         layout_policy: LayoutPolicy | None = None,
         pace: Pace | None = None,
+        hidden_stop: HiddenStop | None = None,
         load: bool = True,
         **options: Any,
     ) -> None:
         """`options` are the fields of `EngineConfig`. With `load=False` the weights come by `update_weights`.
 
         A `layout` of all ranks stands in for the one that `tensor_parallel_size` makes. A `layout_policy` needs a
-        `schedule`, and may name groups of ranks that `world` has. `pace` stretches each step to what it says.
+        `schedule`, and may name groups of ranks that `world` has. `pace` stretches each step to what it says, and
+        `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
 
         Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is taken.
         """
@@ -79,6 +81,7 @@ class LLM:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.max_model_len = _resolve_max_model_len(config, self.model_config)
         self.tokenizer = _load_tokenizer(Path(model), self.model_config)
+        self._hidden_stop = hidden_stop
         self._groups = world
         self._world: Communicator = world.world if world is not None else SingleRank()
         self.layout = layout or nested_layout(range(self._world.size), tensor_parallel_size)
@@ -108,6 +111,7 @@ class LLM:
             max_model_len=self.max_model_len,
             device=self.device,
             detokenize=self._detokenize if self.tokenizer is not None else None,
+            hidden_stop=self._hidden_stop,
         )
 
     def _coordinate(self, schedule: SchedulePolicy, layout_policy: LayoutPolicy | None, pace: Pace | None) -> None:

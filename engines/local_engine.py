@@ -15,7 +15,7 @@ from engines.models.loader import load_weights
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
-from engines.replica import Detokenize, Replica
+from engines.replica import Detokenize, HiddenStop, Replica
 from engines.runner import ModelRunner
 from engines.scheduler import Scheduler
 
@@ -34,6 +34,7 @@ class LocalEngine:
         max_model_len: int,
         device: torch.device,
         detokenize: Detokenize | None,
+        hidden_stop: HiddenStop | None = None,
     ) -> None:
         """Takes the memory; the weights are not there yet. `max_tp_size`: see `Shard.max_count`.
 
@@ -73,6 +74,7 @@ class LocalEngine:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             detokenize=detokenize,
+            hidden_stop=hidden_stop,
             tensor_parallel=tensor_parallel,
         )
         self.has_weights = False

@@ -26,6 +26,7 @@ from engines.sequence import (
 )
 
 Detokenize = Callable[[Tokens[int]], str]
+HiddenStop = Callable[[SequenceState], bool]
 
 
 @dataclass(kw_only=True)
@@ -73,10 +74,13 @@ class Replica:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         detokenize: Detokenize | None,
+        hidden_stop: HiddenStop | None = None,
         kv_store: KVStore | None = None,
         tensor_parallel: Communicator | None = None,
     ) -> None:
-        """KV that sequences bring is read from `kv_store`, and recomputed without one.
+        """A sequence ends by `stop` where `hidden_stop` says so: how a benchmark sets lengths that no policy can see.
+
+        KV that sequences bring is read from `kv_store`, and recomputed without one.
 
         With one, `tensor_parallel` must be the group of the ranks that hold the model's shards: they agree on what
         could be stored and read.
@@ -88,6 +92,7 @@ class Replica:
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
+        self._hidden_stop = hidden_stop
         self.kv_store = kv_store
         self._tensor_parallel = tensor_parallel or SingleRank()
         if kv_store is not None:
@@ -192,6 +197,8 @@ class Replica:
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             return "stop"
         if params.stop and self._hits_stop_string(sequence.state):
+            return "stop"
+        if self._hidden_stop is not None and self._hidden_stop(sequence.state):
             return "stop"
         return "length" if len(sequence.state.tokens) >= sequence.max_len else None
 

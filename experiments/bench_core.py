@@ -112,7 +112,7 @@ class _Bench:
 
     def report(self, replica: int) -> None:
         progress: tuple[tuple[SequenceId, int], ...] = tuple((s.sequence_id, 1) for s in self.running[replica])
-        load = {"num_running": len(progress), "num_waiting": 0, "num_free_blocks": 0, "seconds": 0.1}
+        load: dict[str, Any] = {"num_running": len(progress), "num_waiting": 0, "num_free_blocks": 0, "seconds": 0.1}
         self.say(StepReported(**self.envelope(replica), **load, progress=progress), "reported")
 
 

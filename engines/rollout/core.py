@@ -25,6 +25,7 @@ from engines.control import messages
 from engines.control.messages import Command, Event
 from engines.parallel.layout import Layout
 from engines.rollout.books import Books
+from engines.rollout.dispatcher import Dispatcher
 from engines.rollout.outbox import Outbox
 from engines.rollout.policies import LayoutPolicy, SchedulePolicy
 from engines.rollout.records import ReplicaRecord, SequenceRecord
@@ -47,7 +48,7 @@ from engines.rollout.requests import (
     SubmitSequences,
     Tick,
 )
-from engines.rollout.views import Decision, Dispatch, LayoutView, ScheduleView, num_reserved_tokens
+from engines.rollout.views import Decision, LayoutView
 from engines.sequence import Finished, SequenceId, Work
 
 # Events about sequences: only those of this phase count. Answers are checked by what is awaited.
@@ -99,11 +100,11 @@ class RolloutCore:
         self.decisions: deque[Decision] = deque(maxlen=max_decisions)
         self._world_size = world_size
         self._check_ranks(layout)
-        self._schedule_policy = schedule_policy
         self._layout_policy = layout_policy
         self._regroup_with_kv = regroup_with_kv
         self._outbox = Outbox(timeout_s)
         self._books = Books()
+        self._dispatcher = Dispatcher(self._books, self._outbox, schedule_policy, self._decide)
         for spec in layout.replicas:
             self._books.add_replica(ReplicaRecord(spec=spec, epoch=layout.epoch, outside=False))
         self._outside_ids: set[int] = set()
@@ -490,7 +491,7 @@ class RolloutCore:
         if asks_layout and self._layout_policy and self.phase is not None and not self._ending and not self.regrouping:
             self._ask_layout(self._layout_policy)
         self._advance_regroup()
-        self._dispatch()
+        self._dispatcher.dispatch(self.layout)
         if self._ending and not self.num_unfinished:
             self._advance_end()
         if self.num_unfinished and not self._books.replicas:
@@ -510,63 +511,6 @@ class RolloutCore:
             self.phase = self._books.policy_version = None
             self._end_seqs = []
             self._ending = False
-
-    # --- Dispatch
-
-    def _dispatch(self) -> None:
-        batches: dict[ReplicaRecord, list[Work]] = {}
-        for replica in self._books.replicas.values():
-            while replica.pinned_waiting:
-                sequence = next(iter(replica.pinned_waiting.values()))
-                max_new_tokens = sequence.num_left_here
-                if not self._has_room(replica, sequence, max_new_tokens):
-                    break
-                self._assign(sequence, replica, max_new_tokens, batches)
-        while self._books.waiting:
-            view = ScheduleView(
-                now=self._outbox.now,
-                layout=self.layout,
-                waiting=self._books.waiting,
-                entered=self._books.take_entered(),
-                replicas=self._books.views(),
-            )
-            dispatch = self._schedule_policy.next(view)
-            if dispatch is None:
-                break
-            sequence, replica = self._check_dispatch(dispatch)
-            self._assign(sequence, replica, dispatch.max_new_tokens, batches)
-        for replica, works in batches.items():
-            self._outbox.send(messages.SubmitWork, replica, works=tuple(works))
-
-    def _has_room(self, replica: ReplicaRecord, sequence: SequenceRecord, max_new_tokens: int | None) -> bool:
-        num_ahead = max_new_tokens or replica.block_size
-        num_tokens = num_reserved_tokens(sequence.num_tokens, sequence.max_len, num_ahead)
-        return self._books.views()[replica.spec.id].has_room(num_tokens)
-
-    def _check_dispatch(self, dispatch: Dispatch) -> tuple[SequenceRecord, ReplicaRecord]:
-        if dispatch.sequence_id not in self._books.waiting:
-            raise RuntimeError(f"{dispatch}: the sequence is not waiting")
-        sequence = self._books.sequences[dispatch.sequence_id]
-        replica = self._books.replicas.get(dispatch.replica_id)
-        if replica is None or not self._books.views()[replica.spec.id].accepts:
-            raise RuntimeError(f"{dispatch}: there is no such replica that accepts sequences")
-        if dispatch.max_new_tokens is not None and dispatch.max_new_tokens < 1:
-            raise RuntimeError(f"{dispatch}: max_new_tokens must be at least 1, or None")
-        if not dispatch.queued and not self._has_room(replica, sequence, dispatch.max_new_tokens):
-            raise RuntimeError(f"{dispatch}: {replica} has no room for it")
-        return sequence, replica
-
-    def _assign(
-        self,
-        sequence: SequenceRecord,
-        replica: ReplicaRecord,
-        max_new_tokens: int | None,
-        batches: dict[ReplicaRecord, list[Work]],
-    ) -> None:
-        self._decide("dispatch", [sequence.id], replica)
-        self._books.assign(sequence, replica, max_new_tokens, self._outbox.now)
-        work = Work(state=sequence.state, max_new_tokens=max_new_tokens, kv=sequence.kv)
-        batches.setdefault(replica, []).append(work)
 
     # --- Regroup
 

@@ -63,6 +63,7 @@ class Worker:
         self._reported = time.monotonic()
         self._seconds = 0.0
         if engine is None:
+            self._send(m.RankIdle)
             return
         engine.tensor_parallel.barrier()
         self._send(

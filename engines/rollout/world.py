@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from engines.control.transport import Client, Server, new_token
-from engines.kvcache.transfer import HostKVStore
+from engines.kvcache.transfer import HostKVStore, reclaim
 from engines.local_engine import LocalEngine
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import Layout
@@ -60,6 +60,7 @@ class RolloutWorld:
             told = msgspec.msgpack.encode(msgspec.structs.replace(launch, address=server.address))
         launch = msgspec.msgpack.decode(world.broadcast_bytes(told), type=Launch)
         self._client = Client(peer_of(world.rank), launch.address, launch.token, patience_s=timeout_s)
+        reclaim(keep_token=launch.kv_token)
         self._kv_store = HostKVStore(launch.kv_token, kv_store_bytes)
         self._rebuild_engine = rebuild
         if engine is not None:
@@ -153,7 +154,8 @@ class RolloutWorld:
         return finished if thread is not None else msgspec.msgpack.decode(told, type=list[Finished])
 
     def close(self) -> None:
-        """Ends the connections. Prompt."""
+        """Ends the connections, and drops KV that nobody came for. Prompt."""
         self._client.close()
+        self._kv_store.close()
         if self.coordinator is not None:
             self.coordinator.close()

@@ -772,6 +772,35 @@ def test_a_lost_replica_s_sequences_go_on_from_what_is_known() -> None:
         desk.ask(r.AddReplica(spec=ReplicaSpec(id=50, ranks=(1,))))
 
 
+def test_a_loss_drops_kv_and_forgets_tokens_that_were_only_reported() -> None:
+    desk, states = outside_desk(2)
+    command = only(desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=50)), m.PauseSequences)
+    assert only(pause(desk, 0, states[0], command.seq), m.SubmitWork).works[0].kv == KV
+    report = {"num_running": 2, "num_waiting": 0, "num_free_blocks": 9, "seconds": 0.5}
+    desk.hear(m.StepReported, 50, progress=(((0, 0, 0), 4),), **report)
+    output = lost(desk, 50)
+    assert only(output, r.DiscardKV).kv == KV
+    (work,) = only(output, m.SubmitWork).works
+    assert work.kv is None and work.state.num_generated == 2
+
+
+def test_a_loss_counts_tokens_from_the_state_again() -> None:
+    seen: list[ScheduleView] = []
+
+    class Watch(OnDemand):
+        def next(self, view: ScheduleView) -> Dispatch | None:
+            seen.append(view)
+            return super().next(view)
+
+    desk, _ = open_desk(2, num_ranks=1, slots=1, policy=Watch())
+    desk.ask(r.AddReplica(spec=ReplicaSpec(id=50, ranks=(1,))))
+    desk.ready(50)
+    report = {"num_running": 1, "num_waiting": 0, "num_free_blocks": 9, "seconds": 0.5}
+    desk.hear(m.StepReported, 50, progress=(((0, 1, 0), 4),), **report)
+    lost(desk, 50)
+    assert [(s.sequence_id, s.num_generated) for s in seen[-1].entered] == [((0, 1, 0), 0)]
+
+
 def test_a_lost_destination_unpins() -> None:
     desk, states = outside_desk(2)
     command = only(desk.ask(r.RequestMove(sequence_id=(0, 0, 0), replica_id=50)), m.PauseSequences)

@@ -1,0 +1,81 @@
+"""Waiting sequences to replicas that have room, as the schedule policy says. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engines.control import messages
+from engines.parallel.layout import Layout
+from engines.rollout.books import Books
+from engines.rollout.outbox import Outbox
+from engines.rollout.policies import SchedulePolicy
+from engines.rollout.records import ReplicaRecord, SequenceRecord
+from engines.rollout.views import Dispatch, ScheduleView, num_reserved_tokens
+from engines.sequence import Work
+
+
+class Dispatcher:
+    """Pinned sequences first, which no policy sees; then one by one, until the policy has no more."""
+
+    def __init__(self, books: Books, outbox: Outbox, policy: SchedulePolicy, decide: Callable[..., None]) -> None:
+        """`decide` records a decision; see `RolloutCore._decide`."""
+        self._books = books
+        self._outbox = outbox
+        self._policy = policy
+        self._decide = decide
+
+    def dispatch(self, layout: Layout) -> None:
+        """Sends all that can be sent now: one command per replica."""
+        batches: dict[ReplicaRecord, list[Work]] = {}
+        for replica in self._books.replicas.values():
+            while replica.pinned_waiting:
+                sequence = next(iter(replica.pinned_waiting.values()))
+                max_new_tokens = sequence.num_left_here
+                if not self._has_room(replica, sequence, max_new_tokens):
+                    break
+                self._assign(sequence, replica, max_new_tokens, batches)
+        while self._books.waiting:
+            view = ScheduleView(
+                now=self._outbox.now,
+                layout=layout,
+                waiting=self._books.waiting,
+                entered=self._books.take_entered(),
+                replicas=self._books.views(),
+            )
+            dispatch = self._policy.next(view)
+            if dispatch is None:
+                break
+            sequence, replica = self._check_dispatch(dispatch)
+            self._assign(sequence, replica, dispatch.max_new_tokens, batches)
+        for replica, works in batches.items():
+            self._outbox.send(messages.SubmitWork, replica, works=tuple(works))
+
+    def _has_room(self, replica: ReplicaRecord, sequence: SequenceRecord, max_new_tokens: int | None) -> bool:
+        num_ahead = max_new_tokens or replica.block_size
+        num_tokens = num_reserved_tokens(sequence.num_tokens, sequence.max_len, num_ahead)
+        return self._books.views()[replica.spec.id].has_room(num_tokens)
+
+    def _check_dispatch(self, dispatch: Dispatch) -> tuple[SequenceRecord, ReplicaRecord]:
+        if dispatch.sequence_id not in self._books.waiting:
+            raise RuntimeError(f"{dispatch}: the sequence is not waiting")
+        sequence = self._books.sequences[dispatch.sequence_id]
+        replica = self._books.replicas.get(dispatch.replica_id)
+        if replica is None or not self._books.views()[replica.spec.id].accepts:
+            raise RuntimeError(f"{dispatch}: there is no such replica that accepts sequences")
+        if dispatch.max_new_tokens is not None and dispatch.max_new_tokens < 1:
+            raise RuntimeError(f"{dispatch}: max_new_tokens must be at least 1, or None")
+        if not dispatch.queued and not self._has_room(replica, sequence, dispatch.max_new_tokens):
+            raise RuntimeError(f"{dispatch}: {replica} has no room for it")
+        return sequence, replica
+
+    def _assign(
+        self,
+        sequence: SequenceRecord,
+        replica: ReplicaRecord,
+        max_new_tokens: int | None,
+        batches: dict[ReplicaRecord, list[Work]],
+    ) -> None:
+        self._decide("dispatch", [sequence.id], replica)
+        self._books.assign(sequence, replica, max_new_tokens, self._outbox.now)
+        work = Work(state=sequence.state, max_new_tokens=max_new_tokens, kv=sequence.kv)
+        batches.setdefault(replica, []).append(work)
