@@ -36,6 +36,7 @@ from engines.sequence import (
     Work,
     is_int64,
 )
+from engines.tokenizer import detokenizer, load_tokenizer
 
 Prompt = str | list[int]
 
@@ -80,7 +81,7 @@ class LLM:
         self.model_config = ModelConfig.from_pretrained(model)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.max_model_len = _resolve_max_model_len(config, self.model_config)
-        self.tokenizer = _load_tokenizer(Path(model), self.model_config)
+        self.tokenizer = load_tokenizer(model, self.model_config)
         self._hidden_stop = hidden_stop
         self._groups = world
         self._world: Communicator = world.world if world is not None else SingleRank()
@@ -110,7 +111,7 @@ class LLM:
             tensor_parallel=self._groups.get(spec.ranks) if self._groups is not None else SingleRank(),
             max_model_len=self.max_model_len,
             device=self.device,
-            detokenize=self._detokenize if self.tokenizer is not None else None,
+            detokenize=detokenizer(self.tokenizer),
             hidden_stop=self._hidden_stop,
         )
 
@@ -198,9 +199,6 @@ class LLM:
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
         """Raises ValueError, with the numbers, when the prompt's completions could never run here."""
         self.replica.check(self.encode([prompt])[0], sampling_params)
-
-    def _detokenize(self, tokens: Items[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _make_states(
         self, token_lists: list[list[int]], params: list[SamplingParams], uids: Items[int] | None
@@ -370,21 +368,3 @@ def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"EngineConfig.max_model_len={asked}: the model's context is {model.max_position_embeddings} tokens"
         )
     return asked
-
-
-def _load_tokenizer(directory: Path, model: ModelConfig) -> Any:
-    """The checkpoint's tokenizer, or None when it has none."""
-    if not (directory / "tokenizer.json").is_file() and not (directory / "tokenizer_config.json").is_file():
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # what a broken file raises depends on where it is broken
-        raise ValueError(f"model={str(directory)!r}: its tokenizer cannot be read ({error!r})") from None
-    if len(tokenizer) > model.vocab_size:
-        raise ValueError(
-            f"model={str(directory)!r}: the tokenizer has {len(tokenizer)} tokens, config.json says "
-            f"vocab_size={model.vocab_size}; they belong to different models"
-        )
-    return tokenizer

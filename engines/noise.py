@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # int64 arithmetic wraps modulo 2^64, so these are the generator's unsigned constants, reinterpreted.
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
@@ -31,7 +31,7 @@ def mix64_(x: Tensor) -> Tensor:
 
 def splitmix64(seeds: Tensor, counters: Tensor) -> Tensor:
     """Output number `counters` (from 1) of the generators seeded with `seeds`; int64, broadcast together."""
-    return mix64_(seeds + counters * _GOLDEN_GAMMA)
+    return mix64_(seeds + counters * GOLDEN_GAMMA)
 
 
 def stream_seeds(keys: Tensor, positions: Tensor) -> Tensor:

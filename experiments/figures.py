@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
+from engines.rollout.telemetry import StepRecord
 
 PHASES = ("gen", "reward", "update_actor", "update_weights", "testing")
 
@@ -31,6 +34,40 @@ def draw_run(folder: Path) -> list[Path]:
     if live:
         written.append(_figure(target / "live_batch.png", lambda ax: _live_batch(ax, live)))
     return written
+
+
+def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Path:
+    """One panel per rollout, replicas as rows, each step coloured by its batch; all on one time axis.
+
+    A replica that was regrouped changes its TP degree, which is written where it begins.
+    """
+    figure, axes = plt.subplots(
+        len(rollouts), 1, figsize=(9, 1 + 1.6 * len(rollouts)), sharex=True, layout="constrained", squeeze=False
+    )
+    largest = max((step.num_running for steps in rollouts.values() for step in steps), default=1)
+    colours = plt.get_cmap("viridis")
+    for ax, (name, steps) in zip(axes[:, 0], rollouts.items(), strict=True):
+        origin = min((step.start for step in steps), default=0.0)
+        rows = sorted({step.replica_id for step in steps})
+        for row in rows:
+            own = sorted((step for step in steps if step.replica_id == row), key=lambda step: step.start)
+            ax.broken_barh(
+                [(step.start - origin, step.seconds) for step in own],
+                (row - 0.4, 0.8),
+                facecolors=[colours(step.num_running / largest) for step in own],
+                antialiaseds=False,
+            )
+            for before, step in zip([None, *own], own, strict=False):
+                if step.tp_size > 1 and (before is None or before.tp_size != step.tp_size):
+                    ax.annotate(f"TP{step.tp_size}", (step.start - origin, row + 0.4), fontsize=7)
+        ax.set(title=name.replace("_", " "), ylabel="replica", yticks=rows)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("seconds")
+    scale = plt.cm.ScalarMappable(cmap=colours, norm=plt.Normalize(0, largest))
+    figure.colorbar(scale, ax=axes[:, 0].tolist(), label="sequences in the step")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import os
 import platform
 import secrets
 import shutil
+import struct
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ from engines.parallel.collectives import as_bytes, check_source, from_source, ga
 
 DEV_SHM = Path("/dev/shm")
 SLOT_BYTES = 2**18  # a chunk and its sum stay within a core's second-level cache
+_LENGTH = struct.Struct("<q")  # of a broadcast's bytes, before them
 LINE_BYTES = 64  # a cache line: ranks that publish do not disturb each other's
 LINE_WORDS = LINE_BYTES // 8
 PAGE_BYTES = 4096
@@ -195,6 +197,7 @@ class SharedMemoryGroup:
         header = _header_bytes(size)
         # A memoryview's item is read and written by one aligned 8-byte move.
         self._words = memory[:header].cast("q")
+        self._bytes = memory[header:]
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
             self._slots = torch.frombuffer(memory[header:], dtype=torch.uint8).view(2, size + 1, slot_bytes)
         lines = [LINE_WORDS * other for other in range(size)]
@@ -230,8 +233,24 @@ class SharedMemoryGroup:
         return gather_bytes(data, partial(self._gather, kind="all_gather_bytes"))
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """In one phase where the bytes fit into a slot behind their number: what a replica's control does each step."""
+        check_source(source, self.size)
         mine = from_source(data) if self.rank == source else b""
-        return send_bytes(mine, partial(self._broadcast, source=source, kind="broadcast_bytes"))
+        if self._failure:
+            raise self._refusal()
+        start = (self._buffer * (self.size + 1) + source) * self._slot_bytes
+        self._buffer ^= 1
+        if self.rank == source:
+            _LENGTH.pack_into(self._bytes, start, len(mine))
+            self._bytes[start + _LENGTH.size : start + self._slot_bytes][: len(mine)] = mine[
+                : self._slot_bytes - _LENGTH.size
+            ]
+        self._meet(source << 8 | _KIND_CODES["broadcast_bytes"])
+        (length,) = _LENGTH.unpack_from(self._bytes, start)
+        head = bytes(self._bytes[start + _LENGTH.size : start + self._slot_bytes][:length])
+        if len(head) == length:
+            return head
+        return head + send_bytes(mine[len(head) :], partial(self._broadcast, source=source, kind="broadcast"))
 
     def barrier(self) -> None:
         self._meet(KINDS.index("barrier"))
@@ -241,6 +260,7 @@ class SharedMemoryGroup:
         self._failure = self._failure or "it was closed"
         self._views.clear()
         self._slots = torch.empty(0, dtype=torch.uint8)
+        self._bytes.release()
         self._words.release()
 
     # ---- collectives, one chunk at a time
@@ -367,6 +387,8 @@ class SharedMemoryGroup:
         kind = KINDS[tag & 15]
         if kind == "barrier":
             return kind
+        if kind == "broadcast_bytes":
+            return f"{kind} from {tag >> 8}"
         code, (num_bytes, source) = tag >> 4 & 15, divmod(tag >> 8, self.size)
         dtype = str(DTYPES[code]).removeprefix("torch.") if code < len(DTYPES) else "another dtype"
         return f"{kind} of {num_bytes} bytes of {dtype}" + (f" from {source}" if kind.startswith("broadcast") else "")

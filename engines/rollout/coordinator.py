@@ -1,22 +1,35 @@
-"""The thread that drives the core: notices of the transport in, commands out. On rank 0; torch-free."""
+"""The thread that drives the core: notices of the transport in, commands out. Torch-free.
+
+Inside a torchrun world (on rank 0) a lost rank ends the run. Replicas outside come by `add_replica`, and a lost one
+is only reported to the core, which goes on without it.
+"""
 
 from __future__ import annotations
 
 import queue
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from engines.control import messages
-from engines.control.transport import Lost, Received, ServerEnd
+from engines.control.transport import Lost, Notice, Received, ServerEnd
+from engines.parallel.layout import ReplicaSpec
 from engines.rollout.core import RolloutCore
+from engines.rollout.launcher import Exit
 from engines.rollout.requests import (
+    AddReplica,
     BeginPhase,
     Deliver,
     DiscardKV,
     Failed,
     PhaseComplete,
+    ReplicaDropped,
     Request,
+    RequestAbort,
     RequestEndPhase,
+    RequestMove,
+    RequestRegroup,
+    RequestShutdown,
     SubmitSequences,
     Tick,
 )
@@ -25,10 +38,23 @@ from engines.sequence import Finished, KVHandle, SequenceState
 
 POLL_S = 0.02
 """Longest that a posted request waits, and shortest time between two looks at the deadlines."""
+_MAY_COME_LATE = (RequestMove, RequestAbort, RequestRegroup)
+
+
+class Launcher(Protocol):
+    """Who started the replicas outside the world; `ReplicaLauncher` is one."""
+
+    def kill(self, replica_id: int) -> None:
+        """Ends what is left of a replica; without effect when nothing is."""
+        ...
+
+    def poll(self) -> list[Exit]:
+        """Replicas whose process has ended since the last call."""
+        ...
 
 
 class Coordinator:
-    """Owns the core and the server's end. `roll_out` and `close` belong to one thread; `post` to any."""
+    """Owns the core and the server's end. All but `post`, `add_replica` and `stop` belong to one thread."""
 
     def __init__(
         self,
@@ -38,12 +64,24 @@ class Coordinator:
         num_ranks: int,
         timeout_s: float,
         discard_kv: Callable[[KVHandle], None] | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
+        """`num_ranks` of the torchrun world; 0 when there are only replicas outside."""
         self.core = core
         self._server = server
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._discard_kv = discard_kv
+        self._launcher = launcher
+        self.outside: dict[int, ReplicaSpec] = {}
+        """Replicas outside the world, by id, that were added and not lost."""
+        self.standing_by: set[int] = set()
+        """Those of them that have announced themselves."""
+        self.lost: list[str] = []
+        """Those that were lost, each with the reason."""
+        self.refused: list[str] = []
+        """Posted moves, aborts and regroups that did not fit any more when their turn came."""
+        self._ticked = time.monotonic()
         self._posted: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._stopped = False
         self._on_finished: Callable[[Finished], None] | None = None
@@ -51,8 +89,15 @@ class Coordinator:
         self._complete = False
 
     def post(self, request: Request) -> None:
-        """Asks the core for something while a rollout runs: a move, an abort, a regroup."""
+        """Asks the core for something while a rollout runs: a move, an abort, a regroup, more sequences.
+
+        What has happened by the time of its turn may rule a move, an abort or a regroup out: see `refused`.
+        """
         self._posted.put(request)
+
+    def add_replica(self, spec: ReplicaSpec) -> None:
+        """A replica outside the world was launched, and will join. Takes part as soon as it has the weights."""
+        self._posted.put(AddReplica(spec=spec))
 
     def stop(self) -> None:
         """Makes a running `roll_out` give up: the process that it waits for will not go on."""
@@ -74,36 +119,52 @@ class Coordinator:
         *,
         phase: int,
         policy_version: int,
+        weights_source: str | None = None,
         on_finished: Callable[[Finished], None] | None = None,
     ) -> list[Finished]:
-        """Completes the sequences on the world's replicas; returns them in the order in which they ended.
+        """Completes the sequences on the replicas there are; returns them in the order in which they ended.
 
-        `on_finished` is called for each, as it comes. Raises RuntimeError naming who was waited for, or what went
-        wrong where.
+        `weights_source` is the folder from which replicas outside the world load `policy_version`. `on_finished` is
+        called for each, as it comes. Raises RuntimeError naming who was waited for, or what went wrong where.
         """
         self._on_finished, self._finished, self._complete = on_finished, [], False
-        self._take(BeginPhase(phase=phase, policy_version=policy_version))
+        self.pump(0.0)  # what has happened since the last phase
+        self._take(BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
         self._take(SubmitSequences(states=tuple(states)))
         ended = False
-        ticked = time.monotonic()
         while not self._complete:
             if self._stopped:
                 raise RuntimeError("coordinator: was stopped, since rank 0 does not go on")
-            while not self._posted.empty():
-                self._take(self._posted.get())
+            self._take_posted()
             if not ended and self.core.num_unfinished == 0 and not self.core.regrouping:
                 ended = True
                 self._take(RequestEndPhase())
                 continue
-            notice = self._server.receive(POLL_S)
-            if isinstance(notice, Received):
-                self._take(messages.decode_event(notice.payload))
-            elif isinstance(notice, Lost):
-                raise RuntimeError(f"coordinator: {notice.peer} is lost: {notice.reason}")
-            if time.monotonic() - ticked > POLL_S:
-                ticked = time.monotonic()
-                self._take(Tick())
+            self.pump(POLL_S)
         return self._finished
+
+    def pump(self, timeout_s: float) -> None:
+        """Takes what was posted and what has come, waiting so long for the first; then looks at the deadlines.
+
+        To be called while no phase runs, too, where replicas outside the world come and go.
+        """
+        self._take_posted()
+        notice = self._server.receive(timeout_s)
+        while notice is not None:
+            self._on_notice(notice)
+            self._take_posted()
+            notice = self._server.receive(0.0)
+        if time.monotonic() - self._ticked > POLL_S:
+            # After all that has come: an answer that lies in the inbox is not late.
+            for exit_ in self._launcher.poll() if self._launcher is not None else []:
+                if exit_.replica_id in self.outside:
+                    self._lose(self.outside[exit_.replica_id], str(exit_))
+            self._ticked = time.monotonic()
+            self._take(Tick())
+
+    def shut_down(self) -> None:
+        """Tells all processes to end, between two phases."""
+        self._take(RequestShutdown())
 
     def marks(self) -> list[Mark]:
         """What was decided so far, for a timeline; dispatches are left out, since steps show them."""
@@ -115,6 +176,50 @@ class Coordinator:
 
     def close(self) -> None:
         self._server.close()
+
+    def _take_posted(self) -> None:
+        while not self._posted.empty():
+            request = self._posted.get()
+            if isinstance(request, AddReplica):
+                self.outside[request.spec.id] = request.spec
+            try:
+                self._take(request)
+            except RuntimeError as error:
+                if self.core.failed is not None or not isinstance(request, _MAY_COME_LATE):
+                    raise
+                self.refused.append(str(error))
+
+    def _on_notice(self, notice: Notice) -> None:
+        spec = next((spec for spec in self.outside.values() if peer_of(spec.ranks[0]) == notice.peer), None)
+        if isinstance(notice, Received):
+            try:
+                event = messages.decode_event(notice.payload)
+            except messages.ProtocolError as error:
+                if spec is None:
+                    raise
+                self._lose(spec, str(error))
+                return
+            if isinstance(event, messages.ReplicaReady) and event.replica_id in self.outside:
+                self.standing_by.add(event.replica_id)
+            self._take(event)
+        elif isinstance(notice, Lost) and spec is not None:
+            self._lose(spec, f"its control connection ended: {notice.reason}")
+        elif isinstance(notice, Lost) and rank_of(notice.peer) < self._num_ranks:
+            raise RuntimeError(f"coordinator: {notice.peer} is lost: {notice.reason}")
+
+    def _lose(self, spec: ReplicaSpec, reason: str) -> None:
+        """Reports the end of a replica outside the world."""
+        self._take(
+            messages.ReplicaLost(replica_id=spec.id, rank=spec.ranks[0], phase=-1, epoch=0, seq=0, reason=reason)
+        )
+
+    def _drop(self, dropped: ReplicaDropped) -> None:
+        """Sees a replica off that the core has given up, whoever reported it."""
+        spec = self.outside.pop(dropped.replica_id)
+        self.standing_by.discard(spec.id)
+        self.lost.append(f"replica {spec.id} (rank {spec.ranks[0]}): {dropped.reason}")
+        if self._launcher is not None:
+            self._launcher.kill(spec.id)
 
     def _take(self, event: Request | messages.Event) -> None:
         for output in self.core.on_event(event, time.monotonic()):
@@ -128,12 +233,19 @@ class Coordinator:
                         self._discard_kv(output.kv)
                 case PhaseComplete():
                     self._complete = True
+                case ReplicaDropped():
+                    self._drop(output)
                 case Failed():
-                    raise RuntimeError(f"coordinator: {output.reason}")
+                    lost = "".join(f"\n  lost before: {one}" for one in self.lost)
+                    raise RuntimeError(f"coordinator: {output.reason}{lost}")
                 case _ if isinstance(output, messages.Command):
                     self._server.send(peer_of(output.rank), messages.encode(output))
 
 
 def peer_of(rank: int) -> str:
-    """The name under which a rank joins."""
+    """The name under which a rank joins, in the world or outside."""
     return f"rank-{rank}"
+
+
+def rank_of(peer: str) -> int:
+    return int(peer.removeprefix("rank-"))

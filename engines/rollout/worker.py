@@ -1,7 +1,8 @@
-"""One rank in a rollout: it steps its replica, and between two steps takes commands.
+"""One process in a rollout: it steps its replica, and between two steps takes commands.
 
 The leader of a replica (`ranks[0]`) hears the coordinator and passes on what it hears, so that all shards take a
-command at the same step; followers hear their leader only. An idle rank hears the coordinator itself.
+command at the same step; followers hear their leader only. An idle rank hears the coordinator itself. A replica outside
+the world (`engines/rollout/outside.py`) runs the same loop, and there alone weights are loaded by command.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ REPORT_EVERY_S = 0.05
 SLOW_CONTROL_INTERVAL = 16
 """Steps between two looks for commands where telling the followers costs a network round trip."""
 
+NO_WEIGHTS = -1
+"""`policy_version` of a replica that has loaded none yet: no phase has it."""
+
 Pace = Callable[[int, int, int], float]
 """(sequences, new tokens, context tokens, all summed over the batch) -> seconds that the step is to last."""
+LoadFrom = Callable[[str, int], int]
+"""(folder, policy version) -> checksum of the weights that the engine now has."""
 
 
 class Worker:
@@ -42,13 +48,22 @@ class Worker:
         engine: LocalEngine | None,
         rebuild: Callable[[Layout], LocalEngine | None],
         pace: Pace | None = None,
+        load_from: LoadFrom | None = None,
     ) -> None:
-        """`rebuild` makes this rank's engine in another layout, weights included; None where it is idle there."""
+        """`rebuild` makes this rank's engine in another layout, weights included; None where it is idle there.
+
+        `load_from` is given outside the torchrun world only: there weights are loaded, and the process ended, by
+        command.
+        """
         self._rank = rank
         self._client = client
         self._rebuild = rebuild
         self._pace = pace
+        self._load_from = load_from
         self._phase = -1
+        self._last_heard = -1
+        self.is_shut_down = False
+        """Whether a command has ended the process's work; outside the world only."""
         self.step_records: list[StepRecord] = []
         """The steps of this rank's replicas since `run` was last called."""
         self._take_place(layout, engine)
@@ -71,11 +86,14 @@ class Worker:
             max_num_seqs=engine.config.max_num_seqs,
             num_kv_tokens=engine.num_kv_tokens,
             block_size=engine.config.block_size,
-            policy_version=engine.replica.policy_version,
+            policy_version=engine.replica.policy_version if engine.has_weights else NO_WEIGHTS,
         )
 
     def run(self) -> None:
-        """Steps and obeys until the coordinator ends the phase."""
+        """Steps and obeys until the coordinator ends the phase, or the process. To be called again for each phase.
+
+        Raises ConnectionError when the coordinator is gone.
+        """
         self.step_records = []
         while True:
             for command in self._next_commands():
@@ -97,25 +115,30 @@ class Worker:
 
     def _next_commands(self) -> list[m.Command]:
         if self.engine is None or self.engine.tensor_parallel.size == 1:
-            return [m.decode_command(data) for data in self._hear()]
+            return self._hear()
         group = self.engine.tensor_parallel
         is_local = group.name == "shared memory"
         if self._has_work and not is_local and self._num_steps % SLOW_CONTROL_INTERVAL:
             return []
-        told = group.broadcast_bytes(msgspec.msgpack.encode(self._hear()) if self._speaks else None)
+        heard = [m.encode(command) for command in self._hear()] if self._speaks else []
+        told = group.broadcast_bytes(msgspec.msgpack.encode(heard) if self._speaks else None)
         return [m.decode_command(data) for data in msgspec.msgpack.decode(told, type=list[bytes])]
 
-    def _hear(self) -> list[bytes]:
+    def _hear(self) -> list[m.Command]:
         """What has come from the coordinator; waits for it a while when there is nothing else to do."""
         heard = []
         data = self._client.receive(0.0 if self._has_work else IDLE_WAIT_S)
         while data is not None:
-            heard.append(data)
+            command = m.decode_command(data)
+            # Checked here and not where it is obeyed: a follower may have heard less than its new leader.
+            if command.seq > self._last_heard:
+                self._last_heard = command.seq
+                heard.append(command)
             data = self._client.receive(0.0)
         return heard
 
     def _obey(self, command: m.Command) -> bool:
-        """Returns whether the phase is over."""
+        """Returns whether the phase, or all, is over."""
         self._phase = command.phase
         if isinstance(command, m.SubmitWork):
             self._submit(command)
@@ -134,8 +157,14 @@ class Worker:
         elif isinstance(command, m.EndPhase):
             self._send(m.PhaseEnded, acks=command.seq)
             return True
-        else:
+        elif self._load_from is None:
             raise RuntimeError(f"rank {self._rank}: cannot {type(command).__name__} inside a torchrun world")
+        elif isinstance(command, m.LoadWeights):
+            checksum = self._load_from(command.source, command.version)
+            self._send(m.WeightsLoaded, acks=command.seq, version=command.version, checksum=checksum)
+        else:
+            self.is_shut_down = True
+            return True
         return False
 
     @property

@@ -1,0 +1,190 @@
+"""Starts replicas that stand outside the torchrun world, tells which have died, and leaves none behind. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from engines.config import EngineConfig
+from engines.control.transport import TOKEN_VARIABLE
+from engines.parallel.layout import ReplicaSpec
+
+ORDERS_VARIABLE = "CURTAIL_REPLICA"
+"""Environment variable of a launched process: its `ReplicaOrders`, as JSON."""
+_TAIL_BYTES = 2000
+_KILL_S = 10.0  # a killed process that is still there is stuck in the kernel
+
+
+class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process outside the world is started with, beside the launch token."""
+
+    address: str
+    """Of the coordinator's `Server`."""
+    spec: ReplicaSpec
+    parent_pid: int
+    model: str
+    """Folder of the checkpoint whose config and tokenizer are used; weights are loaded when told."""
+    config: EngineConfig
+    device: str
+    kv_token: str
+    kv_store_bytes: int
+    interval_s: float
+    patience_s: float
+    min_step_s: float
+    """Shortest time that a step lasts, in seconds: to slow a replica down in tests and paced runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """A process that has ended."""
+
+    replica_id: int
+    code: int
+    """Negative: the signal that killed it."""
+    log_tail: str
+
+    def __str__(self) -> str:
+        how = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
+        tail = self.log_tail.strip()
+        return f"its process {how}" + (f"; its last output:\n{tail}" if tail else "; it printed nothing")
+
+
+@dataclass(kw_only=True)
+class _Launched:
+    spec: ReplicaSpec
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+
+class ReplicaLauncher:
+    """One process per replica, each a session of its own that dies with this process. `launch` is for any thread."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        token: bytes,
+        model: str | Path,
+        config: EngineConfig,
+        world_size: int = 0,
+        device: str = "cpu",
+        num_threads: int = 1,
+        kv_token: str,
+        kv_store_bytes: int,
+        interval_s: float = 1.0,
+        patience_s: float = 10.0,
+        min_step_s: float = 0.0,
+        log_folder: Path | None = None,
+    ) -> None:
+        """`num_threads` of torch per process. Ids and ranks count up from `world_size`.
+
+        Output goes to `replica-<id>.log` in `log_folder`; without one to files without a name, of which only the end
+        is ever read, when a process has died. The other arguments: see `ReplicaOrders`.
+        """
+        self._token = token
+        self._num_threads = num_threads
+        self._log_folder = log_folder
+        self._next_id = world_size
+        self._launched: dict[int, _Launched] = {}
+        # The kernel kills a child when the *thread* that made it ends: this one ends with the launcher.
+        self._spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-launcher")
+        self._orders = ReplicaOrders(
+            address=address,
+            spec=ReplicaSpec(id=world_size, ranks=(world_size,)),
+            parent_pid=os.getpid(),
+            model=str(model),
+            config=config,
+            device=device,
+            kv_token=kv_token,
+            kv_store_bytes=kv_store_bytes,
+            interval_s=interval_s,
+            patience_s=patience_s,
+            min_step_s=min_step_s,
+        )
+
+    def launch(self) -> ReplicaSpec:
+        """Starts a replica under an id that no other has had; it will join, and announce itself, in a while."""
+        return self._spawner.submit(self._launch).result()
+
+    def _launch(self) -> ReplicaSpec:
+        spec = ReplicaSpec(id=self._next_id, ranks=(self._next_id,))
+        self._next_id += 1
+        log: IO[bytes] = (
+            open(self._log_folder / f"replica-{spec.id}.log", "w+b")  # noqa: SIM115 - kept until it has died
+            if self._log_folder is not None
+            else tempfile.TemporaryFile()  # noqa: SIM115
+        )
+        orders = msgspec.structs.replace(self._orders, spec=spec)
+        # Not on the command line, which every user of the machine can read.
+        secrets = {TOKEN_VARIABLE: self._token.hex(), ORDERS_VARIABLE: msgspec.json.encode(orders).decode()}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engines.rollout.outside"],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"OMP_NUM_THREADS": str(self._num_threads)} | secrets,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._launched[spec.id] = _Launched(spec=spec, process=process, log=log)
+        return spec
+
+    def pids(self) -> dict[int, int]:
+        """Process id of each replica that was not seen to die."""
+        return {id_: one.process.pid for id_, one in self._launched.items()}
+
+    def kill(self, replica_id: int) -> None:
+        """Ends a replica at once, stopped ones too; `poll` will tell. Without effect on one that is gone."""
+        launched = self._launched.get(replica_id)
+        if launched is not None and launched.process.poll() is None:
+            os.killpg(launched.process.pid, signal.SIGKILL)
+
+    def poll(self) -> list[Exit]:
+        """Those that have ended since the last call, each once."""
+        exits = []
+        for replica_id, one in list(self._launched.items()):
+            if (code := one.process.poll()) is not None:
+                exits.append(Exit(replica_id=replica_id, code=code, log_tail=_tail(one.log)))
+                one.log.close()
+                del self._launched[replica_id]
+        return exits
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Waits `grace_s` seconds for all to end by themselves, then kills the rest; returns when none is left.
+
+        Raises RuntimeError naming those that outlived SIGKILL. May be called twice.
+        """
+        _wait_for(list(self._launched.values()), grace_s)
+        for replica_id in list(self._launched):
+            self.kill(replica_id)
+        left = _wait_for(list(self._launched.values()), _KILL_S)
+        self.poll()
+        self._spawner.shutdown(wait=True)
+        if left:
+            names = ", ".join(f"replica {one.spec.id} (pid {one.process.pid})" for one in left)
+            raise RuntimeError(f"launcher: {names} outlived SIGKILL for {_KILL_S:g} s; look for a stuck device or disk")
+
+
+def _wait_for(launched: list[_Launched], seconds: float) -> list[_Launched]:
+    """Those that still run after so long."""
+    deadline = time.monotonic() + seconds
+    while left := [one for one in launched if one.process.poll() is None]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return left
+
+
+def _tail(log: IO[bytes]) -> str:
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")

@@ -1,0 +1,134 @@
+"""The process of a replica outside the torchrun world: `python -m engines.rollout.outside`, by `ReplicaLauncher` only.
+
+It holds one control connection and no process group. When the coordinator is gone it ends by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+
+import msgspec
+import torch
+
+from engines.config import ModelConfig
+from engines.control import messages
+from engines.control.transport import TOKEN_VARIABLE, Client, read_token
+from engines.kvcache.transfer import HostKVStore
+from engines.local_engine import LocalEngine
+from engines.models.loader import checkpoint_tensors
+from engines.parallel.collectives import SingleRank
+from engines.parallel.layout import Layout
+from engines.rollout.coordinator import peer_of
+from engines.rollout.launcher import ORDERS_VARIABLE, ReplicaOrders
+from engines.rollout.worker import Worker
+from engines.tokenizer import detokenizer, load_tokenizer
+
+FAILED, ORPHANED = 1, 3  # exit codes
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """The exit code: 0 when told to end, `FAILED` after an error, `ORPHANED` when the coordinator was lost."""
+    orders = msgspec.json.decode(os.environ.pop(ORDERS_VARIABLE), type=ReplicaOrders)
+    token = read_token()
+    del os.environ[TOKEN_VARIABLE]  # what this process may start need not have it
+    _die_with(orders.parent_pid)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        client = Client(
+            peer_of(orders.spec.ranks[0]),
+            orders.address,
+            token,
+            interval_s=orders.interval_s,
+            patience_s=orders.patience_s,
+        )
+    except ConnectionError as error:
+        print(f"replica {orders.spec.id}: {error}", file=sys.stderr)
+        return ORPHANED
+    store = HostKVStore(orders.kv_token, orders.kv_store_bytes)
+    try:
+        _serve(orders, client, store)
+        return 0
+    except ConnectionError as error:
+        print(f"replica {orders.spec.id}: {error}", file=sys.stderr)
+        return ORPHANED
+    except Exception as error:
+        traceback.print_exc()
+        _say_last_words(orders, client, error)
+        return FAILED
+    finally:
+        client.close()
+        store.close()
+
+
+def _serve(orders: ReplicaOrders, client: Client, store: HostKVStore) -> None:
+    """Obeys until told to end."""
+    engine = make_engine(orders)
+    engine.replica.kv_store = store
+
+    def load_from(source: str, version: int) -> int:
+        engine.load(checkpoint_tensors(source), version)
+        return engine.checksum()
+
+    worker = Worker(
+        rank=orders.spec.ranks[0],
+        client=client,
+        layout=Layout(epoch=0, replicas=(orders.spec,)),
+        engine=engine,
+        rebuild=_refuse_regroup,
+        pace=lambda *_: orders.min_step_s,
+        load_from=load_from,
+    )
+    while not worker.is_shut_down:
+        worker.run()
+
+
+def make_engine(orders: ReplicaOrders) -> LocalEngine:
+    """A replica of one rank, without weights. Raises FileNotFoundError or ValueError for a checkpoint that is none."""
+    model = ModelConfig.from_pretrained(orders.model)
+    return LocalEngine(
+        model,
+        orders.config,
+        spec=orders.spec,
+        max_tp_size=1,
+        tensor_parallel=SingleRank(),
+        max_model_len=orders.config.max_model_len or model.max_position_embeddings,
+        device=torch.device(orders.device),
+        detokenize=detokenizer(load_tokenizer(orders.model, model)),
+    )
+
+
+def _refuse_regroup(layout: Layout) -> LocalEngine | None:
+    raise RuntimeError(f"Regroup to epoch {layout.epoch}: came to a replica outside the world, which has one rank")
+
+
+def _say_last_words(orders: ReplicaOrders, client: Client, error: Exception) -> None:
+    lost = messages.ReplicaLost(
+        replica_id=orders.spec.id,
+        rank=orders.spec.ranks[0],
+        phase=-1,
+        epoch=0,
+        seq=0,
+        reason=f"{type(error).__name__}: {error}",
+    )
+    try:
+        client.send(messages.encode(lost))
+    except ConnectionError:
+        traceback.print_exc()  # to the log, which the launcher reads
+
+
+def _die_with(parent_pid: int) -> None:
+    """Has the kernel kill this process when its launcher dies: a stopped process could not see to that itself."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        print(f"prctl: {os.strerror(ctypes.get_errno())}; only the connection tells of the end", file=sys.stderr)
+    if os.getppid() != parent_pid:  # it died before the call
+        sys.exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""A checkpoint's tokenizer, where it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any
+
+from engines.config import ModelConfig
+
+
+def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
+    """The checkpoint's tokenizer, or None when it has none. Raises ValueError for a broken or foreign one."""
+    directory = Path(directory)
+    if not (directory / "tokenizer.json").is_file() and not (directory / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # what a broken file raises depends on where it is broken
+        raise ValueError(f"model={str(directory)!r}: its tokenizer cannot be read ({error!r})") from None
+    if len(tokenizer) > model.vocab_size:
+        raise ValueError(
+            f"model={str(directory)!r}: the tokenizer has {len(tokenizer)} tokens, config.json says "
+            f"vocab_size={model.vocab_size}; they belong to different models"
+        )
+    return tokenizer
+
+
+def detokenizer(tokenizer: Any) -> Callable[[Items[int]], str] | None:
+    """Token ids to text without special tokens; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))

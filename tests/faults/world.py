@@ -1,0 +1,220 @@
+"""Schedules in a torchrun world of four ranks: moves, regroups, pauses, phases, late and repeated messages."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engines.config import EngineConfig, ModelConfig
+from engines.control.transport import Client, Notice, Server
+from engines.kvcache.transfer import DEV_SHM
+from engines.local_engine import LocalEngine
+from engines.models.loader import checkpoint_tensors
+from engines.parallel.collectives import TorchGroup
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import Layout, ReplicaSpec
+from engines.rollout import worker, world
+from engines.rollout.policies import OnDemand
+from engines.rollout.requests import RequestRegroup
+from tests.faults.channel import FaultyClient, Faults, FaultyServer
+from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
+from tests.faults.requests import Caller
+from tests.worlds import run_world
+
+NUM_RANKS = 4
+TIMEOUT_S = 30.0
+"""Before it, a wait that leads to nothing names who was waited for."""
+
+
+def run_world_schedules(oracle: Path, seeds: list[int]) -> dict[str, Any]:
+    """Runs them in one set of processes; returns the sums of what happened. Raises RuntimeError naming the seed."""
+    results = run_world(_rank, NUM_RANKS, str(oracle), seeds, timeout=60.0 + 20.0 * len(seeds))
+    total = Counter(results[0]["counts"])
+    for other in results[1:]:
+        total.update({key: other["counts"].get(key, 0) for key in _OF_RANKS})
+    return {**total, "longest_s": round(max(results[0]["seconds"]), 2), "seconds": round(sum(results[0]["seconds"]), 1)}
+
+
+_OF_RANKS = ("kv_exported", "kv_refused", "kv_imported", "kv_recomputed", "preemptions")
+
+
+def _rank(oracle_directory: str, seeds: list[int]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = TorchGroup(timeout_s=TIMEOUT_S)
+    pairs = combinations(range(NUM_RANKS), 2)
+    groups = GroupCache(group, [*pairs, tuple(range(NUM_RANKS))], timeout_s=TIMEOUT_S)
+    worker.REPORT_EVERY_S = 0.01  # more to repeat, and more moments to act at
+    oracle = Oracle(oracle_directory)
+    counts: Counter[str] = Counter()
+    seconds = []
+    for seed in seeds:
+        start = time.monotonic()
+        try:
+            _Schedule(seed, oracle, groups, counts).run()
+        except BaseException as error:
+            raise RuntimeError(
+                f"world schedule {seed}: {error}\nreplay: python -m tests.faults --world 1 --first-seed {seed}"
+            ) from error
+        seconds.append(time.monotonic() - start)
+    groups.close()
+    dist.destroy_process_group()
+    return {"counts": dict(counts), "seconds": seconds}
+
+
+def random_layout(rng: random.Random, epoch: int) -> Layout:
+    """Replicas of one, two or four ranks in any combination; some ranks may be idle."""
+    if rng.random() < 0.2:
+        return Layout(epoch=epoch, replicas=(ReplicaSpec(id=0, ranks=tuple(range(NUM_RANKS))),))
+    ranks = rng.sample(range(NUM_RANKS), NUM_RANKS)
+    replicas: list[tuple[int, ...]] = []
+    while ranks:
+        size = rng.choice([1, 2]) if len(ranks) > 1 else 1
+        members, ranks = tuple(sorted(ranks[:size])), ranks[size:]
+        if rng.random() < 0.85 or not (replicas or ranks):
+            replicas.append(members)
+    # Ids that come again: a replica that is the same in both layouts is left alone.
+    return Layout(epoch=epoch, replicas=tuple(ReplicaSpec(id=ranks[0], ranks=ranks) for ranks in replicas))
+
+
+class _Schedule:
+    """What all ranks draw alike from the seed, and this rank's part of it."""
+
+    def __init__(self, seed: int, oracle: Oracle, groups: GroupCache, counts: Counter[str]) -> None:
+        self._seed, self._oracle, self._groups, self._counts = seed, oracle, groups, counts
+        self._rank = groups.world.rank
+        rng = self._rng = random.Random(f"world/{seed}")
+        self._config = EngineConfig(**engine_options(rng))
+        self._layout = random_layout(rng, 0)
+        self._versions = [rng.randrange(NUM_VERSIONS)]
+        while rng.random() < 0.5 and len(self._versions) < 3:
+            self._versions.append((self._versions[-1] + rng.randint(1, 2)) % NUM_VERSIONS)
+        self._kv_store_bytes = rng.choice([2**30, 2**30, 2**18, 0])
+        self._share_slow = rng.choice([0.0, 0.05, 0.2])
+        self._share_acts = rng.choice([0.1, 0.3, 0.6])
+        faults = {"late": rng.choice([0.0, 0.1, 0.5]), "repeated": rng.choice([0.0, 0.1, 0.3])}
+        self._own = random.Random(f"world/{seed}/{self._rank}")
+        self._faults = Faults(rng=self._own, **faults)
+        self._engine: LocalEngine | None = None
+        self._version = self._versions[0]
+        self._caller: Caller | None = None
+
+    def run(self) -> None:
+        # Where `RolloutWorld` makes its ends.
+        world.Client = lambda *args, **options: FaultyClient(Client(*args, **options), self._faults)  # type: ignore
+        world.Server = lambda *args, **options: FaultyServer(  # type: ignore
+            Server(*args, **options), self._faults, self._on_notice
+        )
+        rollout = world.RolloutWorld(
+            self._groups.world,
+            self._layout,
+            engine=self._build(self._layout),
+            rebuild=self._build,
+            schedule_policy=OnDemand(),
+            pace=self._pace,
+            kv_store_bytes=self._kv_store_bytes,
+            timeout_s=TIMEOUT_S,
+        )
+        self._coordinator = rollout.coordinator
+        for index, version in enumerate(self._versions):
+            if index and self._engine is not None:
+                self._engine.load(checkpoint_tensors(self._oracle.checkpoint(version)), version)
+            self._version = version
+            self._roll_out(rollout, version)
+        self._count_moves()
+        self._counts["schedules"] += 1
+        token = rollout._kv_store._token
+        self._groups.world.barrier()
+        if self._rank == 0:
+            assert self._coordinator is not None
+            self._counts["refused"] += len(self._coordinator.refused)
+            self._counts["regroups"] += self._coordinator.core.layout.epoch
+            self._counts.update(self._faults.counts)
+        left = list(DEV_SHM.glob(f"*{token}*"))
+        assert not left, f"KV that nobody will read is left: {left}"
+        self._groups.world.barrier()
+        rollout.close()
+
+    def _roll_out(self, rollout: world.RolloutWorld, version: int) -> None:
+        states = self._oracle.states(version, self._rng, self._rng.randint(2, 30))
+        if self._coordinator is None:
+            rollout.roll_out(states, policy_version=version)
+        else:
+            caller = self._caller = Caller(self._coordinator, states, self._own, self._counts)
+            out = rollout.roll_out(list(caller.first), policy_version=version, on_finished=caller.on_finished)
+            self._caller = None
+            self._oracle.check(version, caller.submitted, caller.aborted, out)
+            assert len(caller.submitted) == len(states)
+            self._counts["sequences"] += len(states)
+            self._counts["phases"] += 1
+            self._coordinator.core.check_integrity()
+        if self._engine is not None:
+            scheduler = self._engine.replica.scheduler
+            assert not self._engine.replica.has_work
+            assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks, "blocks are not given back"
+
+    def _build(self, layout: Layout) -> LocalEngine | None:
+        self._count_moves()
+        self._engine = None
+        spec = layout.replica_of(self._rank)
+        if spec is not None:
+            model = ModelConfig.from_pretrained(self._oracle.checkpoint(0))
+            self._engine = LocalEngine(
+                model,
+                self._config,
+                spec=spec,
+                max_tp_size=NUM_RANKS,
+                tensor_parallel=self._groups.get(spec.ranks),
+                max_model_len=model.max_position_embeddings,
+                device=torch.device("cpu"),
+                detokenize=None,
+            )
+            self._engine.load(checkpoint_tensors(self._oracle.checkpoint(self._version)), self._version)
+        return self._engine
+
+    def _count_moves(self) -> None:
+        if self._engine is None or self._engine.tensor_parallel.rank:
+            return
+        moves, scheduler = self._engine.replica.kv_moves, self._engine.replica.scheduler
+        for name in ("exported", "refused", "imported", "recomputed"):
+            self._counts[f"kv_{name}"] += getattr(moves, f"num_{name}")
+        self._counts["preemptions"] += scheduler.num_preemptions
+
+    def _pace(self, *_: int) -> float:
+        return self._own.uniform(0.0, 0.01) if self._own.random() < self._share_slow else 0.0
+
+    def _on_notice(self, notice: Notice | None) -> None:
+        """On rank 0, as each message comes: perhaps something is asked for."""
+        caller = self._caller
+        if caller is None or notice is None or self._own.random() > self._share_acts:
+            return
+        assert self._coordinator is not None
+        core, rng = self._coordinator.core, self._own
+        act = rng.choices(
+            [
+                partial(caller.move_some, [spec.id for spec in core.layout.replicas]),
+                caller.submit_more,
+                self._regroup,
+                lambda: time.sleep(rng.uniform(0, 0.02)),
+                caller.abort_one,
+                core.check_integrity,
+            ],
+            weights=[6, 1, 1.5, 2, 0.3, 1],
+        )[0]
+        act()
+
+    def _regroup(self) -> None:
+        assert self._coordinator is not None
+        core = self._coordinator.core
+        if not core.regrouping:
+            layout = random_layout(self._own, core.layout.epoch + 1)
+            self._coordinator.post(RequestRegroup(layout=layout, with_kv=self._own.random() < 0.7))
