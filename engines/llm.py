@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from engines.config import EngineConfig, ModelConfig
 from engines.host_weights import HostWeights
+from engines.journal import Journal
 from engines.local_engine import LocalEngine
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import Communicator, SingleRank
@@ -31,6 +33,7 @@ from engines.sequence import (
     Finished,
     RequestOutput,
     SamplingParams,
+    SequenceId,
     SequenceKey,
     SequenceState,
     Work,
@@ -156,13 +159,17 @@ class LLM:
         sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         prompt_uids: Items[int] | None = None,
-        on_completion: Callable[[Completion], None] | None = None,
+        on_finished: Callable[[Finished], None] | None = None,
+        journal: Journal | None = None,
     ) -> list[RequestOutput]:
         """Completes every prompt `n` times; outputs in the order of the prompts.
 
         `prompt_uids` name the prompts within a policy step: the same uid, step and seed draw the same tokens
-        whatever else runs. By default they count on from call to call. `on_completion` is called for each
-        completion of this rank's replica as it finishes, on its first rank.
+        whatever else runs. By default they count on from call to call.
+
+        `on_finished` is called for each sequence as it ends: for those of a replica on its first rank; with a
+        `schedule` policy for all of them on rank 0, by another thread. A `journal` keeps what it is called for.
+        Sequences that are found there are not generated again; they are told first, as if they had just ended.
         """
         token_lists = self.encode(prompts)
         params = _broadcast_params(sampling_params, len(prompts))
@@ -172,10 +179,18 @@ class LLM:
             self.replica.check(tokens, one)
         if self._world.size > 1:
             self._check_same_request(states)
+        done = journal.find(states, len(self.layout.replicas)) if journal is not None else {}
+
+        def hear(finished: Finished) -> None:
+            if journal is not None and finished.state.sequence_id not in done:
+                journal.append(finished)
+            if on_finished is not None:
+                on_finished(finished)
+
         if self.rollout is None:
-            completions = self._roll_out_static(states, on_completion)
+            completions = self._roll_out_static(states, done, hear)
         else:
-            completions = self._roll_out_coordinated(self.rollout, states, on_completion)
+            completions = self._roll_out_coordinated(self.rollout, states, done, hear)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return [
             RequestOutput(
@@ -236,31 +251,38 @@ class LLM:
             raise RuntimeError("LLM: the replica has sequences of an interrupted call; pause() or abort() them first")
 
     def _roll_out_coordinated(
-        self, rollout: RolloutWorld, states: list[SequenceState], on_completion: Callable[[Completion], None] | None
+        self,
+        rollout: RolloutWorld,
+        states: list[SequenceState],
+        done: Mapping[SequenceId, Completion],
+        hear: Callable[[Finished], None],
     ) -> dict[tuple[int, int], Completion]:
-        def tell(finished: Finished) -> None:
-            if on_completion is not None:
-                on_completion(finished.completion)
-
-        finished = rollout.roll_out(states, policy_version=self.policy_version, on_finished=tell)
+        known, left = _split(states, done)
+        if self._world.rank == 0:
+            for one in known:
+                hear(one)
+        finished = rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear)
         self.step_records = rollout.step_records
-        return {(one.state.key.prompt_uid, one.completion.index): one.completion for one in finished}
+        return {(one.state.key.prompt_uid, one.completion.index): one.completion for one in known + finished}
 
     def _roll_out_static(
-        self, states: list[SequenceState], on_completion: Callable[[Completion], None] | None
+        self, states: list[SequenceState], done: Mapping[SequenceId, Completion], hear: Callable[[Finished], None]
     ) -> dict[tuple[int, int], Completion]:
         """Replica i mod dp runs sequence i: a dispatch that depends on nothing timed."""
-        own = states[self._engine.spec.id :: len(self.layout.replicas)]
-        return self._gather(self._run(own, on_completion))
+        is_first = self._engine.tensor_parallel.rank == 0
+        known, left = _split(states[self._engine.spec.id :: len(self.layout.replicas)], done)
+        if is_first:
+            for one in known:
+                hear(one)
+        ended = known + self._run(left, hear if is_first else None)
+        return self._gather([(one.state.key.prompt_uid, one.completion) for one in ended])
 
-    def _run(
-        self, states: list[SequenceState], on_completion: Callable[[Completion], None] | None
-    ) -> list[tuple[int, Completion]]:
-        """(prompt uid, completion) of this rank's sequences, in the order they finish."""
+    def _run(self, states: list[SequenceState], hear: Callable[[Finished], None] | None) -> list[Finished]:
+        """This rank's sequences, in the order they finish."""
         for state in states:
             self.replica.submit(Work(state=state))
         self.step_records = []
-        done: list[tuple[int, Completion]] = []
+        done: list[Finished] = []
         try:
             while self.replica.has_work:
                 start = time.monotonic()
@@ -277,9 +299,9 @@ class LLM:
                     )
                 )
                 for finished in output.finished:
-                    done.append((finished.state.key.prompt_uid, finished.completion))
-                    if on_completion is not None and self._engine.tensor_parallel.rank == 0:
-                        on_completion(finished.completion)
+                    done.append(finished)
+                    if hear is not None:
+                        hear(finished)
         finally:
             self.replica.pause()  # after an error or an interrupt the next call starts clean
         return done
@@ -351,6 +373,24 @@ def _own_replica(layout: Layout, world: Communicator) -> ReplicaSpec:
     spec = layout.replica_of(world.rank)
     assert spec is not None
     return spec
+
+
+def _split(
+    states: Items[SequenceState], done: Mapping[SequenceId, Completion]
+) -> tuple[list[Finished], list[SequenceState]]:
+    """Those that are done already, as if they had just ended, and the others."""
+    known = []
+    for state in states:
+        if state.sequence_id in done:
+            completion = done[state.sequence_id]
+            ended = dataclasses.replace(
+                state,
+                tokens=state.tokens + completion.token_ids,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+            )
+            known.append(Finished(state=ended, completion=completion))
+    return known, [state for state in states if state.sequence_id not in done]
 
 
 def _broadcast_params(params: SamplingParams | Items[SamplingParams] | None, count: int) -> list[SamplingParams]:

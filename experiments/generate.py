@@ -25,11 +25,12 @@ import torch.distributed as dist
 import tyro
 from tqdm import tqdm
 
-from engines import LLM, Completion, RequestOutput, SamplingParams
+from engines import LLM, RequestOutput, SamplingParams
 from engines.config import DType
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
+from engines.sequence import Finished
 from experiments import launch
 
 
@@ -166,16 +167,16 @@ def main() -> dict[str, Any]:
     with tqdm(total=expected, desc="generate", unit="seq", disable=group.rank > 0) as progress:
         num_tokens = 0
 
-        def show(completion: Completion) -> None:
+        def show(finished: Finished) -> None:
             nonlocal num_tokens
-            num_tokens += len(completion.token_ids)
+            num_tokens += len(finished.completion.token_ids)
             progress.update()
             progress.set_postfix(tok_s=f"{num_tokens / (time.perf_counter() - start):.0f}")
 
         outputs = llm.generate(
             [record.get("prompt_token_ids") or record["prompt"] for record in records],
             config.sampling,
-            on_completion=show,
+            on_finished=show,
         )
     seconds = time.perf_counter() - start
     if group.rank == 0:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from algos.rewards.protocol import Batch, Hello, Part, Ready, Result, receive, send
+from algos.rewards.process import WorkerError, WorkerProcess
+from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +39,9 @@ class RewardConfig:
     """Hangs after which a `score` gives up on what is left to call; or failures of other kinds that took as long."""
     start_timeout_s: float = 120.0
     """Limit on starting the process, the imports of the function's module included."""
+    beside_rollout: bool = True
+    """Score completions as they finish, while others are generated: a call then gets what has finished by then. Off:
+    after the rollout, in calls that depend on nothing timed; with a `chunk_size` of the group size each gets a group."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -88,13 +88,13 @@ class RewardRunner:
             raise ValueError(f'reward={spec!r}: must be "package.module:function" or "path/to/file.py:function"')
         self.spec = spec
         self.config = config or RewardConfig()
+        self.closed = False
         # Absolute, since the worker may have to be started again after a change of directory.
         self._target = f"{Path(module).absolute()}:{function}" if module.endswith(".py") else spec
-        self._worker: _Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._ready: Ready | None = None
         self._start_s = 0.0
         self._lock = threading.Lock()
-        self._closed = False
 
     def check(self, columns: Iterable[str] = ()) -> None:
         """Start the worker now. Raises `ValueError` when the function cannot be imported, or wants an argument that is
@@ -111,31 +111,19 @@ class RewardRunner:
         Raises `ValueError` for what no completion can be blamed for: lengths that differ, a column that the function
         wants and does not get, one that is not plain data, a function that cannot be imported.
         """
-        start = time.monotonic()
-        arguments = {**(columns or {}), "prompts": list(prompts), "completions": list(completions)}
-        for name, values in arguments.items():
-            if len(values) != len(completions):
-                raise ValueError(f"{name}: has {len(values)} entries for {len(completions)} completions: must be equal")
+        scoring = Scoring(self)
+        scoring.add(prompts, completions, columns)
+        return scoring.finish()
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is; starts the worker if need be."""
         with self._lock:
-            ready = self._check(columns or ())
-            used = {k: v for k, v in arguments.items() if ready.accepted is None or k in ready.accepted}
-            try:
-                tally = self._score(used, len(completions), is_async=ready.is_async)
-            except BaseException:  # an answer may still be on its way; never mistake it for the next call's
-                self._stop_worker()
-                raise
-        tally.report(self.spec, self.config)
-        return RewardResult(
-            rewards=tally.rewards,
-            num_raised=tally.counts["raised"],
-            num_timed_out=tally.counts["timed_out"],
-            num_invalid=tally.counts["invalid"],
-            seconds=time.monotonic() - start,
-        )
+            return self._check(None).is_async
 
     def close(self) -> None:
         """Kill the worker. A `score` under way in another thread gives up after the call that it is waiting for."""
-        self._closed = True
+        self.closed = True
         with self._lock:
             self._stop_worker()
 
@@ -147,17 +135,20 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def _check(self, columns: Iterable[str]) -> Ready:
-        if self._closed:
+    def _check(self, columns: Iterable[str] | None) -> Ready:
+        """Raises `ValueError`; None stands for columns that are not to be looked at."""
+        if self.closed:
             raise ValueError(f"reward={self.spec!r}: the runner is closed; make a new RewardRunner")
         if self._ready is None:
             try:
                 self._ready = self._start_worker().ready
-            except _WorkerError as error:
+            except WorkerError as error:
                 raise ValueError(
                     f"reward={self.spec!r}: cannot be used: {error}. "
                     'Name an importable function as "package.module:function" or "path/to/file.py:function"'
                 ) from None
+        if columns is None:
+            return self._ready
         missing = set(self._ready.required) - {"prompts", "completions", *columns}
         if missing:
             raise ValueError(
@@ -166,10 +157,21 @@ class RewardRunner:
             )
         return self._ready
 
-    def _start_worker(self) -> _Worker:
+    @contextlib.contextmanager
+    def turn(self, columns: Iterable[str] | None) -> Iterator[Ready]:
+        """For `Scoring`: the worker, for this thread alone. Raises `ValueError` as `check`."""
+        with self._lock:
+            ready = self._check(columns)
+            try:
+                yield ready
+            except BaseException:  # an answer may still be on its way; never mistake it for the next call's
+                self._stop_worker()
+                raise
+
+    def _start_worker(self) -> WorkerProcess:
         if self._worker is None:
             start = time.monotonic()
-            self._worker = _Worker(self._target, self.config.start_timeout_s)
+            self._worker = WorkerProcess(self._target, self.config.start_timeout_s)
             self._start_s = time.monotonic() - start
         return self._worker
 
@@ -177,42 +179,8 @@ class RewardRunner:
         worker, self._worker = self._worker, None
         return worker.kill() if worker else "is not running"
 
-    def _score(self, arguments: dict[str, list[Any]], num_items: int, *, is_async: bool) -> _Tally:
-        """First every chunk, then the items of those that failed. An async function's calls share one batch."""
-        config = self.config
-        tally = _Tally(rewards=[config.failed_reward] * num_items)
-        chunks = [
-            range(first, min(first + config.chunk_size, num_items)) for first in range(0, num_items, config.chunk_size)
-        ]
-
-        def batches(parts: list[range]) -> list[list[range]]:
-            return ([parts] if parts else []) if is_async else [[part] for part in parts]
-
-        queue = deque(batches(chunks))
-        while queue:
-            batch = queue.popleft()
-            if self._closed or tally.num_hangs >= config.max_failures or tally.lost_s >= self._patience_s():
-                tally.give_up(sum(map(len, batch)))
-                continue
-            start = time.monotonic()
-            results, is_hang = self._call(batch, arguments)
-            suspects: list[range] = []
-            for part, result in zip(batch, results, strict=True):
-                if result is None:  # in one batch with a hang that may be another part's: try it alone
-                    queue.append([part])
-                elif result.kind == "ok":
-                    tally.accept(part, result)
-                elif len(part) == 1:
-                    tally.fail(result.kind, 1, result.error)
-                else:
-                    suspects += [range(item, item + 1) for item in part]
-            if any(result is None or result.kind != "ok" for result in results):
-                tally.num_hangs += is_hang
-                tally.lost_s += time.monotonic() - start
-            queue.extend(batches(suspects))
-        return tally
-
-    def _patience_s(self) -> float:
+    @property
+    def patience_s(self) -> float:
         """What `max_failures` hangs would take."""
         return self.config.max_failures * (self._limit_s() + self._start_s)
 
@@ -221,8 +189,8 @@ class RewardRunner:
         assert self._ready is not None
         return self.config.timeout_s * (1.0 + _GRACE * self._ready.is_async)
 
-    def _call(self, batch: list[range], arguments: dict[str, list[Any]]) -> tuple[list[Result | None], bool]:
-        """The result of each part, None where the worker was lost and another part may be to blame; and whether any
+    def call(self, batch: list[range], arguments: dict[str, list[Any]]) -> tuple[list[Result | None], bool]:
+        """For `Scoring`, in its turn. The result of each part, None where the worker was lost and another part may be to blame; and whether any
         part took too long."""
         results: list[Result | None] = [None] * len(batch)
         limit_s = self._limit_s()
@@ -240,13 +208,98 @@ class RewardRunner:
         except TimeoutError:
             self._stop_worker()
             kind, error = "timed_out", f"not done after {self.config.timeout_s:g} s"
-        except _WorkerError as failure:
+        except WorkerError as failure:
             error = f"the worker could not be started again: {failure}"
         except (EOFError, ConnectionError, msgspec.DecodeError, IndexError):
             error = f"the worker process {self._stop_worker()}"
         if len(batch) == 1:
             results = [Result(part=0, kind=kind, error=error)]
         return results, kind == "timed_out"
+
+
+class Scoring:
+    """The scoring of a set of completions in several goes, with one allowance of failures and one report.
+
+    `add` scores what it can; what failed is tried again by `finish`, when all that is sound has been scored.
+    """
+
+    def __init__(self, runner: RewardRunner) -> None:
+        self._runner = runner
+        self._tally = _Tally()
+        self._arguments: dict[str, list[Any]] = {}
+        self._again: deque[list[range]] = deque()
+        """Batches of parts whose first call failed."""
+        self._seconds = 0.0
+
+    def add(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]] | None = None
+    ) -> None:
+        """Calls the function for N more completions. Arguments and errors as `RewardRunner.score`."""
+        start = time.monotonic()
+        arguments = {**(columns or {}), "prompts": list(prompts), "completions": list(completions)}
+        for name, values in arguments.items():
+            if len(values) != len(completions):
+                raise ValueError(f"{name}: has {len(values)} entries for {len(completions)} completions: must be equal")
+        runner, first, size = self._runner, len(self._tally.rewards), self._runner.config.chunk_size
+        with runner.turn(columns or ()) as ready:
+            used = {k: v for k, v in arguments.items() if ready.accepted is None or k in ready.accepted}
+            if self._arguments and used.keys() != self._arguments.keys():
+                raise ValueError(
+                    f"columns: {sorted(used)} now, {sorted(self._arguments)} before; give all completions the same"
+                )
+            for name, values in used.items():
+                self._arguments.setdefault(name, []).extend(values)
+            self._tally.rewards += [runner.config.failed_reward] * len(completions)
+            end = len(self._tally.rewards)
+            chunks = [range(at, min(at + size, end)) for at in range(first, end, size)]
+            for batch in _batches(chunks, ready):
+                self._call(batch, ready)
+        self._seconds += time.monotonic() - start
+
+    def finish(self) -> RewardResult:
+        """Tries again what failed, one completion at a time; the rewards of all, in the order in which they came."""
+        start = time.monotonic()
+        if self._again:
+            with self._runner.turn(None) as ready:
+                while self._again:
+                    self._call(self._again.popleft(), ready)
+        self._tally.report(self._runner.spec, self._runner.config)
+        return RewardResult(
+            rewards=self._tally.rewards,
+            num_raised=self._tally.counts["raised"],
+            num_timed_out=self._tally.counts["timed_out"],
+            num_invalid=self._tally.counts["invalid"],
+            seconds=self._seconds + time.monotonic() - start,
+        )
+
+    def _call(self, batch: list[range], ready: Ready) -> None:
+        runner, tally = self._runner, self._tally
+        if runner.closed or tally.num_hangs >= runner.config.max_failures or tally.lost_s >= runner.patience_s:
+            tally.give_up(sum(map(len, batch)))
+            return
+        start = time.monotonic()
+        results, is_hang = runner.call(batch, self._arguments)
+        suspects: list[range] = []
+        for part, result in zip(batch, results, strict=True):
+            if result is None:  # in one batch with a hang that may be another part's: try it alone
+                self._again.append([part])
+            elif result.kind == "ok":
+                tally.accept(part, result)
+            elif len(part) == 1:
+                tally.fail(result.kind, 1, result.error)
+            else:
+                suspects += [range(item, item + 1) for item in part]
+        if any(result is None or result.kind != "ok" for result in results):
+            tally.num_hangs += is_hang
+            tally.lost_s += time.monotonic() - start
+        self._again.extend(_batches(suspects, ready))
+
+
+def _batches(parts: list[range], ready: Ready) -> list[list[range]]:
+    """What is called at a time: an async function's parts all together, a sync one's singly."""
+    if ready.is_async:
+        return [parts] if parts else []
+    return [[part] for part in parts]
 
 
 def _encode(part: range, arguments: dict[str, list[Any]]) -> msgspec.Raw:
@@ -267,9 +320,9 @@ def _encode(part: range, arguments: dict[str, list[Any]]) -> msgspec.Raw:
 
 @dataclass(kw_only=True)
 class _Tally:
-    """The rewards of one `score`, all failed to begin with, and what went wrong."""
+    """The rewards of a `Scoring`, all failed to begin with, and what went wrong."""
 
-    rewards: list[float]
+    rewards: list[float] = field(default_factory=list)
     counts: Counter[FailureKind] = field(default_factory=Counter)
     first_errors: dict[FailureKind, str] = field(default_factory=dict)
     num_given_up: int = 0
@@ -306,51 +359,3 @@ class _Tally:
                 *(spec, self.num_given_up, len(self.rewards), self.num_hangs, self.lost_s),
                 *(config.max_failures, config.timeout_s),
             )
-
-
-class _WorkerError(Exception):
-    """The worker could not be started; the message says why."""
-
-
-class _Worker:
-    """The process, its connection, and its lifeline (a pipe on its stdin that carries nothing, see `worker.py`)."""
-
-    def __init__(self, target: str, timeout_s: float) -> None:
-        """Raises `_WorkerError` when the process is not ready after `timeout_s` or cannot load the function."""
-        deadline = time.monotonic() + timeout_s
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self.sock, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "algos.rewards.worker", target, str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=2,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        try:
-            send(self.sock, Hello(sys_path=[entry or os.getcwd() for entry in sys.path]), deadline=deadline)
-            self.ready = receive(self.sock, Ready, deadline=deadline)
-        except TimeoutError:
-            self.kill()
-            raise _WorkerError(f"its imports took more than start_timeout_s={timeout_s:g} s") from None
-        except (EOFError, ConnectionError):
-            raise _WorkerError(f"the process {self.kill()} while importing it; see stderr") from None
-        except BaseException:
-            self.kill()
-            raise
-        if self.ready.error:
-            self.kill()
-            raise _WorkerError(self.ready.error)
-
-    def kill(self) -> str:
-        """Kill the process group, reap the process and free its descriptors. Returns how the process had ended."""
-        # The group before the wait: until the process is reaped its id cannot be another's.
-        os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.sock.close()
-        return f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"

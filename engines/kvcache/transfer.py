@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from engines.kvcache.paged import PagedKVCache, write_kv
-from engines.parallel.shared_memory import DEV_SHM
+from engines.parallel.segment import DEV_SHM, start_time
 from engines.sequence import KVPart
 
 MAGIC = b"curtailK"
@@ -160,7 +160,7 @@ class HostKVStore:
         self.capacity_bytes = capacity_bytes
         self._token = token
         self._folders = _resolve(folders)
-        self._prefix = f"{_family()}-{os.getpid()}-{_start_time(os.getpid())}-{token}-"
+        self._prefix = f"{_family()}-{os.getpid()}-{start_time(os.getpid())}-{token}-"
         self._sizes: dict[Path, int] = {}
         self._has_warned = False
 
@@ -284,7 +284,7 @@ def reclaim(folders: Items[Path] | None = None, *, keep_token: str | None = None
     for folder in _resolve(folders):
         for path in sorted(folder.glob(f"{_family()}-*")):
             named = pattern.fullmatch(path.name)
-            if named and named[3] != keep_token and _start_time(int(named[1])) != int(named[2]):
+            if named and named[3] != keep_token and start_time(int(named[1])) != int(named[2]):
                 path.unlink(missing_ok=True)
                 removed.append(path)
     return removed
@@ -297,15 +297,6 @@ def _resolve(folders: Items[Path] | None) -> tuple[Path, ...]:
 def _family() -> str:
     """How names of this user in this container begin: a process id means something within its namespace only."""
     return f"curtail-kv-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _start_time(pid: int) -> int | None:
-    """Of a living process, in clock ticks since boot: a pid comes again, the pair does not. None when it is gone."""
-    try:
-        # The name, field 2, is in parentheses and may hold anything; the start time is field 22.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def _layer_views(memory: mmap.mmap, content: KVContent) -> list[Tensor]:

@@ -14,7 +14,8 @@ import torch
 
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.layout import Layout, contiguous_layout, nested_layout
-from engines.parallel.shared_memory import SLOT_BYTES, Segment, SharedMemoryGroup, reclaim, region_bytes, supported
+from engines.parallel.segment import Segment, reclaim
+from engines.parallel.shared_memory import SLOT_BYTES, SharedMemoryGroup, region_bytes, supported
 
 Transport = Literal["auto", "shared memory", "gloo"]
 

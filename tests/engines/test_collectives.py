@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.parallel import groups as groups_module
-from engines.parallel import shared_memory
+from engines.parallel import segment
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
 from engines.parallel.layout import nested_layout
-from engines.parallel.shared_memory import SHARE_BYTES, Segment, SharedMemoryGroup, reclaim, region_bytes
+from engines.parallel.segment import Segment, reclaim
+from engines.parallel.shared_memory import SHARE_BYTES, SharedMemoryGroup, region_bytes
 from tests.worlds import ROOT, run_world
 
 SLOT_BYTES = 2**17
@@ -426,9 +427,9 @@ def test_killed_ranks_leave_no_segment(tmp_path: Path) -> None:
 KILLED_BEFORE_UNLINK = """
 import os, signal, sys
 from pathlib import Path
-from engines.parallel import shared_memory
-shared_memory.DEV_SHM = Path(sys.argv[1])
-unlinked, left = (shared_memory.Segment.create(4096) for _ in range(2))
+from engines.parallel import segment
+segment.DEV_SHM = Path(sys.argv[1])
+unlinked, left = (segment.Segment.create(4096) for _ in range(2))
 unlinked.unlink()
 for segment in (unlinked, left):
     segment.memory[0] = 1
@@ -440,7 +441,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In place of /dev/shm, which other runs of this machine look through too."""
-    monkeypatch.setattr(shared_memory, "DEV_SHM", tmp_path)
+    monkeypatch.setattr(segment, "DEV_SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path
 

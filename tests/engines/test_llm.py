@@ -81,7 +81,7 @@ def test_outputs_carry_aligned_records(text_model: str) -> None:
     llm = LLM(text_model)
     seen: list[int] = []
     outputs = llm.generate(
-        ["1+1=", [50, 51]], SamplingParams(max_tokens=9, n=3), on_completion=lambda c: seen.append(c.index)
+        ["1+1=", [50, 51]], SamplingParams(max_tokens=9, n=3), on_finished=lambda f: seen.append(f.completion.index)
     )
     assert [o.prompt for o in outputs] == ["1+1=", None]
     assert outputs[0].prompt_token_ids == llm.tokenizer.encode("1+1=")

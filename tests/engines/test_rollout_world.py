@@ -1,4 +1,4 @@
-"""Coordinated rollouts with real processes: dispatched on demand, moved, regrouped; always the tokens of one process."""
+"""Coordinated rollouts with real processes: dispatched on demand, moved, regrouped; the tokens of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Script:
 
 
 def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
-    """Returns an `on_completion` that moves a few random sequences whenever one ends, with their KV or without."""
+    """Returns an `on_finished` that moves a few random sequences whenever one ends, with their KV or without."""
     from engines.rollout.requests import RequestMove
 
     rng = random.Random(seed)
@@ -78,7 +78,7 @@ def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
         )  # fmt: skip
         ids = [(0, uid, index) for uid in range(len(PROMPTS)) for index in range(2)]
         hook = move_at_random(llm, ids, seed=3, num_moves=400) if "moves" in kind else None
-        out = llm.generate(PROMPTS, PARAMS, on_completion=hook)
+        out = llm.generate(PROMPTS, PARAMS, on_finished=hook)
         moves = llm.replica.kv_moves
         results[case] = {
             "tokens": [[c.token_ids for c in o.outputs] for o in out],

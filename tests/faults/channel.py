@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.control.transport import ClientEnd, Notice, Received, ServerEnd
+from engines.control.transport import ClientEnd, Joined, Lost, Notice, Received, ServerEnd
 
 
 @dataclass(kw_only=True)
@@ -96,10 +96,15 @@ class FaultyServer:
         self._end, self.faults, self._held = end, faults, _Held(faults)
         self.on_notice = on_notice
         self.address = getattr(end, "address", "")
+        self._told = set(end.peers())
 
     def receive(self, timeout_s: float) -> Notice | None:
         self.on_notice(None)
         notice: Notice | None = self._held.receive(self._end.receive, self._take, timeout_s)
+        if isinstance(notice, Joined):
+            self._told.add(notice.peer)
+        elif isinstance(notice, Lost):
+            self._told.discard(notice.peer)
         if notice is not None:
             self.on_notice(notice)
         return notice
@@ -112,9 +117,12 @@ class FaultyServer:
     def send(self, peer: str, payload: bytes) -> None:
         if self.faults.happens(self.faults.lost / 4, "commands lost"):  # dearer: only silence tells
             return
-        self._end.send(peer, payload)
-        if self.faults.happens(self.faults.repeated, "repeated"):
-            self._end.send(peer, payload)
+        for _ in range(1 + self.faults.happens(self.faults.repeated, "repeated")):
+            try:
+                self._end.send(peer, payload)
+            except ConnectionError:
+                if peer not in self._told:  # else its Lost is late
+                    raise
 
     def peers(self) -> list[str]:
         return self._end.peers()

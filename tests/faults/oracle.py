@@ -75,7 +75,9 @@ class Oracle:
             for uid, index in rng.sample(pool, count)
         ]
 
-    def check(self, version: int, ids: Iterable[SequenceId], aborted: set[SequenceId], finished: list[Finished]) -> None:
+    def check(
+        self, version: int, ids: Iterable[SequenceId], aborted: set[SequenceId], finished: list[Finished]
+    ) -> None:
         """Raises Wrong unless each sequence was delivered once, with the oracle's tokens, or a part when aborted."""
         delivered = [one.state.sequence_id for one in finished]
         if sorted(delivered) != sorted(ids):

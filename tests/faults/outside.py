@@ -1,1 +1,209 @@
-def run_outside_schedules(*_): ...
+"""Schedules of replicas outside a world: they are killed, stopped, cut off and launched at random moments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engines.control.transport import Client, Lost, Notice
+from engines.models.loader import checkpoint_tensors
+from engines.rollout.fleet import Fleet
+from tests.faults.channel import Faults, FaultyServer
+from tests.faults.leftovers import assert_nothing_left, what_is_there
+from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
+from tests.faults.requests import Caller
+
+PATIENCE_S = 3.0
+TIMEOUT_S = 15.0
+"""Longest wait for a process to start, and for an answer that a lost command will not get."""
+SCHEDULES_PER_FLEET = 20
+"""Processes and coordinator are kept for so many, as starting a process takes seconds."""
+LONGEST_S = 60.0
+
+
+def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str, Any]:
+    """Runs them one after the other; returns the sums of what happened. Raises RuntimeError naming the seed."""
+    oracle = Oracle(oracle_directory)
+    counts: Counter[str] = Counter()
+    seconds = []
+    before = what_is_there()
+    pids: set[int] = set()
+    for start in range(0, len(seeds), SCHEDULES_PER_FLEET):
+        batch = seeds[start : start + SCHEDULES_PER_FLEET]
+        # One seed alone gets the engine that it had among others.
+        rng = random.Random(f"fleet/{batch[0] // SCHEDULES_PER_FLEET}")
+        min_step_s = rng.choice([0.0, 0.003, 0.01])
+        with Fleet(
+            oracle.checkpoint(0),
+            num_replicas=3,
+            patience_s=PATIENCE_S,
+            timeout_s=TIMEOUT_S,
+            kv_store_bytes=rng.choice([2**30, 2**18]),
+            min_step_s=min_step_s,
+            **engine_options(rng),
+        ) as fleet:
+            for seed in batch:
+                began = time.monotonic()
+                schedule = _Schedule(seed, oracle, fleet, counts)
+                try:
+                    schedule.run()
+                except BaseException as error:
+                    raise RuntimeError(
+                        f"outside schedule {seed}: {error}\nlost: {fleet.coordinator.lost}\n"
+                        f"replay: python -m tests.faults --outside 1 --first-seed {seed}"
+                    ) from error
+                seconds.append(time.monotonic() - began)
+                assert seconds[-1] < LONGEST_S, f"outside schedule {seed} took {seconds[-1]:.0f} s"
+                pids |= schedule.pids
+            pids |= set(fleet.launcher.pids().values())
+            counts["replicas_lost"] += len(fleet.coordinator.lost)
+            counts["refused"] += len(fleet.coordinator.refused)
+    assert_nothing_left(before, pids)
+    return {**counts, "longest_s": round(max(seconds), 2), "seconds": round(sum(seconds), 1)}
+
+
+class _Schedule:
+    """All happens in the thread that coordinates, which is the only one."""
+
+    def __init__(self, seed: int, oracle: Oracle, fleet: Fleet, counts: Counter[str]) -> None:
+        self._oracle, self._fleet, self._counts = oracle, fleet, counts
+        rng = self._rng = random.Random(f"outside/{seed}")
+        self._num_replicas = rng.randint(2, 3)
+        self._num_blows = rng.choice([0, 1, 1, 2, 3])
+        """How many replicas may be struck down: dearer than the rest, as each is to be replaced."""
+        self._share_acts = rng.choice([0.1, 0.3, 0.6])
+        self._faults = Faults(
+            rng=rng,
+            late=rng.choice([0.0, 0.1, 0.5]),
+            repeated=rng.choice([0.0, 0.1, 0.3]),
+            lost=rng.choice([0.0, 0.0, 0.0, 0.002]),
+        )
+        self._versions = [rng.randrange(NUM_VERSIONS) for _ in range(rng.randint(1, 3))]
+        self._stopped: dict[int, float] = {}
+        """Process id -> when it may go on; never when it stays as it is."""
+        self._caller: Caller | None = None
+        self.pids: set[int] = set()
+
+    def run(self) -> None:
+        fleet, coordinator = self._fleet, self._fleet.coordinator
+        end = coordinator._server
+        if isinstance(end, FaultyServer):  # the last schedule's: what is on its way stays there
+            end.faults, end.on_notice = self._faults, self._on_notice
+            end._held._faults = self._faults
+        else:
+            coordinator._server = FaultyServer(end, self._faults, self._on_notice)
+        fleet.coordinator.pump(0.0)
+        while len(coordinator.outside) < self._num_replicas:
+            fleet.launch()
+            coordinator.pump(0.0)
+        if self._rng.random() < 0.8:  # else it begins with whoever is there
+            fleet.wait_for_replicas(min(2, self._num_replicas))
+        for version in self._versions:
+            self._roll_out(version)
+        for pid in list(self._stopped):
+            self._go_on(pid)
+        self._counts.update(self._faults.counts)
+        self._counts["schedules"] += 1
+
+    def _roll_out(self, version: int) -> None:
+        fleet, rng = self._fleet, self._rng
+        if rng.random() < 0.2:
+            source = fleet.publish(checkpoint_tensors(self._oracle.checkpoint(version)), version)
+        else:
+            source = self._oracle.checkpoint(version)
+        states = self._oracle.states(version, rng, rng.randint(2, 40))
+        caller = self._caller = Caller(fleet.coordinator, states, rng, self._counts)
+        out = fleet.roll_out(
+            list(caller.first), policy_version=version, weights_source=source, on_finished=caller.on_finished
+        )
+        self._caller = None
+        self._oracle.check(version, caller.submitted, caller.aborted, out)
+        assert len(caller.submitted) == len(states)
+        fleet.coordinator.core.check_integrity()
+        self._counts["sequences"] += len(states)
+        self._counts["phases"] += 1
+
+    def _on_notice(self, notice: Notice | None) -> None:
+        now = time.monotonic()
+        for pid in [pid for pid, until in self._stopped.items() if now > until]:
+            self._go_on(pid)
+        if isinstance(notice, Lost):
+            self._counts["connections_lost"] += 1
+        caller, rng = self._caller, self._rng
+        if caller is None or notice is None or rng.random() > self._share_acts:
+            return
+        core = self._fleet.coordinator.core
+        act = rng.choices(
+            [
+                partial(caller.move_some, sorted(self._fleet.coordinator.standing_by)),
+                caller.submit_more,
+                lambda: time.sleep(rng.uniform(0, 0.02)),
+                caller.abort_one,
+                core.check_integrity,
+                self._strike,
+            ],
+            weights=[6, 1, 1, 0.3, 1, 2],
+        )[0]
+        act()
+
+    def _strike(self) -> None:
+        """One replica is killed, stopped or cut off, or all are killed; usually others are launched."""
+        pids = self._fleet.launcher.pids()
+        self.pids |= set(pids.values())
+        if not pids or not self._num_blows:
+            return
+        self._num_blows -= 1
+        rng = self._rng
+        replica_id = rng.choice(sorted(pids))
+        kinds = [self._kill, self._kill_all, self._stop, self._stop_for_good, self._cut_off, self._end_politely]
+        rng.choices(kinds, weights=[6, 0.7, 3, 0.7, 1, 1])[0](replica_id, pids)
+        if rng.random() < 0.6 or len(pids) == 1:
+            self._launch()
+
+    def _launch(self) -> None:
+        self._fleet.launch()
+        self._counts["launches"] += 1
+
+    def _kill(self, replica_id: int, pids: dict[int, int]) -> None:
+        os.kill(pids[replica_id], signal.SIGKILL)
+        self._counts["kills"] += 1
+
+    def _kill_all(self, _: int, pids: dict[int, int]) -> None:
+        for replica_id in pids:
+            self._kill(replica_id, pids)
+        self._launch()
+
+    def _end_politely(self, replica_id: int, pids: dict[int, int]) -> None:
+        os.kill(pids[replica_id], signal.SIGTERM)
+        self._counts["terminations"] += 1
+
+    def _stop(self, replica_id: int, pids: dict[int, int]) -> None:
+        """For a while, perhaps longer than anybody's patience."""
+        os.kill(pids[replica_id], signal.SIGSTOP)
+        self._stopped[pids[replica_id]] = time.monotonic() + self._rng.choice([0.05, 0.3, 1.0, 1.5 * PATIENCE_S])
+        self._counts["stops"] += 1
+
+    def _stop_for_good(self, replica_id: int, pids: dict[int, int]) -> None:
+        os.kill(pids[replica_id], signal.SIGSTOP)
+        self._counts["stops_for_good"] += 1
+
+    def _go_on(self, pid: int) -> None:
+        del self._stopped[pid]
+        if pid in self._fleet.launcher.pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def _cut_off(self, replica_id: int, pids: dict[int, int]) -> None:
+        """Another client joins under its name, so that the coordinator drops its connection."""
+        if replica_id not in self._fleet.coordinator.standing_by:
+            return
+        token = self._fleet.launcher._token
+        Client(f"rank-{replica_id}", self._fleet.launcher._orders.address, token).close()
+        self._counts["cut_off"] += 1

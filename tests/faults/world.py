@@ -23,7 +23,7 @@ from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout import worker, world
 from engines.rollout.policies import OnDemand
 from engines.rollout.requests import RequestRegroup
-from tests.faults.channel import FaultyClient, Faults, FaultyServer
+from tests.faults.channel import Faults, FaultyClient, FaultyServer
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
 from tests.faults.requests import Caller
 from tests.worlds import run_world

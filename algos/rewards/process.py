@@ -1,0 +1,61 @@
+"""The runner's end of the process that runs a reward function: started, spoken to, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from algos.rewards.protocol import Hello, Ready, receive, send
+
+
+class WorkerError(Exception):
+    """The worker could not be started; the message says why."""
+
+
+class WorkerProcess:
+    """The process, its connection, and its lifeline (a pipe on its stdin that carries nothing, see `worker.py`)."""
+
+    def __init__(self, target: str, timeout_s: float) -> None:
+        """Raises `WorkerError` when the process is not ready after `timeout_s` or cannot load the function."""
+        deadline = time.monotonic() + timeout_s
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self.sock, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "algos.rewards.worker", target, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        try:
+            send(self.sock, Hello(sys_path=[entry or os.getcwd() for entry in sys.path]), deadline=deadline)
+            self.ready = receive(self.sock, Ready, deadline=deadline)
+        except TimeoutError:
+            self.kill()
+            raise WorkerError(f"its imports took more than start_timeout_s={timeout_s:g} s") from None
+        except (EOFError, ConnectionError):
+            raise WorkerError(f"the process {self.kill()} while importing it; see stderr") from None
+        except BaseException:
+            self.kill()
+            raise
+        if self.ready.error:
+            self.kill()
+            raise WorkerError(self.ready.error)
+
+    def kill(self) -> str:
+        """Kill the process group, reap the process and free its descriptors. Returns how the process had ended."""
+        # The group before the wait: until the process is reaped its id cannot be another's.
+        os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.sock.close()
+        return f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
