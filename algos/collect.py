@@ -12,10 +12,13 @@ import msgspec
 
 from algos.algorithm import Algorithm
 from algos.experience import Experience
+from algos.rewards.pool import Item, ItemKey, RewardPool
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
-from engines import LLM, Completion, SamplingParams
+from engines import LLM, Completion, RequestOutput, SamplingParams
+from engines.journal import Journal
 from engines.parallel.collectives import Communicator
+from engines.sequence import Finished
 
 _MOST_SKIPPED = 100
 """Problems in one round whose prompts the engine cannot take, before the run ends with the reason."""
@@ -68,6 +71,7 @@ class Collector:
         group: Communicator,
         params: SamplingParams,
         prompts_per_step: int,
+        journal: Journal | None = None,
     ) -> None:
         """`params.n` is the group size."""
         self._llm = llm
@@ -77,15 +81,16 @@ class Collector:
         self._group = group
         self._params = params
         self._prompts_per_step = prompts_per_step
+        self._journal = journal
 
-    def collect(self, index: int, on_completion: Callable[[Completion], None] | None = None) -> Rollout:
+    def collect(self, index: int, on_finished: Callable[[Finished], None] | None = None) -> Rollout:
         """Samples problems from data position `index` on until enough groups are kept, in whole rounds.
 
         After `max_sampling_rounds` the step goes on with what was kept, and says so.
         """
         sampled: list[Group] = []
         kept: list[Group] = []
-        seconds = {"gen": 0.0, "reward": 0.0}
+        seconds = {"gen": 0.0, "reward": 0.0, "reward_overlapped": 0.0}
         counts = ScoreCounts()
         rounds = skipped = 0
         while len(kept) < self._prompts_per_step and rounds < self._algorithm.max_sampling_rounds:
@@ -93,7 +98,7 @@ class Collector:
             skipped += next_index - index - len(problems)
             index = next_index
             groups, failed, spent = sample_groups(
-                self._llm, problems, self._params, self._reward, self._group, on_completion
+                self._llm, problems, self._params, self._reward, self._group, on_finished, self._journal
             )
             counts += failed
             seconds = {name: seconds[name] + spent[name] for name in seconds}
@@ -158,48 +163,79 @@ def sample_groups(
     params: SamplingParams,
     reward: RewardRunner,
     group: Communicator,
-    on_completion: Callable[[Completion], None] | None = None,
+    on_finished: Callable[[Finished], None] | None = None,
+    journal: Journal | None = None,
 ) -> tuple[list[Group], ScoreCounts, dict[str, float]]:
-    """Completes and scores problems; returns the groups, the failed scores, and the seconds of `gen` and `reward`.
+    """Completes and scores problems; returns the groups, the failed scores, and seconds.
 
-    Each rank scores the groups i with i mod size = rank.
+    `gen` is the rollout, `reward` what is waited for after it, `reward_overlapped` this rank's calls of the reward
+    beside it. A completion is scored on the rank that hears of it, as it ends. What is left when all have ended, or
+    all of it where the reward's `beside_rollout` is off, is shared: the groups i with i mod size = rank.
     """
     start = time.perf_counter()
-    outputs = llm.generate(
-        [problem.prompt for problem in problems],
-        params,
-        prompt_uids=[problem.uid for problem in problems],
-        on_completion=on_completion,
-    )
-    generated = time.perf_counter()
-    mine = range(group.rank, len(problems), group.size)
-    flat = [(problems[i], completion) for i in mine for completion in outputs[i].outputs]
-    result = reward.score(
-        [problem.prompt for problem, _ in flat],
-        [completion.text for _, completion in flat],
-        {name: [problem.columns[name] for problem, _ in flat] for name in problems[0].columns},
-    )
-    counts = ScoreCounts(
-        num_raised=result.num_raised, num_timed_out=result.num_timed_out, num_invalid=result.num_invalid
-    )
-    parts = group.all_gather_bytes(msgspec.msgpack.encode((result.rewards, counts)))
-    rewards: list[list[float]] = [[] for _ in problems]
-    total = ScoreCounts()
-    for rank, part in enumerate(parts):
-        scores, failed = msgspec.msgpack.decode(part, type=tuple[list[float], ScoreCounts])
-        total += failed
-        for position, i in enumerate(range(rank, len(problems), group.size)):
-            rewards[i] = scores[position * params.n : (position + 1) * params.n]
+    positions = {problem.uid: i for i, problem in enumerate(problems)}
+    with RewardPool(reward) as pool:
+
+        def hear(finished: Finished) -> None:
+            if reward.config.beside_rollout:
+                i = positions[finished.state.key.prompt_uid]
+                pool.add(_item(problems[i], i, finished.completion))
+            if on_finished is not None:
+                on_finished(finished)
+
+        outputs = llm.generate(
+            [problem.prompt for problem in problems],
+            params,
+            prompt_uids=[problem.uid for problem in problems],
+            on_finished=hear,
+            journal=journal,
+        )
+        generated = time.perf_counter()
+        rewards, counts = _finish_scores(pool, problems, outputs, group)
     groups = [
         Group(
             problem=problem,
             prompt_token_ids=output.prompt_token_ids,
             completions=output.outputs,
-            rewards=rewards[i],
+            rewards=[rewards[i, completion.index] for completion in output.outputs],
         )
         for i, (problem, output) in enumerate(zip(problems, outputs, strict=True))
     ]
-    return groups, total, {"gen": generated - start, "reward": time.perf_counter() - generated}
+    seconds = {
+        "gen": generated - start,
+        "reward": time.perf_counter() - generated,
+        "reward_overlapped": pool.seconds_beside,
+    }
+    return groups, counts, seconds
+
+
+def _item(problem: Problem, position: int, completion: Completion) -> Item:
+    key = (position, completion.index)
+    return Item(key=key, prompt=problem.prompt, completion=completion.text, columns=problem.columns)
+
+
+def _finish_scores(
+    pool: RewardPool, problems: Sequence[Problem], outputs: Sequence[RequestOutput], group: Communicator
+) -> tuple[dict[ItemKey, float], ScoreCounts]:
+    """Scores what no rank's pool has taken; every rank gets all rewards."""
+    taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
+    taken = {key for part in taken_by_rank for key in msgspec.msgpack.decode(part, type=list[ItemKey])}
+    mine, result = pool.finish(
+        _item(problems[i], i, completion)
+        for i in range(group.rank, len(problems), group.size)
+        for completion in outputs[i].outputs
+        if (i, completion.index) not in taken
+    )
+    failed = ScoreCounts(
+        num_raised=result.num_raised, num_timed_out=result.num_timed_out, num_invalid=result.num_invalid
+    )
+    rewards: dict[ItemKey, float] = {}
+    total = ScoreCounts()
+    for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), failed))):
+        scores, counts = msgspec.msgpack.decode(part, type=tuple[list[tuple[ItemKey, float]], ScoreCounts])
+        rewards |= dict(scores)
+        total += counts
+    return rewards, total
 
 
 def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience], max_tokens: int) -> dict[str, float]:

@@ -92,6 +92,9 @@ class TrainConfig:
     """Where run folders and embedded models lie."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
+    dispatch: Literal["auto", "on-demand", "static"] = "auto"
+    """How sequences get to replicas: on-demand, as they have room, under a coordinator on rank 0; static, sequence i to
+    replica i mod their number. auto: on-demand where there are several replicas, unless `--deterministic`."""
     resume: bool = False
     """Go on with the run called `--name` from its last published checkpoint."""
     steps: int = 80
@@ -99,7 +102,8 @@ class TrainConfig:
     seed: int = 0
     """Of the problems' order and of every sampled token."""
     deterministic: bool = False
-    """Only deterministic kernels: two runs then give the same metrics bit for bit, but for times."""
+    """Only deterministic kernels, static dispatch, and rewards after the rollout: nothing depends on timing, and two
+    runs give the same metrics bit for bit, but for times."""
     eval_every: int = 10
     """Steps between evaluations on held-out problems, beside one before the first step and one after the last."""
     eval_problems: int = 128
@@ -136,6 +140,11 @@ class TrainConfig:
             raise ValueError(f"data={self.data}: does not go with task={self.task!r}; {fix}")
         if self.held_out_data is not None and self.data is None:
             raise ValueError(f"held_out_data={self.held_out_data}: only --task gsm8k with --data reads it")
+        if self.deterministic and self.dispatch == "on-demand":
+            raise ValueError(
+                "dispatch='on-demand': depends on timing, which --deterministic rules out; give --dispatch static, or "
+                "leave --dispatch or --deterministic out"
+            )
         if self.resume and self.name is None:
             raise ValueError("resume=True: name the run to go on with, by --name")
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
@@ -145,6 +154,11 @@ class TrainConfig:
                 f"(rollout.prompts_per_step={self.rollout.prompts_per_step} x "
                 f"rollout.group_size={self.rollout.group_size}); lower it or raise those"
             )
+
+    @property
+    def is_on_demand(self) -> bool:
+        """Where there are several replicas; one alone has nothing to be dispatched to."""
+        return not self.deterministic and self.dispatch != "static"
 
     @property
     def is_embedded_model(self) -> bool:

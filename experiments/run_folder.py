@@ -25,6 +25,7 @@ class RunFolder:
     lengths.jsonl    response lengths of every step
     samples.jsonl    some completions of every step, with rewards
     config.json      the configuration
+    journal/         rank-<R>.jsonl: completions sampled since the last published resume point
     checkpoints/     step-<N>/ and `latest`, the name of the last published one
     """
 

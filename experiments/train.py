@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,15 @@ from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
 from algos.trainer import Trainer
 from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
-from engines import LLM, Completion, SamplingParams
+from engines import LLM, SamplingParams
 from engines.config import ModelConfig
+from engines.journal import Journal
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.parallel.sharding import check_shardable
+from engines.rollout.policies import OnDemand
+from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
 from experiments.evaluate import evaluate
@@ -50,6 +53,7 @@ MAY_CHANGE = (
     "resume",
     "runs",
     "steps",
+    "dispatch",
     "eval_every",
     "save_every",
     "keep_checkpoints",
@@ -75,15 +79,19 @@ def main() -> dict[str, Any]:
     if config.resume:
         _check_same_run(config)
     layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
+    limits = config.reward_limits
+    if config.deterministic:
+        limits = replace(limits, beside_rollout=False)
     with contextlib.ExitStack() as stack:
-        judge = stack.enter_context(RewardRunner(task.reward, config.reward_limits))
-        reward = stack.enter_context(RewardRunner(config.reward, config.reward_limits)) if config.reward else judge
+        judge = stack.enter_context(RewardRunner(task.reward, limits))
+        reward = stack.enter_context(RewardRunner(config.reward, limits)) if config.reward else judge
         reward.check(task.train_problem(0).columns)
         model = _prepare_model(config, threads)
         device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
         world = TorchGroup(timeout_s=config.rank_timeout_s)
         groups = GroupCache(world, [layout], timeout_s=config.rank_timeout_s, device=device)
-        result = Run(config, task, model, device, groups, reward, judge).train(start)
+        run = stack.enter_context(contextlib.closing(Run(config, task, model, device, groups, reward, judge)))
+        result = run.train(start)
     stop_deepspeed()
     return result
 
@@ -164,15 +172,23 @@ class Run:
         self.params = SamplingParams(
             temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
         )
+        num_replicas = group.size // config.tensor_parallel_size
         self.llm = LLM(
             model,
             device=device,
             world=groups,
             tensor_parallel_size=config.tensor_parallel_size,
+            schedule=OnDemand() if config.is_on_demand and num_replicas > 1 else None,
             load=False,
             **asdict(rollout.engine_config(config.seed)),
         )
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
+        self.held_out = self._held_out_problems(task)
+        self.step = 0
+        self.data_index = 0
+        self.evaluations: list[float] = []
+        self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
+        self.journal = Journal(self.folder.path / "journal", group, whole_shares=config.deterministic)
         self.collector = Collector(
             llm=self.llm,
             task=task,
@@ -181,12 +197,13 @@ class Run:
             group=group,
             params=self.params,
             prompts_per_step=rollout.prompts_per_step,
+            journal=self.journal,
         )
-        self.held_out = self._held_out_problems(task)
-        self.step = 0
-        self.data_index = 0
-        self.evaluations: list[float] = []
-        self.folder = _open_folder(config, group)  # last: nothing above can leave an empty folder behind
+
+    def close(self) -> None:
+        """Ends connections and closes files; prompt."""
+        self.llm.close()
+        self.journal.close()
 
     def _held_out_problems(self, task: Task) -> list[Problem]:
         """Those that the engine can take; ValueError when there is none."""
@@ -236,9 +253,11 @@ class Run:
 
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
+        num_found = self.journal.num_found
         rollout = self._roll_out()
         updated = time.perf_counter()
         metrics = dict(rollout.metrics)
+        metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
             metrics |= self.trainer.update(rollout.experiences)
@@ -266,23 +285,26 @@ class Run:
 
     def _roll_out(self) -> Rollout:
         rollout = self.config.rollout
-        expected = rollout.prompts_per_step * rollout.group_size // len(self.llm.layout.replicas)
+        total = rollout.prompts_per_step * rollout.group_size
+        # What rank 0 hears: under a coordinator everything, otherwise its replica's share.
+        expected = total if self.llm.rollout is not None else len(range(0, total, len(self.llm.layout.replicas)))
         with tqdm(
             total=expected, desc="rollout", unit="seq", leave=False, position=1, disable=not self.folder.is_writer
         ) as progress:
 
-            def show(completion: Completion) -> None:
+            def show(finished: Finished) -> None:
                 progress.update()
 
             return self.collector.collect(self.data_index, show)
 
     def _sync_weights(self) -> None:
-        """Trainer -> engine, parameter by parameter; the ranks' checksums must agree."""
+        """Trainer -> engine, parameter by parameter; the ranks' checksums must agree, and go into the journal."""
         checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.step)
         everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
         others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if others:
             raise RuntimeError(f"weights differ after the update: ranks {others} have other checksums than rank 0")
+        self.journal.weights = checksum
 
     def _evaluate(self) -> dict[str, float]:
         metrics = evaluate(self.llm, self.held_out, self.params, self.judge, self.group, self.config.eval_samples)
@@ -327,6 +349,7 @@ class Run:
                 (path / "run.json").write_text(json.dumps(state, indent=2) + "\n")
 
         self.folder.publish(self.step, write, self.config.keep_checkpoints)
+        self.journal.clear()
 
     def _resume(self) -> None:
         path = self.folder.latest()
@@ -338,6 +361,7 @@ class Run:
         if self.step > self.config.steps:
             raise ValueError(f"steps={self.config.steps}: the run is at step {self.step} already; raise --steps")
         self.folder.truncate(self.step, STEP_FILES)
+        self.journal.recover(self.step)
         self.group.barrier()
 
     def _summary(self, start: float) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class RewardConfig:
     """Limit on starting the process, the imports of the function's module included."""
     beside_rollout: bool = True
     """Score completions as they finish, while others are generated: a call then gets what has finished by then. Off:
-    after the rollout, in calls that depend on nothing timed; with a `chunk_size` of the group size each gets a group."""
+    after it, in calls that depend on nothing timed; with a `chunk_size` of the group size each gets a group."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -119,7 +119,7 @@ class RewardRunner:
     def is_async(self) -> bool:
         """Whether the function is; starts the worker if need be."""
         with self._lock:
-            return self._check(None).is_async
+            return self._load().is_async
 
     def close(self) -> None:
         """Kill the worker. A `score` under way in another thread gives up after the call that it is waiting for."""
@@ -135,8 +135,7 @@ class RewardRunner:
     ) -> None:
         self.close()
 
-    def _check(self, columns: Iterable[str] | None) -> Ready:
-        """Raises `ValueError`; None stands for columns that are not to be looked at."""
+    def _load(self) -> Ready:
         if self.closed:
             raise ValueError(f"reward={self.spec!r}: the runner is closed; make a new RewardRunner")
         if self._ready is None:
@@ -147,21 +146,25 @@ class RewardRunner:
                     f"reward={self.spec!r}: cannot be used: {error}. "
                     'Name an importable function as "package.module:function" or "path/to/file.py:function"'
                 ) from None
-        if columns is None:
-            return self._ready
-        missing = set(self._ready.required) - {"prompts", "completions", *columns}
+        return self._ready
+
+    def _check(self, columns: Iterable[str]) -> Ready:
+        ready = self._load()
+        missing = set(ready.required) - {"prompts", "completions", *columns}
         if missing:
             raise ValueError(
                 f"reward={self.spec!r}: the function wants {sorted(missing)}, the task has only the columns "
                 f"{sorted(columns)}: rename its parameter, give it a default, or add the column"
             )
-        return self._ready
+        return ready
 
     @contextlib.contextmanager
     def turn(self, columns: Iterable[str] | None) -> Iterator[Ready]:
-        """For `Scoring`: the worker, for this thread alone. Raises `ValueError` as `check`."""
+        """For `Scoring`: the worker, for this thread alone. Raises `ValueError` as `check`; with None, when all has
+        been checked before, nothing, not even for a runner closed since."""
         with self._lock:
-            ready = self._check(columns)
+            ready = self._check(columns) if columns is not None else self._ready
+            assert ready is not None
             try:
                 yield ready
             except BaseException:  # an answer may still be on its way; never mistake it for the next call's
@@ -190,8 +193,8 @@ class RewardRunner:
         return self.config.timeout_s * (1.0 + _GRACE * self._ready.is_async)
 
     def call(self, batch: list[range], arguments: dict[str, list[Any]]) -> tuple[list[Result | None], bool]:
-        """For `Scoring`, in its turn. The result of each part, None where the worker was lost and another part may be to blame; and whether any
-        part took too long."""
+        """For `Scoring`, in its turn. The result of each part, None where the worker was lost and another part may be
+        to blame; and whether any part took too long."""
         results: list[Result | None] = [None] * len(batch)
         limit_s = self._limit_s()
         kind: Literal["raised", "timed_out"] = "raised"

@@ -38,6 +38,8 @@ from engines.sequence import Finished, KVHandle, SequenceState
 
 POLL_S = 0.02
 """Longest that a posted request waits, and shortest time between two looks at the deadlines."""
+AWAY_S = 1.0
+"""A longer time between two looks was this process's own absence: it was stopped, or its caller busy."""
 _MAY_COME_LATE = (RequestMove, RequestAbort, RequestRegroup)
 
 
@@ -82,6 +84,7 @@ class Coordinator:
         self.refused: list[str] = []
         """Posted moves, aborts and regroups that did not fit any more when their turn came."""
         self._ticked = time.monotonic()
+        self._away_s = 0.0
         self._posted: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._stopped = False
         self._on_finished: Callable[[Finished], None] | None = None
@@ -148,6 +151,7 @@ class Coordinator:
 
         To be called while no phase runs, too, where replicas outside the world come and go.
         """
+        self._note_absence()
         self._take_posted()
         notice = self._server.receive(timeout_s)
         while notice is not None:
@@ -155,12 +159,20 @@ class Coordinator:
             self._take_posted()
             notice = self._server.receive(0.0)
         if time.monotonic() - self._ticked > POLL_S:
+            self._note_absence()
             # After all that has come: an answer that lies in the inbox is not late.
             for exit_ in self._launcher.poll() if self._launcher is not None else []:
                 if exit_.replica_id in self.outside:
                     self._lose(self.outside[exit_.replica_id], str(exit_))
             self._ticked = time.monotonic()
             self._take(Tick())
+
+    def _note_absence(self) -> None:
+        """While this process does not listen, nobody else is late: that time does not count."""
+        away_s = time.monotonic() - self._ticked
+        if away_s > AWAY_S:
+            self._away_s += away_s
+            self._ticked = time.monotonic()
 
     def shut_down(self) -> None:
         """Tells all processes to end, between two phases."""
@@ -222,7 +234,7 @@ class Coordinator:
             self._launcher.kill(spec.id)
 
     def _take(self, event: Request | messages.Event) -> None:
-        for output in self.core.on_event(event, time.monotonic()):
+        for output in self.core.on_event(event, time.monotonic() - self._away_s):
             match output:
                 case Deliver():
                     self._finished.append(output.finished)

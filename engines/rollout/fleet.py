@@ -54,15 +54,16 @@ class Fleet:
         **options: Any,
     ) -> None:
         """`model` is a Hugging Face checkpoint, whose weights are those of the first phase; `options` are the fields of
-        `EngineConfig`. `publish` writes to a new folder in `weights_folder` (by default the temporary one).
+        `EngineConfig`. The policy is to go by `view.replicas`, as there is no layout. `publish` writes to a new folder
+        in `weights_folder` (by default the temporary one).
 
         A replica is given up when it was silent on the network for `patience_s` seconds, or owes an answer or a step
         for `timeout_s`. For the other arguments see `ReplicaLauncher`.
         """
         self._timeout_s = timeout_s
         self._phase = NO_WEIGHTS
-        self._source = str(model)
-        self._model = Path(model)
+        self._model = Path(model).resolve()  # replicas run in another folder
+        self._source = str(self._model)
         self._weights_folder = Path(tempfile.mkdtemp(prefix="curtail-weights-", dir=weights_folder))
         token, kv_token = new_token(), secrets.token_hex(16)
         reclaim(keep_token=kv_token)
@@ -72,7 +73,7 @@ class Fleet:
         self.launcher = ReplicaLauncher(
             address=self._server.address,
             token=token,
-            model=model,
+            model=self._model,
             config=EngineConfig(**options),
             device=device,
             num_threads=num_threads,
@@ -109,14 +110,16 @@ class Fleet:
     def wait_for_replicas(self, num_replicas: int) -> None:
         """Returns when so many stand by. Between phases only.
 
-        Raises RuntimeError, naming those that were lost, when they do not within `timeout_s` seconds.
+        Raises RuntimeError, naming those that were lost, when they do not within `timeout_s` seconds, or all are lost.
         """
-        deadline = time.monotonic() + self._timeout_s
+        start = time.monotonic()
+        self.coordinator.pump(0.0)
         while (num_ready := self.num_ready) < num_replicas:
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - start
+            if waited_s > self._timeout_s or not self.coordinator.outside:
                 lost = "".join(f"\n  lost: {one}" for one in self.coordinator.lost)
                 raise RuntimeError(
-                    f"fleet: {num_ready} replicas stand by after {self._timeout_s:g} s, {num_replicas} wanted; "
+                    f"fleet: {num_ready} replicas stand by after {waited_s:.1f} s, {num_replicas} wanted; "
                     f"starting: {sorted(set(self.coordinator.outside) - self.coordinator.standing_by)}{lost}"
                 )
             self.coordinator.pump(POLL_S)
@@ -129,7 +132,8 @@ class Fleet:
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """Writes weights where the replicas will load them from, whole or not at all; returns the folder.
 
-        Names and shapes are those of the checkpoint. The next `roll_out` is to name this `version`.
+        Names and shapes are those of the checkpoint. The next `roll_out` is to name this `version`; a replica that has
+        it does not load it again, so that new weights need a new one.
         """
         target = self._weights_folder / f"version-{version}"
         partial = self._weights_folder / f".version-{version}.partial"
@@ -142,7 +146,7 @@ class Fleet:
             _flush(path)
         partial.rename(target)
         outdated, self._source = Path(self._source), str(target)
-        if outdated.parent == self._weights_folder:
+        if outdated.parent == self._weights_folder and outdated != target:
             shutil.rmtree(outdated)
         return target
 
@@ -166,7 +170,7 @@ class Fleet:
             states,
             phase=self._phase,
             policy_version=policy_version,
-            weights_source=str(weights_source or self._source),
+            weights_source=str(Path(weights_source or self._source).resolve()),
             on_finished=on_finished,
         )
         if len(self.coordinator.lost) > num_lost:

@@ -8,6 +8,7 @@ the world (`engines/rollout/outside.py`) runs the same loop, and there alone wei
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ class Worker:
         self._load_from = load_from
         self._phase = -1
         self._last_heard = -1
+        self._pending: deque[m.Command] = deque()
         self.is_shut_down = False
         """Whether a command has ended the process's work; outside the world only."""
         self.step_records: list[StepRecord] = []
@@ -96,9 +98,11 @@ class Worker:
         """
         self.step_records = []
         while True:
-            for command in self._next_commands():
-                if self._obey(command):
-                    return
+            if not self._pending:
+                self._pending.extend(self._next_commands())
+            while self._pending:
+                if self._obey(self._pending.popleft()):
+                    return  # what is left is for the next phase
             if self._has_work:
                 self._step()
 

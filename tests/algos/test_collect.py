@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ def even(prompts, completions, *, kind):
     return [
         hashlib.sha256(c.encode()).digest()[0] % 2 if k == "mixed" else 1.0 for c, k in zip(completions, kind)
     ]
+
+def calls(completions):
+    """How many are in the call."""
+    return [len(completions)] * len(completions)
 
 def raises_on_long(prompts, completions, **columns):
     if any(len(c) > 20 for c in completions):
@@ -139,6 +144,27 @@ def test_a_reward_that_fails_costs_its_own_completions_only(llm: LLM, rewards: P
             long += len(completion.text) > 20
             assert reward == (-1.0 if len(completion.text) > 20 else 1.0)
     assert rollout.metrics["reward/num_raised"] == long > 0
+
+
+def test_rewards_beside_the_rollout_are_those_after_it(llm: LLM, rewards: Path) -> None:
+    rollouts = []
+    for beside in (True, False):
+        config = RewardConfig(beside_rollout=beside, chunk_size=3, failed_reward=-1.0)
+        with RewardRunner(f"{rewards}:raises_on_long", config) as runner:
+            runner.check()
+            # The rollout is held up, so that the pool surely gets its turn before the end.
+            rollouts.append(collector(llm, runner, ("mixed", "flat"), GRPO()).collect(0, lambda _: time.sleep(0.03)))
+    assert rollouts[0].groups == rollouts[1].groups and rollouts[0].experiences == rollouts[1].experiences
+    metrics = [{k: v for k, v in r.metrics.items() if not k.startswith("timing_s/")} for r in rollouts]
+    assert metrics[0] == metrics[1] and metrics[0]["reward/num_raised"] > 0
+    assert rollouts[0].metrics["timing_s/reward_overlapped"] > 0 == rollouts[1].metrics["timing_s/reward_overlapped"]
+
+
+def test_after_the_rollout_a_call_can_have_a_whole_group(llm: LLM, rewards: Path) -> None:
+    config = RewardConfig(beside_rollout=False, chunk_size=PARAMS.n)
+    with RewardRunner(f"{rewards}:calls", config) as runner:
+        rollout = collector(llm, runner, ("flat",), GRPO()).collect(0)
+    assert [group.rewards for group in rollout.groups] == [[8.0] * 8] * 4
 
 
 def test_overlong_completions_are_shaped_and_masked(llm: LLM, even: RewardRunner) -> None:

@@ -34,6 +34,24 @@ class Script:
         return make(range(4), self._sizes[done], epoch=done + 1)
 
 
+class Flip:
+    """A layout policy for two ranks: once in each rollout, from TP1 to TP2 or back."""
+
+    def __init__(self) -> None:
+        self._armed = False
+
+    def decide(self, view: Any) -> Any:
+        from engines.parallel.layout import nested_layout
+
+        if view.num_delivered < 2:
+            self._armed = True
+            return None
+        if not self._armed:
+            return None
+        self._armed = False
+        return nested_layout(range(2), 3 - view.layout.replicas[0].tp_size, epoch=view.layout.epoch + 1)
+
+
 def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
     """Returns an `on_finished` that moves a few random sequences whenever one ends, with their KV or without."""
     from engines.rollout.requests import RequestMove
@@ -124,3 +142,45 @@ def test_tokens_are_those_of_one_process(world: list[dict[str, Any]], checkpoint
         assert world[rank][case]["epoch"] == (3 if "regroup" in case else 0)
     if case == "DP4 moves/qwen3":
         assert sum(world[rank][case]["imported"] for rank in range(4)) > 5, "no KV was moved"
+
+
+def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:
+    """What this process holds after 10 and after 60 coordinated rollouts."""
+    import os
+
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache, all_layouts
+    from engines.rollout.policies import OnDemand
+
+    dist.init_process_group("gloo")
+    groups = GroupCache(TorchGroup(timeout_s=60), all_layouts(range(2)), timeout_s=60)
+    llm = LLM(f"{directory}/qwen3", world=groups, schedule=OnDemand(), layout_policy=Flip(), **OPTIONS)
+    held = []
+    for iteration in range(60):
+        llm.generate(PROMPTS[:4], SamplingParams(max_tokens=6))
+        llm.update_weights(((name, w.clone()) for name, w in llm._weights()), version=iteration + 1)
+        if iteration in (9, 59):
+            status = Path("/proc/self/status").read_text()
+            held.append(
+                {
+                    "files": len(os.listdir("/proc/self/fd")),
+                    "maps": Path("/proc/self/maps").read_text().count("/dev/shm"),
+                    "threads": int(status.split("Threads:")[1].split()[0]),
+                    "segments": len(list(Path("/dev/shm").glob(f"curtail-*{os.getpid()}-*"))),
+                    "kib": int(status.split("VmRSS:")[1].split()[0]),
+                    "epoch": llm.layout.epoch,
+                }
+            )
+    llm.close()
+    dist.destroy_process_group()
+    return held
+
+
+def test_fifty_rollouts_leave_nothing_behind(checkpoints: Path) -> None:
+    for before, after in run_world(roll_out_again_and_again, 2, str(checkpoints)):
+        assert after["epoch"] > before["epoch"], "the layout was to change under way"
+        assert after["kib"] - before["kib"] < 8 * 1024
+        for name in ("files", "maps", "threads", "segments"):
+            assert after[name] <= before[name], name

@@ -63,9 +63,9 @@ def train(*arguments: Any) -> dict[str, Any]:
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
-    """metrics.jsonl without times."""
+    """metrics.jsonl without times, and without what tells a resumed run from another."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("timing_s/", "perf/throughput", "perf/rollout_tokens_per_second")
+    timed = ("timing_s/", "perf/throughput", "perf/rollout_tokens_per_second", "rollout/num_journaled")
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
 
@@ -104,16 +104,23 @@ def test_two_runs_are_bit_identical(model: Path, runs: Path, reward: str, uninte
     assert metrics_of(runs / "again") == metrics_of(uninterrupted)
 
 
-def test_tensor_and_data_parallel_runs_sample_the_same_tokens(model: Path, runs: Path, reward: str) -> None:
-    digests = []
-    for size in ("1", "2"):
+def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, runs: Path, reward: str) -> None:
+    """Data parallel, tensor parallel, and on demand; the last with rewards beside the rollout."""
+    digests, rewards = set(), set()
+    for name, arguments in {
+        "dp": ["--deterministic"],
+        "tp": ["--deterministic", "--tensor-parallel-size", "2"],
+        "on-demand": ["--dispatch", "on-demand"],
+    }.items():
         result = train(
-            model, runs, "--name", f"tp{size}", "--deterministic", "--reward", reward, "--steps", "1",
-            "--rollout.dtype", "float64", "--tensor-parallel-size", size,
-        )  # fmt: skip
-        lines = (Path(result["run_dir"]) / "lengths.jsonl").read_text().splitlines()
-        digests.append(json.loads(lines[0])["digest"])
-    assert digests[0] == digests[1]
+            model, runs, "--name", name, *arguments, "--reward", reward, "--steps", "1", "--rollout.dtype", "float64"
+        )
+        folder = Path(result["run_dir"])
+        digests.add(json.loads((folder / "lengths.jsonl").read_text().splitlines()[0])["digest"])
+        step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
+        rewards.add(step["critic/rewards/mean"])
+        assert name == "on-demand" or step["timing_s/reward_overlapped"] == 0
+    assert len(digests) == len(rewards) == 1
 
 
 def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
@@ -144,9 +151,9 @@ def kill_when(arguments: list[str], rank: int, folder: Path, moment: Any) -> Non
     assert f"exitcode  : -9 (pid: {pids[rank]})" in log.read_text(), "the message names who died"
 
 
-def in_step_four(folder: Path) -> bool:
-    path = folder / "metrics.jsonl"
-    return path.is_file() and path.read_text().count("\n") >= 4  # step 0's evaluation and three steps
+def rolling_out_step_four(folder: Path) -> bool:
+    """At its first completion: the policy that samples step 4 has learned three steps."""
+    return any('"policy_step":3' in path.read_text() for path in (folder / "journal").glob("*.jsonl"))
 
 
 def writing_checkpoint_four(folder: Path) -> bool:
@@ -154,7 +161,7 @@ def writing_checkpoint_four(folder: Path) -> bool:
     return path.is_dir() and any(path.iterdir())
 
 
-@pytest.mark.parametrize(("rank", "moment"), [(1, in_step_four), (0, writing_checkpoint_four)])
+@pytest.mark.parametrize(("rank", "moment"), [(1, rolling_out_step_four), (0, writing_checkpoint_four)])
 def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted: Path, rank: int, moment: Any) -> None:
     name = moment.__name__
     arguments = ["--name", name, "--deterministic", "--reward", reward]
@@ -175,6 +182,12 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
     result = train(model, runs, *arguments, "--resume")
     assert result["steps"] == 5
     assert metrics_of(folder) == metrics_of(uninterrupted)
+    # What was sampled since the resume point is not sampled again; of a cut rollout, a rank's whole share or none.
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [row["rollout/num_journaled"] for row in rows[1:]]
+    assert found[:3] == [0, 0, 16] and found[3] in (0, 8, 16) and found[4] == 0
+    assert rank == 1 or found[3] == 16
+    assert [path.stat().st_size for path in (folder / "journal").iterdir()] == [0, 0]
     for file in ("lengths.jsonl", "samples.jsonl"):
         assert (folder / file).read_text() == (uninterrupted / file).read_text()
 
@@ -230,6 +243,7 @@ class TestBadInput:
             (["--rollout.group-size", "1"], "rollout.group_size=1"),
             (["--algo", "ppo"], "ppo"),
             (["--eval-every", "0"], "eval_every=0"),
+            (["--deterministic", "--dispatch", "on-demand"], "dispatch='on-demand': depends on timing"),
             (["--resume"], "name the run"),
             (["--zero-stage", "4"], "zero-stage"),
             (["--no-such-option", "1"], "no-such-option"),

@@ -1,30 +1,33 @@
-"""What a run may leave behind: processes, shared memory, temporary files."""
+"""What processes may leave behind: themselves, shared memory, temporary files."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 GONE_S = 10.0
 
 
-def what_is_there() -> set[Path]:
-    """Files of ours that lie around."""
-    return {path for folder in FOLDERS for path in folder.glob("curtail-*")}
-
-
-def assert_nothing_left(before: set[Path], pids: set[int]) -> None:
-    """No file but those of `before`, and none of the processes, within `GONE_S` seconds."""
+def assert_nothing_left(pids: Iterable[int], paths: Iterable[Path] = ()) -> None:
+    """Within `GONE_S` seconds none of the processes runs, none of their shared files is there, and no path exists."""
     deadline = time.monotonic() + GONE_S
-    while left := sorted(what_is_there() - before) + [pid for pid in sorted(pids) if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"left behind, files and process ids: {left}"
+    pids, paths = set(pids), list(paths)
+    while left := [pid for pid in pids if is_alive(pid)] + files_of(pids) + [path for path in paths if path.exists()]:
+        assert time.monotonic() < deadline, f"left behind after {GONE_S:g} s, process ids and files: {left}"
         time.sleep(0.05)
 
 
+def files_of(pids: set[int]) -> list[Path]:
+    """Shared files whose name tells that one of these processes made them."""
+    ours = [path for folder in FOLDERS for path in folder.glob("curtail-*")]
+    return [path for path in ours if pids & {int(word) for word in path.name.split("-") if word.isdecimal()}]
+
+
 def is_alive(pid: int) -> bool:
-    """Whether a process of ours still runs; a zombie, or another's under its number, does not count."""
+    """Whether a replica's process still runs; a zombie, or another's under its number, does not count."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         command = Path(f"/proc/{pid}/cmdline").read_bytes()

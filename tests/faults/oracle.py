@@ -24,7 +24,7 @@ PROMPTS = [[_rng.randrange(2, 131) for _ in range(_rng.randint(1, 38))] for _ in
 PARAMS = [
     SamplingParams(
         n=NUM_SAMPLES,
-        max_tokens=_rng.choice([1, 3, 10, 30, 60, 90]),
+        max_tokens=_rng.choice([1, 5, 20, 50, 90, 90]),
         temperature=_rng.choice([0.0, 0.7, 1.0]),
         ignore_eos=_rng.random() < 0.5,
     )
@@ -99,12 +99,12 @@ class Oracle:
 
 def engine_options(rng: random.Random) -> dict[str, Any]:
     """Of an engine that is crowded more or less: preemption is likely at the lower end."""
-    num_seqs = rng.randint(2, 8)
+    num_seqs = rng.randint(2, 12)
     block_size = rng.choice([4, 8, 16])
     return {
         "dtype": "float64",
         "block_size": block_size,
-        "kv_cache_bytes": KV_BYTES_PER_TOKEN * (MAX_LEN + 16 * rng.randint(0, 12)),
+        "kv_cache_bytes": KV_BYTES_PER_TOKEN * (MAX_LEN + 16 * rng.choice([0, 0, 1, 4, 12])),
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": rng.choice([num_seqs, 16, 4096]),
         "prefill_chunk_size": rng.choice([None, 5, 16]),

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from engines.control.transport import Client, Lost, Notice
 from engines.models.loader import checkpoint_tensors
 from engines.rollout.fleet import Fleet
 from tests.faults.channel import Faults, FaultyServer
-from tests.faults.leftovers import assert_nothing_left, what_is_there
+from tests.faults.leftovers import assert_nothing_left
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
-from tests.faults.requests import Caller
+from tests.faults.requests import Caller, random_policy
 
 PATIENCE_S = 3.0
 TIMEOUT_S = 15.0
@@ -33,12 +34,10 @@ def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str,
     oracle = Oracle(oracle_directory)
     counts: Counter[str] = Counter()
     seconds = []
-    before = what_is_there()
     pids: set[int] = set()
-    for start in range(0, len(seeds), SCHEDULES_PER_FLEET):
-        batch = seeds[start : start + SCHEDULES_PER_FLEET]
-        # One seed alone gets the engine that it had among others.
-        rng = random.Random(f"fleet/{batch[0] // SCHEDULES_PER_FLEET}")
+    # By the seed's own value, so that one alone gets the engine that it had among others.
+    for number, batch in groupby(seeds, lambda seed: seed // SCHEDULES_PER_FLEET):
+        rng = random.Random(f"fleet/{number}")
         min_step_s = rng.choice([0.0, 0.003, 0.01])
         with Fleet(
             oracle.checkpoint(0),
@@ -46,6 +45,7 @@ def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str,
             patience_s=PATIENCE_S,
             timeout_s=TIMEOUT_S,
             kv_store_bytes=rng.choice([2**30, 2**18]),
+            schedule_policy=random_policy(rng),
             min_step_s=min_step_s,
             **engine_options(rng),
         ) as fleet:
@@ -65,7 +65,8 @@ def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str,
             pids |= set(fleet.launcher.pids().values())
             counts["replicas_lost"] += len(fleet.coordinator.lost)
             counts["refused"] += len(fleet.coordinator.refused)
-    assert_nothing_left(before, pids)
+            weights_folder = fleet._weights_folder
+        assert_nothing_left(pids, [weights_folder])
     return {**counts, "longest_s": round(max(seconds), 2), "seconds": round(sum(seconds), 1)}
 
 
@@ -99,12 +100,15 @@ class _Schedule:
             end._held._faults = self._faults
         else:
             coordinator._server = FaultyServer(end, self._faults, self._on_notice)
-        fleet.coordinator.pump(0.0)
-        while len(coordinator.outside) < self._num_replicas:
-            fleet.launch()
-            coordinator.pump(0.0)
-        if self._rng.random() < 0.8:  # else it begins with whoever is there
-            fleet.wait_for_replicas(min(2, self._num_replicas))
+        # Some begin with whoever is there already.
+        num_ready = 2 if self._rng.random() < 0.8 else 0
+        deadline = time.monotonic() + LONGEST_S
+        coordinator.pump(0.0)
+        while len(coordinator.outside) < self._num_replicas or len(coordinator.standing_by) < num_ready:
+            assert time.monotonic() < deadline, f"no {num_ready} replicas stand by after {LONGEST_S:g} s"
+            if len(coordinator.outside) < self._num_replicas:
+                fleet.launch()
+            coordinator.pump(0.02)
         for version in self._versions:
             self._roll_out(version)
         for pid in list(self._stopped):
@@ -136,10 +140,14 @@ class _Schedule:
             self._go_on(pid)
         if isinstance(notice, Lost):
             self._counts["connections_lost"] += 1
+        if self._caller is not None and not self._fleet.coordinator.outside:
+            self._launch()  # after the last one's loss; that none comes is tested in test_fleet.py
         caller, rng = self._caller, self._rng
         if caller is None or notice is None or rng.random() > self._share_acts:
             return
         core = self._fleet.coordinator.core
+        if core.phase is None:
+            return
         act = rng.choices(
             [
                 partial(caller.move_some, sorted(self._fleet.coordinator.standing_by)),

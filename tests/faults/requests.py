@@ -1,4 +1,4 @@
-"""What a caller asks of a rollout at random: more sequences, moves, pauses, aborts."""
+"""What a caller asks of a rollout at random (more sequences, moves, pauses, aborts), and random dispatches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,35 @@ from collections import Counter
 from collections.abc import Sequence
 
 from engines.rollout.coordinator import Coordinator
+from engines.rollout.policies import OnDemand, SchedulePolicy
 from engines.rollout.requests import RequestAbort, RequestMove, SubmitSequences
+from engines.rollout.views import Dispatch, ScheduleView
 from engines.sequence import Finished, SequenceId, SequenceState
+
+
+class Crowd:
+    """Sends everything anywhere at once, room or not, some of it for a few tokens only."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._share_short = rng.choice([0.0, 0.3, 0.9])
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        sequence = next(iter(view.waiting.values()), None)
+        ids = sorted(id_ for id_, replica in view.replicas.items() if replica.accepts)
+        if sequence is None or not ids:
+            return None
+        max_new_tokens = self._rng.randint(1, 20) if self._rng.random() < self._share_short else None
+        return Dispatch(
+            sequence_id=sequence.sequence_id,
+            replica_id=self._rng.choice(ids),
+            max_new_tokens=max_new_tokens,
+            queued=True,
+        )
+
+
+def random_policy(rng: random.Random) -> SchedulePolicy:
+    return Crowd(rng) if rng.random() < 0.5 else OnDemand()
 
 
 class Caller:

@@ -21,11 +21,10 @@ from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout import worker, world
-from engines.rollout.policies import OnDemand
 from engines.rollout.requests import RequestRegroup
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
-from tests.faults.requests import Caller
+from tests.faults.requests import Caller, random_policy
 from tests.worlds import run_world
 
 NUM_RANKS = 4
@@ -119,12 +118,13 @@ class _Schedule:
             self._layout,
             engine=self._build(self._layout),
             rebuild=self._build,
-            schedule_policy=OnDemand(),
+            schedule_policy=random_policy(self._own),
             pace=self._pace,
             kv_store_bytes=self._kv_store_bytes,
             timeout_s=TIMEOUT_S,
         )
         self._coordinator = rollout.coordinator
+        self._kv_token = rollout._kv_store._token
         for index, version in enumerate(self._versions):
             if index and self._engine is not None:
                 self._engine.load(checkpoint_tensors(self._oracle.checkpoint(version)), version)
@@ -132,14 +132,13 @@ class _Schedule:
             self._roll_out(rollout, version)
         self._count_moves()
         self._counts["schedules"] += 1
-        token = rollout._kv_store._token
         self._groups.world.barrier()
         if self._rank == 0:
             assert self._coordinator is not None
             self._counts["refused"] += len(self._coordinator.refused)
             self._counts["regroups"] += self._coordinator.core.layout.epoch
             self._counts.update(self._faults.counts)
-        left = list(DEV_SHM.glob(f"*{token}*"))
+        left = self._kv_files()
         assert not left, f"KV that nobody will read is left: {left}"
         self._groups.world.barrier()
         rollout.close()
@@ -199,6 +198,8 @@ class _Schedule:
             return
         assert self._coordinator is not None
         core, rng = self._coordinator.core, self._own
+        if core.phase is None:
+            return
         act = rng.choices(
             [
                 partial(caller.move_some, [spec.id for spec in core.layout.replicas]),
@@ -207,10 +208,20 @@ class _Schedule:
                 lambda: time.sleep(rng.uniform(0, 0.02)),
                 caller.abort_one,
                 core.check_integrity,
+                self._lose_kv,
             ],
-            weights=[6, 1, 1.5, 2, 0.3, 1],
+            weights=[6, 1, 1.5, 2, 0.3, 1, 0.5],
         )[0]
         act()
+
+    def _kv_files(self) -> list[Path]:
+        return sorted(DEV_SHM.glob(f"*{self._kv_token}*"))
+
+    def _lose_kv(self) -> None:
+        """Exported KV disappears before anybody has read it."""
+        if files := self._kv_files():
+            self._own.choice(files).unlink(missing_ok=True)
+            self._counts["kv_files_lost"] += 1
 
     def _regroup(self) -> None:
         assert self._coordinator is not None

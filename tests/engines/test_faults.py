@@ -1,0 +1,34 @@
+"""Random schedules of faults end with the tokens of one process; see `tests/faults`, which runs hundreds of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.oracle import make_oracle
+from tests.faults.outside import run_outside_schedules
+from tests.faults.world import run_world_schedules
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("oracle")
+    make_oracle(directory)
+    return directory
+
+
+def test_schedules_in_a_world(oracle: Path) -> None:
+    happened = run_world_schedules(oracle, list(range(12)))
+    assert happened["schedules"] == 12
+    for what in ("moves", "pauses", "portions", "regroups", "kv_imported", "preemptions", "late", "repeated"):
+        assert happened[what] > 0, f"no {what} in {happened}"
+    assert happened["phases"] > 12
+
+
+def test_schedules_of_replicas_outside_a_world(oracle: Path) -> None:
+    happened = run_outside_schedules(oracle, list(range(6)))
+    assert happened["schedules"] == 6
+    for what in ("moves", "pauses", "portions", "kills", "launches", "replicas_lost", "late", "repeated"):
+        assert happened[what] > 0, f"no {what} in {happened}"
+    assert happened["phases"] > 6

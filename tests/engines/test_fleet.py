@@ -1,0 +1,422 @@
+"""Replicas outside a torchrun world: how they come, what they do, and how each way to lose one is told."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines import LLM, SamplingParams
+from engines.config import EngineConfig
+from engines.control import messages
+from engines.control.transport import ClientEnd, Server, memory_pair, new_token
+from engines.models.loader import checkpoint_tensors
+from engines.parallel.layout import Layout, ReplicaSpec
+from engines.rollout import coordinator as coordinator_module
+from engines.rollout.coordinator import Coordinator
+from engines.rollout.core import RolloutCore
+from engines.rollout.fleet import Fleet
+from engines.rollout.launcher import ReplicaLauncher, ReplicaOrders
+from engines.rollout.outside import FAILED, ORPHANED, make_engine
+from engines.rollout.policies import OnDemand
+from engines.rollout.requests import RequestMove
+from engines.rollout.worker import NO_WEIGHTS, Worker
+from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
+from tests.checkpoints import save_checkpoint
+from tests.faults.leftovers import assert_nothing_left, is_alive
+
+ROOT = Path(__file__).parents[2]
+RNG = random.Random(5)
+PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 20))] for _ in range(8)]
+PARAMS = SamplingParams(max_tokens=30)
+OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**20, "max_num_seqs": 4}
+
+
+def states(version: int) -> list[SequenceState]:
+    return [
+        SequenceState(
+            key=SequenceKey(run_seed=0, policy_step=version, prompt_uid=uid, sample_index=0),
+            group_id=uid,
+            tokens=list(prompt),
+            num_prompt_tokens=len(prompt),
+            params=PARAMS,
+        )
+        for uid, prompt in enumerate(PROMPTS)
+    ]
+
+
+def tokens_of(finished: list[Finished]) -> list[list[int]]:
+    """In the order of the prompts, each once."""
+    assert len(finished) == len(PROMPTS)
+    return [one.completion.token_ids for one in sorted(finished, key=lambda one: one.state.key.prompt_uid)]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def retrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for the shapes of `qwen3`."""
+    directory = tmp_path_factory.mktemp("retrained")
+    save_checkpoint(directory, "qwen3", seed=1)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(qwen3: str, retrained: Path) -> dict[int, list[list[int]]]:
+    """What one process makes of the prompts, by policy version."""
+    llm = LLM(qwen3, **OPTIONS)
+    tokens = {}
+    for version, folder in enumerate([Path(qwen3), retrained]):
+        llm.update_weights(checkpoint_tensors(folder), version)
+        outputs = llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))
+        tokens[version] = [output.outputs[0].token_ids for output in outputs]
+    return tokens
+
+
+def test_phases_deaths_and_a_newcomer(qwen3: str, retrained: Path, alone: dict[int, list[list[int]]]) -> None:
+    with Fleet(qwen3, num_replicas=2, min_step_s=0.01, patience_s=5.0, **OPTIONS) as fleet:
+        fleet.wait_for_replicas(2)
+        pids = set(fleet.launcher.pids().values())
+        assert tokens_of(fleet.roll_out(states(0))) == alone[0]
+
+        published = fleet.publish(checkpoint_tensors(retrained), version=1)
+        killed = []
+
+        def kill_one(_: Finished) -> None:
+            if not killed:
+                killed.append(min(fleet.coordinator.standing_by))
+                os.kill(fleet.launcher.pids()[killed[0]], signal.SIGKILL)
+
+        assert tokens_of(fleet.roll_out(states(1), policy_version=1, on_finished=kill_one)) == alone[1]
+        (lost,) = fleet.coordinator.lost
+        assert lost.startswith(f"replica {killed[0]} (rank {killed[0]}): its process was killed by SIGKILL")
+
+        assert fleet.launch().id == 2
+        fleet.wait_for_replicas(2)
+        assert tokens_of(fleet.roll_out(states(1), policy_version=1)) == alone[1]
+        pids |= set(fleet.launcher.pids().values())
+        assert published.is_dir() and published.name == "version-1"
+    assert_nothing_left(pids, [published.parent])
+
+
+def test_all_are_lost_and_one_comes(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
+    with Fleet(qwen3, num_replicas=1, min_step_s=0.01, **OPTIONS) as fleet:
+        fleet.wait_for_replicas(1)
+
+        def replace(_: Finished) -> None:
+            if not fleet.coordinator.lost and len(fleet.launcher.pids()) == 1:
+                os.kill(fleet.launcher.pids()[0], signal.SIGKILL)
+                fleet.launch()
+
+        assert tokens_of(fleet.roll_out(states(0), on_finished=replace)) == alone[0]
+        assert len(fleet.coordinator.lost) == 1
+
+
+def test_all_are_lost_and_none_comes(qwen3: str) -> None:
+    with Fleet(qwen3, num_replicas=2, min_step_s=0.01, timeout_s=15.0, **OPTIONS) as fleet:
+        fleet.wait_for_replicas(2)
+        fleet.coordinator.core._outbox.timeout_s = 1.0  # both are there: no more need for patience
+
+        def kill_all(_: Finished) -> None:
+            for pid in fleet.launcher.pids().values():
+                os.kill(pid, signal.SIGKILL)
+
+        with pytest.raises(RuntimeError, match="waited for to add a replica, as none is left") as error:
+            fleet.roll_out(states(0), on_finished=kill_all)
+        for replica_id in range(2):
+            assert f"lost before: replica {replica_id} (rank {replica_id}): its process was killed" in str(error.value)
+
+
+def test_bad_weights_are_told(qwen3: str, tmp_path: Path) -> None:
+    """A truncated file: the replica says so, and ends."""
+    data = (Path(qwen3) / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with Fleet(qwen3, num_replicas=1, timeout_s=15.0, **OPTIONS) as fleet:
+        fleet.wait_for_replicas(1)
+        fleet.coordinator.core._outbox.timeout_s = 1.0
+        with pytest.raises(RuntimeError, match=r"replica 0 \(rank 0\): ValueError: .*not a whole safetensors file"):
+            fleet.roll_out(states(0), weights_source=tmp_path)
+
+
+def test_no_memory_is_told(qwen3: str) -> None:
+    options = OPTIONS | {"kv_cache_bytes": 2**50}
+    with Fleet(qwen3, num_replicas=1, **options) as fleet:
+        with pytest.raises(RuntimeError, match=r"0 replicas stand by.*1 wanted") as error:
+            fleet.wait_for_replicas(1)
+        assert "can't allocate memory" in str(error.value)
+
+
+def make_launcher(server: Server, token: bytes, model: str, **options: Any) -> ReplicaLauncher:
+    return ReplicaLauncher(
+        address=server.address, token=token, model=model, config=EngineConfig(**OPTIONS), kv_token="a" * 16,
+        kv_store_bytes=2**20, **options,
+    )  # fmt: skip
+
+
+def wait_for_ready(server: Server) -> messages.ReplicaReady:
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        notice = server.receive(0.1)
+        if hasattr(notice, "payload"):
+            event = messages.decode_event(notice.payload)
+            assert isinstance(event, messages.ReplicaReady)
+            return event
+    raise AssertionError("no replica was ready within 30 s")
+
+
+def test_launcher(qwen3: str, tmp_path: Path) -> None:
+    token = new_token()
+    server = Server(token)
+    launcher = make_launcher(server, token, qwen3, world_size=4, log_folder=tmp_path)
+    try:
+        assert launcher.launch() == ReplicaSpec(id=4, ranks=(4,))
+        pid = launcher.pids()[4]
+        ready = wait_for_ready(server)
+        assert (ready.replica_id, ready.rank, ready.policy_version) == (4, 4, NO_WEIGHTS)
+        assert token.hex() not in Path(f"/proc/{pid}/cmdline").read_text()
+        assert os.getsid(pid) == pid
+        assert launcher.poll() == []
+        launcher.kill(4)
+        exits: list[Any] = []
+        wait_until(lambda: bool(exits.extend(launcher.poll()) or exits), 10, "the killed replica ends")
+        assert [(one.replica_id, one.code) for one in exits] == [(4, -signal.SIGKILL)]
+        assert launcher.poll() == [] and launcher.pids() == {}
+        launcher.kill(4)  # gone already
+        assert launcher.launch().id == 5, "an id came again"
+        pid = launcher.pids()[5]
+    finally:
+        launcher.close()
+        server.close()
+    assert not is_alive(pid)
+    assert (tmp_path / "replica-5.log").exists()
+    launcher.close()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_replicas_die_with_their_launcher(qwen3: str, tmp_path: Path, is_stopped: bool) -> None:
+    """Though it is killed with -9; a stopped replica, too, which cannot see to that itself."""
+    script = f"""
+import time
+from engines.rollout.fleet import Fleet
+fleet = Fleet({qwen3!r}, num_replicas=1, weights_folder={str(tmp_path)!r}, **{OPTIONS!r})
+fleet.wait_for_replicas(1)
+print(fleet.launcher.pids()[0], flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not is_alive(pid), 10, "the replica dies with its launcher")
+
+
+def test_a_replica_ends_when_its_coordinator_is_gone(qwen3: str) -> None:
+    token = new_token()
+    server = Server(token)
+    launcher = make_launcher(server, token, qwen3, interval_s=0.2, patience_s=2.0)
+    try:
+        launcher.launch()
+        wait_for_ready(server)
+        server.close()
+        exits: list[Any] = []
+        wait_until(lambda: bool(exits.extend(launcher.poll()) or exits), 10, "the replica ends by itself")
+        assert exits[0].code == ORPHANED
+        assert "the coordinator has closed" in exits[0].log_tail
+    finally:
+        launcher.close()
+        server.close()
+
+
+def test_a_broken_checkpoint_s_last_words(tmp_path: Path) -> None:
+    token = new_token()
+    server = Server(token)
+    launcher = make_launcher(server, token, str(tmp_path))
+    try:
+        launcher.launch()
+        exits: list[Any] = []
+        wait_until(lambda: bool(exits.extend(launcher.poll()) or exits), 30, "the replica ends")
+        assert exits[0].code == FAILED and "no config.json there" in str(exits[0])
+        words = [notice.payload for _ in range(9) if hasattr(notice := server.receive(0.2), "payload")]
+        lost = messages.decode_event(words[0])
+        assert isinstance(lost, messages.ReplicaLost) and "no config.json there" in lost.reason
+    finally:
+        launcher.close()
+        server.close()
+
+
+# --- The worker's loop, in this process
+
+
+def address(seq: int, phase: int = 0) -> dict[str, int]:
+    return {"replica_id": 0, "rank": 0, "phase": phase, "epoch": 0, "seq": seq}
+
+
+def make_worker(model: str, client: ClientEnd, *, is_outside: bool) -> Worker:
+    orders = ReplicaOrders(
+        address="", spec=ReplicaSpec(id=0, ranks=(0,)), parent_pid=0, model=model, config=EngineConfig(**OPTIONS),
+        device="cpu", kv_token="a" * 16, kv_store_bytes=0, interval_s=1.0, patience_s=10.0, min_step_s=0.0,
+    )  # fmt: skip
+    engine = make_engine(orders)
+
+    def load_from(source: str, version: int) -> int:
+        engine.load(checkpoint_tensors(source), version)
+        return engine.checksum()
+
+    return Worker(
+        rank=0, client=client, layout=Layout(epoch=0, replicas=(orders.spec,)), engine=engine,
+        rebuild=lambda _: None, load_from=load_from if is_outside else None,
+    )  # fmt: skip
+
+
+def events_at(server: Any) -> list[messages.Event]:
+    events = []
+    while (notice := server.receive(0.0)) is not None:
+        if hasattr(notice, "payload"):
+            events.append(messages.decode_event(notice.payload))
+    return events
+
+
+def test_a_repeated_command_is_obeyed_once(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
+    torch.set_num_threads(1)
+    server, client = memory_pair("rank-0")
+    worker = make_worker(qwen3, client, is_outside=True)
+    events_at(server)
+    commands: list[messages.Command] = [
+        messages.LoadWeights(**address(0), version=0, source=qwen3),
+        messages.SubmitWork(**address(1), works=tuple(Work(state=state) for state in states(0))),
+        messages.EndPhase(**address(2)),
+        messages.Shutdown(**address(3)),
+    ]
+    for command in commands[:2] * 2:
+        server.send("rank-0", messages.encode(command))
+    stopper = threading.Thread(target=_end_when_done, args=(server, commands, seen := []), daemon=True)
+    stopper.start()
+    worker.run()
+    assert not worker.is_shut_down
+    worker.run()
+    assert worker.is_shut_down
+    stopper.join(10)
+    seen += events_at(server)
+    kinds = [type(event).__name__ for event in seen]
+    assert kinds.count("WeightsLoaded") == kinds.count("PhaseEnded") == 1 and "WorkRejected" not in kinds
+    finished = [one for event in seen if isinstance(event, messages.SequencesFinished) for one in event.finished]
+    assert tokens_of(finished) == alone[0]
+    assert [event.seq for event in seen] == list(range(1, len(seen) + 1))
+
+
+def _end_when_done(server: Any, commands: list[messages.Command], seen: list[messages.Event]) -> None:
+    deadline = time.monotonic() + 30
+    while sum(len(e.finished) for e in seen if isinstance(e, messages.SequencesFinished)) < len(PROMPTS):
+        if time.monotonic() > deadline:
+            break
+        seen += events_at(server)
+        time.sleep(0.01)
+    for command in (commands[2], commands[1], commands[2], commands[3]):
+        server.send("rank-0", messages.encode(command))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [messages.LoadWeights(**address(0), version=1, source="x"), messages.Shutdown(**address(0))],
+    ids=["LoadWeights", "Shutdown"],
+)
+def test_what_a_world_refuses(qwen3: str, command: messages.Command) -> None:
+    server, client = memory_pair("rank-0")
+    worker = make_worker(qwen3, client, is_outside=False)
+    events_at(server)
+    server.send("rank-0", messages.encode(command))
+    with pytest.raises(RuntimeError, match=f"rank 0: cannot {type(command).__name__} inside a torchrun world"):
+        worker.run()
+
+
+# --- The coordinator's loop, with a replica that is a script
+
+
+def finish(state: SequenceState, seq: int) -> bytes:
+    completion = Completion(index=0, token_ids=[2], logprobs=[0.0], versions=[0], finish_reason="length")
+    one = Finished(state=state, completion=completion)
+    return messages.encode(messages.SequencesFinished(**address(seq), finished=(one,)))
+
+
+def scripted(client: ClientEnd, pause_s: float) -> None:
+    """Finishes one sequence after the other, with pauses between them, then acknowledges the end."""
+    ready = messages.ReplicaReady(**address(0, -1), max_num_seqs=8, num_kv_tokens=1000, block_size=4, policy_version=0)
+    client.send(messages.encode(ready))
+    seq = 1
+    while True:
+        data = client.receive(20.0)
+        assert data is not None, "the coordinator said nothing for 20 s"
+        command = messages.decode_command(data)
+        if isinstance(command, messages.SubmitWork):
+            for work in command.works:
+                time.sleep(pause_s if seq > 1 else 0.0)
+                client.send(finish(work.state, seq))
+                seq += 1
+        elif isinstance(command, messages.EndPhase):
+            client.send(messages.encode(messages.PhaseEnded(**address(seq), acks=command.seq)))
+            return
+
+
+def make_coordinator(timeout_s: float) -> tuple[Coordinator, ClientEnd]:
+    server, client = memory_pair("rank-0")
+    core = RolloutCore(
+        layout=Layout(epoch=0, replicas=()), world_size=0, schedule_policy=OnDemand(), timeout_s=timeout_s
+    )
+    coordinator = Coordinator(core, server, num_ranks=0, timeout_s=timeout_s)
+    coordinator.add_replica(ReplicaSpec(id=0, ranks=(0,)))
+    return coordinator, client
+
+
+def test_a_coordinator_that_was_busy_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "AWAY_S", 0.1)
+    coordinator, client = make_coordinator(timeout_s=0.5)
+    # Both are away together, as when a machine sleeps; without the caller the replica is silent for less than 0.5 s.
+    threading.Thread(target=scripted, args=(client, 1.2), daemon=True).start()
+    slept = []
+
+    def sleep_once(_: Finished) -> None:
+        if not slept:
+            slept.append(time.sleep(1.0))
+
+    out = coordinator.roll_out(states(0)[:2], phase=0, policy_version=0, weights_source="x", on_finished=sleep_once)
+    assert len(out) == 2 and coordinator.lost == []
+
+
+def test_a_silent_replica_is_given_up() -> None:
+    coordinator, client = make_coordinator(timeout_s=0.5)
+    threading.Thread(target=scripted, args=(client, 1.0), daemon=True).start()
+    with pytest.raises(RuntimeError, match=r"as none is left(.|\n)*replica 0 \(rank 0\): it has . sequences"):
+        coordinator.roll_out(states(0), phase=0, policy_version=0, weights_source="x")
+
+
+def test_a_move_that_comes_too_late_is_refused_alone() -> None:
+    coordinator, client = make_coordinator(timeout_s=5.0)
+    threading.Thread(target=scripted, args=(client, 0.01), daemon=True).start()
+
+    def move(_: Finished) -> None:
+        coordinator.post(RequestMove(sequence_id=states(0)[-1].sequence_id, replica_id=77))
+
+    out = coordinator.roll_out(states(0), phase=0, policy_version=0, weights_source="x", on_finished=move)
+    assert len(out) == len(PROMPTS)
+    assert coordinator.refused and "RequestMove.replica_id=77" in coordinator.refused[0]
