@@ -131,6 +131,7 @@ class LLM:
             schedule_policy=schedule,
             layout_policy=layout_policy,
             pace=pace,
+            timeout_s=self._groups.timeout_s,
         )
 
     def _rebuild(self, layout: Layout) -> LocalEngine:

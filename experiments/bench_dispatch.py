@@ -91,7 +91,7 @@ def main() -> dict[str, Any] | None:
     model = Path(config.model)
     if "RANK" not in os.environ:
         if config.model in MODEL_SIZES and not model.exists():
-            warm_start(Path("runs/models") / config.model, WarmStartConfig(size=config.model))  # type: ignore[arg-type]
+            warm_start(Path("runs/models") / config.model, WarmStartConfig(size=config.model))
         starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.ranks)]
         os.execv(sys.executable, [sys.executable, *starter, "--", *sys.argv])
     if config.model in MODEL_SIZES and not model.exists():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -75,7 +76,9 @@ def main() -> dict[str, Any] | None:
         with tempfile.TemporaryDirectory(prefix="curtail-bench-") as folder:
             _save_model(Path(folder), config)
             starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.ranks), "--"]
-            return _run([sys.executable, *starter, *sys.argv], folder)
+            command = [sys.executable, *starter, *sys.argv]
+            done = subprocess.run(command, env=os.environ | {"CURTAIL_BENCH_MODEL": folder}, check=False)
+        raise SystemExit(done.returncode)
     launch.share_cores()
     start_deepspeed(timedelta(seconds=600))
     world = TorchGroup()
@@ -146,14 +149,6 @@ def _save_model(folder: Path, config: BenchWeightSyncConfig) -> None:
         num_key_value_heads=config.hidden // 64, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True,
     )  # fmt: skip
     Qwen3ForCausalLM(shape).save_pretrained(folder)
-
-
-def _run(command: list[str], folder: str) -> None:
-    import subprocess
-
-    done = subprocess.run(command, env=os.environ | {"CURTAIL_BENCH_MODEL": folder}, check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
 
 
 def _reset_peak() -> int:

@@ -22,7 +22,7 @@ def draw_run(folder: Path) -> list[Path]:
     """Writes PNGs under `folder`/figures; returns their paths."""
     metrics = read_jsonl(folder / "metrics.jsonl")
     lengths = read_jsonl(folder / "lengths.jsonl")
-    live = read_jsonl(folder / "live_batch.jsonl")
+    rollout = [StepRecord(**row) for row in read_jsonl(folder / "rollout_steps.jsonl")]
     target = folder / "figures"
     target.mkdir(exist_ok=True)
     written = [_figure(target / "reward.png", lambda ax: _reward(ax, metrics))]
@@ -31,8 +31,9 @@ def draw_run(folder: Path) -> list[Path]:
         written.append(_figure(target / "phases.png", lambda ax: _phases(ax, steps)))
     if lengths:
         written.append(_figure(target / "response_length.png", lambda ax: _lengths(ax, lengths)))
-    if live:
-        written.append(_figure(target / "live_batch.png", lambda ax: _live_batch(ax, live)))
+    if rollout:
+        written.append(_figure(target / "live_batch.png", lambda ax: _live_batch(ax, rollout)))
+        written.append(draw_timelines(target / "timeline.png", {"last rollout": rollout}))
     return written
 
 
@@ -117,8 +118,11 @@ def _lengths(ax: Axes, lengths: list[dict[str, Any]]) -> None:
     ax.legend(frameon=False)
 
 
-def _live_batch(ax: Axes, live: list[dict[str, Any]]) -> None:
-    for row in live:
-        ax.step(row["seconds"], row["num_running"], where="post", label=f"rank {row['rank']}")
+def _live_batch(ax: Axes, steps: list[StepRecord]) -> None:
+    origin = min(step.start for step in steps)
+    for replica in sorted({step.replica_id for step in steps}):
+        own = [step for step in steps if step.replica_id == replica]
+        ends = [step.start + step.seconds - origin for step in own]
+        ax.step(ends, [step.num_running for step in own], where="post", label=f"replica {replica}")
     ax.set(title="Live batch over the last rollout", xlabel="seconds", ylabel="running sequences")
     ax.legend(frameon=False)

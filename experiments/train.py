@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from tqdm import tqdm
 
@@ -39,6 +40,7 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.parallel.sharding import check_shardable
 from engines.rollout.policies import OnDemand
+from engines.rollout.telemetry import StepRecord, chrome_trace
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
@@ -325,17 +327,22 @@ class Run:
         self.folder.append("lengths.jsonl", {**step, "lengths": lengths, "digest": _digest(rollout)})
         for group in rollout.groups[:SAMPLES_PER_STEP]:
             self.folder.append("samples.jsonl", {**step, **_sample(group)})
-        records = self.llm.step_records
-        mine = json.dumps(
-            {
-                "rank": self.group.rank,
-                "seconds": [round(record.seconds, 4) for record in records],
-                "num_running": [record.num_running for record in records],
-            }
-        )
-        everyone = [part.decode() for part in self.group.all_gather_bytes(mine.encode())]
-        if self.folder.is_writer:
-            replace_text(self.folder.path / "live_batch.jsonl", "".join(line + "\n" for line in everyone))
+        self._write_timeline()
+
+    def _write_timeline(self) -> None:
+        """The steps of all replicas in the last rollout, as their first ranks saw them."""
+        leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
+        mine = msgspec.msgpack.encode(self.llm.step_records if leads else [])
+        everyone = self.group.all_gather_bytes(mine)
+        if not self.folder.is_writer:
+            return
+        steps = [step for part in everyone for step in msgspec.msgpack.decode(part, type=list[StepRecord])]
+        lines = "".join(json.dumps(asdict(step)) + "\n" for step in steps)
+        replace_text(self.folder.path / "rollout_steps.jsonl", lines)
+        began = min((step.start for step in steps), default=0.0)
+        marks = self.llm.rollout.marks if self.llm.rollout is not None else []
+        trace = chrome_trace(steps, [mark for mark in marks if mark.time >= began])
+        replace_text(self.folder.path / "timeline.json", json.dumps(trace))
 
     def _save(self) -> None:
         """A resume point and a Hugging Face checkpoint, published together."""

@@ -49,6 +49,8 @@ def test_imports_run_one_way(room: str) -> None:
         "engines.parallel.layout",
         "engines.control.messages",
         "engines.rollout.core",
+        "engines.rollout.coordinator",
+        "engines.rollout.launcher",
         "engines.rollout.policies",
     ],
 )

@@ -61,7 +61,7 @@ class GroupCache:
         if on_cuda and transport != "auto":
             raise ValueError(f"transport={transport!r}: is for CPU tensors; use 'auto' on CUDA")
         self.world = world
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._slot_bytes = slot_bytes
         self._segment: Segment | None = None
         self._single = SingleRank()
@@ -184,7 +184,7 @@ class GroupCache:
                     self._segment.memory[start:end],
                     ranks.index(self.world.rank),
                     len(ranks),
-                    self._timeout_s,
+                    self.timeout_s,
                     slot_bytes=self._slot_bytes,
                     world_ranks=ranks,
                     crowded=hosts.count(hosts[self.world.rank]) > len(os.sched_getaffinity(0)),

@@ -6,8 +6,10 @@ is only reported to the core, which goes on without it.
 
 from __future__ import annotations
 
+import math
 import queue
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -39,7 +41,7 @@ from engines.sequence import Finished, KVHandle, SequenceState
 POLL_S = 0.02
 """Longest that a posted request waits, and shortest time between two looks at the deadlines."""
 AWAY_S = 1.0
-"""A longer time between two looks was this process's own absence: it was stopped, or its caller busy."""
+"""A longer time between two events was this process's own absence: it was stopped, or its caller busy."""
 _MAY_COME_LATE = (RequestMove, RequestAbort, RequestRegroup)
 
 
@@ -83,8 +85,9 @@ class Coordinator:
         """Those that were lost, each with the reason."""
         self.refused: list[str] = []
         """Posted moves, aborts and regroups that did not fit any more when their turn came."""
-        self._ticked = time.monotonic()
-        self._away_s = 0.0
+        self._ticked = self._taken = time.monotonic()
+        self._absences: list[tuple[float, float]] = []
+        """The core's time at the end of each, and the seconds of all up to it."""
         self._posted: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._stopped = False
         self._on_finished: Callable[[Finished], None] | None = None
@@ -130,6 +133,8 @@ class Coordinator:
         `weights_source` is the folder from which replicas outside the world load `policy_version`. `on_finished` is
         called for each, as it comes. Raises RuntimeError naming who was waited for, or what went wrong where.
         """
+        if self.core.failed is not None:
+            raise RuntimeError(f"coordinator: has failed before ({self.core.failed}); start anew")
         self._on_finished, self._finished, self._complete = on_finished, [], False
         self.pump(0.0)  # what has happened since the last phase
         self._take(BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
@@ -151,7 +156,6 @@ class Coordinator:
 
         To be called while no phase runs, too, where replicas outside the world come and go.
         """
-        self._note_absence()
         self._take_posted()
         notice = self._server.receive(timeout_s)
         while notice is not None:
@@ -159,7 +163,6 @@ class Coordinator:
             self._take_posted()
             notice = self._server.receive(0.0)
         if time.monotonic() - self._ticked > POLL_S:
-            self._note_absence()
             # After all that has come: an answer that lies in the inbox is not late.
             for exit_ in self._launcher.poll() if self._launcher is not None else []:
                 if exit_.replica_id in self.outside:
@@ -167,12 +170,15 @@ class Coordinator:
             self._ticked = time.monotonic()
             self._take(Tick())
 
-    def _note_absence(self) -> None:
-        """While this process does not listen, nobody else is late: that time does not count."""
-        away_s = time.monotonic() - self._ticked
-        if away_s > AWAY_S:
-            self._away_s += away_s
-            self._ticked = time.monotonic()
+    def _now(self) -> float:
+        """The core's clock, which stands while this process does not listen: nobody else is late then."""
+        now = time.monotonic()
+        away_s = self._absences[-1][1] if self._absences else 0.0
+        if now - self._taken > AWAY_S:
+            away_s += now - self._taken - 1e-6  # not quite, so that times before and after differ
+            self._absences.append((now - away_s, away_s))
+        self._taken = now
+        return now - away_s
 
     def shut_down(self) -> None:
         """Tells all processes to end, between two phases."""
@@ -180,8 +186,13 @@ class Coordinator:
 
     def marks(self) -> list[Mark]:
         """What was decided so far, for a timeline; dispatches are left out, since steps show them."""
+
+        def real(now: float) -> float:
+            index = bisect_right(self._absences, (now, math.inf))
+            return now + (self._absences[index - 1][1] if index else 0.0)
+
         return [
-            Mark(name=one.action, time=one.now, replica_id=one.replica_id, detail=one.detail)
+            Mark(name=one.action, time=real(one.now), replica_id=one.replica_id, detail=one.detail)
             for one in self.core.decisions
             if one.action != "dispatch"
         ]
@@ -216,7 +227,7 @@ class Coordinator:
             self._take(event)
         elif isinstance(notice, Lost) and spec is not None:
             self._lose(spec, f"its control connection ended: {notice.reason}")
-        elif isinstance(notice, Lost) and rank_of(notice.peer) < self._num_ranks:
+        elif isinstance(notice, Lost) and notice.peer in map(peer_of, range(self._num_ranks)):
             raise RuntimeError(f"coordinator: {notice.peer} is lost: {notice.reason}")
 
     def _lose(self, spec: ReplicaSpec, reason: str) -> None:
@@ -234,7 +245,7 @@ class Coordinator:
             self._launcher.kill(spec.id)
 
     def _take(self, event: Request | messages.Event) -> None:
-        for output in self.core.on_event(event, time.monotonic() - self._away_s):
+        for output in self.core.on_event(event, self._now()):
             match output:
                 case Deliver():
                     self._finished.append(output.finished)
@@ -257,7 +268,3 @@ class Coordinator:
 def peer_of(rank: int) -> str:
     """The name under which a rank joins, in the world or outside."""
     return f"rank-{rank}"
-
-
-def rank_of(peer: str) -> int:
-    return int(peer.removeprefix("rank-"))

@@ -113,7 +113,8 @@ def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
     world = TorchGroup()
     groups = GroupCache(world, all_layouts(range(world.size)))
     engines = {
-        size: LLM(model, world=groups, tensor_parallel_size=size, kv_cache_bytes=2**20, load=False) for size in (1, 2, 4)
+        size: LLM(model, world=groups, tensor_parallel_size=size, kv_cache_bytes=2**20, load=False)
+        for size in (1, 2, 4)
     }
     checksums: dict[str, Any] = {}
     for stage in stages:

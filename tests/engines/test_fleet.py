@@ -393,7 +393,7 @@ def test_a_coordinator_that_was_busy_blames_nobody(monkeypatch: pytest.MonkeyPat
     coordinator, client = make_coordinator(timeout_s=0.5)
     # Both are away together, as when a machine sleeps; without the caller the replica is silent for less than 0.5 s.
     threading.Thread(target=scripted, args=(client, 1.2), daemon=True).start()
-    slept = []
+    slept, start = [], time.monotonic()
 
     def sleep_once(_: Finished) -> None:
         if not slept:
@@ -401,6 +401,9 @@ def test_a_coordinator_that_was_busy_blames_nobody(monkeypatch: pytest.MonkeyPat
 
     out = coordinator.roll_out(states(0)[:2], phase=0, policy_version=0, weights_source="x", on_finished=sleep_once)
     assert len(out) == 2 and coordinator.lost == []
+    # The core's clock stood meanwhile; the timeline has the clock of the steps.
+    (end,) = [mark.time for mark in coordinator.marks() if mark.name == "end_phase"]
+    assert 1.15 < end - start < time.monotonic() - start
 
 
 def test_a_silent_replica_is_given_up() -> None:
@@ -408,6 +411,8 @@ def test_a_silent_replica_is_given_up() -> None:
     threading.Thread(target=scripted, args=(client, 1.0), daemon=True).start()
     with pytest.raises(RuntimeError, match=r"as none is left(.|\n)*replica 0 \(rank 0\): it has . sequences"):
         coordinator.roll_out(states(0), phase=0, policy_version=0, weights_source="x")
+    with pytest.raises(RuntimeError, match="has failed before"):
+        coordinator.roll_out(states(1), phase=1, policy_version=1, weights_source="x")
 
 
 def test_a_move_that_comes_too_late_is_refused_alone() -> None:

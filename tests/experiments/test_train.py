@@ -89,9 +89,12 @@ def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path) -> None:
     # A random model is never right, whatever the reward that it is trained on says.
     assert frame["val-core/pass@1"].dropna().eq(0).all() and frame["critic/rewards/mean"][1:].gt(0).all()
     assert {path.name for path in (uninterrupted / "figures").iterdir()} == {
-        "reward.png", "phases.png", "response_length.png", "live_batch.png",
+        "reward.png", "phases.png", "response_length.png", "live_batch.png", "timeline.png",
     }  # fmt: skip
     assert len(pandas.read_json(uninterrupted / "samples.jsonl", lines=True)) == 5 * 4
+    steps = pandas.read_json(uninterrupted / "rollout_steps.jsonl", lines=True)
+    trace = json.loads((uninterrupted / "timeline.json").read_text())["traceEvents"]
+    assert set(steps["replica_id"]) == {0, 1} and sum(event["ph"] == "X" for event in trace) == len(steps)
     assert json.loads((uninterrupted / "config.json").read_text())["deterministic"] is True
     checkpoints = uninterrupted / "checkpoints"
     assert sorted(os.listdir(checkpoints)) == ["latest", "step-4", "step-5"]
