@@ -1,4 +1,4 @@
-"""The front door: a checkpoint on this rank, and `generate` over one process or all ranks of a data-parallel group."""
+"""The front door: a checkpoint, and `generate` over one process or the replicas of a torchrun world."""
 
 from __future__ import annotations
 
@@ -340,6 +340,7 @@ class LLM:
             self._world.barrier()
             self._weights = self._host_weights.tensors
         else:
+            self._weights = _no_whole_weights
             self._engine.load(weights, version)
         return self.checksum()
 
@@ -365,6 +366,10 @@ class LLM:
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None
+
+
+def _no_whole_weights() -> Iterable[tuple[str, Tensor]]:
+    raise RuntimeError("regroup: whole weights are kept after an update only with a layout_policy; give LLM one")
 
 
 def _own_replica(layout: Layout, world: Communicator) -> ReplicaSpec:

@@ -45,6 +45,7 @@ _MAGIC: Final = b"CRTL"
 _HELLO, _WELCOME, _DATA, _BEAT, _BYE, _REFUSED = range(1, 7)
 _BURST: Final = 256  # messages read before the thread looks at its clock and outbox again: a flood starves neither
 _LINGER_MS: Final = 500  # what close() waits at most for the last messages to leave
+_BIND_S: Final = 1.0  # how long a port may still be in use
 _CLOSE_S: Final = 2.0  # the longest that close() takes
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -375,7 +376,7 @@ class Server:
         self._socket = _open_socket(zmq.ROUTER, max_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a closed connection is an error, not a silent loss
         try:
-            self._socket.bind(f"tcp://{host}:{port}")
+            _bind(self._socket, f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
             if error.errno == errno.EADDRINUSE:
@@ -680,6 +681,18 @@ def memory_pair(name: str = "rank-0") -> tuple[ServerEnd, ClientEnd]:
 def _check_times(interval_s: float, patience_s: float) -> None:
     if not 0 < interval_s < patience_s:
         raise ValueError(f"interval_s: {interval_s:g} must be above 0 and below patience_s, {patience_s:g}")
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Also where another end of this process has just closed: zmq gives a port back a moment later."""
+    deadline = time.monotonic() + _BIND_S
+    while True:
+        try:
+            return socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 def _open_socket(kind: int, max_bytes: int) -> zmq.Socket[bytes]:

@@ -288,6 +288,16 @@ class TestWeights:
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=20), prompt_uids=[0]) == first
 
 
+def test_no_layout_is_built_from_weights_that_were_not_kept(qwen3: str) -> None:
+    llm = LLM(qwen3)
+    before = llm.checksum()
+    llm._rebuild(llm.layout)
+    assert llm.checksum() == before
+    llm.update_weights(((name, tensor + 1) for name, tensor in checkpoint_tensors(qwen3)), version=1)
+    with pytest.raises(RuntimeError, match="only with a layout_policy"):
+        llm._rebuild(llm.layout)
+
+
 class TestChecksum:
     def test_any_bit_name_or_order_shows(self) -> None:
         generator = torch.Generator().manual_seed(0)
