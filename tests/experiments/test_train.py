@@ -156,7 +156,8 @@ def kill_when(arguments: list[str], rank: int, folder: Path, moment: Any) -> Non
 
 def rolling_out_step_four(folder: Path) -> bool:
     """At its first completion: the policy that samples step 4 has learned three steps."""
-    return any('"policy_step":3' in path.read_text() for path in (folder / "journal").glob("*.jsonl"))
+    # As bytes: a line that is still being written may end within a character.
+    return any(b'"policy_step":3' in path.read_bytes() for path in (folder / "journal").glob("*.jsonl"))
 
 
 def writing_checkpoint_four(folder: Path) -> bool:
