@@ -688,7 +688,8 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
     deadline = time.monotonic() + _BIND_S
     while True:
         try:
-            return socket.bind(endpoint)
+            socket.bind(endpoint)
+            return
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
