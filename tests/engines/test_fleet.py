@@ -89,7 +89,7 @@ def alone(qwen3: str, retrained: Path) -> dict[int, list[list[int]]]:
 
 
 def test_phases_deaths_and_a_newcomer(qwen3: str, retrained: Path, alone: dict[int, list[list[int]]]) -> None:
-    with Fleet(qwen3, num_replicas=2, min_step_s=0.01, patience_s=5.0, **OPTIONS) as fleet:
+    with Fleet(qwen3, num_replicas=2, min_step_s=0.05, patience_s=5.0, **OPTIONS) as fleet:
         fleet.wait_for_replicas(2)
         pids = set(fleet.launcher.pids().values())
         assert tokens_of(fleet.roll_out(states(0))) == alone[0]
@@ -115,7 +115,7 @@ def test_phases_deaths_and_a_newcomer(qwen3: str, retrained: Path, alone: dict[i
 
 
 def test_all_are_lost_and_one_comes(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
-    with Fleet(qwen3, num_replicas=1, min_step_s=0.01, **OPTIONS) as fleet:
+    with Fleet(qwen3, num_replicas=1, min_step_s=0.05, **OPTIONS) as fleet:
         fleet.wait_for_replicas(1)
 
         def replace(_: Finished) -> None:
@@ -128,16 +128,20 @@ def test_all_are_lost_and_one_comes(qwen3: str, alone: dict[int, list[list[int]]
 
 
 def test_all_are_lost_and_none_comes(qwen3: str) -> None:
-    with Fleet(qwen3, num_replicas=2, min_step_s=0.01, timeout_s=15.0, **OPTIONS) as fleet:
+    with Fleet(qwen3, num_replicas=2, min_step_s=0.2, timeout_s=15.0, **OPTIONS) as fleet:
         fleet.wait_for_replicas(2)
         fleet.coordinator.core._outbox.timeout_s = 1.0  # both are there: no more need for patience
 
-        def kill_all(_: Finished) -> None:
+        def kill_all() -> None:
             for pid in fleet.launcher.pids().values():
                 os.kill(pid, signal.SIGKILL)
 
+        # In the second or third of many steps: what is to be lost cannot have ended before.
+        killer = threading.Timer(0.5, kill_all)
+        killer.start()
         with pytest.raises(RuntimeError, match="waited for to add a replica, as none is left") as error:
-            fleet.roll_out(states(0), on_finished=kill_all)
+            fleet.roll_out(states(0))
+        killer.join()
         for replica_id in range(2):
             assert f"lost before: replica {replica_id} (rank {replica_id}): its process was killed" in str(error.value)
 
