@@ -498,6 +498,15 @@ class RolloutCore:
             self._outbox.wait_for("anybody", None, "the launcher", "to add a replica, as none is left")
         else:
             self._outbox.awaited.pop("anybody", None)
+        self._watch_policy()
+
+    def _watch_policy(self) -> None:
+        """Waits for the schedule policy while nothing else can happen: sequences wait, no replica has or owes any."""
+        others = self._outbox.awaited.keys() - {"dispatch"}
+        if self._books.waiting and not others and not any(r.assigned for r in self._books.replicas.values()):
+            self._outbox.wait_for("dispatch", None, "the schedule policy", "to dispatch a sequence, as none runs")
+        else:
+            self._outbox.awaited.pop("dispatch", None)
 
     def _advance_end(self) -> None:
         if self.regrouping:

@@ -660,6 +660,30 @@ class Fixed:
         return self.dispatches.pop(0) if self.dispatches else None
 
 
+def test_a_policy_that_dispatches_nothing_is_waited_for_and_named() -> None:
+    desk, states = open_desk(2, policy=Fixed(), timeout_s=10.0)
+    desk.now = 9.0
+    assert desk.ask(r.Tick()) == []
+    desk.now = 11.0
+    (failed,) = desk.ask(r.Tick())
+    why = "the schedule policy was waited for to dispatch a sequence, as none runs, and did not within 10 s"
+    assert failed == r.Failed(reason=why)
+
+
+def test_a_policy_that_waits_for_one_to_end_is_not_hurried() -> None:
+    first = Dispatch(sequence_id=(0, 0, 0), replica_id=0)
+    desk, states = open_desk(2, policy=Fixed(first), timeout_s=10.0)
+    desk.now = 9.0
+    desk.hear(m.StepReported, 0, num_running=1, num_waiting=0, num_free_blocks=9, seconds=1.0, progress=())
+    desk.now = 15.0
+    assert desk.ask(r.Tick()) == []
+    desk.finish(0, states[0])  # from now on nobody has any
+    desk.now = 24.0
+    assert desk.ask(r.Tick()) == []
+    desk.now = 26.0
+    assert isinstance(desk.ask(r.Tick())[0], r.Failed)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
