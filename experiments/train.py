@@ -339,10 +339,8 @@ class Run:
         steps = [step for part in everyone for step in msgspec.msgpack.decode(part, type=list[StepRecord])]
         lines = "".join(json.dumps(asdict(step)) + "\n" for step in steps)
         replace_text(self.folder.path / "rollout_steps.jsonl", lines)
-        began = min((step.start for step in steps), default=0.0)
         marks = self.llm.rollout.marks if self.llm.rollout is not None else []
-        trace = chrome_trace(steps, [mark for mark in marks if mark.time >= began])
-        replace_text(self.folder.path / "timeline.json", json.dumps(trace))
+        replace_text(self.folder.path / "timeline.json", json.dumps(chrome_trace(steps, marks)))
 
     def _save(self) -> None:
         """A resume point and a Hugging Face checkpoint, published together."""

@@ -6,6 +6,7 @@ is only reported to the core, which goes on without it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import time
@@ -93,6 +94,8 @@ class Coordinator:
         self._on_finished: Callable[[Finished], None] | None = None
         self._finished: list[Finished] = []
         self._complete = False
+        self._began = 0.0
+        """The core's time at the last rollout's start."""
 
     def post(self, request: Request) -> None:
         """Asks the core for something while a rollout runs: a move, an abort, a regroup, more sequences.
@@ -137,6 +140,7 @@ class Coordinator:
             raise RuntimeError(f"coordinator: has failed before ({self.core.failed}); start anew")
         self._on_finished, self._finished, self._complete = on_finished, [], False
         self.pump(0.0)  # what has happened since the last phase
+        self._began = self._now()
         self._take(BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
         self._take(SubmitSequences(states=tuple(states)))
         ended = False
@@ -185,15 +189,16 @@ class Coordinator:
         self._take(RequestShutdown())
 
     def marks(self) -> list[Mark]:
-        """What was decided so far, for a timeline; dispatches are left out, since steps show them."""
+        """What was decided in the last rollout, for a timeline; dispatches are left out, since steps show them."""
 
         def real(now: float) -> float:
             index = bisect_right(self._absences, (now, math.inf))
             return now + (self._absences[index - 1][1] if index else 0.0)
 
+        latest = itertools.takewhile(lambda one: one.now >= self._began, reversed(self.core.decisions))
         return [
             Mark(name=one.action, time=real(one.now), replica_id=one.replica_id, detail=one.detail)
-            for one in self.core.decisions
+            for one in reversed(list(latest))
             if one.action != "dispatch"
         ]
 

@@ -103,7 +103,7 @@ class RolloutWorld:
 
     @property
     def marks(self) -> list[Mark]:
-        """On rank 0, what was decided; elsewhere nothing."""
+        """On rank 0, what was decided in the last rollout; elsewhere nothing."""
         return self.coordinator.marks() if self.coordinator is not None else []
 
     def roll_out(
