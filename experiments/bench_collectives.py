@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -70,10 +69,7 @@ class BenchCollectivesConfig:
 def main() -> dict[str, Any]:
     with launch.told_once():
         config = tyro.cli(BenchCollectivesConfig)
-    if "RANK" not in os.environ:
-        sys.stdout.flush()
-        starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.ranks}"]
-        os.execv(sys.executable, [*starter, *sys.argv])
+    launch.start_under_torchrun(config.ranks)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = TorchGroup(timeout_s=60)

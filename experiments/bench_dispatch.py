@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +87,9 @@ def main() -> dict[str, Any] | None:
         config = tyro.cli(BenchDispatchConfig)
     pace = profile(config.profile).scaled(config.scale) if config.scale else None
     model = Path(config.model)
-    if "RANK" not in os.environ:
-        if config.model in MODEL_SIZES and not model.exists():
-            warm_start(Path("runs/models") / config.model, WarmStartConfig(size=config.model))
-        starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.ranks)]
-        os.execv(sys.executable, [sys.executable, *starter, "--", *sys.argv])
     if config.model in MODEL_SIZES and not model.exists():
-        model = Path("runs/models") / config.model
+        model = warm_start(Path("runs/models") / config.model, WarmStartConfig(size=config.model))
+    launch.start_under_torchrun(config.ranks)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = TorchGroup()

@@ -49,6 +49,15 @@ def share_cores() -> int:
     return threads
 
 
+def start_under_torchrun(num_ranks: int) -> None:
+    """Becomes torchrun, which starts this command again on so many ranks; nothing to do where it has."""
+    if "RANK" in os.environ:
+        return
+    sys.stdout.flush()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    os.execv(sys.executable, [*command, "--", *sys.argv])  # without the `--` it takes our options for its own
+
+
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """Runs an experiment; its result is the last line of rank 0's stdout, as one JSON object.
 
