@@ -1,35 +1,43 @@
 """How control messages travel: bytes between one coordinator (`Server`) and its processes (`Client`s).
 
-Over zmq between processes (`Server`, `Client`), through queues inside one (`memory_pair`); callers hold a `ServerEnd`
-or a `ClientEnd`. A payload is whatever bytes the caller encoded. On the wire a message is two frames, header and
+Over zmq between processes; through queues inside one it is `ends.memory_pair`. Callers hold a `ServerEnd` or a
+`ClientEnd`. A payload is whatever bytes the caller encoded. On the wire a message is two frames, header and
 payload, and the header's MAC is keyed with the launch token: what does not carry it is dropped and counted.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import itertools
 import math
 import os
-import queue
 import re
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
-from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 import zmq
 
-VERSION: Final = 1
-TOKEN_VARIABLE: Final = "CURTAIL_TOKEN"
-"""Environment variable of a launched process: the token in hex. (A command line could be read by every user.)"""
-MAX_BYTES: Final = 64 << 20
+from engines.control.ends import Inbox, Joined, Lost, Notice, Received, Roster
+from engines.control.sealing import (
+    BEAT,
+    BYE,
+    DATA,
+    HEADER,
+    HELLO,
+    MAGIC,
+    MAX_BYTES,
+    PREFIX,
+    REFUSED,
+    VERSION,
+    WELCOME,
+    Message,
+    Seal,
+)
+
 REASONS: Final = (
     *("frames", "magic", "version", "header", "oversized", "truncated", "token", "forged", "kind", "name"),
     *("duplicate", "stale"),
@@ -38,209 +46,11 @@ REASONS: Final = (
 `max_bytes`; payload and header disagree about the length; another launch's; altered; unknown kind; a bad peer name;
 a sequence number seen before; from a peer that is no longer one."""
 
-_PREFIX: Final = struct.Struct("<4sHB")  # magic, version, kind: the same in all versions, so that they can tell
-_HEADER: Final = struct.Struct("<4sHB8s8sQQ16s")  # prefix, token id, session, sequence number, payload length, MAC
-_MAC_SIZE: Final = 16
-_MAGIC: Final = b"CRTL"
-_HELLO, _WELCOME, _DATA, _BEAT, _BYE, _REFUSED = range(1, 7)
 _BURST: Final = 256  # messages read before the thread looks at its clock and outbox again: a flood starves neither
 _LINGER_MS: Final = 500  # what close() waits at most for the last messages to leave
 _BIND_S: Final = 1.0  # how long a port may still be in use
 _CLOSE_S: Final = 2.0  # the longest that close() takes
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
-    """A message of a peer."""
-
-    peer: str
-    payload: bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Joined:
-    """A peer is there, and can be sent to."""
-
-    peer: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lost:
-    """A peer is gone for good: a process that comes back under its name joins anew."""
-
-    peer: str
-    reason: str
-
-
-Notice = Received | Joined | Lost
-
-
-class ServerEnd(Protocol):
-    """The coordinator's end. To be used by one thread; `peers` and `send` know what `receive` has told."""
-
-    def receive(self, timeout_s: float) -> Notice | None:
-        """The next notice, in order per peer; None when there was none in `timeout_s` seconds."""
-        ...
-
-    def send(self, peer: str, payload: bytes) -> None:
-        """Queues a message. Raises ConnectionError for a peer that has not joined or has left, by name, and ValueError
-        for a payload that is too large. A peer lost before it read the message shows as a later `Lost`."""
-        ...
-
-    def peers(self) -> list[str]: ...
-
-    def close(self) -> None:
-        """Says goodbye. May be called twice. What has not left in half a second is lost."""
-        ...
-
-
-class ClientEnd(Protocol):
-    """A process's end. Messages sent before the coordinator was lost may not have arrived."""
-
-    name: str
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        """The next message; None when there was none in `timeout_s` seconds. Raises ConnectionError, after all
-        messages that came before, when the coordinator is gone or has dropped this client."""
-        ...
-
-    def send(self, payload: bytes) -> None:
-        """Queues a message. Raises ConnectionError as `receive` does, and ValueError for a payload too large."""
-        ...
-
-    def close(self) -> None:
-        """Says goodbye. May be called twice. What has not left in half a second is lost."""
-        ...
-
-
-def new_token() -> bytes:
-    """A launch token: 32 random bytes that authenticate every message of one run."""
-    return os.urandom(32)
-
-
-def write_token(path: Path, token: bytes) -> None:
-    """Leaves the token in a new file that only this user can read. Raises FileExistsError."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token.hex())
-
-
-def read_token(path: Path | None = None) -> bytes:
-    """The token in the file, or without one in the environment. Raises ValueError when it is missing or exposed."""
-    where = str(path) if path else TOKEN_VARIABLE
-    if path and path.stat().st_mode & 0o077:
-        raise ValueError(f"launch token: {path} is open to other users; make it with write_token (mode 0600)")
-    text = path.read_text() if path else os.environ.get(TOKEN_VARIABLE, "")
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise ValueError(f"launch token: {where} holds no 64 hex digits; start this process from the launcher")
-    return bytes.fromhex(text)
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    kind: int
-    session: bytes
-    sequence: int
-    payload: bytes
-
-
-class Seal:
-    """Makes and checks the two frames of a message, for one side."""
-
-    def __init__(self, token: bytes, *, is_server: bool, max_bytes: int = MAX_BYTES) -> None:
-        if len(token) != 32:
-            raise ValueError(f"launch token: {len(token)} bytes, must be 32; use new_token() or read_token()")
-        self.max_bytes = max_bytes
-        # A hash of 256 random bits betrays nothing, and tells another launch's message from an altered one.
-        self._token_id = blake2b(token, digest_size=8, person=b"token-id").digest()
-        # Each direction has its own MAC, so that nobody's messages can be sent back to them.
-        up, down = (blake2b(key=token, digest_size=_MAC_SIZE, person=person) for person in (b"to-server", b"to-client"))
-        self._outgoing, self._incoming = (down, up) if is_server else (up, down)
-
-    def pack(self, kind: int, session: bytes, sequence: int, payload: bytes = b"") -> list[bytes]:
-        head = _HEADER.pack(_MAGIC, VERSION, kind, self._token_id, session, sequence, len(payload), bytes(_MAC_SIZE))
-        head = head[:-_MAC_SIZE]
-        return [head + _mac(self._outgoing, head, payload), payload]
-
-    def unpack(self, frames: list[bytes]) -> _Message | str:
-        """The message, or the reason not to take it. Never raises, whatever the bytes."""
-        if len(frames) != 2:
-            return "frames"
-        header, payload = frames
-        if len(header) < _PREFIX.size or not header.startswith(_MAGIC):
-            return "magic"
-        if _PREFIX.unpack_from(header)[1] != VERSION:
-            return "version"
-        if len(header) != _HEADER.size:
-            return "header"
-        _, _, kind, token_id, session, sequence, length, mac = _HEADER.unpack(header)
-        if max(length, len(payload)) > self.max_bytes:
-            return "oversized"
-        if length != len(payload):
-            return "truncated"
-        if not hmac.compare_digest(token_id, self._token_id):
-            return "token"
-        if not hmac.compare_digest(mac, _mac(self._incoming, header[:-_MAC_SIZE], payload)):
-            return "forged"
-        return _Message(kind, session, sequence, payload) if _HELLO <= kind <= _BYE else "kind"
-
-    def check_payload(self, payload: bytes) -> None:
-        if len(payload) > self.max_bytes:
-            raise ValueError(
-                f"payload: {len(payload)} bytes, at most {self.max_bytes}; send parts, or raise max_bytes on both sides"
-            )
-
-
-def _mac(keyed: blake2b, head: bytes, payload: bytes) -> bytes:
-    mac = keyed.copy()
-    mac.update(head)
-    mac.update(payload)
-    return mac.digest()
-
-
-class _Inbox(Generic[Item]):
-    """What has come, in order. An exception in it is the end, and every `get` from then on raises it."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
-        self._end: Exception | None = None
-        self.put = self._queue.put
-
-    def get(self, timeout_s: float) -> Item | None:
-        if self._end is None:
-            try:
-                item = self._queue.get(timeout=max(0.0, timeout_s))
-            except queue.Empty:
-                return None
-            if not isinstance(item, Exception):
-                return item
-            self._end = item
-        raise type(self._end)(*self._end.args)
-
-
-class _Roster:
-    """The peers and their sessions, as the notices tell that the caller has received."""
-
-    def __init__(self) -> None:
-        self.here: dict[str, bytes] = {}
-        self._left: dict[str, str] = {}
-
-    def note(self, notice: Notice, session: bytes) -> Notice:
-        if isinstance(notice, Joined):
-            self.here[notice.peer] = session
-        elif isinstance(notice, Lost):
-            del self.here[notice.peer]
-            self._left[notice.peer] = notice.reason
-        return notice
-
-    def session(self, peer: str) -> bytes:
-        if peer not in self.here:
-            what = f"has left ({self._left[peer]})" if peer in self._left else "never joined"
-            here = ", ".join(self.here) or "nobody"
-            raise ConnectionError(f"peer: {peer!r} {what}; here: {here}; send after its Joined and before its Lost")
-        return self.here[peer]
 
 
 class _Loop:
@@ -368,8 +178,8 @@ class Server:
         self._patience_s = patience_s
         self.rejected: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Dropped messages by reason. Larger frames than twice `max_bytes` never get here: zmq cuts the connection."""
-        self._roster = _Roster()  # the caller's
-        self._inbox: _Inbox[tuple[Notice, bytes]] = _Inbox()
+        self._roster = Roster()  # the caller's
+        self._inbox: Inbox[tuple[Notice, bytes]] = Inbox()
         self._peers: dict[bytes, _Peer] = {}  # the thread's, as all below
         self._ended: deque[bytes] = deque(maxlen=4096)  # sessions whose hello, sent again, opens nothing
         self._told: deque[tuple[bytes, bytes]] = deque(maxlen=256)  # a refusal is said once, not once per message
@@ -405,7 +215,7 @@ class Server:
     def _on_item(self, item: tuple[bytes, bytes]) -> None:
         session, payload = item
         if session in self._peers:  # else its Lost is on the way to the caller
-            self._transmit(self._peers[session], _DATA, payload)
+            self._transmit(self._peers[session], DATA, payload)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         route, *frames = frames
@@ -413,7 +223,7 @@ class Server:
         if isinstance(message, str):
             self.rejected[message] += 1
             if message in ("version", "token"):
-                refusal = _PREFIX.pack(_MAGIC, VERSION, _REFUSED)  # not sealed: the other could not check it
+                refusal = PREFIX.pack(MAGIC, VERSION, REFUSED)  # not sealed: the other could not check it
                 self._tell_once(route, b"", [refusal, b""])
             return
         peer = self._peers.get(message.session)
@@ -426,15 +236,15 @@ class Server:
         else:
             peer.num_received, peer.heard = message.sequence, time.monotonic()
             peer.route, peer.is_unreachable = route, False  # zmq may have connected anew
-            if message.kind == _DATA:
+            if message.kind == DATA:
                 self._inbox.put((Received(peer=peer.name, payload=message.payload), peer.session))
-            elif message.kind == _BYE:
+            elif message.kind == BYE:
                 self._drop(peer, message.payload.decode(errors="replace"))
 
-    def _on_stranger(self, route: bytes, message: _Message) -> None:
-        if message.kind != _HELLO or message.sequence != 1 or message.session in self._ended:
+    def _on_stranger(self, route: bytes, message: Message) -> None:
+        if message.kind != HELLO or message.sequence != 1 or message.session in self._ended:
             self.rejected["stale"] += 1
-            goodbye = self._seal.pack(_BYE, message.session, 0, b"it was given up as lost before")
+            goodbye = self._seal.pack(BYE, message.session, 0, b"it was given up as lost before")
             self._tell_once(route, message.session, goodbye)
             return
         name = message.payload.decode(errors="replace")
@@ -445,7 +255,7 @@ class Server:
             self._drop(other, "another client has joined under its name")
         peer = self._peers[message.session] = _Peer(name, message.session, route, time.monotonic())
         self._inbox.put((Joined(peer=name), peer.session))
-        self._transmit(peer, _WELCOME)
+        self._transmit(peer, WELCOME)
 
     def _on_tick(self, now: float, away_s: float) -> None:
         for peer in list(self._peers.values()):
@@ -455,11 +265,11 @@ class Server:
             elif peer.is_unreachable:  # since the last tick, so that its last messages have been read
                 self._drop(peer, "its connection was closed without a goodbye")
             else:
-                self._transmit(peer, _BEAT)
+                self._transmit(peer, BEAT)
 
     def _on_end(self, problem: Exception | None) -> bool:
         for peer in self._peers.values() if problem is None else []:
-            self._deliver(peer.route, self._seal.pack(_BYE, peer.session, 0, b"the coordinator has closed"))
+            self._deliver(peer.route, self._seal.pack(BYE, peer.session, 0, b"the coordinator has closed"))
         closed = ConnectionError(f"the control connections of {self.address} are closed")
         failed = RuntimeError(f"the control connections of {self.address} have failed: {problem!r}")
         self._inbox.put(closed if problem is None else failed)
@@ -469,7 +279,7 @@ class Server:
         del self._peers[peer.session]
         self._ended.append(peer.session)
         self._inbox.put((Lost(peer=peer.name, reason=reason), peer.session))
-        self._deliver(peer.route, self._seal.pack(_BYE, peer.session, 0, reason.encode()))
+        self._deliver(peer.route, self._seal.pack(BYE, peer.session, 0, reason.encode()))
 
     def _transmit(self, peer: _Peer, kind: int, payload: bytes = b"") -> None:
         peer.num_sent += 1
@@ -515,7 +325,7 @@ class Client:
         self.name, self.address, self._patience_s = name, address, patience_s
         self.rejected: dict[str, int] = dict.fromkeys(REASONS, 0)
         self._end: Exception | None = None  # the thread's, as all below; the caller may read it
-        self._inbox: _Inbox[bytes] = _Inbox()
+        self._inbox: Inbox[bytes] = Inbox()
         self._session = os.urandom(8)
         self._num_sent = self._num_received = 0
         self._heard = time.monotonic()
@@ -525,7 +335,7 @@ class Client:
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
             raise ValueError(f"address: {address!r}: {error}; give the server's `address`") from None
-        self._transmit(_HELLO, name.encode())  # no other thread has the socket yet
+        self._transmit(HELLO, name.encode())  # no other thread has the socket yet
         self._loop = _Loop(self._socket, interval_s, self._on_item, self._on_frames, self._on_tick, self._on_end)
         try:
             # The thread gives up first; it knows which of the time this process was stopped itself.
@@ -549,7 +359,7 @@ class Client:
 
     def _on_item(self, payload: bytes) -> None:
         if self._end is None:
-            self._transmit(_DATA, payload)
+            self._transmit(DATA, payload)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if self._end is not None:
@@ -559,7 +369,7 @@ class Client:
             self._on_unsealed(frames, message)
         elif message.session != self._session:
             self.rejected["stale"] += 1
-        elif message.kind == _BYE:
+        elif message.kind == BYE:
             reason = message.payload.decode(errors="replace")
             self._finish(ConnectionError(f"{self.address} dropped {self.name!r}: {reason}; join anew as a new Client"))
         elif message.sequence <= self._num_received:
@@ -568,7 +378,7 @@ class Client:
             self._give_up(f"messages {self._num_received + 1} to {message.sequence - 1} are missing")
         else:
             self._num_received, self._heard = message.sequence, time.monotonic()
-            if message.kind in (_DATA, _WELCOME):  # the empty welcome is the constructor's
+            if message.kind in (DATA, WELCOME):  # the empty welcome is the constructor's
                 self._inbox.put(message.payload)
 
     def _on_unsealed(self, frames: list[bytes], reason: str) -> None:
@@ -576,11 +386,11 @@ class Client:
         # A refusal cannot be checked. It can only end what has not begun, and its words are ours.
         if self._num_received or reason not in ("version", "header"):
             return
-        _, version, kind = _PREFIX.unpack_from(frames[0])
-        if kind == _REFUSED and version != VERSION:
+        _, version, kind = PREFIX.unpack_from(frames[0])
+        if kind == REFUSED and version != VERSION:
             versions = f"the coordinator's is {version}, {self.name!r} has {VERSION}"
             self._finish(ValueError(f"protocol version: {versions}; start both from the same installation"))
-        elif kind == _REFUSED:
+        elif kind == REFUSED:
             self._finish(ValueError("launch token: not the coordinator's; start both from the same launcher"))
 
     def _on_tick(self, now: float, away_s: float) -> None:
@@ -591,7 +401,7 @@ class Client:
         if silent_s > self._patience_s:
             self._give_up(f"silent for {silent_s:.1f} s; is the coordinator running there?")
         elif self._num_received:
-            self._transmit(_BEAT)
+            self._transmit(BEAT)
 
     def _on_end(self, problem: Exception | None) -> bool:
         if problem is not None:
@@ -599,12 +409,12 @@ class Client:
         if self._end is not None:
             return False
         self._finish(ConnectionError(f"{self.name!r} has closed its connection to {self.address}"))
-        self._transmit(_BYE, b"it left")
+        self._transmit(BYE, b"it left")
         return True
 
     def _give_up(self, problem: str) -> None:
         self._finish(ConnectionError(f"{self.address}: {problem}"))
-        self._transmit(_BYE, f"it gave up: {problem}".encode())
+        self._transmit(BYE, f"it gave up: {problem}".encode())
 
     def _finish(self, end: Exception) -> None:
         if self._end is None:
@@ -614,68 +424,6 @@ class Client:
     def _transmit(self, kind: int, payload: bytes = b"") -> None:
         self._num_sent += 1
         self._socket.send_multipart(self._seal.pack(kind, self._session, self._num_sent, payload), zmq.NOBLOCK)
-
-
-class _MemoryServer:
-    """One end of `memory_pair`."""
-
-    def __init__(self, client: _MemoryClient) -> None:
-        self._client = client
-        self._roster = _Roster()
-        self._is_open = True
-
-    def receive(self, timeout_s: float) -> Notice | None:
-        notice = self._client.outbox.get(timeout_s)
-        return self._roster.note(notice, b"") if notice is not None else None
-
-    def send(self, peer: str, payload: bytes) -> None:
-        if not self._is_open:
-            raise ConnectionError("the control connections in memory are closed")
-        self._roster.session(peer)
-        self._client.inbox.put(payload)
-
-    def peers(self) -> list[str]:
-        return list(self._roster.here)
-
-    def close(self) -> None:
-        self._is_open = False
-        self._client.outbox.put(ConnectionError("the control connections in memory are closed"))
-        self._client.finish("the coordinator has closed")
-
-
-class _MemoryClient:
-    """The other end of `memory_pair`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.inbox: _Inbox[bytes] = _Inbox()
-        self.outbox: _Inbox[Notice] = _Inbox()
-        self.outbox.put(Joined(peer=name))
-        self._end = ""
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        return self.inbox.get(timeout_s)
-
-    def send(self, payload: bytes) -> None:
-        if self._end:
-            raise ConnectionError(self._end)
-        self.outbox.put(Received(peer=self.name, payload=payload))
-
-    def close(self) -> None:
-        if not self._end:
-            self.outbox.put(Lost(peer=self.name, reason="it left"))
-            self.finish(f"{self.name!r} has closed its connection")
-
-    def finish(self, end: str) -> None:
-        if not self._end:
-            self._end = end
-            self.inbox.put(ConnectionError(end))
-
-
-def memory_pair(name: str = "rank-0") -> tuple[ServerEnd, ClientEnd]:
-    """Both ends inside one process, where the client `name` has joined: no sockets, threads or clocks."""
-    client = _MemoryClient(name)
-    return _MemoryServer(client), client
 
 
 def _check_times(interval_s: float, patience_s: float) -> None:
@@ -701,7 +449,7 @@ def _open_socket(kind: int, max_bytes: int) -> zmq.Socket[bytes]:
     in 2000 closes that raced with a peer's own."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     # A little above `max_bytes`, so that what is too large is seen and counted; far above, zmq cuts the connection.
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_bytes + _HEADER.size)
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_bytes + HEADER.size)
     # No limit on what waits to be sent: a peer that does not read is given up after its patience, not blocked on.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 100)  # per connection, of up to MAXMSGSIZE each

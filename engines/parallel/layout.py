@@ -62,9 +62,7 @@ def contiguous_layout(ranks: Sequence[int], tp_size: int, *, epoch: int = 0) -> 
 
 
 def _layout(groups: list[tuple[int, ...]], epoch: int) -> Layout:
-    return Layout(
-        epoch=epoch, replicas=tuple(ReplicaSpec(id=index, ranks=ranks) for index, ranks in enumerate(groups))
-    )
+    return Layout(epoch=epoch, replicas=tuple(ReplicaSpec(id=index, ranks=ranks) for index, ranks in enumerate(groups)))
 
 
 def _dp_size(ranks: Sequence[int], tp_size: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from engines.control import messages
-from engines.control.transport import Lost, Notice, Received, ServerEnd
+from engines.control.ends import Lost, Notice, Received, ServerEnd
 from engines.parallel.layout import ReplicaSpec
 from engines.rollout.core import RolloutCore
 from engines.rollout.launcher import Exit

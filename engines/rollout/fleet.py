@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engines.config import EngineConfig
-from engines.control.transport import Server, new_token
+from engines.control.sealing import new_token
+from engines.control.transport import Server
 from engines.kvcache.transfer import HostKVStore, reclaim
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout.coordinator import POLL_S, Coordinator

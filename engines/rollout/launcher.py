@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 
 from engines.config import EngineConfig
-from engines.control.transport import TOKEN_VARIABLE
+from engines.control.sealing import TOKEN_VARIABLE
 from engines.parallel.layout import ReplicaSpec
 
 ORDERS_VARIABLE = "CURTAIL_REPLICA"

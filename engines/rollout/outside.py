@@ -16,7 +16,8 @@ import torch
 
 from engines.config import ModelConfig
 from engines.control import messages
-from engines.control.transport import TOKEN_VARIABLE, Client, read_token
+from engines.control.sealing import TOKEN_VARIABLE, read_token
+from engines.control.transport import Client
 from engines.kvcache.transfer import HostKVStore
 from engines.local_engine import LocalEngine
 from engines.models.loader import checkpoint_tensors

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engines.control import messages as m
-from engines.control.transport import ClientEnd
+from engines.control.ends import ClientEnd
 from engines.local_engine import LocalEngine
 from engines.parallel.layout import Layout
 from engines.rollout.telemetry import StepRecord

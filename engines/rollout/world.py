@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from engines.control.transport import Client, Server, new_token
+from engines.control.sealing import new_token
+from engines.control.transport import Client, Server
 from engines.kvcache.transfer import HostKVStore, reclaim
 from engines.local_engine import LocalEngine
 from engines.parallel.collectives import Communicator

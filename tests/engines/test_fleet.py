@@ -19,7 +19,9 @@ import torch
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig
 from engines.control import messages
-from engines.control.transport import ClientEnd, Server, memory_pair, new_token
+from engines.control.ends import ClientEnd, memory_pair
+from engines.control.sealing import new_token
+from engines.control.transport import Server
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout import coordinator as coordinator_module

@@ -661,7 +661,7 @@ class Fixed:
 
 
 def test_a_policy_that_dispatches_nothing_is_waited_for_and_named() -> None:
-    desk, states = open_desk(2, policy=Fixed(), timeout_s=10.0)
+    desk, _states = open_desk(2, policy=Fixed(), timeout_s=10.0)
     desk.now = 9.0
     assert desk.ask(r.Tick()) == []
     desk.now = 11.0

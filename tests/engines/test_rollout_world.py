@@ -66,9 +66,7 @@ def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
             left -= 1
             if left >= 0:
                 target = rng.choice([spec.id for spec in coordinator.core.layout.replicas])
-                coordinator.post(
-                    RequestMove(sequence_id=sequence_id, replica_id=target, with_kv=rng.random() < 0.6)
-                )
+                coordinator.post(RequestMove(sequence_id=sequence_id, replica_id=target, with_kv=rng.random() < 0.6))
 
     return move
 

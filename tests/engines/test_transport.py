@@ -22,23 +22,10 @@ from typing import Any
 import pytest
 import zmq
 
-from engines.control import transport
-from engines.control.transport import (
-    REASONS,
-    Client,
-    ClientEnd,
-    Joined,
-    Lost,
-    Notice,
-    Received,
-    Seal,
-    Server,
-    ServerEnd,
-    memory_pair,
-    new_token,
-    read_token,
-    write_token,
-)
+from engines.control import sealing
+from engines.control.ends import ClientEnd, Joined, Lost, Notice, Received, ServerEnd, memory_pair
+from engines.control.sealing import Seal, new_token, read_token, write_token
+from engines.control.transport import REASONS, Client, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = new_token()
@@ -117,12 +104,12 @@ class Raw:
 
 def start(script: str, *args: str, **environment: str) -> subprocess.Popen[str]:
     """A process that runs `script` with this module's names of the transport, and the token in its environment."""
-    code = "import contextlib, json, os, sys, time\nfrom engines.control import transport\n"
-    code += "from engines.control.transport import *\ntoken = read_token()\n" + script
+    code = "import contextlib, json, os, sys, time\nfrom engines.control import sealing, transport\n"
+    code += "from engines.control.sealing import *\nfrom engines.control.transport import *\ntoken = read_token()\n"
     return subprocess.Popen(
-        [sys.executable, "-c", code, *args],
+        [sys.executable, "-c", code + script, *args],
         cwd=ROOT,
-        env=os.environ | {transport.TOKEN_VARIABLE: TOKEN.hex()} | environment,
+        env=os.environ | {sealing.TOKEN_VARIABLE: TOKEN.hex()} | environment,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -390,7 +377,7 @@ def test_another_launch_is_refused_in_words(server: Server) -> None:
 
 def test_another_version_is_refused_in_words(server: Server) -> None:
     script = """
-transport.VERSION = 2
+sealing.VERSION = transport.VERSION = 2
 try:
     Client("rank-0", sys.argv[1], token)
 except ValueError as error:
@@ -693,7 +680,7 @@ def test_unpack_never_raises() -> None:
     noise = random.Random(1)
     seal = Seal(TOKEN, is_server=True)
     good = Seal(TOKEN, is_server=False).pack(DATA, b"SESSION!", 2, noise.randbytes(100))
-    assert seal.unpack(good) == transport._Message(DATA, b"SESSION!", 2, good[1])
+    assert seal.unpack(good) == sealing.Message(DATA, b"SESSION!", 2, good[1])
     for _ in range(20_000):
         assert seal.unpack(fuzzed(noise, good)) in REASONS
 
@@ -792,9 +779,9 @@ def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.chmod(0o640)
     with pytest.raises(ValueError, match="is open to other users; make it with write_token"):
         read_token(path)
-    monkeypatch.setenv(transport.TOKEN_VARIABLE, token.hex())
+    monkeypatch.setenv(sealing.TOKEN_VARIABLE, token.hex())
     assert read_token() == token
-    monkeypatch.setenv(transport.TOKEN_VARIABLE, token.hex()[1:])
+    monkeypatch.setenv(sealing.TOKEN_VARIABLE, token.hex()[1:])
     with pytest.raises(ValueError, match="CURTAIL_TOKEN holds no 64 hex digits; start this process from the launcher"):
         read_token()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.control.transport import ClientEnd, Joined, Lost, Notice, Received, ServerEnd
+from engines.control.ends import ClientEnd, Joined, Lost, Notice, Received, ServerEnd
 
 
 @dataclass(kw_only=True)

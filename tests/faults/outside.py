@@ -13,7 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from engines.control.transport import Client, Lost, Notice
+from engines.control.ends import Lost, Notice
+from engines.control.transport import Client
 from engines.models.loader import checkpoint_tensors
 from engines.rollout.fleet import Fleet
 from tests.faults.channel import Faults, FaultyServer

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from engines.config import EngineConfig, ModelConfig
-from engines.control.transport import Client, Notice, Server
+from engines.control.ends import Notice
+from engines.control.transport import Client, Server
 from engines.kvcache.transfer import DEV_SHM
 from engines.local_engine import LocalEngine
 from engines.models.loader import checkpoint_tensors

@@ -1,0 +1,106 @@
+"""What makes a frame of a run's own: the launch token, and the header that it seals. Torch-free."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+VERSION: Final = 1
+TOKEN_VARIABLE: Final = "CURTAIL_TOKEN"
+"""Environment variable of a launched process: the token in hex. (A command line could be read by every user.)"""
+MAX_BYTES: Final = 64 << 20
+PREFIX: Final = struct.Struct("<4sHB")  # magic, version, kind: the same in all versions, so that they can tell
+HEADER: Final = struct.Struct("<4sHB8s8sQQ16s")  # prefix, token id, session, sequence number, payload length, MAC
+MAC_SIZE: Final = 16
+MAGIC: Final = b"CRTL"
+HELLO, WELCOME, DATA, BEAT, BYE, REFUSED = range(1, 7)
+
+
+def new_token() -> bytes:
+    """A launch token: 32 random bytes that authenticate every message of one run."""
+    return os.urandom(32)
+
+
+def write_token(path: Path, token: bytes) -> None:
+    """Leaves the token in a new file that only this user can read. Raises FileExistsError."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token.hex())
+
+
+def read_token(path: Path | None = None) -> bytes:
+    """The token in the file, or without one in the environment. Raises ValueError when it is missing or exposed."""
+    where = str(path) if path else TOKEN_VARIABLE
+    if path and path.stat().st_mode & 0o077:
+        raise ValueError(f"launch token: {path} is open to other users; make it with write_token (mode 0600)")
+    text = path.read_text() if path else os.environ.get(TOKEN_VARIABLE, "")
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError(f"launch token: {where} holds no 64 hex digits; start this process from the launcher")
+    return bytes.fromhex(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: int
+    session: bytes
+    sequence: int
+    payload: bytes
+
+
+class Seal:
+    """Makes and checks the two frames of a message, for one side."""
+
+    def __init__(self, token: bytes, *, is_server: bool, max_bytes: int = MAX_BYTES) -> None:
+        if len(token) != 32:
+            raise ValueError(f"launch token: {len(token)} bytes, must be 32; use new_token() or read_token()")
+        self.max_bytes = max_bytes
+        # A hash of 256 random bits betrays nothing, and tells another launch's message from an altered one.
+        self._token_id = blake2b(token, digest_size=8, person=b"token-id").digest()
+        # Each direction has its own MAC, so that nobody's messages can be sent back to them.
+        up, down = (blake2b(key=token, digest_size=MAC_SIZE, person=person) for person in (b"to-server", b"to-client"))
+        self._outgoing, self._incoming = (down, up) if is_server else (up, down)
+
+    def pack(self, kind: int, session: bytes, sequence: int, payload: bytes = b"") -> list[bytes]:
+        head = HEADER.pack(MAGIC, VERSION, kind, self._token_id, session, sequence, len(payload), bytes(MAC_SIZE))
+        head = head[:-MAC_SIZE]
+        return [head + _mac(self._outgoing, head, payload), payload]
+
+    def unpack(self, frames: list[bytes]) -> Message | str:
+        """The message, or the reason not to take it. Never raises, whatever the bytes."""
+        if len(frames) != 2:
+            return "frames"
+        header, payload = frames
+        if len(header) < PREFIX.size or not header.startswith(MAGIC):
+            return "magic"
+        if PREFIX.unpack_from(header)[1] != VERSION:
+            return "version"
+        if len(header) != HEADER.size:
+            return "header"
+        _, _, kind, token_id, session, sequence, length, mac = HEADER.unpack(header)
+        if max(length, len(payload)) > self.max_bytes:
+            return "oversized"
+        if length != len(payload):
+            return "truncated"
+        if not hmac.compare_digest(token_id, self._token_id):
+            return "token"
+        if not hmac.compare_digest(mac, _mac(self._incoming, header[:-MAC_SIZE], payload)):
+            return "forged"
+        return Message(kind, session, sequence, payload) if HELLO <= kind <= BYE else "kind"
+
+    def check_payload(self, payload: bytes) -> None:
+        if len(payload) > self.max_bytes:
+            raise ValueError(
+                f"payload: {len(payload)} bytes, at most {self.max_bytes}; send parts, or raise max_bytes on both sides"
+            )
+
+
+def _mac(keyed: blake2b, head: bytes, payload: bytes) -> bytes:
+    mac = keyed.copy()
+    mac.update(head)
+    mac.update(payload)
+    return mac.digest()
