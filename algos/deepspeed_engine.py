@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from algos.deepspeed_config import ResolvedConfig, TrainerConfig, lr_factor
 
+_PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small beside any large parameter
+
 
 def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
     """Imports DeepSpeed for this machine's device and joins the process group, making it if there is none.
@@ -168,17 +170,55 @@ def step_if_finite(engine: Any) -> tuple[float, bool]:
 def named_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of each parameter in the model's order; tied ones once.
 
-    A tensor is valid until the next one is asked for: under ZeRO-3 it is gathered for that while, so that the extra
+    A tensor is valid until the next one is asked for: under ZeRO-3 all are gathered into one buffer, so that the extra
     memory is that of the largest parameter. Collective under ZeRO-3: all ranks iterate in step, to the end.
     """
     import deepspeed
 
-    for name, parameter in engine.module.named_parameters():
-        if hasattr(parameter, "ds_id"):
+    buffer: Tensor | None = None
+    named = list(engine.module.named_parameters())
+    for name, parameter in named:
+        if not _is_partitioned(parameter):
+            yield name, parameter.data
+        elif _is_plain(parameter):
+            if buffer is None:
+                longest = max(_gathered_size(one) for _, one in named if _is_partitioned(one))
+                buffer = torch.empty(longest, dtype=parameter.dtype, device=engine.device)
+            yield name, _gather(parameter, buffer)
+        else:
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.data
-        else:
-            yield name, parameter.data
+
+
+def _is_partitioned(parameter: Any) -> bool:
+    """Small ones are whole on every rank at ZeRO-3, too (`stage3_param_persistence_threshold`)."""
+    return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
+
+
+def _is_plain(parameter: Any) -> bool:
+    """Whether its parts are what they look like, here and now: neither quantised nor on a disk."""
+    part = parameter.ds_tensor
+    return part.status.name == "AVAILABLE" and part.dtype == parameter.dtype and not hasattr(part, "ds_quant_scale")
+
+
+def _gathered_size(parameter: Any) -> int:
+    return int(parameter.ds_tensor.numel() * dist.get_world_size(parameter.ds_process_group))
+
+
+def _gather(parameter: Any, buffer: Tensor) -> Tensor:
+    """The whole parameter, in `buffer`, a piece of every rank's part at a time.
+
+    DeepSpeed's own gather takes twice the parameter on gloo, which gathers into memory of its own first.
+    """
+    part, group = parameter.ds_tensor, parameter.ds_process_group
+    parts = buffer[: _gathered_size(parameter)].view(-1, part.numel())  # rank r holds row r; the last ends in padding
+    step = max(1, _PIECE_BYTES // (len(parts) * part.element_size()))
+    for start in range(0, part.numel(), step):
+        mine = part[start : start + step].to(buffer.device)
+        pieces = buffer.new_empty(len(parts) * len(mine))
+        dist.all_gather_into_tensor(pieces, mine, group=group)
+        parts[:, start : start + step] = pieces.view(len(parts), -1)
+    return parts.flatten()[: parameter.ds_numel].view(parameter.ds_shape)
 
 
 def weight_shapes(engine: Any) -> dict[str, torch.Size]:

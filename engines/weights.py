@@ -14,35 +14,36 @@ _CHUNK = 1 << 15  # elements: what is written for them stays in the second-level
 _BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum_parts(parts: Iterable[tuple[str, Tensor, torch.Size, tuple[slice, ...]]]) -> int:
-    """Sum modulo 2^64 of each element's bits times a key, a hash of (name, index in the logical tensor).
+def checksum_parts(parts: Iterable[tuple[str, Tensor, tuple[slice, ...]]]) -> int:
+    """Sum modulo 2^64 of each element's bits times a key of (name, row) times a key of the column.
 
     A sum, so that shards can be added up in any order; with keys, so that swapped elements or names show (multilinear
-    hashing, Carter and Wegman 1979). Each item is a logical parameter's name, the part of it that is held, the whole's
-    shape, and where in the whole the part is.
+    hashing, Carter and Wegman 1979; as a product of two keys most of the work is one multiplication per element). Each
+    item is a logical parameter's name, the part of it that is held, and where in the whole that is.
     """
     total = 0
-    for name, part, shape, where in parts:
+    for name, part, where in parts:
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
-        num_columns = shape[1] if len(shape) > 1 else 1
-        rows, columns = _starts(where)
+        first_row, first_column = _starts(where)
         matrix = part.reshape(len(part), -1).view(_BIT_TYPES[part.element_size()])
+        row_keys = _keys(first_row, len(matrix), seed, part.device)
+        column_keys = _keys(first_column, matrix.shape[1], 0, part.device)
         step = max(1, _CHUNK // matrix.shape[1])
         for start in range(0, len(matrix), step):
-            bits = matrix[start : start + step].to(torch.int64)
-            # The counter of an element is its logical index times SplitMix64's gamma, which adds up by row and column.
-            row_counters = torch.arange(rows + start, rows + start + len(bits), device=bits.device)
-            column_counters = torch.arange(columns, columns + bits.shape[1], device=bits.device)
-            counters = (row_counters * num_columns * GOLDEN_GAMMA + seed)[:, None] + column_counters * GOLDEN_GAMMA
-            # Odd, so that a changed bit always changes the product.
-            keys = mix64_(counters).bitwise_or_(1)
-            total += int(keys.mul_(bits).sum())
+            sums = (matrix[start : start + step] * column_keys).sum(1)  # int64, by promotion
+            total += int(sums.mul_(row_keys[start : start + step]).sum())
     return total % 2**64
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
     """`checksum_parts` of whole parameters."""
-    return checksum_parts((name, tensor, tensor.shape, ()) for name, tensor in tensors.items())
+    return checksum_parts((name, tensor, ()) for name, tensor in tensors.items())
+
+
+def _keys(start: int, count: int, seed: int, device: torch.device) -> Tensor:
+    """int64 [count]: outputs start, start + 1, ... of SplitMix64. Odd, so that a changed bit changes every product."""
+    counters = torch.arange(start, start + count, device=device)
+    return mix64_(counters.mul_(GOLDEN_GAMMA).add_(seed)).bitwise_or_(1)
 
 
 def _starts(where: tuple[slice, ...]) -> tuple[int, int]:

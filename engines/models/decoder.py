@@ -12,7 +12,7 @@ from engines.attention import sdpa
 from engines.batch import ForwardBatch
 from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache, write_kv
-from engines.models.parameters import DecoderParameters, LayerParameters, logical_shapes, logical_views
+from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.rope import RotaryTable, rotate
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
@@ -59,9 +59,8 @@ class Decoder:
 
     def checksum(self) -> int:
         """Of this shard's part of the weights; those of all shards add up, modulo 2^64, to that of the whole model."""
-        shapes = logical_shapes(self.config)
         return checksum_parts(
-            (name, view, shapes[name], shard_slices(self.config, name, self.shard))
+            (name, view, shard_slices(self.config, name, self.shard))
             for name, view in self.logical_views().items()
             if is_first_holder(self.config, name, self.shard)
         )

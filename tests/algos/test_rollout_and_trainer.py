@@ -100,6 +100,7 @@ def test_every_rank_s_engine_holds_the_trainer_s_weights(results: list[dict[str,
 
 def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
     """Per ZeRO stage: one update, then the weights into engines of TP 1, 2 and 4; all checksums."""
+    from algos import deepspeed_engine
     from algos.deepspeed_config import TrainerConfig
     from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
     from algos.experience import Experience
@@ -109,7 +110,10 @@ def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
     from engines.parallel.collectives import TorchGroup
     from engines.parallel.groups import GroupCache, all_layouts
 
+    deepspeed_engine._PIECE_BYTES = 500  # so that these small parameters are gathered in pieces, the last a shorter one
     start_deepspeed()
+    import deepspeed  # only now: see start_deepspeed
+
     world = TorchGroup()
     groups = GroupCache(world, all_layouts(range(world.size)))
     engines = {
@@ -133,8 +137,9 @@ def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
                 for _ in range(8)
             ]
         )
-        trained = {name: tensor.clone() for name, tensor in trainer.named_weights()}
-        mine = [weights.checksum(trained)]
+        trained = dict(trainer.engine.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(trained.values()), enabled=stage == 3):
+            mine = [weights.checksum({name: parameter.data for name, parameter in trained.items()})]
         mine += [llm.update_weights(trainer.named_weights(), version=stage) for llm in engines.values()]
         checksums[str(stage)] = [format(value, "x") for value in mine]
     stop_deepspeed()

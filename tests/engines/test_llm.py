@@ -308,14 +308,20 @@ class TestChecksum:
         transposed = {**weights, "a": weights["a"].view(40, 30).flip(0)}
         bumped = {**weights, "a": weights["a"].clone()}
         bumped["a"][3, 4] = torch.nextafter(bumped["a"][3, 4], torch.tensor(10.0))
-        assert len({base, checksum(swapped), checksum(transposed), checksum(bumped)}) == 4
+        rows, columns = list(range(30)), list(range(40))
+        rows[3], rows[17], columns[5], columns[6] = 17, 3, 6, 5
+        moved = [{**weights, "a": weights["a"][rows]}, {**weights, "a": weights["a"][:, columns]}]
+        others = [swapped, transposed, bumped, *moved]
+        assert len({base, *map(checksum, others)}) == 1 + len(others)
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
     def test_pieces_add_up(self, dtype: torch.dtype) -> None:
         from engines import weights as module
 
         tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
+        before = tensor.clone()
         whole = checksum({"a": tensor})
+        assert torch.equal(tensor, before)
         original, module._CHUNK = module._CHUNK, 7
         try:
             assert checksum({"a": tensor}) == whole
