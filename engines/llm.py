@@ -124,14 +124,13 @@ class LLM:
         if layout_policy is not None:
             self._host_weights = HostWeights(self._groups, self.model_config, self.config.dtype)
         self.rollout = RolloutWorld(
-            self._world,
+            self._groups,
             self.layout,
             engine=self._engine,
             rebuild=self._rebuild,
             schedule_policy=schedule,
             layout_policy=layout_policy,
             pace=pace,
-            timeout_s=self._groups.timeout_s,
         )
 
     def _rebuild(self, layout: Layout) -> LocalEngine:

@@ -195,7 +195,7 @@ class HostKVStore:
         )
 
     def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
-        path = self._path(part)
+        path = self.path_of(part.location)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -209,12 +209,11 @@ class HostKVStore:
                 os.close(descriptor)
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror}); recompute the KV") from None
-        _check_header(memory[:HEADER_BYTES], content, path)
-        return _layer_views(memory, content)
+        return layers_in(memory, content, str(path))
 
     def drop(self, part: KVPart) -> None:
         with contextlib.suppress(ValueError):
-            path = self._path(part)
+            path = self.path_of(part.location)
             path.unlink(missing_ok=True)
             self._sizes.pop(path, None)
 
@@ -224,13 +223,13 @@ class HostKVStore:
             path.unlink(missing_ok=True)
         self._sizes.clear()
 
-    def _path(self, part: KVPart) -> Path:
+    def path_of(self, location: str) -> Path:
         """Raises ValueError for a location that is not a file of this run: it came from outside."""
-        path = Path(part.location)
+        path = Path(location)
         named = re.fullmatch(rf"{_family()}-\d+-\d+-{self._token}-[0-9a-f]+", path.name)
         if path.parent not in self._folders or not named:
             raise ValueError(
-                f"KVPart.location={part.location!r}: is no file of this run in {' or '.join(map(str, self._folders))}; "
+                f"KVPart.location={location!r}: is no file of this run in {' or '.join(map(str, self._folders))}; "
                 f"give all processes of a run the same token and TMPDIR"
             )
         return path
@@ -305,7 +304,13 @@ def _layer_views(memory: mmap.mmap, content: KVContent) -> list[Tensor]:
     return list(payload.view(content.num_layers, *content.layer_shape))
 
 
-def _check_header(header: bytes, content: KVContent, path: Path) -> None:
+def layers_in(memory: mmap.mmap, content: KVContent, location: str) -> list[Tensor]:
+    """The layers of a part's bytes, each `content.layer_shape`. Raises ValueError when they are of other content."""
+    _check_header(memory[:HEADER_BYTES], content, location)
+    return _layer_views(memory, content)
+
+
+def _check_header(header: bytes, content: KVContent, path: str) -> None:
     magic, version, length = _PREFIX.unpack_from(header)
     if magic != MAGIC or version != FORMAT:
         raise ValueError(f"{path}: is no KV of format {FORMAT}; recompute the KV")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
@@ -67,7 +68,9 @@ class GroupCache:
         self._single = SingleRank()
         self._made: dict[tuple[int, ...], Communicator] = {}
         groups = _groups_of(layouts, world.size)
-        hosts = self._hosts = self._meet([transport, on_cuda, slot_bytes, *groups])
+        hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, *groups])
+        self.hosts = hosts
+        """The host of each rank, by a name that no two have."""
         shared = {} if on_cuda or transport == "gloo" else self._share_memory(groups, hosts)
         if transport == "shared memory" and (without := [ranks for ranks in groups if ranks not in shared]):
             self.close()
@@ -81,6 +84,20 @@ class GroupCache:
                 communicator = TorchGroup(ranks, timeout_s, backend=None if on_cuda else "gloo")
             if communicator is not None and world.rank in ranks:
                 self._made[ranks] = communicator
+
+    @property
+    def address(self) -> str:
+        """IPv4 address by which all ranks reach this one's host: the loopback's where they are all on it.
+
+        Raises ValueError, on every rank, where one has none.
+        """
+        without = [rank for rank, address in enumerate(self._addresses) if not address]
+        if without:
+            raise ValueError(
+                f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}: leads ranks {without} to no IPv4 address, and the ranks "
+                f"are on several hosts; give torchrun an IPv4 address of rank 0's host"
+            )
+        return self._addresses[self.world.rank]
 
     def get(self, ranks: tuple[int, ...]) -> Communicator:
         """The group of these world ranks, the same object each time. Raises ValueError when it was not made."""
@@ -109,7 +126,7 @@ class GroupCache:
 
         All ranks of the world call it together. Raises RuntimeError, on every rank, where one cannot have it.
         """
-        is_creator = self._hosts.index(self._hosts[self.world.rank]) == self.world.rank
+        is_creator = self.hosts.index(self.hosts[self.world.rank]) == self.world.rank
         segment, able = self._map(num_bytes if is_creator else None, otherwise="the run ends")
         if segment is None or not all(able):
             if segment is not None:
@@ -133,7 +150,7 @@ class GroupCache:
                 warnings.warn(f"{error}; {otherwise}", stacklevel=3)
         path = str(segment.path) if segment is not None else ""
         paths = [data.decode() for data in self.world.all_gather_bytes(path.encode())]
-        theirs = paths[self._hosts.index(self._hosts[self.world.rank])]
+        theirs = paths[self.hosts.index(self.hosts[self.world.rank])]
         if segment is None and theirs:
             with contextlib.suppress(OSError):  # a container of its own on the same host
                 segment = Segment.attach(Path(theirs))
@@ -142,16 +159,22 @@ class GroupCache:
             segment.unlink()
         return segment, able
 
-    def _meet(self, arguments: Sequence[object]) -> list[str]:
-        """The host of each rank; everyone's arguments must be the same ones."""
-        mine = "\n".join([_host(), *map(str, arguments)])
-        everyone = [data.decode() for data in self.world.all_gather_bytes(mine.encode())]
-        hosts, requests = zip(*(told.split("\n", 1) for told in everyone), strict=True)
+    def _meet(self, arguments: Sequence[object]) -> tuple[tuple[str, ...], list[str]]:
+        """The host of each rank, and the host's address; everyone's arguments must be the same ones."""
+        mine = (_host(), _addresses(), "\n".join(map(str, arguments)))
+        told = self.world.all_gather_bytes(msgspec.msgpack.encode(mine))
+        everyone = [msgspec.msgpack.decode(one, type=tuple[str, tuple[str, str], str]) for one in told]
+        hosts, addresses, requests = zip(*everyone, strict=True)
         if others := [rank for rank, request in enumerate(requests) if request != requests[0]]:
             raise ValueError(
                 f"layouts: ranks {others} want other groups, slots or transport than rank 0; give all ranks the same"
             )
-        return list(hosts)
+        first_elsewhere = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
+        if first_elsewhere is None:
+            return hosts, ["127.0.0.1"] * len(hosts)
+        # Rank 0's host may know itself by a loopback address (Debian's 127.0.1.1): it has the one that others call.
+        called = addresses[first_elsewhere][1]
+        return hosts, [called if host == hosts[0] else own for host, (own, _) in zip(hosts, addresses, strict=True)]
 
     def _share_memory(
         self, groups: Sequence[tuple[int, ...]], hosts: Sequence[str]
@@ -206,6 +229,17 @@ def _groups_of(layouts: Iterable[Layout | tuple[int, ...]], world_size: int) -> 
             if len(ranks) > 1:
                 groups[ranks] = None
     return list(groups)
+
+
+def _addresses() -> tuple[str, str]:
+    """This host's address on the way to torchrun's rank 0, and that of rank 0 as it is known here; else empty."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Sends nothing: a datagram socket only notes the way.
+            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        except (KeyError, ValueError, OSError):
+            return "", ""
+        return probe.getsockname()[0], probe.getpeername()[0]
 
 
 def _host() -> str:

@@ -10,9 +10,10 @@ import msgspec
 
 from engines.control.sealing import new_token
 from engines.control.transport import Client, Server
+from engines.kvcache.peer import PeerKVStore
 from engines.kvcache.transfer import HostKVStore, reclaim
 from engines.local_engine import LocalEngine
-from engines.parallel.collectives import Communicator
+from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.rollout.coordinator import Coordinator, peer_of
 from engines.rollout.core import RolloutCore
@@ -38,7 +39,7 @@ class RolloutWorld:
 
     def __init__(
         self,
-        world: Communicator,
+        groups: GroupCache,
         layout: Layout,
         *,
         engine: LocalEngine | None,
@@ -47,22 +48,30 @@ class RolloutWorld:
         layout_policy: LayoutPolicy | None = None,
         pace: Pace | None = None,
         kv_store_bytes: int = 2**30,
-        timeout_s: float = 600.0,
     ) -> None:
-        """`rebuild`: see `Worker`. `kv_store_bytes` bounds what a rank may keep of KV on its way to other replicas."""
-        self._world = world
+        """`rebuild`: see `Worker`. `kv_store_bytes` bounds what a rank may keep of KV on its way to other replicas.
+
+        Waits are as long as the groups'. Listens on the loopback where all ranks are on one host, else where its host
+        is reached on the way to rank 0's (`GroupCache.address`).
+        """
+        address, timeout_s = groups.address, groups.timeout_s
+        world = self._world = groups.world
         self._phase = -1
         self.coordinator: Coordinator | None = None
         server: Server | None = None
         told: bytes | None = None
         if world.rank == 0:
             launch = Launch(address="", token=new_token(), kv_token=secrets.token_hex(16))
-            server = Server(launch.token, patience_s=timeout_s)
+            server = Server(launch.token, host=address, patience_s=timeout_s)
             told = msgspec.msgpack.encode(msgspec.structs.replace(launch, address=server.address))
         launch = msgspec.msgpack.decode(world.broadcast_bytes(told), type=Launch)
         self._client = Client(peer_of(world.rank), launch.address, launch.token, patience_s=timeout_s)
         reclaim(keep_token=launch.kv_token)
-        self._kv_store = HostKVStore(launch.kv_token, kv_store_bytes)
+        local_store = HostKVStore(launch.kv_token, kv_store_bytes)
+        self._kv_store: HostKVStore | PeerKVStore = local_store
+        if len(set(groups.hosts)) > 1:
+            host = groups.hosts[world.rank]
+            self._kv_store = PeerKVStore(local_store, host=host, address=address, token=launch.token)
         self._rebuild_engine = rebuild
         if engine is not None:
             engine.replica.kv_store = self._kv_store

@@ -95,11 +95,12 @@ def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
         ids = [(0, uid, index) for uid in range(len(PROMPTS)) for index in range(2)]
         hook = move_at_random(llm, ids, seed=3, num_moves=400) if "moves" in kind else None
         out = llm.generate(PROMPTS, PARAMS, on_finished=hook)
-        moves = llm.replica.kv_moves
+        moves, store = llm.replica.kv_moves, llm.replica.kv_store
         results[case] = {
             "tokens": [[c.token_ids for c in o.outputs] for o in out],
             "epoch": llm.layout.epoch,
             "imported": moves.num_imported,
+            "fetched": getattr(store, "num_fetched", 0),
             "steps": len(llm.step_records),
         }
         llm.close()
@@ -107,6 +108,17 @@ def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
     return results
 
 
+def roll_out_on_two_hosts(directory: str, cases: list[str]) -> dict[str, Any]:
+    """As if ranks 2 and 3 ran elsewhere: they reach the others by sockets only."""
+    import os
+
+    from engines.parallel import groups
+
+    groups._host = lambda: f"host {int(os.environ['RANK']) // 2}"
+    return roll_out(directory, cases)
+
+
+TWO_HOSTS = ["DP4 moves/qwen3", "DP2xTP2 moves/qwen3", "DP4 regroup moves/qwen3"]
 CASES = [
     "DP4/qwen3",
     "DP2xTP2/qwen2-untied-mqa",
@@ -140,6 +152,15 @@ def test_tokens_are_those_of_one_process(world: list[dict[str, Any]], checkpoint
         assert world[rank][case]["epoch"] == (3 if "regroup" in case else 0)
     if case == "DP4 moves/qwen3":
         assert sum(world[rank][case]["imported"] for rank in range(4)) > 5, "no KV was moved"
+
+
+def test_between_hosts_kv_moves_too(checkpoints: Path) -> None:
+    alone = LLM(checkpoints / "qwen3", **OPTIONS).generate(PROMPTS, PARAMS)
+    world = run_world(roll_out_on_two_hosts, 4, str(checkpoints), TWO_HOSTS)
+    for case in TWO_HOSTS:
+        for rank in range(4):
+            assert world[rank][case]["tokens"] == [[c.token_ids for c in o.outputs] for o in alone]
+    assert sum(world[rank]["DP4 moves/qwen3"]["fetched"] for rank in range(4)) > 5, "no KV came from the other host"
 
 
 def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:

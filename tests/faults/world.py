@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from engines import parallel
 from engines.config import EngineConfig, ModelConfig
 from engines.control.ends import Notice
 from engines.control.transport import Client, Server
@@ -51,8 +52,10 @@ def _rank(oracle_directory: str, seeds: list[int]) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group = TorchGroup(timeout_s=TIMEOUT_S)
-    pairs = combinations(range(NUM_RANKS), 2)
-    groups = GroupCache(group, [*pairs, tuple(range(NUM_RANKS))], timeout_s=TIMEOUT_S)
+    every = [*combinations(range(NUM_RANKS), 2), tuple(range(NUM_RANKS))]
+    one_host = GroupCache(group, every, timeout_s=TIMEOUT_S)
+    parallel.groups._host = lambda: f"host {group.rank // 2}"
+    two_hosts = GroupCache(group, every, timeout_s=TIMEOUT_S)
     worker.REPORT_EVERY_S = 0.01  # more to repeat, and more moments to act at
     oracle = Oracle(oracle_directory)
     counts: Counter[str] = Counter()
@@ -60,13 +63,15 @@ def _rank(oracle_directory: str, seeds: list[int]) -> dict[str, Any]:
     for seed in seeds:
         start = time.monotonic()
         try:
+            groups = two_hosts if random.Random(f"hosts/{seed}").random() < 0.25 else one_host
             _Schedule(seed, oracle, groups, counts).run()
         except BaseException as error:
             raise RuntimeError(
                 f"world schedule {seed}: {error}\nreplay: python -m tests.faults --world 1 --first-seed {seed}"
             ) from error
         seconds.append(time.monotonic() - start)
-    groups.close()
+    one_host.close()
+    two_hosts.close()
     dist.destroy_process_group()
     return {"counts": dict(counts), "seconds": seconds}
 
@@ -115,17 +120,16 @@ class _Schedule:
             Server(*args, **options), self._faults, self._on_notice
         )
         rollout = world.RolloutWorld(
-            self._groups.world,
+            self._groups,
             self._layout,
             engine=self._build(self._layout),
             rebuild=self._build,
             schedule_policy=random_policy(self._own),
             pace=self._pace,
             kv_store_bytes=self._kv_store_bytes,
-            timeout_s=TIMEOUT_S,
         )
         self._coordinator = rollout.coordinator
-        self._kv_token = rollout._kv_store._token
+        self._kv_token = getattr(rollout._kv_store, "_local", rollout._kv_store)._token
         for index, version in enumerate(self._versions):
             if index and self._engine is not None:
                 self._engine.load(checkpoint_tensors(self._oracle.checkpoint(version)), version)
@@ -134,12 +138,16 @@ class _Schedule:
         self._count_moves()
         self._counts["schedules"] += 1
         self._groups.world.barrier()
+        deadline = time.monotonic() + 10.0
         if self._rank == 0:
             assert self._coordinator is not None
             self._counts["refused"] += len(self._coordinator.refused)
             self._counts["regroups"] += self._coordinator.core.layout.epoch
             self._counts.update(self._faults.counts)
         left = self._kv_files()
+        while left and time.monotonic() < deadline:  # what another host was asked to drop goes a moment later
+            time.sleep(0.01)
+            left = self._kv_files()
         assert not left, f"KV that nobody will read is left: {left}"
         self._groups.world.barrier()
         rollout.close()
