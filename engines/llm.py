@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -110,7 +109,7 @@ class LLM:
             self.model_config,
             self.config,
             spec=spec,
-            max_tp_size=math.lcm(*(replica.tp_size for replica in layout.replicas)),
+            max_tp_size=self._groups.max_tp_size if self._groups is not None else 1,
             tensor_parallel=self._groups.get(spec.ranks) if self._groups is not None else SingleRank(),
             max_model_len=self.max_model_len,
             device=self.device,

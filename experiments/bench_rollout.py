@@ -26,9 +26,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
-from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines import LLM, SamplingParams
 from engines.config import DType
-from engines.sequence import Work
 from experiments import launch
 from research.workloads.lengths import LogNormalLengths
 
@@ -120,28 +119,21 @@ def _our_engine(
     model: Path, config: BenchRolloutConfig, prompts: list[list[int]], lengths: list[int]
 ) -> Callable[[], float]:
     llm = LLM(
-        model, device=DEVICE, dtype=config.dtype, max_num_seqs=config.batch, max_model_len=PROMPT_LENGTH + config.cap
+        model,
+        device=DEVICE,
+        dtype=config.dtype,
+        max_num_seqs=config.batch,
+        max_model_len=PROMPT_LENGTH + config.cap,
+        hidden_stop=lambda state: state.num_generated >= lengths[state.key.prompt_uid],
     )
     params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
 
     def run() -> float:
         start = time.perf_counter()
-        running: dict[tuple[int, int, int], SequenceState] = {}
-        for uid, prompt in enumerate(prompts):
-            key = SequenceKey(run_seed=config.seed, policy_step=0, prompt_uid=uid, sample_index=0)
-            state = SequenceState(
-                key=key, group_id=uid, tokens=list(prompt), num_prompt_tokens=len(prompt), params=params
-            )
-            running[state.sequence_id] = state
-            llm.replica.submit(Work(state=state))
-        while llm.replica.has_work:
-            for finished in llm.replica.step().finished:
-                del running[finished.state.sequence_id]
-            ended = [i for i, state in running.items() if state.num_generated >= lengths[state.key.prompt_uid]]
-            for sequence_id in ended:
-                assert len(llm.replica.abort(sequence_id).completion.token_ids) == lengths[sequence_id[1]]
-                del running[sequence_id]
-        return time.perf_counter() - start
+        outputs = llm.generate(prompts, params, prompt_uids=range(len(prompts)))
+        seconds = time.perf_counter() - start
+        assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+        return seconds
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import warnings
@@ -71,6 +72,8 @@ class GroupCache:
         hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, *groups])
         self.hosts = hosts
         """The host of each rank, by a name that no two have."""
+        self.max_tp_size = math.lcm(*map(len, groups))
+        """What all sizes of the run's groups divide: what vocabularies are padded to a multiple of."""
         shared = {} if on_cuda or transport == "gloo" else self._share_memory(groups, hosts)
         if transport == "shared memory" and (without := [ranks for ranks in groups if ranks not in shared]):
             self.close()

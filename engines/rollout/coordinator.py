@@ -37,7 +37,7 @@ from engines.rollout.requests import (
     Tick,
 )
 from engines.rollout.telemetry import Mark
-from engines.sequence import Finished, KVHandle, SequenceState
+from engines.sequence import Finished, KVPart, SequenceState
 
 POLL_S = 0.02
 """Longest that a posted request waits, and shortest time between two looks at the deadlines."""
@@ -68,15 +68,15 @@ class Coordinator:
         *,
         num_ranks: int,
         timeout_s: float,
-        discard_kv: Callable[[KVHandle], None] | None = None,
+        drop_kv: Callable[[KVPart], None],
         launcher: Launcher | None = None,
     ) -> None:
-        """`num_ranks` of the torchrun world; 0 when there are only replicas outside."""
+        """`num_ranks` of the torchrun world; 0 when there are only replicas outside. `drop_kv`: see `KVStore.drop`."""
         self.core = core
         self._server = server
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
-        self._discard_kv = discard_kv
+        self._drop_kv = drop_kv
         self._launcher = launcher
         self.outside: dict[int, ReplicaSpec] = {}
         """Replicas outside the world, by id, that were added and not lost."""
@@ -257,8 +257,8 @@ class Coordinator:
                     if self._on_finished is not None:
                         self._on_finished(output.finished)
                 case DiscardKV():
-                    if self._discard_kv is not None:
-                        self._discard_kv(output.kv)
+                    for part in output.kv.parts:
+                        self._drop_kv(part)
                 case PhaseComplete():
                     self._complete = True
                 case ReplicaDropped():

@@ -25,7 +25,7 @@ from engines.rollout.core import RolloutCore
 from engines.rollout.launcher import ReplicaLauncher
 from engines.rollout.policies import OnDemand, SchedulePolicy
 from engines.rollout.worker import NO_WEIGHTS
-from engines.sequence import Finished, KVHandle, SequenceState
+from engines.sequence import Finished, SequenceState
 
 SHARD_BYTES = 2**30
 _GRACE_S = 5.0  # that replicas get to end by themselves
@@ -96,7 +96,7 @@ class Fleet:
             self._server,
             num_ranks=0,
             timeout_s=timeout_s,
-            discard_kv=self._discard,
+            drop_kv=self._kv_store.drop,
             launcher=self.launcher,
         )
         for _ in range(num_replicas):
@@ -177,10 +177,6 @@ class Fleet:
         if len(self.coordinator.lost) > num_lost:
             reclaim()  # KV of the dead that nobody was told of; no sequence is left that could want it
         return finished
-
-    def _discard(self, handle: KVHandle) -> None:
-        for part in handle.parts:
-            self._kv_store.drop(part)
 
     def close(self) -> None:
         """Ends all replicas; no process, file or connection is left. May be called twice."""

@@ -20,7 +20,7 @@ from engines.rollout.core import RolloutCore
 from engines.rollout.policies import LayoutPolicy, SchedulePolicy
 from engines.rollout.telemetry import Mark, StepRecord
 from engines.rollout.worker import Pace, Worker
-from engines.sequence import Finished, KVHandle, SequenceState
+from engines.sequence import Finished, SequenceState
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ class RolloutWorld:
                 timeout_s=timeout_s,
             )
             self.coordinator = Coordinator(
-                core, server, num_ranks=world.size, timeout_s=timeout_s, discard_kv=self._discard
+                core, server, num_ranks=world.size, timeout_s=timeout_s, drop_kv=self._kv_store.drop
             )
             self.coordinator.wait_for_ranks()
         self._worker = Worker(
@@ -96,10 +96,6 @@ class RolloutWorld:
         if engine is not None:
             engine.replica.kv_store = self._kv_store
         return engine
-
-    def _discard(self, handle: KVHandle) -> None:
-        for part in handle.parts:
-            self._kv_store.drop(part)
 
     @property
     def engine(self) -> LocalEngine | None:

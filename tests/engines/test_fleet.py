@@ -390,7 +390,7 @@ def make_coordinator(timeout_s: float) -> tuple[Coordinator, ClientEnd]:
     core = RolloutCore(
         layout=Layout(epoch=0, replicas=()), world_size=0, schedule_policy=OnDemand(), timeout_s=timeout_s
     )
-    coordinator = Coordinator(core, server, num_ranks=0, timeout_s=timeout_s)
+    coordinator = Coordinator(core, server, num_ranks=0, timeout_s=timeout_s, drop_kv=lambda _: None)
     coordinator.add_replica(ReplicaSpec(id=0, ranks=(0,)))
     return coordinator, client
 
