@@ -43,8 +43,8 @@ class ServerEnd(Protocol):
         ...
 
     def send(self, peer: str, payload: bytes) -> None:
-        """Queues a message. Raises ConnectionError for a peer that has not joined or has left, by name, and ValueError
-        for a payload that is too large. A peer lost before it read the message shows as a later `Lost`."""
+        """Queues a message of any length. Raises ConnectionError for a peer that has not joined or has left, by name.
+        A peer lost before it read the message shows as a later `Lost`."""
         ...
 
     def peers(self) -> list[str]: ...
@@ -65,7 +65,7 @@ class ClientEnd(Protocol):
         ...
 
     def send(self, payload: bytes) -> None:
-        """Queues a message. Raises ConnectionError as `receive` does, and ValueError for a payload too large."""
+        """Queues a message of any length. Raises ConnectionError as `receive` does."""
         ...
 
     def close(self) -> None:

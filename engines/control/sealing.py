@@ -15,11 +15,13 @@ VERSION: Final = 1
 TOKEN_VARIABLE: Final = "CURTAIL_TOKEN"
 """Environment variable of a launched process: the token in hex. (A command line could be read by every user.)"""
 MAX_BYTES: Final = 64 << 20
+"""Of one frame's payload: a longer message travels in parts."""
 PREFIX: Final = struct.Struct("<4sHB")  # magic, version, kind: the same in all versions, so that they can tell
 HEADER: Final = struct.Struct("<4sHB8s8sQQ16s")  # prefix, token id, session, sequence number, payload length, MAC
 MAC_SIZE: Final = 16
 MAGIC: Final = b"CRTL"
-HELLO, WELCOME, DATA, BEAT, BYE, REFUSED = range(1, 7)
+HELLO, WELCOME, DATA, BEAT, BYE, REFUSED, PART = range(1, 8)
+_SEALED: Final = (HELLO, WELCOME, DATA, BEAT, BYE, PART)
 
 
 def new_token() -> bytes:
@@ -90,13 +92,13 @@ class Seal:
             return "token"
         if not hmac.compare_digest(mac, _mac(self._incoming, header[:-MAC_SIZE], payload)):
             return "forged"
-        return Message(kind, session, sequence, payload) if HELLO <= kind <= BYE else "kind"
+        return Message(kind, session, sequence, payload) if kind in _SEALED else "kind"
 
-    def check_payload(self, payload: bytes) -> None:
-        if len(payload) > self.max_bytes:
-            raise ValueError(
-                f"payload: {len(payload)} bytes, at most {self.max_bytes}; send parts, or raise max_bytes on both sides"
-            )
+    def parts(self, payload: bytes) -> list[tuple[int, bytes]]:
+        """A message's payload as frames of at most `max_bytes`: kinds and payloads, the last of them `DATA`."""
+        ends = range(self.max_bytes, max(1, len(payload)), self.max_bytes)
+        pieces = [(PART, payload[end - self.max_bytes : end]) for end in ends]
+        return [*pieces, (DATA, payload[len(pieces) * self.max_bytes :])]
 
 
 def _mac(keyed: blake2b, head: bytes, payload: bytes) -> bytes:

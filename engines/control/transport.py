@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import zmq
@@ -30,6 +30,7 @@ from engines.control.sealing import (
     HELLO,
     MAGIC,
     MAX_BYTES,
+    PART,
     PREFIX,
     REFUSED,
     VERSION,
@@ -58,7 +59,7 @@ class _Loop:
 
     `on_item` gets what was `put`, `on_frames` what came, `on_tick(now, away_s)` a call per interval with the seconds
     by which it is late, and `on_end` the exception that ended the thread, None for `close`; it returns whether what it
-    sent is to be waited for.
+    sent is to be waited for. `on_cut` is called when the connection of a connecting socket breaks; zmq makes a new one.
     """
 
     def __init__(
@@ -69,8 +70,12 @@ class _Loop:
         on_frames: Callable[[list[bytes]], None],
         on_tick: Callable[[float, float], None],
         on_end: Callable[[Exception | None], bool],
+        *,
+        on_cut: Callable[[], None] | None = None,
     ) -> None:
         self._socket, self._interval_s = socket, interval_s
+        self._on_cut = on_cut
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) if on_cut is not None else None
         self._on_item, self._on_frames, self._on_tick, self._on_end = on_item, on_frames, on_tick, on_end
         self._outbox: deque[Any] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -106,16 +111,25 @@ class _Loop:
         try:
             linger_ms = _LINGER_MS if self._on_end(problem) else 0
         finally:
+            if self._monitor is not None:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
             self._socket.close(linger=linger_ms)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
+        if self._monitor is not None:
+            poller.register(self._monitor, zmq.POLLIN)
         due = time.monotonic()
         while self._is_open:
-            if self._wake_fd in dict(poller.poll(max(0, math.ceil((due - time.monotonic()) * 1000)))):
+            ready = dict(poller.poll(max(0, math.ceil((due - time.monotonic()) * 1000))))
+            if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
+            if self._monitor in ready and self._monitor is not None and self._on_cut is not None:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                self._on_cut()
             self._send_all()
             for frames in itertools.islice(iter(self._receive, None), _BURST):
                 self._on_frames(frames)
@@ -152,6 +166,7 @@ class _Peer:
     num_received: int = 1
     num_sent: int = 0
     is_unreachable: bool = False
+    parts: list[bytes] = field(default_factory=list)
 
 
 class Server:
@@ -179,6 +194,7 @@ class Server:
         self.rejected: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Dropped messages by reason. Larger frames than twice `max_bytes` never get here: zmq cuts the connection."""
         self._roster = Roster()  # the caller's
+        self._reason = ""
         self._inbox: Inbox[tuple[Notice, bytes]] = Inbox()
         self._peers: dict[bytes, _Peer] = {}  # the thread's, as all below
         self._ended: deque[bytes] = deque(maxlen=4096)  # sessions whose hello, sent again, opens nothing
@@ -203,19 +219,20 @@ class Server:
         return self._roster.note(*item) if item is not None else None
 
     def send(self, peer: str, payload: bytes) -> None:
-        self._seal.check_payload(payload)
         self._loop.put((self._roster.session(peer), payload))
 
     def peers(self) -> list[str]:
         return list(self._roster.here)
 
-    def close(self) -> None:
+    def close(self, reason: str = "the coordinator has closed") -> None:
+        self._reason = reason
         self._loop.close()
 
     def _on_item(self, item: tuple[bytes, bytes]) -> None:
         session, payload = item
         if session in self._peers:  # else its Lost is on the way to the caller
-            self._transmit(self._peers[session], DATA, payload)
+            for kind, part in self._seal.parts(payload):
+                self._transmit(self._peers[session], kind, part)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         route, *frames = frames
@@ -236,8 +253,10 @@ class Server:
         else:
             peer.num_received, peer.heard = message.sequence, time.monotonic()
             peer.route, peer.is_unreachable = route, False  # zmq may have connected anew
-            if message.kind == DATA:
-                self._inbox.put((Received(peer=peer.name, payload=message.payload), peer.session))
+            if message.kind == PART:
+                peer.parts.append(message.payload)
+            elif message.kind == DATA:
+                self._inbox.put((Received(peer=peer.name, payload=_join(peer.parts, message.payload)), peer.session))
             elif message.kind == BYE:
                 self._drop(peer, message.payload.decode(errors="replace"))
 
@@ -268,8 +287,9 @@ class Server:
                 self._transmit(peer, BEAT)
 
     def _on_end(self, problem: Exception | None) -> bool:
+        reason = self._reason.encode()[: self._seal.max_bytes]
         for peer in self._peers.values() if problem is None else []:
-            self._deliver(peer.route, self._seal.pack(BYE, peer.session, 0, b"the coordinator has closed"))
+            self._deliver(peer.route, self._seal.pack(BYE, peer.session, 0, reason))
         closed = ConnectionError(f"the control connections of {self.address} are closed")
         failed = RuntimeError(f"the control connections of {self.address} have failed: {problem!r}")
         self._inbox.put(closed if problem is None else failed)
@@ -327,6 +347,7 @@ class Client:
         self._end: Exception | None = None  # the thread's, as all below; the caller may read it
         self._inbox: Inbox[bytes] = Inbox()
         self._session = os.urandom(8)
+        self._parts: list[bytes] = []
         self._num_sent = self._num_received = 0
         self._heard = time.monotonic()
         self._socket = _open_socket(zmq.DEALER, max_bytes)
@@ -336,7 +357,16 @@ class Client:
             self._socket.close(linger=0)
             raise ValueError(f"address: {address!r}: {error}; give the server's `address`") from None
         self._transmit(HELLO, name.encode())  # no other thread has the socket yet
-        self._loop = _Loop(self._socket, interval_s, self._on_item, self._on_frames, self._on_tick, self._on_end)
+        self._is_cut = False
+        self._loop = _Loop(
+            self._socket,
+            interval_s,
+            self._on_item,
+            self._on_frames,
+            self._on_tick,
+            self._on_end,
+            on_cut=self._on_cut,
+        )
         try:
             # The thread gives up first; it knows which of the time this process was stopped itself.
             if self._inbox.get(2 * patience_s) is None:
@@ -349,7 +379,6 @@ class Client:
         return self._inbox.get(timeout_s)
 
     def send(self, payload: bytes) -> None:
-        self._seal.check_payload(payload)
         if self._end is not None:
             raise type(self._end)(*self._end.args)
         self._loop.put(payload)
@@ -359,7 +388,8 @@ class Client:
 
     def _on_item(self, payload: bytes) -> None:
         if self._end is None:
-            self._transmit(DATA, payload)
+            for kind, part in self._seal.parts(payload):
+                self._transmit(kind, part)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if self._end is not None:
@@ -378,8 +408,10 @@ class Client:
             self._give_up(f"messages {self._num_received + 1} to {message.sequence - 1} are missing")
         else:
             self._num_received, self._heard = message.sequence, time.monotonic()
-            if message.kind in (DATA, WELCOME):  # the empty welcome is the constructor's
-                self._inbox.put(message.payload)
+            if message.kind == PART:
+                self._parts.append(message.payload)
+            elif message.kind in (DATA, WELCOME):  # the empty welcome is the constructor's
+                self._inbox.put(_join(self._parts, message.payload))
 
     def _on_unsealed(self, frames: list[bytes], reason: str) -> None:
         self.rejected[reason] += 1
@@ -398,10 +430,16 @@ class Client:
             return
         self._heard = min(now, self._heard + away_s)  # a pause of this process is not the coordinator's silence
         silent_s = now - self._heard
-        if silent_s > self._patience_s:
+        if self._is_cut:  # since the last tick, so that the last messages have been read
+            self._give_up("its connection was closed without a goodbye")
+        elif silent_s > self._patience_s:
             self._give_up(f"silent for {silent_s:.1f} s; is the coordinator running there?")
         elif self._num_received:
             self._transmit(BEAT)
+
+    def _on_cut(self) -> None:
+        if self._num_received:  # before, nobody may be listening yet
+            self._is_cut = True
 
     def _on_end(self, problem: Exception | None) -> bool:
         if problem is not None:
@@ -424,6 +462,15 @@ class Client:
     def _transmit(self, kind: int, payload: bytes = b"") -> None:
         self._num_sent += 1
         self._socket.send_multipart(self._seal.pack(kind, self._session, self._num_sent, payload), zmq.NOBLOCK)
+
+
+def _join(parts: list[bytes], last: bytes) -> bytes:
+    """The whole message; `parts` is empty afterwards."""
+    if not parts:
+        return last
+    whole = b"".join([*parts, last])
+    parts.clear()
+    return whole
 
 
 def _check_times(interval_s: float, patience_s: float) -> None:

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import struct
 import tempfile
+import threading
 import warnings
 from array import array
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,7 @@ from engines.sequence import KVPart
 MAGIC = b"curtailK"
 FORMAT = 1
 HEADER_BYTES = 512
+_FEWEST_FILES = 64
 _PREFIX = struct.Struct("<8sII")  # magic, format, bytes of the encoded KVContent that follows
 
 
@@ -162,17 +164,21 @@ class HostKVStore:
         self._folders = _resolve(folders)
         self._prefix = f"{_family()}-{os.getpid()}-{start_time(os.getpid())}-{token}-"
         self._sizes: dict[Path, int] = {}
+        self._num_bytes = 0
+        self._next_look = _FEWEST_FILES
+        self._lock = threading.Lock()  # a coordinator drops what a worker has exported
         self._has_warned = False
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this process's files; those that others have dropped still count until room is needed."""
-        return sum(self._sizes.values())
+        """Bytes of this process's files; those that others have dropped still count for a while."""
+        return self._num_bytes
 
     def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
         num_bytes = HEADER_BYTES + content.num_bytes
-        if not self._has_room(num_bytes):
-            return None
+        with self._lock:
+            if not self._has_room(num_bytes):
+                return None
         created = self._create(num_bytes)
         if created is None:
             return None
@@ -186,7 +192,9 @@ class HostKVStore:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        self._sizes[path] = num_bytes
+        with self._lock:
+            self._sizes[path] = num_bytes
+            self._num_bytes += num_bytes
         return KVPart(
             first_head=content.first_head,
             num_heads=content.num_heads,
@@ -215,13 +223,16 @@ class HostKVStore:
         with contextlib.suppress(ValueError):
             path = self.path_of(part.location)
             path.unlink(missing_ok=True)
-            self._sizes.pop(path, None)
+            with self._lock:
+                self._num_bytes -= self._sizes.pop(path, 0)
 
     def close(self) -> None:
         """Removes the files that this process has made, handed over or not."""
-        for path in self._sizes:
-            path.unlink(missing_ok=True)
-        self._sizes.clear()
+        with self._lock:
+            for path in self._sizes:
+                path.unlink(missing_ok=True)
+            self._sizes.clear()
+            self._num_bytes = 0
 
     def path_of(self, location: str) -> Path:
         """Raises ValueError for a location that is not a file of this run: it came from outside."""
@@ -235,10 +246,12 @@ class HostKVStore:
         return path
 
     def _has_room(self, num_bytes: int) -> bool:
-        if self.num_bytes + num_bytes > self.capacity_bytes:
-            # Importers remove what they have taken; only now does it matter.
+        if self._num_bytes + num_bytes > self.capacity_bytes or len(self._sizes) >= self._next_look:
+            # Importers remove what they have taken. Looked at when it matters, and often enough to forget them.
             self._sizes = {path: size for path, size in self._sizes.items() if path.exists()}
-        return self.num_bytes + num_bytes <= self.capacity_bytes
+            self._num_bytes = sum(self._sizes.values())
+            self._next_look = max(_FEWEST_FILES, 2 * len(self._sizes))
+        return self._num_bytes + num_bytes <= self.capacity_bytes
 
     def _create(self, num_bytes: int) -> tuple[Path, mmap.mmap] | None:
         for folder in self._folders:

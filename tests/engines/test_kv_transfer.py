@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import random
 import secrets
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -262,6 +264,36 @@ def test_capacity_bounds_the_files_that_exist(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == 3 * size == store.num_bytes
     store.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_importers_have_taken_is_forgotten_in_time(tmp_path: Path) -> None:
+    store, reader = make_store(tmp_path), make_store(tmp_path)
+    for _ in range(1000):
+        reader.drop(export(store))
+    assert store.num_bytes <= 100 * (CONTENT.num_bytes + HEADER_BYTES)
+
+
+def test_one_thread_drops_what_another_exports(tmp_path: Path) -> None:
+    store = make_store(tmp_path, 20 * (CONTENT.num_bytes + HEADER_BYTES))
+    exported: queue.SimpleQueue[KVPart | None] = queue.SimpleQueue()
+
+    def drop() -> None:
+        while (part := exported.get()) is not None:
+            store.drop(part)
+
+    dropper = threading.Thread(target=drop)
+    dropper.start()
+    num_kept = 0
+    try:
+        for _ in range(2000):
+            part = store.export(CONTENT, layers_of(CONTENT))
+            num_kept += part is not None
+            if part is not None:
+                exported.put(part)
+    finally:
+        exported.put(None)
+        dropper.join()
+    assert num_kept and store.num_bytes == 0 and not list(tmp_path.iterdir())
 
 
 def test_a_failed_export_leaves_no_file(tmp_path: Path) -> None:
