@@ -51,8 +51,8 @@ class BenchDispatchConfig:
     """Processes; under torchrun, its own number holds."""
     tensor_parallel_size: int = 1
     """Processes that form one replica, and run the model in shards."""
-    profile: str = "h100-8b-tp1"
-    """Whose steps: <device>-<model>-tp<size>, as in docs/latency_profiles.md."""
+    profile: str | None = None
+    """Whose steps: <device>-<model>-tp<size> (docs/latency_profiles.md); by default h100-8b at a replica's size."""
     scale: float = 2.0
     """Seconds here per second of the profile; 0 lets each step last what it lasts (tier "live", no floor)."""
     context_scale: float = 16.0
@@ -80,12 +80,21 @@ class BenchDispatchConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.scale < 0 or self.context_scale <= 0:
             raise ValueError(f"scale={self.scale}, context_scale={self.context_scale}: must be above 0 (scale: or 0)")
+        if self.scale and profile(self.profile_name).tp_size != self.tensor_parallel_size:
+            raise ValueError(
+                f"profile={self.profile!r}: is not of tensor_parallel_size={self.tensor_parallel_size}, the replicas' "
+                f"size here; leave the profile out, or name one that ends in tp{self.tensor_parallel_size}"
+            )
+
+    @property
+    def profile_name(self) -> str:
+        return self.profile or f"h100-8b-tp{self.tensor_parallel_size}"
 
 
 def main() -> dict[str, Any] | None:
     with launch.told_once():
         config = tyro.cli(BenchDispatchConfig)
-    pace = profile(config.profile).scaled(config.scale) if config.scale else None
+    pace = profile(config.profile_name).scaled(config.scale) if config.scale else None
     model = Path(config.model)
     if config.model in MODEL_SIZES and not model.exists():
         model = warm_start(Path("runs/models") / config.model, WarmStartConfig(size=config.model))

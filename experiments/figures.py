@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from engines.rollout.telemetry import StepRecord
 
@@ -90,6 +91,7 @@ def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> None:
         if points:
             ax.plot(*zip(*points, strict=True), style, label=key, markersize=4)
     ax.set(title="Reward in training, pass@1 on held-out problems", xlabel="step", ylim=(0, 1.02))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False)
 
 
@@ -99,6 +101,7 @@ def _phases(ax: Axes, steps: list[dict[str, Any]]) -> None:
     series = {phase: values for phase, values in series.items() if any(values)}
     ax.stackplot(x, *series.values(), labels=list(series), alpha=0.85)
     ax.set(title="Time per step by phase", xlabel="step", ylabel="seconds")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 
@@ -122,7 +125,8 @@ def _live_batch(ax: Axes, steps: list[StepRecord]) -> None:
     origin = min(step.start for step in steps)
     for replica in sorted({step.replica_id for step in steps}):
         own = [step for step in steps if step.replica_id == replica]
-        ends = [step.start + step.seconds - origin for step in own]
-        ax.step(ends, [step.num_running for step in own], where="post", label=f"replica {replica}")
+        times = [step.start - origin for step in own] + [own[-1].start + own[-1].seconds - origin]
+        ax.step(times, [step.num_running for step in own] + [0], where="post", label=f"replica {replica}")
     ax.set(title="Live batch over the last rollout", xlabel="seconds", ylabel="running sequences")
+    ax.set_ylim(bottom=0)
     ax.legend(frameon=False)

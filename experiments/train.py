@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -73,6 +74,8 @@ def main() -> dict[str, Any]:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
         torch.use_deterministic_algorithms(True)
+        # Else every buffer that DeepSpeed allocates is filled with NaN first, gigabytes in each step.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # All that can be wrong without a process group is looked at first: it costs nothing, and every rank sees it.
     task = make_task(config)
     config.rollout.engine_config(config.seed)
@@ -103,15 +106,25 @@ def _check_same_run(config: TrainConfig) -> None:
     assert config.name is not None
     path = config.runs / config.name / "config.json"
     before = json.loads(path.read_text())
+    now = {field: value for field, value in _as_json(config).items() if field not in MAY_CHANGE}
     differ = [
-        f"{field}={value} now, {before.get(field)} in {path}"
-        for field, value in _as_json(config).items()
-        if field not in MAY_CHANGE and before.get(field) != value
+        f"{name}={value} now, {then} in {path}"
+        for field in now
+        for name, value, then in _differences(field, now[field], before.get(field))
     ]
     if differ:
         raise ValueError(
             f"resume: {'; '.join(differ)}; go on with the same options (only {', '.join(MAY_CHANGE)} may change)"
         )
+
+
+def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(option, its value now, its value before) of each single option that differs."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        for key in {**before, **now}:
+            yield from _differences(f"{name}.{key}", now.get(key), before.get(key))
+    elif now != before:
+        yield name, now, before
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:

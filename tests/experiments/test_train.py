@@ -182,7 +182,7 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
         timeout=120,
         env=environment(),
     )
-    assert "resume: trainer=" in changed.stderr and changed.returncode != 0
+    assert "resume: trainer.learning_rate=0.5 now, " in changed.stderr and changed.returncode != 0
     result = train(model, runs, *arguments, "--resume")
     assert result["steps"] == 5
     assert metrics_of(folder) == metrics_of(uninterrupted)
