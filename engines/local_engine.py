@@ -89,7 +89,9 @@ class LocalEngine:
         self.has_weights = False
         if not self.decoder.parameters.embedding.untyped_storage().size():
             _resize(self.decoder.parameters.tensors(), full=True)
+        self.decoder.release()
         load_weights(self.decoder, weights)
+        self.decoder.prepare()
         self.has_weights = True
         self.replica.policy_version = version
 
@@ -104,6 +106,7 @@ class LocalEngine:
             self.is_asleep = True
         if weights:
             self.has_weights = False
+            self.decoder.release()
             _resize(self.decoder.parameters.tensors(), full=False)
 
     def wake_up(self) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from engines.attention import sdpa
 from engines.batch import ForwardBatch
 from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache, write_kv
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
+from engines.models.projection import pack, packs, project
 from engines.models.rope import RotaryTable, rotate
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
@@ -47,6 +48,7 @@ class Decoder:
         self.local = shard_config(config, shard)
         """The sizes of this shard."""
         self.parameters = DecoderParameters.allocate(self.local, dtype, device)
+        self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
         self._tensor_parallel = tensor_parallel
         # Which norm each head of the fused q and k takes: 0 that of queries, 1 that of keys.
@@ -66,13 +68,24 @@ class Decoder:
         )
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        """To be called when the parameters have changed, before the next forward pass."""
+        if packs(self.dtype, self.device):
+            self._forward_parameters = self.parameters  # the copies of before are given up first
+            self._forward_parameters = pack(self.parameters)
+
+    def release(self) -> None:
+        """Gives up what `prepare` has made."""
+        self._forward_parameters = self.parameters
+
+    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> Tensor:
         """Returns logits [len(batch.logit_rows), vocab_size] in the model's dtype."""
         plan = sdpa.plan(batch, kv.keys[0].shape[1])
         cos, sin = self._rotary.at(batch.positions)
         eps = self.config.rms_norm_eps
         x = self._embed(batch.tokens)
-        for layer, k_cache, v_cache in zip(self.parameters.layers, kv.keys, kv.values, strict=True):
+        for layer, k_cache, v_cache in zip(self._forward_parameters.layers, kv.keys, kv.values, strict=True):
             attended = self._attention(
                 layer, rms_norm(x, layer.input_norm, eps), cos, sin, k_cache, v_cache, batch.slot_mapping, plan
             )
@@ -93,7 +106,7 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         """[R, vocab_size] on every shard, the same bits: each column was computed by one of them."""
-        logits = linear(x, self.parameters.head)
+        logits = project(x, self._forward_parameters.head)
         if self.shard.count > 1:
             logits = self._tensor_parallel.all_gather(logits).transpose(0, 1).flatten(1)
         return logits[:, : self.config.vocab_size]
@@ -110,7 +123,7 @@ class Decoder:
         plan: Any,
     ) -> Tensor:
         config = self.local
-        heads = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
+        heads = project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
         qk, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
         if layer.qk_norm is not None:
             qk = rms_norm(qk, layer.qk_norm.index_select(0, self._norm_of_head), config.rms_norm_eps)
@@ -121,10 +134,10 @@ class Decoder:
         return self._row_parallel(out, layer.output, layer.output_bias)
 
     def _mlp(self, layer: LayerParameters, x: Tensor) -> Tensor:
-        gate, up = linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        gate, up = project(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         return self._row_parallel(silu(gate) * up, layer.down, layer.down_bias)
 
     def _row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Each shard holds some columns of `weight`, and its share of x; the bias is added once, after the sum."""
-        out = self._tensor_parallel.all_reduce(linear(x, weight))
+        out = self._tensor_parallel.all_reduce(project(x, weight))
         return out if bias is None else out + bias

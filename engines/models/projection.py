@@ -1,0 +1,47 @@
+"""x @ weight.T + bias, with the weight as it is, or packed once for the CPU's matrix library (oneDNN).
+
+`linear` packs a weight anew in each call. Packed ones take a second copy of the matrices, and give 1.1 to 2.5 times
+the speed; an output row has the same bits whatever other rows share its batch, which plain ones do not promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from engines.models.parameters import DecoderParameters
+
+
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrices of this kind can be packed."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack(parameters: DecoderParameters) -> DecoderParameters:
+    """The same parameters with packed copies of all matrices but the embedding; what is no matrix is shared."""
+    layers = [
+        replace(
+            layer,
+            **{name: _pack(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")},
+        )
+        for layer in parameters.layers
+    ]
+    return replace(parameters, layers=layers, head=_pack(parameters.head))
+
+
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x: [T, in]; weight: [out, in], plain or packed. Returns [T, out]."""
+    if weight.is_mkldnn:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    return linear(x, weight, bias)
