@@ -181,6 +181,9 @@ class EngineConfig:
     """Most tokens in one forward pass; decodes come first, prefills are chunked into the rest."""
     prefill_chunk_size: int | None = None
     """Most tokens of one sequence's prompt per forward pass; None leaves only the budget above."""
+    prefix_caching: bool = True
+    """Whether a sequence takes the KV of its first full blocks from another one that began alike, under the same
+    weights: the members of a group compute their prompt once."""
     max_model_len: int | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
     seed: int = 0

@@ -65,7 +65,7 @@ class LocalEngine:
             dtype=dtype,
             device=device,
         )
-        blocks = BlockManager(num_blocks, config.block_size)
+        blocks = self._blocks = BlockManager(num_blocks, config.block_size)
         self.replica = Replica(
             runner=ModelRunner(self.decoder, self.kv, blocks, config, max_model_len),
             scheduler=Scheduler(config, blocks),
@@ -87,6 +87,7 @@ class LocalEngine:
         An engine whose load has failed has no weights.
         """
         self.has_weights = False
+        self._blocks.forget()
         if not self.decoder.parameters.embedding.untyped_storage().size():
             _resize(self.decoder.parameters.tensors(), full=True)
         self.decoder.release()
@@ -102,6 +103,7 @@ class LocalEngine:
 
     def sleep(self, *, weights: bool = False) -> None:
         if not self.is_asleep:
+            self._blocks.forget()
             self.kv.release()
             self.is_asleep = True
         if weights:

@@ -163,8 +163,10 @@ class Replica:
             return output
         try:
             tokens, logprobs = self._runner.run(scheduled)
-        except FloatingPointError:
-            self.scheduler.preempt_all()
+        except BaseException as error:
+            self._blocks.forget()  # those of this pass are known, and may not have been written
+            if isinstance(error, FloatingPointError):
+                self.scheduler.preempt_all()
             raise
         drawn = iter(zip(tokens, logprobs, strict=True))
         leaving = []

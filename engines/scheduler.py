@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.config import EngineConfig
-from engines.kvcache.block_manager import BlockManager
+from engines.kvcache.block_manager import BlockManager, content_key
 from engines.sequence import KVHandle, SequenceState
 
 
@@ -28,6 +28,10 @@ class Sequence:
     """Row in the runner's per-sequence tables while running."""
     num_table_blocks: int = 0
     """Blocks that the runner has copied into that row; 0 when the row is not this sequence's yet."""
+    content_keys: list[bytes] = field(default_factory=list)
+    """Of its first full blocks, as far as they were asked for."""
+    num_published: int = 0
+    """Blocks of this stay whose content is known to others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,9 @@ class Scheduled:
 class Scheduler:
     """Running sequences first, then waiting ones while slots, blocks and the token budget last.
 
-    A waiting sequence is admitted when the blocks for all its tokens are free, plus one for each running sequence
-    to grow into. When a running one cannot grow, the latest admitted is preempted: its blocks are freed, and its
-    tokens are recomputed when it is admitted again.
+    A waiting sequence is admitted when the blocks for all its tokens are there or free, plus one for each running
+    sequence to grow into; it shares those whose content is known. When a running one cannot grow, the latest admitted
+    is preempted: its blocks are given up, and its tokens are recomputed when it is admitted again.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -58,6 +62,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self.num_shared_tokens = 0
+        """Tokens of admitted sequences that need not be computed: their KV was there."""
 
     @property
     def has_work(self) -> bool:
@@ -79,11 +85,12 @@ class Scheduler:
 
         `load_kv` gets those newly admitted that bring KV, their blocks reserved, and sets `num_computed` of each to
         what it has loaded, less than its tokens; all is computed without. The caller advances `num_computed` when the
-        pass has run.
+        pass has run. When it fails, it has the blocks `forget` their contents: those of this pass are known already,
+        since a pass writes KV before it reads any, and members of a group can share what one of them computes in it.
         """
         budget = self._config.max_num_batched_tokens
         decodes: list[Scheduled] = []
-        prefills: list[Scheduled] = []
+        unfinished: list[Sequence] = []
         preempted_before = self.num_preemptions
         index = 0
         while index < len(self.running):
@@ -91,45 +98,84 @@ class Scheduler:
             if not self._make_room(sequence):
                 break  # it was the last one, and is preempted itself
             index += 1
-            remaining = len(sequence.state.tokens) - sequence.num_computed
-            if remaining == 1:
+            if len(sequence.state.tokens) - sequence.num_computed == 1:
                 decodes.append(Scheduled(sequence=sequence, num_tokens=1))
                 budget -= 1
             else:
-                prefills.append(Scheduled(sequence=sequence, num_tokens=remaining))
+                unfinished.append(sequence)
+        for item in decodes:
+            self._publish(item)
+        chunks: list[Scheduled] = []
+        for sequence in unfinished:
+            budget -= self._chunk(sequence, budget, chunks)
         if self.num_preemptions == preempted_before:
-            prefills += self._admit(load_kv)
-        return decodes + self._chunk(prefills, budget)
+            self._admit(budget, chunks, load_kv)
+        # A last chunk of one token, or all that loaded KV leaves, runs with the decodes, which come first in a batch.
+        return decodes + sorted(chunks, key=lambda item: item.num_tokens > 1)
 
-    def _admit(self, load_kv: Callable[[list[Sequence]], None] | None) -> list[Scheduled]:
-        admitted = []
-        while self.waiting and self._free_slots:
+    def _admit(self, budget: int, chunks: list[Scheduled], load_kv: Callable[[list[Sequence]], None] | None) -> None:
+        bringing = []
+        while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
+            if self._config.prefix_caching and any(
+                not item.samples and item.sequence.state.group_id == sequence.state.group_id for item in chunks
+            ):
+                break  # another member is in the middle of the prompt that they share
             num_tokens = len(sequence.state.tokens)
-            if self.blocks.blocks_for(num_tokens) + len(self.running) > self.blocks.num_free_blocks:
+            shared = self._find_prefix(sequence)
+            num_taken = self.blocks.blocks_for(num_tokens) - len(shared) + self.blocks.num_free_of(shared)
+            if num_taken + len(self.running) > self.blocks.num_free_blocks:
                 break
             self.waiting.popleft()
+            self.blocks.share(sequence, shared)
             self.blocks.grow(sequence, num_tokens)
+            sequence.num_computed = len(shared) * self.blocks.block_size
+            self.num_shared_tokens += sequence.num_computed
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
-            admitted.append(sequence)
-        bringing = [sequence for sequence in admitted if sequence.kv is not None]
+            if load_kv is not None and sequence.kv is not None:
+                bringing.append(sequence)
+            else:
+                budget -= self._chunk(sequence, budget, chunks)
         if load_kv is not None and bringing:
             load_kv(bringing)
-        return [Scheduled(sequence=s, num_tokens=len(s.state.tokens) - s.num_computed) for s in admitted]
+        for sequence in bringing:
+            budget -= self._chunk(sequence, budget, chunks)
 
-    def _chunk(self, prefills: list[Scheduled], budget: int) -> list[Scheduled]:
-        """Cuts prefills to the chunk size and the token budget, first come first served."""
-        limit = self._config.prefill_chunk_size or budget
-        chunks = []
-        for item in prefills:
-            num_tokens = min(item.num_tokens, limit, budget)
-            if num_tokens <= 0:
-                break
-            chunks.append(Scheduled(sequence=item.sequence, num_tokens=num_tokens))
-            budget -= num_tokens
-        # A last chunk of one token, or all that loaded KV leaves, runs with the decodes, which come first in a batch.
-        return sorted(chunks, key=lambda item: item.num_tokens > 1)
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold the KV of the sequence's first tokens; its last token is always left to be computed."""
+        if not self._config.prefix_caching or sequence.kv is not None:
+            return []
+        num_blocks = (len(sequence.state.tokens) - 1) // self.blocks.block_size
+        return self.blocks.find(self._content_keys(sequence, num_blocks))
+
+    def _content_keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Those of the first `num_blocks` blocks, each computed once."""
+        keys, size = sequence.content_keys, self.blocks.block_size
+        for start in range(len(keys) * size, num_blocks * size, size):
+            keys.append(content_key(keys[-1] if keys else b"", sequence.state.tokens[start : start + size]))
+        return keys[:num_blocks]
+
+    def _chunk(self, sequence: Sequence, budget: int, chunks: list[Scheduled]) -> int:
+        """Schedules what the chunk size and the budget allow of the sequence's prefill; returns how many tokens."""
+        remaining = len(sequence.state.tokens) - sequence.num_computed
+        num_tokens = min(remaining, self._config.prefill_chunk_size or budget, budget)
+        if num_tokens <= 0:
+            return 0
+        chunks.append(Scheduled(sequence=sequence, num_tokens=num_tokens))
+        self._publish(chunks[-1])
+        return num_tokens
+
+    def _publish(self, item: Scheduled) -> None:
+        """Makes the blocks known that are full once the pass has run."""
+        sequence = item.sequence
+        num_full = (sequence.num_computed + item.num_tokens) // self.blocks.block_size
+        if not self._config.prefix_caching or num_full == sequence.num_published:
+            return
+        keys = self._content_keys(sequence, num_full)
+        for index in range(sequence.num_published, num_full):
+            self.blocks.publish(sequence, index, keys[index])
+        sequence.num_published = num_full
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Gives the sequence blocks for all its tokens, preempting the latest admitted while there are too few."""
@@ -156,4 +202,4 @@ class Scheduler:
         self.blocks.release(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
-        sequence.num_table_blocks = 0
+        sequence.num_table_blocks = sequence.num_published = 0

@@ -1,12 +1,24 @@
-"""Which sequence holds which KV blocks. Plain Python: no tensors, so it can be tested against brute force."""
+"""Which sequence holds which KV blocks, and which blocks are known by their content. Plain Python: no tensors."""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+
+
+def content_key(previous: bytes, tokens: Items[int]) -> bytes:
+    """Names the KV of a full block by its tokens and all before them: `previous` is the key of the block before."""
+    return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()
+
 
 class BlockManager:
-    """A free list over `num_blocks` blocks of `block_size` tokens, and the block table of each holder.
+    """`num_blocks` blocks of `block_size` tokens: the block table of each holder, and a prefix cache.
 
-    A holder is whatever hashable id the caller uses. Every block is either free or in exactly one table.
+    A holder is whatever hashable id the caller uses. Every block is free, or in one or more tables. A block whose
+    content was published can be shared by content, also when it is free: of the free blocks those are handed out last,
+    the least recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -16,11 +28,15 @@ class BlockManager:
         self.block_size = block_size
         # Handed out from the end: low ids first, the most recently freed (warm in cache) before them.
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._free_cached: OrderedDict[int, None] = OrderedDict()  # free, but of known content; the oldest first
+        self._num_holders = [0] * num_blocks
         self._tables: dict[object, list[int]] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._free_cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -31,7 +47,7 @@ class BlockManager:
 
     def can_grow(self, holder: object, num_tokens: int) -> bool:
         """Whether the holder's table could be made to cover `num_tokens` tokens."""
-        return self.blocks_for(num_tokens) - len(self.table(holder)) <= len(self._free)
+        return self.blocks_for(num_tokens) - len(self.table(holder)) <= self.num_free_blocks
 
     def grow(self, holder: object, num_tokens: int) -> list[int]:
         """Extends the holder's table to cover `num_tokens` tokens; returns the blocks added.
@@ -39,19 +55,79 @@ class BlockManager:
         Raises RuntimeError when too few are free; nothing is changed then.
         """
         missing = self.blocks_for(num_tokens) - len(self.table(holder))
-        if missing > len(self._free):
-            raise RuntimeError(f"{missing} blocks wanted, {len(self._free)} free")
-        added = [self._free.pop() for _ in range(missing)]
+        if missing > self.num_free_blocks:
+            raise RuntimeError(f"{missing} blocks wanted, {self.num_free_blocks} free")
+        added = [self._take() for _ in range(missing)]
         if added:
             self._tables.setdefault(holder, []).extend(added)
         return added
 
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._free_cached.popitem(last=False)
+            del self._block_of[self._key_of.pop(block)]
+        self._num_holders[block] = 1
+        return block
+
     def release(self, holder: object) -> None:
-        """Frees all blocks of the holder; one without blocks is no error."""
-        self._free.extend(reversed(self._tables.pop(holder, [])))
+        """Gives up all blocks of the holder; one without blocks is no error."""
+        for block in reversed(self._tables.pop(holder, [])):  # so that the end of a prefix goes before its beginning
+            self._num_holders[block] -= 1
+            if self._num_holders[block] == 0:
+                if block in self._key_of:
+                    self._free_cached[block] = None
+                else:
+                    self._free.append(block)
+
+    # -- by content
+
+    def find(self, keys: Items[bytes]) -> list[int]:
+        """The blocks of the longest run of keys, from the first on, whose content is known."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_free_of(self, blocks: Items[int]) -> int:
+        """How many of these are free: sharing takes so many away from `num_free_blocks`."""
+        return sum(self._num_holders[block] == 0 for block in blocks)
+
+    def share(self, holder: object, blocks: Items[int]) -> None:
+        """Begins the table of a holder that has none with blocks that `find` has just given."""
+        assert holder not in self._tables, "only a table's beginning can be shared"
+        for block in blocks:
+            if self._num_holders[block] == 0:
+                del self._free_cached[block]
+            self._num_holders[block] += 1
+        if blocks:
+            self._tables[holder] = list(blocks)
+
+    def publish(self, holder: object, index: int, key: bytes) -> None:
+        """Makes block number `index` of the holder's table, which must be full, known by its content."""
+        block = self._tables[holder][index]
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def forget(self) -> None:
+        """No content is known any more; tables stay."""
+        self._free.extend(self._free_cached)
+        self._free_cached.clear()
+        self._block_of.clear()
+        self._key_of.clear()
 
     def check_integrity(self) -> None:
-        """Asserts that every block is free or in one table, and no block twice."""
+        """Asserts that every block is free or held, as often as it is counted, and that contents have one block."""
         held = [block for table in self._tables.values() for block in table]
-        assert sorted(held + self._free) == list(range(self.num_blocks)), "a block is lost or held twice"
-        assert all(self._tables.values()), "an empty table is kept"
+        free = [*self._free, *self._free_cached]
+        assert sorted({*held, *free}) == list(range(self.num_blocks)), "a block is lost"
+        assert len(free) == self.num_blocks - len(set(held)), "a block is free twice, or free and held"
+        assert [held.count(block) for block in range(self.num_blocks)] == self._num_holders, "holders are miscounted"
+        assert all(len(set(table)) == len(table) > 0 for table in self._tables.values()), "a table is empty or a circle"
+        assert {block: key for key, block in self._block_of.items()} == self._key_of, "contents and blocks disagree"
+        assert set(self._free_cached) == set(free) & set(self._key_of), "a free block's content is not kept track of"

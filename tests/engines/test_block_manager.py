@@ -2,39 +2,88 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.kvcache.block_manager import BlockManager
+from engines.kvcache.block_manager import BlockManager, content_key
 
-OPERATION = st.tuples(st.sampled_from(["grow", "release"]), st.integers(0, 5), st.integers(1, 40))
+OPERATION = st.tuples(
+    st.sampled_from(["grow", "grow", "release", "publish", "share", "forget"]), st.integers(0, 5), st.integers(1, 40)
+)
 OPERATIONS = st.lists(OPERATION, max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(operations=OPERATIONS, num_blocks=st.integers(1, 12), block_size=st.integers(1, 8))
-def test_against_a_plain_record_of_who_holds_how_many(
+def test_against_a_plain_record_of_who_holds_what(
     operations: list[tuple[str, int, int]], num_blocks: int, block_size: int
 ) -> None:
+    """The record: each holder's blocks, each block's content, and since when a block of known content is free."""
     manager = BlockManager(num_blocks, block_size)
     held: dict[int, list[int]] = {}
-    for operation, holder, num_tokens in operations:
+    content: dict[int, bytes] = {}
+    freed_at: dict[int, int] = {}
+    now = 0
+
+    def in_use() -> set[int]:
+        return {block for blocks in held.values() for block in blocks}
+
+    for operation, holder, number in operations:
         before = held.get(holder, [])
         if operation == "release":
             manager.release(holder)
             held.pop(holder, None)
+            for block in reversed(before):
+                if block not in in_use():
+                    now += 1
+                    freed_at[block] = now
+        elif operation == "publish":
+            index, key = number % (len(before) + 1), b"%d" % (number % 5)
+            if index < len(before):
+                manager.publish(holder, index, key)
+                if before[index] not in content and key not in content.values():
+                    content[before[index]] = key
+        elif operation == "share":
+            keys = [b"%d" % (number % 5), b"%d" % (number // 5 % 5)]
+            found = manager.find(keys)
+            blocks = {key: block for block, key in content.items()}
+            wanted = [blocks[key] for key in keys if key in blocks] if keys[0] in blocks else []
+            assert found == wanted
+            assert manager.num_free_of(found) == sum(block not in in_use() for block in found)
+            if not before and len(set(found)) == len(found):
+                manager.share(holder, found)
+                if found:
+                    held[holder] = list(found)
+        elif operation == "forget":
+            manager.forget()
+            content.clear()
         else:
-            need = max(-(-num_tokens // block_size) - len(before), 0)
-            free = num_blocks - sum(map(len, held.values()))
-            assert manager.can_grow(holder, num_tokens) == (need <= free)
-            if need <= free:
-                added = manager.grow(holder, num_tokens)
-                assert len(added) == need
+            need = max(-(-number // block_size) - len(before), 0)
+            free = set(range(num_blocks)) - in_use()
+            assert manager.can_grow(holder, number) == (need <= len(free))
+            if need <= len(free):
+                added = manager.grow(holder, number)
+                assert len(added) == need and set(added) <= free
+                kept = free - set(added)
+                lost = [block for block in added if block in content]
+                if lost:  # the oldest ones, and only where nothing else was free
+                    assert all(block in content for block in kept)
+                    assert all(freed_at[a] < freed_at[b] for a in lost for b in kept)
+                for block in lost:
+                    del content[block]
                 if need:
                     held[holder] = before + added
             else:
                 with pytest.raises(RuntimeError, match="free"):
-                    manager.grow(holder, num_tokens)
+                    manager.grow(holder, number)
         manager.check_integrity()
         assert {h: manager.table(h) for h in held} == held
-        assert manager.num_free_blocks == num_blocks - sum(map(len, held.values()))
+        assert manager.num_free_blocks == num_blocks - len(in_use())
+        for block, key in content.items():
+            assert manager.find([key]) == [block]
+
+
+def test_a_key_names_its_tokens_and_all_before_them() -> None:
+    keys = {content_key(before, tokens) for before in (b"", b"x") for tokens in ([1, 2], [2, 1], [1, 2, 0], [258])}
+    assert len(keys) == 8
+    assert content_key(b"", [1, 2]) == content_key(b"", [1, 2])
 
 
 def test_integrity_check_sees_a_block_held_twice() -> None:

@@ -406,8 +406,9 @@ def test_paused_with_kv_and_resumed_nothing_is_computed_twice(
     qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path
 ) -> None:
     store = make_store(tmp_path)
-    first = make_replica(qwen3, store, max_num_seqs=30, max_num_batched_tokens=64, prefill_chunk_size=16)
-    second = make_replica(qwen3, store, block_size=5, max_num_seqs=20)
+    alone = {"prefix_caching": False}  # what is computed once because it is shared would hide what is computed twice
+    first = make_replica(qwen3, store, max_num_seqs=30, max_num_batched_tokens=64, prefill_chunk_size=16, **alone)
+    second = make_replica(qwen3, store, block_size=5, max_num_seqs=20, **alone)
     rollout = begun(first, 4)  # some decode, some are in the middle of their prompt, some wait
     num_held, num_partial = len(make_states()) - len(rollout.done), 0
     for source, target in ((first, first), (first, second), (second, first)):
@@ -432,7 +433,7 @@ def test_paused_with_kv_and_resumed_nothing_is_computed_twice(
 
 
 def resume(model: str, folder: str, works: str) -> list[Any]:
-    replica = make_replica(model, make_store(Path(folder)), max_num_seqs=7)
+    replica = make_replica(model, make_store(Path(folder)), max_num_seqs=7, prefix_caching=False)
     for work in msgspec.msgpack.decode(bytes.fromhex(works), type=list[Work]):
         replica.submit(work)
     rollout = Rollout()
@@ -442,7 +443,7 @@ def resume(model: str, folder: str, works: str) -> list[Any]:
 
 def test_resumed_with_kv_in_another_process(qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    replica = make_replica(qwen3, store)
+    replica = make_replica(qwen3, store, prefix_caching=False)
     rollout = begun(replica, 13)
     works = replica.pause(store=store)
     assert all(work.kv is not None for work in works) and len(works) > 20
@@ -569,7 +570,7 @@ def test_a_full_store_or_none_recomputes(qwen3: str, plain: dict[SequenceId, Com
 
 def test_released_at_its_budget_with_kv(qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    replicas = [make_replica(qwen3, store), make_replica(qwen3, store)]
+    replicas = [make_replica(qwen3, store, prefix_caching=False) for _ in range(2)]
     works = [Work(state=state) for state in make_states()]
     rollout = Rollout()
     for stay in itertools.count():

@@ -15,7 +15,7 @@ from engines.sequence import KVHandle, SamplingParams, SequenceKey, SequenceStat
 def make_sequence(uid: int, prompt_len: int, num_new: int) -> Sequence:
     key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
     state = SequenceState(
-        key=key, group_id=uid, tokens=[1] * prompt_len, num_prompt_tokens=prompt_len, params=SamplingParams()
+        key=key, group_id=uid, tokens=[uid] * prompt_len, num_prompt_tokens=prompt_len, params=SamplingParams()
     )
     return Sequence(state=state, max_len=prompt_len + num_new, release_len=prompt_len + num_new)
 
@@ -55,7 +55,8 @@ def test_every_sequence_ends_and_every_pass_fits(seed: int) -> None:
         max_num_batched_tokens=budget,
         prefill_chunk_size=rng.choice([1, 3, 100]),
     )
-    sequences = [make_sequence(uid, rng.randint(1, 20), rng.randint(1, 25)) for uid in range(25)]
+    # Some begin alike.
+    sequences = [make_sequence(uid % 8, rng.randint(1, 20), rng.randint(1, 25)) for uid in range(25)]
     pending = list(sequences)
     steps = 0
     while pending or scheduler.has_work:
@@ -73,7 +74,8 @@ def test_every_sequence_ends_and_every_pass_fits(seed: int) -> None:
         assert len(set(slots)) == len(slots) and all(0 <= slot < max_seqs for slot in slots)
         for item in scheduled:
             assert item.num_tokens >= 1
-            assert item.sequence.num_computed in (before[id(item.sequence)], 0)
+            started = before[id(item.sequence)]
+            assert item.sequence.num_computed == started or item.sequence.num_computed % 4 == 0
             end = item.sequence.num_computed + item.num_tokens
             assert len(scheduler.blocks.table(item.sequence)) * 4 >= end
         scheduler.blocks.check_integrity()
@@ -153,3 +155,64 @@ def test_removing_a_waiting_sequence() -> None:
     run_step(scheduler)
     scheduler.remove(sequences[1])
     assert not scheduler.waiting and scheduler.running == [sequences[0]]
+
+
+def make_group(size: int, prompt_len: int, num_new: int) -> list[Sequence]:
+    return [make_sequence(3, prompt_len, num_new) for _ in range(size)]
+
+
+def test_a_group_computes_its_prompt_once_in_one_pass() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=16)
+    for sequence in make_group(5, 14, 4):
+        scheduler.add(sequence)
+    assert run_step(scheduler) == [(3, 14)] + [(3, 2)] * 4
+    assert scheduler.num_shared_tokens == 4 * 12
+    assert scheduler.blocks.num_blocks - scheduler.blocks.num_free_blocks == 3 + 5  # the last block is everyone's own
+    assert run_step(scheduler) == [(3, 1)] * 5
+
+
+def test_the_last_token_is_computed_by_everyone() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=16)
+    for sequence in make_group(3, 12, 4):
+        scheduler.add(sequence)
+    assert run_step(scheduler) == [(3, 12), (3, 4), (3, 4)]
+
+
+def test_members_wait_for_a_prompt_that_the_budget_cuts() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=16, max_num_batched_tokens=16)
+    for sequence in make_group(3, 41, 4):
+        scheduler.add(sequence)
+    passes = [sorted(run_step(scheduler), reverse=True) for _ in range(4)]
+    assert passes == [[(3, 16)], [(3, 16)], [(3, 9), (3, 1), (3, 1)], [(3, 1)] * 3]
+
+
+def test_what_has_ended_is_found_again_until_its_blocks_are_needed() -> None:
+    scheduler = make_scheduler(8, max_num_seqs=4)
+    scheduler.add(make_sequence(3, 14, 1))
+    assert run_step(scheduler) == [(3, 14)]
+    scheduler.add(make_sequence(3, 14, 1))
+    assert run_step(scheduler) == [(3, 2)]
+    scheduler.add(make_sequence(4, 24, 1))  # 6 of the 8 blocks: of the three known ones the last goes
+    assert run_step(scheduler) == [(4, 24)]
+    scheduler.add(make_sequence(3, 14, 1))
+    assert run_step(scheduler) == [(3, 6)]
+    scheduler.blocks.forget()
+    scheduler.add(make_sequence(3, 14, 1))
+    assert run_step(scheduler) == [(3, 14)]
+
+
+def test_without_the_switch_nothing_is_shared() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=16, prefix_caching=False)
+    for sequence in make_group(3, 14, 4):
+        scheduler.add(sequence)
+    assert run_step(scheduler) == [(3, 14)] * 3
+    assert scheduler.num_shared_tokens == 0
+
+
+def test_a_preempted_sequence_finds_what_is_left_of_its_blocks() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=4)
+    scheduler.add(make_sequence(3, 14, 9))
+    run_step(scheduler)
+    run_step(scheduler)
+    scheduler.preempt_all()
+    assert run_step(scheduler) == [(3, 4)]  # of 16 tokens the first 12 are there

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from engines import LLM, SamplingParams
+from engines.models.decoder import Decoder
+from engines.models.loader import checkpoint_tensors
 from engines.noise import gumbel
 from engines.sequence import Completion, SequenceKey, SequenceState, Work
 
@@ -30,6 +32,8 @@ SWITCHES = {
     "prefill chunks of 1": {"prefill_chunk_size": 1},
     "small token budget": {"max_num_seqs": 8, "max_num_batched_tokens": 8},
     "blocks of 3": {"block_size": 3},
+    "no prefix cache": {"prefix_caching": False},
+    "no prefix cache, preemption": {"prefix_caching": False, "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "preemption": {"kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "all at once": {
         "kv_cache_bytes": TIGHT_KV, "max_model_len": 100, "max_num_seqs": 9, "max_num_batched_tokens": 20,
@@ -69,6 +73,62 @@ def test_switches(qwen3: str, plain: list[list[Completion]], switch: str) -> Non
     for group, expected in zip(other, plain, strict=True):
         for mine, theirs in zip(group, expected, strict=True):
             torch.testing.assert_close(mine.logprobs, theirs.logprobs, rtol=1e-9, atol=1e-9)
+
+
+LONG = [[RNG.randrange(2, 131) for _ in range(100)] for _ in range(2)]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 40, "max_num_seqs": 7}, {"prefill_chunk_size": 9}])
+def test_a_group_shares_its_prompt(qwen3: str, options: dict[str, int]) -> None:
+    params = SamplingParams(max_tokens=30, n=6)
+    alone, sharing = (
+        LLM(qwen3, dtype="float64", kv_cache_bytes=2**24, prefix_caching=caching, **options)  # type: ignore[arg-type]
+        for caching in (False, True)
+    )
+    prompts = [LONG[0], LONG[1], LONG[0][:50] + LONG[1][50:]]
+    expected = [o.outputs for o in alone.generate(prompts, params)]
+    assert tokens_of([o.outputs for o in sharing.generate(prompts, params)]) == tokens_of(expected)
+    scheduler = sharing.replica.scheduler
+    assert scheduler.num_shared_tokens >= 5 * (96 + 96 + 48) and alone.replica.scheduler.num_shared_tokens == 0
+    scheduler.blocks.check_integrity()
+    # The next turn begins with all of the turn before, and another branch with a part of it.
+    before = scheduler.num_shared_tokens
+    turn = [prompts[0] + expected[0][1].token_ids + [5] * 20, prompts[0][:64] + [9] * 30]
+    again = [[o.outputs for o in llm.generate(turn, params, prompt_uids=[77, 78])] for llm in (alone, sharing)]
+    assert tokens_of(again[0]) == tokens_of(again[1])
+    assert scheduler.num_shared_tokens - before >= 6 * (96 + 64)
+
+
+def test_other_weights_take_no_old_kv(qwen3: str) -> None:
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24)
+    weights = {name: tensor.double() for name, tensor in checkpoint_tensors(qwen3)}
+    llm.generate(LONG, PARAMS)
+    changed = {name: tensor * 1.1 for name, tensor in weights.items()}
+    llm.update_weights(changed.items(), version=0)
+    fresh = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24, load=False)
+    fresh.update_weights(changed.items(), version=0)
+    outputs = [[o.outputs for o in one.generate(LONG, PARAMS, prompt_uids=range(2))] for one in (llm, fresh)]
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1])
+    llm.sleep()
+    llm.wake_up()
+    asleep = [o.outputs for o in llm.generate(LONG, PARAMS, prompt_uids=range(2))]
+    assert tokens_of(asleep) == tokens_of(outputs[1])
+
+
+def test_an_interrupted_pass_leaves_nothing_to_share(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24)
+    forward = Decoder.forward
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoder, "forward", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(LONG, PARAMS, prompt_uids=range(2))
+    monkeypatch.setattr(Decoder, "forward", forward)
+    outputs = [o.outputs for o in llm.generate(LONG, PARAMS, prompt_uids=range(2))]
+    alone = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24, prefix_caching=False)
+    assert tokens_of(outputs) == tokens_of([o.outputs for o in alone.generate(LONG, PARAMS, prompt_uids=range(2))])
 
 
 def test_alone(qwen3: str, plain: list[list[Completion]]) -> None:
