@@ -43,7 +43,7 @@ class LocalEngine:
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
         local = shard_config(model, shard)
         dtype: torch.dtype = getattr(torch, config.dtype)
-        num_blocks = _num_blocks(config, local, dtype.itemsize)
+        num_blocks = num_kv_blocks(config, local)
         self.spec = spec
         self.config = config
         self.num_kv_tokens = num_blocks * config.block_size
@@ -122,8 +122,10 @@ def _resize(tensors: list[Tensor], *, full: bool) -> None:
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if full else 0)
 
 
-def _num_blocks(config: EngineConfig, model: ModelConfig, bytes_per_element: int) -> int:
-    block_bytes = config.block_size * model.kv_bytes_per_token(bytes_per_element)
+def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
+    """Of the KV cache of one shard, whose own sizes `model` has. Raises ValueError when there is room for none."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    block_bytes = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
     num_blocks = config.kv_cache_bytes // block_bytes
     if num_blocks < 1:
         raise ValueError(

@@ -58,6 +58,46 @@ class KVMoves:
     """Sequences that brought KV which could not be used: gone, damaged, or of other weights or dtype."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a sequence may be, to run on a replica."""
+
+    vocab_size: int
+    max_model_len: int
+    """Tokens of the longest sequence, prompt included."""
+    num_kv_tokens: int
+    """Tokens that the KV cache holds."""
+    has_tokenizer: bool
+
+    def check(self, tokens: list[int], params: SamplingParams) -> int:
+        """Returns the length at which a prompt's completion must end; raises ValueError when it cannot run here."""
+        if not tokens:
+            raise ValueError("prompt: has no tokens; give at least one")
+        wrong = [token for token in (min(tokens), max(tokens)) if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise ValueError(f"prompt: token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}")
+        if len(tokens) >= self.max_model_len:
+            raise ValueError(
+                f"prompt: {len(tokens)} tokens leave no room in max_model_len={self.max_model_len}; shorten the prompt"
+            )
+        if params.stop and not self.has_tokenizer:
+            raise ValueError(f"SamplingParams.stop={params.stop}: stop strings need a tokenizer; use stop_token_ids")
+        max_len = min(len(tokens) + params.max_tokens, self.max_model_len)
+        if max_len > self.num_kv_tokens:
+            raise ValueError(
+                f"prompt: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
+                f"cache holds {self.num_kv_tokens}; raise kv_cache_bytes or lower max_tokens or max_model_len"
+            )
+        return max_len
+
+    def check_state(self, state: SequenceState) -> int:
+        """As `check`, of a sequence that may have begun; one that has ended is a ValueError too."""
+        max_len = self.check(state.tokens[: state.num_prompt_tokens], state.params)
+        if len(state.tokens) >= max_len:
+            raise ValueError(f"sequence {state.sequence_id}: is finished, {len(state.tokens)} of {max_len} tokens")
+        return max_len
+
+
 class Replica:
     """Holds sequences between steps. `submit`, `pause` and `abort` may be called between any two steps.
 
@@ -87,9 +127,12 @@ class Replica:
         """
         self._runner = runner
         self.scheduler = scheduler
-        self._blocks = blocks
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self._limits = Limits(
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            num_kv_tokens=blocks.num_blocks * blocks.block_size,
+            has_tokenizer=detokenize is not None,
+        )
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._hidden_stop = hidden_stop
@@ -106,26 +149,8 @@ class Replica:
         return self.scheduler.has_work
 
     def check(self, tokens: list[int], params: SamplingParams) -> int:
-        """Returns the length at which a prompt's completion must end; raises ValueError when it cannot run here."""
-        if not tokens:
-            raise ValueError("prompt: has no tokens; give at least one")
-        wrong = [token for token in (min(tokens), max(tokens)) if not 0 <= token < self._vocab_size]
-        if wrong:
-            raise ValueError(f"prompt: token id {wrong[0]} is outside the model's vocabulary of {self._vocab_size}")
-        if len(tokens) >= self._max_model_len:
-            raise ValueError(
-                f"prompt: {len(tokens)} tokens leave no room in max_model_len={self._max_model_len}; shorten the prompt"
-            )
-        if params.stop and self._detokenize is None:
-            raise ValueError(f"SamplingParams.stop={params.stop}: stop strings need a tokenizer; use stop_token_ids")
-        max_len = min(len(tokens) + params.max_tokens, self._max_model_len)
-        capacity = self._blocks.num_blocks * self._blocks.block_size
-        if max_len > capacity:
-            raise ValueError(
-                f"prompt: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
-                f"cache holds {capacity}; raise kv_cache_bytes or lower max_tokens or max_model_len"
-            )
-        return max_len
+        """See `Limits.check`."""
+        return self._limits.check(tokens, params)
 
     def submit(self, work: Work) -> None:
         """Takes a sequence on, and its stored KV, if it brings some, when it is admitted.
@@ -133,10 +158,7 @@ class Replica:
         Raises ValueError when it can never run here, or is here already.
         """
         state = work.state
-        prompt = state.tokens[: state.num_prompt_tokens]
-        max_len = self.check(prompt, state.params)
-        if len(state.tokens) >= max_len:
-            raise ValueError(f"sequence {state.sequence_id}: is finished, {len(state.tokens)} of {max_len} tokens")
+        max_len = self._limits.check_state(state)
         if state.sequence_id in self._sequences:
             raise ValueError(f"sequence {state.sequence_id}: is on this replica already")
         release_len = max_len

@@ -10,10 +10,14 @@ from typing import Any
 from engines.config import ModelConfig
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer.json").is_file() or (directory / "tokenizer_config.json").is_file()
+
+
 def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
     """The checkpoint's tokenizer, or None when it has none. Raises ValueError for a broken or foreign one."""
     directory = Path(directory)
-    if not (directory / "tokenizer.json").is_file() and not (directory / "tokenizer_config.json").is_file():
+    if not has_tokenizer(directory):
         return None
     from transformers import AutoTokenizer
 

@@ -49,8 +49,8 @@ class ServerEnd(Protocol):
 
     def peers(self) -> list[str]: ...
 
-    def close(self) -> None:
-        """Says goodbye. May be called twice. What has not left in half a second is lost."""
+    def close(self, reason: str = "the coordinator has closed") -> None:
+        """Says goodbye, and why. May be called twice. What has not left in half a second is lost."""
         ...
 
 
@@ -137,10 +137,10 @@ class _MemoryServer:
     def peers(self) -> list[str]:
         return list(self._roster.here)
 
-    def close(self) -> None:
+    def close(self, reason: str = "the coordinator has closed") -> None:
         self._is_open = False
         self._client.outbox.put(ConnectionError("the control connections in memory are closed"))
-        self._client.finish("the coordinator has closed")
+        self._client.finish(reason)
 
 
 class _MemoryClient:

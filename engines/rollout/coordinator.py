@@ -11,6 +11,7 @@ import math
 import queue
 import time
 from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -31,8 +32,10 @@ from engines.rollout.requests import (
     RequestAbort,
     RequestEndPhase,
     RequestMove,
+    RequestRefused,
     RequestRegroup,
     RequestShutdown,
+    Result,
     SubmitSequences,
     Tick,
 )
@@ -70,14 +73,19 @@ class Coordinator:
         timeout_s: float,
         drop_kv: Callable[[KVPart], None],
         launcher: Launcher | None = None,
+        check_state: Callable[[SequenceState], object] = lambda _: None,
     ) -> None:
-        """`num_ranks` of the torchrun world; 0 when there are only replicas outside. `drop_kv`: see `KVStore.drop`."""
+        """`num_ranks` of the torchrun world; 0 when there are only replicas outside. `drop_kv`: see `KVStore.drop`.
+
+        `check_state` raises ValueError for a sequence that could never run: a replica's refusal would end the run.
+        """
         self.core = core
         self._server = server
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._drop_kv = drop_kv
         self._launcher = launcher
+        self._check_state = check_state
         self.outside: dict[int, ReplicaSpec] = {}
         """Replicas outside the world, by id, that were added and not lost."""
         self.standing_by: set[int] = set()
@@ -85,12 +93,19 @@ class Coordinator:
         self.lost: list[str] = []
         """Those that were lost, each with the reason."""
         self.refused: list[str] = []
-        """Posted moves, aborts and regroups that did not fit any more when their turn came."""
+        """Posted moves, aborts and regroups that did not fit any more when their turn came, and all requests but
+        `AddReplica` that were left when a rollout was abandoned."""
         self._ticked = self._taken = time.monotonic()
         self._absences: list[tuple[float, float]] = []
         """The core's time at the end of each, and the seconds of all up to it."""
         self._posted: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._outputs: deque[messages.Command | Result] = deque()
+        """Of the core, not yet seen to: an error in one must not lose the others."""
         self._stopped = False
+        self._is_running = False
+        self._is_abandoned = False
+        self._failure: str | None = None
+        """What has ended the last rollout."""
         self._on_finished: Callable[[Finished], None] | None = None
         self._finished: list[Finished] = []
         self._complete = False
@@ -134,15 +149,48 @@ class Coordinator:
         """Completes the sequences on the replicas there are; returns them in the order in which they ended.
 
         `weights_source` is the folder from which replicas outside the world load `policy_version`. `on_finished` is
-        called for each, as it comes. Raises RuntimeError naming who was waited for, or what went wrong where.
+        called for each, as it comes. Raises ValueError, before anything has begun, for sequences that repeat or that
+        `check_state` refuses, and RuntimeError naming who was waited for, or what went wrong where.
+
+        Outside the torchrun world an error, be it of `on_finished`, of a policy or an interrupt, ends the phase first:
+        the sequences are aborted, and the next rollout finds replicas that stand by.
         """
         if self.core.failed is not None:
             raise RuntimeError(f"coordinator: has failed before ({self.core.failed}); start anew")
-        self._on_finished, self._finished, self._complete = on_finished, [], False
-        self.pump(0.0)  # what has happened since the last phase
-        self._began = self._now()
-        self._take(BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
-        self._take(SubmitSequences(states=tuple(states)))
+        if self._is_running:
+            raise RuntimeError("coordinator: a rollout is running; start the next one after it, not in on_finished")
+        states = tuple(states)
+        self._check(states)
+        self._is_running = True
+        self._failure = None
+        try:
+            self._end_abandoned()  # where a second interrupt has left a phase open
+            self._on_finished, self._finished, self._complete = on_finished, [], False
+            self.pump(0.0)  # what has happened since the last phase
+            self._began = self._now()
+            self._take(BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
+            self._take(SubmitSequences(states=states))
+            return self._run()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            if not self._num_ranks:
+                self._abandon(error)
+            raise
+        finally:
+            self._is_running = False
+            self._on_finished = None
+
+    def _check(self, states: Iterable[SequenceState]) -> None:
+        for index, state in enumerate(states):
+            try:
+                self._check_state(state)
+            except ValueError as error:
+                raise ValueError(f"states[{index}]: {error}") from None
+        repeated = [id_ for id_, count in Counter(state.sequence_id for state in states).items() if count > 1]
+        if repeated:
+            raise ValueError(f"states: sequence {repeated[0]} comes more than once; give each its own key")
+
+    def _run(self) -> list[Finished]:
         ended = False
         while not self._complete:
             if self._stopped:
@@ -154,6 +202,22 @@ class Coordinator:
                 continue
             self.pump(POLL_S)
         return self._finished
+
+    def _abandon(self, error: BaseException) -> None:
+        """Ends the open phase without its sequences. What goes wrong then is noted in `error`, which is the cause."""
+        self._on_finished = None
+        self._is_abandoned = True
+        try:
+            self._end_abandoned()
+        except Exception as problem:
+            error.add_note(f"and its phase could not be ended: {problem}")
+
+    def _end_abandoned(self) -> None:
+        if self.core.failed is None and self.core.phase is not None and not self.core.ending:
+            self._take(RequestEndPhase(abort=True))
+        while self.core.failed is None and self.core.phase is not None:
+            self.pump(POLL_S)
+        self._is_abandoned = False
 
     def pump(self, timeout_s: float) -> None:
         """Takes what was posted and what has come, waiting so long for the first; then looks at the deadlines.
@@ -203,17 +267,26 @@ class Coordinator:
         ]
 
     def close(self) -> None:
-        self._server.close()
+        """Ends the connections. Whoever still listens is told the error that has ended the last rollout, if one has."""
+        if self._failure is None:
+            self._server.close()
+        else:
+            self._server.close(f"the coordinator has failed: {self._failure}")
 
     def _take_posted(self) -> None:
         while not self._posted.empty():
             request = self._posted.get()
             if isinstance(request, AddReplica):
                 self.outside[request.spec.id] = request.spec
+            elif self._is_abandoned:
+                self.refused.append(f"{type(request).__name__}: its rollout was abandoned")
+                continue
             try:
+                if isinstance(request, SubmitSequences):
+                    self._check(request.states)
                 self._take(request)
-            except RuntimeError as error:
-                if self.core.failed is not None or not isinstance(request, _MAY_COME_LATE):
+            except RequestRefused as error:
+                if not isinstance(request, _MAY_COME_LATE):
                     raise
                 self.refused.append(str(error))
 
@@ -250,8 +323,9 @@ class Coordinator:
             self._launcher.kill(spec.id)
 
     def _take(self, event: Request | messages.Event) -> None:
-        for output in self.core.on_event(event, self._now()):
-            match output:
+        self._outputs.extend(self.core.on_event(event, self._now()))
+        while self._outputs:
+            match output := self._outputs.popleft():
                 case Deliver():
                     self._finished.append(output.finished)
                     if self._on_finished is not None:

@@ -42,6 +42,7 @@ from engines.rollout.requests import (
     RequestAbort,
     RequestEndPhase,
     RequestMove,
+    RequestRefused,
     RequestRegroup,
     RequestShutdown,
     Result,
@@ -121,6 +122,11 @@ class RolloutCore:
         return self._regrouping is not None
 
     @property
+    def ending(self) -> bool:
+        """Whether the open phase is to end: no more sequences may come."""
+        return self._ending
+
+    @property
     def num_unfinished(self) -> int:
         """Sequences submitted and not delivered."""
         return len(self._books.sequences)
@@ -137,8 +143,10 @@ class RolloutCore:
     def on_event(self, event: Request | Event, now: float) -> list[Command | Result]:
         """Takes one event at time `now` (seconds, any clock that does not go back); returns what to send and to tell.
 
-        Raises RuntimeError for a request that does not fit the state, which is then unchanged, and for a policy's
-        invalid decision. Events of replicas never raise: those without effect are counted in `ignored`.
+        Raises RequestRefused for a request that does not fit the state, which is then unchanged. An invalid decision
+        of a policy is a RuntimeError, and what a policy raises goes through: the event has counted then, and what was
+        decided before goes out with the next one. Events of replicas never raise: those without effect are counted in
+        `ignored`.
         """
         if self.failed is not None or self._shut_down:
             self._ignore("the core has failed or is shut down")
@@ -180,18 +188,18 @@ class RolloutCore:
 
     def _require_open(self, what: str) -> None:
         if self.phase is None or self._ending:
-            raise RuntimeError(f"{what}: no phase is open; send BeginPhase first")
+            raise RequestRefused(f"{what}: no phase is open; send BeginPhase first")
 
     def _begin_phase(self, request: BeginPhase) -> None:
         if self.phase is not None or request.phase <= self._outbox.phase:
-            raise RuntimeError(
+            raise RequestRefused(
                 f"BeginPhase.phase={request.phase}: open is {self.phase}, the last was {self._outbox.phase}; "
                 "end a phase before the next, and count up"
             )
         replicas = self._books.replicas.values()
         stale = [r for r in replicas if r.outside and r.ready and r.version != request.policy_version]
         if stale and request.weights_source is None:
-            raise RuntimeError(
+            raise RequestRefused(
                 f"BeginPhase.weights_source=None: {stale[0]} holds version {stale[0].version}, not "
                 f"{request.policy_version}; name a source to load from"
             )
@@ -212,9 +220,9 @@ class RolloutCore:
         for state in request.states:
             id_ = state.sequence_id
             if id_ in self._books.sequences or id_ in self._books.delivered or id_ in ids:
-                raise RuntimeError(f"SubmitSequences: sequence {id_} is there already; give each its own key")
+                raise RequestRefused(f"SubmitSequences: sequence {id_} is there already; give each its own key")
             if state.num_generated >= state.params.max_tokens:
-                raise RuntimeError(f"SubmitSequences: sequence {id_} has its max_tokens={state.params.max_tokens}")
+                raise RequestRefused(f"SubmitSequences: sequence {id_} has its max_tokens={state.params.max_tokens}")
             ids.add(id_)
         for state in request.states:
             self._books.submit(state)
@@ -223,7 +231,7 @@ class RolloutCore:
         self._require_open("RequestMove")
         target = None if request.replica_id is None else self._books.replicas.get(request.replica_id)
         if request.replica_id is not None and (target is None or target.spec.role != "rollout"):
-            raise RuntimeError(f"RequestMove.replica_id={request.replica_id}: is no rollout replica; choose another")
+            raise RequestRefused(f"RequestMove.replica_id={request.replica_id}: is no rollout replica; choose another")
         sequence = self._known(request.sequence_id, "RequestMove")
         if sequence is None or sequence.aborting:
             return
@@ -269,23 +277,23 @@ class RolloutCore:
             self._outbox.send(messages.AbortSequences, replica, "to abort sequences", sequence_ids=tuple(ids))
 
     def _known(self, sequence_id: SequenceId, what: str) -> SequenceRecord | None:
-        """The unfinished sequence; None (counted) when it is delivered. Raises RuntimeError when never submitted."""
+        """The unfinished sequence; None (counted) when it is delivered. Raises RequestRefused when never submitted."""
         if sequence_id in self._books.delivered:
             self._ignore("a request for a delivered sequence")
             return None
         if sequence_id not in self._books.sequences:
-            raise RuntimeError(f"{what}: sequence {sequence_id} was not submitted in phase {self.phase}")
+            raise RequestRefused(f"{what}: sequence {sequence_id} was not submitted in phase {self.phase}")
         return self._books.sequences[sequence_id]
 
     def _add_replica(self, request: AddReplica) -> None:
         spec = request.spec
         if spec.id in self._books.replicas or spec.id in self._outside_ids:
-            raise RuntimeError(f"AddReplica.spec.id={spec.id}: was used before; take an id that no replica has had")
+            raise RequestRefused(f"AddReplica.spec.id={spec.id}: was used before; take an id that no replica has had")
         taken = {rank for replica in self._books.replicas.values() for rank in replica.spec.ranks}
         if min(spec.ranks) < self._world_size or taken & set(spec.ranks):
-            raise RuntimeError(f"AddReplica.spec.ranks={spec.ranks}: taken; number them from {self._world_size} on")
+            raise RequestRefused(f"AddReplica.spec.ranks={spec.ranks}: taken; number them from {self._world_size} on")
         if self._regrouping and spec.id in {other.id for other in self._regrouping.layout.replicas}:
-            raise RuntimeError(f"AddReplica.spec.id={spec.id}: is in the layout to come; take another")
+            raise RequestRefused(f"AddReplica.spec.id={spec.id}: is in the layout to come; take another")
         self._outside_ids.add(spec.id)
         replica = ReplicaRecord(spec=spec, epoch=0, outside=True)
         self._books.add_replica(replica)
@@ -293,14 +301,14 @@ class RolloutCore:
 
     def _shutdown(self) -> None:
         if self.phase is not None:
-            raise RuntimeError(f"RequestShutdown: phase {self.phase} is open; end it first")
+            raise RequestRefused(f"RequestShutdown: phase {self.phase} is open; end it first")
         self._send_all(messages.Shutdown)
         self._shut_down = True
 
     def _request_end(self, request: RequestEndPhase) -> None:
         self._require_open("RequestEndPhase")
         if self.num_unfinished and not request.abort:
-            raise RuntimeError(
+            raise RequestRefused(
                 f"RequestEndPhase: {self.num_unfinished} sequences are unfinished; wait for them, or use abort=True"
             )
         self._abort(list(self._books.sequences))
@@ -541,12 +549,13 @@ class RolloutCore:
 
     def _regroup(self, layout: Layout, with_kv: bool) -> None:
         if self._regrouping:
-            raise RuntimeError(f"regroup to epoch {layout.epoch}: one to {self._regrouping.layout.epoch} is under way")
+            epoch = self._regrouping.layout.epoch
+            raise RequestRefused(f"regroup to epoch {layout.epoch}: one to {epoch} is under way")
         if layout.epoch != self.layout.epoch + 1:
-            raise RuntimeError(f"Layout.epoch={layout.epoch}: the next is {self.layout.epoch + 1}")
+            raise RequestRefused(f"Layout.epoch={layout.epoch}: the next is {self.layout.epoch + 1}")
         self._check_ranks(layout)
         if clash := {spec.id for spec in layout.replicas} & self._outside_ids:
-            raise RuntimeError(f"Layout.replicas: ids {sorted(clash)} are of replicas outside the world; take others")
+            raise RequestRefused(f"Layout.replicas: ids {sorted(clash)} are of replicas outside the world; take others")
         old, new = set(self.layout.replicas), set(layout.replicas)
         leaving = [replica for replica in self._books.replicas.values() if replica.spec in old - new]
         coming = [

@@ -25,8 +25,15 @@ class Dispatcher:
         self._decide = decide
 
     def dispatch(self, layout: Layout) -> None:
-        """Sends all that can be sent now: one command per replica."""
+        """Sends all that can be sent now: one command per replica. What a policy raises comes after that."""
         batches: dict[ReplicaRecord, list[Work]] = {}
+        try:
+            self._assign_all(layout, batches)
+        finally:
+            for replica, works in batches.items():
+                self._outbox.send(messages.SubmitWork, replica, works=tuple(works))
+
+    def _assign_all(self, layout: Layout, batches: dict[ReplicaRecord, list[Work]]) -> None:
         for replica in self._books.replicas.values():
             while replica.pinned_waiting:
                 sequence = next(iter(replica.pinned_waiting.values()))
@@ -47,8 +54,6 @@ class Dispatcher:
                 break
             sequence, replica = self._check_dispatch(dispatch)
             self._assign(sequence, replica, dispatch.max_new_tokens, batches)
-        for replica, works in batches.items():
-            self._outbox.send(messages.SubmitWork, replica, works=tuple(works))
 
     def _has_room(self, replica: ReplicaRecord, sequence: SequenceRecord, max_new_tokens: int | None) -> bool:
         num_ahead = max_new_tokens or replica.block_size

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engines.config import EngineConfig
+from engines.config import EngineConfig, ModelConfig
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.kvcache.transfer import HostKVStore, reclaim
+from engines.local_engine import num_kv_blocks
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
 from engines.rollout.core import RolloutCore
 from engines.rollout.launcher import ReplicaLauncher
 from engines.rollout.policies import OnDemand, SchedulePolicy
 from engines.rollout.worker import NO_WEIGHTS
-from engines.sequence import Finished, SequenceState
+from engines.sequence import Finished, SequenceState, is_int64
+from engines.tokenizer import has_tokenizer
 
 SHARD_BYTES = 2**30
 _GRACE_S = 5.0  # that replicas get to end by themselves
@@ -60,47 +68,81 @@ class Fleet:
 
         A replica is given up when it was silent on the network for `patience_s` seconds, or owes an answer or a step
         for `timeout_s`. For the other arguments see `ReplicaLauncher`.
+
+        Raises FileNotFoundError or ValueError, naming field, value and fix, before anything is made.
         """
+        for name, value, lowest in (
+            ("num_replicas", num_replicas, 0),
+            ("num_threads", num_threads, 1),
+            ("kv_store_bytes", kv_store_bytes, 0),
+        ):
+            if not is_int64(value) or value < lowest:
+                raise ValueError(f"Fleet.{name}={value!r}: must be an integer of at least {lowest}")
+        for name, seconds in (("timeout_s", timeout_s), ("patience_s", patience_s)):
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"Fleet.{name}={seconds!r}: must be a number of seconds above 0")
+        if not 0 <= min_step_s < math.inf:
+            raise ValueError(f"Fleet.min_step_s={min_step_s!r}: must be a number of seconds, 0 for none")
+        for name, folder in (("weights_folder", weights_folder), ("log_folder", log_folder)):
+            if folder is not None and not Path(folder).is_dir():
+                raise ValueError(f"Fleet.{name}={str(folder)!r}: is no folder; make it first")
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"Fleet.device={device!r}: {error}") from None
+        try:
+            config = EngineConfig(**options)
+        except TypeError as error:
+            raise ValueError(f"Fleet: unknown option ({error}); options are the fields of EngineConfig") from None
+        self._model = Path(model).resolve()  # replicas run in another folder
+        self._limits = _limits(self._model, config)
         self._timeout_s = timeout_s
         self._phase = NO_WEIGHTS
-        self._model = Path(model).resolve()  # replicas run in another folder
-        self._source = str(self._model)
-        self._weights_folder = Path(tempfile.mkdtemp(prefix="curtail-weights-", dir=weights_folder))
-        token, kv_token = new_token(), secrets.token_hex(16)
-        reclaim(keep_token=kv_token)
-        self._kv_store = HostKVStore(kv_token, 0)  # only to drop what others have made
-        interval_s = min(1.0, patience_s / 5)
-        self._server = Server(token, interval_s=interval_s, patience_s=patience_s)
-        self.launcher = ReplicaLauncher(
-            address=self._server.address,
-            token=token,
-            model=self._model,
-            config=EngineConfig(**options),
-            device=device,
-            num_threads=num_threads,
-            kv_token=kv_token,
-            kv_store_bytes=kv_store_bytes,
-            interval_s=interval_s,
-            patience_s=patience_s,
-            min_step_s=min_step_s,
-            log_folder=log_folder,
-        )
-        core = RolloutCore(
-            layout=Layout(epoch=0, replicas=()),
-            world_size=0,
-            schedule_policy=schedule_policy or OnDemand(),
-            timeout_s=timeout_s,
-        )
-        self.coordinator = Coordinator(
-            core,
-            self._server,
-            num_ranks=0,
-            timeout_s=timeout_s,
-            drop_kv=self._kv_store.drop,
-            launcher=self.launcher,
-        )
-        for _ in range(num_replicas):
-            self.launch()
+        self._source = self._model
+        self._source_in_use: Path | None = None
+        """What the replicas of the open phase load from."""
+        with ExitStack() as undo:
+            self._weights_folder = Path(tempfile.mkdtemp(prefix="curtail-weights-", dir=weights_folder)).resolve()
+            undo.callback(shutil.rmtree, self._weights_folder, ignore_errors=True)
+            token, kv_token = new_token(), secrets.token_hex(16)
+            reclaim(keep_token=kv_token)
+            self._kv_store = HostKVStore(kv_token, 0)  # only to drop what others have made
+            interval_s = min(1.0, patience_s / 5)
+            self._server = Server(token, interval_s=interval_s, patience_s=patience_s)
+            undo.callback(self._server.close)
+            self.launcher = ReplicaLauncher(
+                address=self._server.address,
+                token=token,
+                model=self._model,
+                config=config,
+                device=device,
+                num_threads=num_threads,
+                kv_token=kv_token,
+                kv_store_bytes=kv_store_bytes,
+                interval_s=interval_s,
+                patience_s=patience_s,
+                min_step_s=min_step_s,
+                log_folder=log_folder,
+            )
+            undo.callback(self.launcher.close)
+            core = RolloutCore(
+                layout=Layout(epoch=0, replicas=()),
+                world_size=0,
+                schedule_policy=schedule_policy or OnDemand(),
+                timeout_s=timeout_s,
+            )
+            self.coordinator = Coordinator(
+                core,
+                self._server,
+                num_ranks=0,
+                timeout_s=timeout_s,
+                drop_kv=self._kv_store.drop,
+                launcher=self.launcher,
+                check_state=self._check,
+            )
+            for _ in range(num_replicas):
+                self.launch()
+            undo.pop_all()
 
     def launch(self) -> ReplicaSpec:
         """Adds a replica, which takes part as soon as it has started and loaded the weights of the phase."""
@@ -134,22 +176,31 @@ class Fleet:
         """Writes weights where the replicas will load them from, whole or not at all; returns the folder.
 
         Names and shapes are those of the checkpoint. The next `roll_out` is to name this `version`; a replica that has
-        it does not load it again, so that new weights need a new one.
+        it does not load it again, so that new weights need a new one. What was published before goes, at the end of
+        the rollout that loads it if one is running.
         """
-        target = self._weights_folder / f"version-{version}"
-        partial = self._weights_folder / f".version-{version}.partial"
-        for folder in (partial, target):
-            shutil.rmtree(folder, ignore_errors=True)
+        _check_version("version", version)
+        partial = self._weights_folder / ".partial"
         partial.mkdir()
-        _write_shards(partial, weights)
-        shutil.copyfile(self._model / "config.json", partial / "config.json")
-        for path in partial.iterdir():
-            _flush(path)
-        partial.rename(target)
-        outdated, self._source = Path(self._source), str(target)
-        if outdated.parent == self._weights_folder and outdated != target:
-            shutil.rmtree(outdated)
+        try:
+            _write_shards(partial, weights)
+            shutil.copyfile(self._model / "config.json", partial / "config.json")
+            for path in partial.iterdir():
+                _flush(path)
+            names = (f"version-{version}" + f"-{count}" * (count > 1) for count in itertools.count(1))
+            target = next(folder for name in names if not (folder := self._weights_folder / name).exists())
+            partial.rename(target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._source = target
+        self._remove_outdated()
         return target
+
+    def _remove_outdated(self) -> None:
+        for folder in self._weights_folder.iterdir():
+            if folder not in (self._source, self._source_in_use):
+                shutil.rmtree(folder)
 
     def roll_out(
         self,
@@ -162,21 +213,36 @@ class Fleet:
         """Completes the sequences; returns them in the order in which they ended, each once, whoever dies.
 
         Replicas that do not have the weights of `policy_version` load them: what was published last, at first the
-        checkpoint, or `weights_source`. Raises RuntimeError, naming those that were lost and why, when for `timeout_s`
-        seconds none was left and none came.
+        checkpoint, or `weights_source`. Raises ValueError for a sequence that could never run, before any has begun,
+        and RuntimeError, naming those that were lost and why, when for `timeout_s` seconds none was left and none came.
+        After an error of a policy or of `on_finished`, and after an interrupt, another rollout may follow.
         """
+        _check_version("policy_version", policy_version)
         self._phase += 1
         num_lost = len(self.coordinator.lost)
-        finished = self.coordinator.roll_out(
-            states,
-            phase=self._phase,
-            policy_version=policy_version,
-            weights_source=str(Path(weights_source or self._source).resolve()),
-            on_finished=on_finished,
-        )
-        if len(self.coordinator.lost) > num_lost:
-            reclaim()  # KV of the dead that nobody was told of; no sequence is left that could want it
-        return finished
+        self._source_in_use = Path(weights_source or self._source).resolve()
+        try:
+            return self.coordinator.roll_out(
+                states,
+                phase=self._phase,
+                policy_version=policy_version,
+                weights_source=str(self._source_in_use),
+                on_finished=on_finished,
+            )
+        finally:
+            if self.coordinator.core.phase is None:
+                self._source_in_use = None
+                self._remove_outdated()
+                if len(self.coordinator.lost) > num_lost:
+                    reclaim()  # KV of the dead that nobody was told of; no sequence is left that could want it
+
+    def _check(self, state: SequenceState) -> None:
+        """Raises ValueError for a sequence that no replica could run, or that could not be sent to one."""
+        try:
+            SequenceState.from_bytes(state.to_bytes())
+        except (TypeError, OverflowError, msgspec.ValidationError) as error:
+            raise ValueError(f"{error}; use Python's own numbers, of the types that SequenceState names") from None
+        self._limits.check_state(state)
 
     def close(self) -> None:
         """Ends all replicas; no process, file or connection is left. May be called twice."""
@@ -199,6 +265,27 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _limits(model: Path, config: EngineConfig) -> Limits:
+    """Of replicas of one rank. Raises FileNotFoundError or ValueError for a checkpoint or a config that cannot run."""
+    sizes = ModelConfig.from_pretrained(model)
+    max_model_len = config.max_model_len or sizes.max_position_embeddings
+    if max_model_len > sizes.max_position_embeddings:
+        raise ValueError(
+            f"EngineConfig.max_model_len={max_model_len}: the model's context is {sizes.max_position_embeddings} tokens"
+        )
+    return Limits(
+        vocab_size=sizes.vocab_size,
+        max_model_len=max_model_len,
+        num_kv_tokens=num_kv_blocks(config, sizes) * config.block_size,
+        has_tokenizer=has_tokenizer(model),
+    )
+
+
+def _check_version(name: str, version: int) -> None:
+    if not is_int64(version) or version < 0:
+        raise ValueError(f"{name}={version!r}: must be an integer of at least 0; replicas without weights say -1")
 
 
 def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -127,15 +127,19 @@ class ReplicaLauncher:
         orders = msgspec.structs.replace(self._orders, spec=spec)
         # Not on the command line, which every user of the machine can read.
         secrets = {TOKEN_VARIABLE: self._token.hex(), ORDERS_VARIABLE: msgspec.json.encode(orders).decode()}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engines.rollout.outside"],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | {"OMP_NUM_THREADS": str(self._num_threads)} | secrets,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "engines.rollout.outside"],
+                cwd=Path(__file__).parents[2],
+                env=os.environ | {"OMP_NUM_THREADS": str(self._num_threads)} | secrets,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except BaseException:
+            log.close()
+            raise
         self._launched[spec.id] = _Launched(spec=spec, process=process, log=log)
         return spec
 

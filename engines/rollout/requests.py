@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.sequence import Finished, KVHandle, SequenceId, SequenceState
 
+
+class RequestRefused(RuntimeError):
+    """The request does not fit the core's state, which is as it was."""
+
+
 # --- Requests: caller -> core
 
 

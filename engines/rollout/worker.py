@@ -7,6 +7,7 @@ the world (`engines/rollout/outside.py`) runs the same loop, and there alone wei
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +36,14 @@ Pace = Callable[[int, int, int], float]
 """(sequences, new tokens, context tokens, all summed over the batch) -> seconds that the step is to last."""
 LoadFrom = Callable[[str, int], int]
 """(folder, policy version) -> checksum of the weights that the engine now has."""
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a leader passes on to its followers."""
+
+    commands: list[bytes] = []
+    failure: str | None = None
+    """Why it hears no more: all are to give up."""
 
 
 class Worker:
@@ -124,9 +133,22 @@ class Worker:
         is_local = group.name == "shared memory"
         if self._has_work and not is_local and self._num_steps % SLOW_CONTROL_INTERVAL:
             return []
-        heard = [m.encode(command) for command in self._hear()] if self._speaks else []
-        told = group.broadcast_bytes(msgspec.msgpack.encode(heard) if self._speaks else None)
-        return [m.decode_command(data) for data in msgspec.msgpack.decode(told, type=list[bytes])]
+        told = _Told()
+        problem: Exception | None = None
+        if self._speaks:
+            try:
+                told = _Told(commands=[m.encode(command) for command in self._hear()])
+            except Exception as error:
+                problem = error  # raised once the followers know: they would wait for a leader that is gone
+                told = _Told(failure=str(error))
+        told = msgspec.msgpack.decode(
+            group.broadcast_bytes(msgspec.msgpack.encode(told) if self._speaks else None), type=_Told
+        )
+        if problem is not None:
+            raise problem
+        if told.failure is not None:
+            raise ConnectionError(f"rank {self._rank}: the leader of its replica has given up: {told.failure}")
+        return [m.decode_command(data) for data in told.commands]
 
     def _hear(self) -> list[m.Command]:
         """What has come from the coordinator; waits for it a while when there is nothing else to do."""
@@ -249,4 +271,6 @@ class Worker:
             replica_id=replica_id, rank=self._rank, phase=self._phase, epoch=self._epoch, seq=self._seq, **fields
         )
         self._seq += 1
-        self._client.send(m.encode(event))
+        # When the coordinator is gone, the next look for commands says so, to the followers too.
+        with contextlib.suppress(ConnectionError):
+            self._client.send(m.encode(event))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,8 @@ from engines.rollout.fleet import Fleet
 from engines.rollout.launcher import ReplicaLauncher, ReplicaOrders
 from engines.rollout.outside import FAILED, ORPHANED, make_engine
 from engines.rollout.policies import OnDemand
-from engines.rollout.requests import RequestMove
+from engines.rollout.requests import RequestAbort, RequestMove, SubmitSequences
+from engines.rollout.views import Dispatch, ScheduleView
 from engines.rollout.worker import NO_WEIGHTS, Worker
 from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
 from tests.checkpoints import save_checkpoint
@@ -146,6 +150,184 @@ def test_all_are_lost_and_none_comes(qwen3: str) -> None:
         killer.join()
         for replica_id in range(2):
             assert f"lost before: replica {replica_id} (rank {replica_id}): its process was killed" in str(error.value)
+
+
+SMALL = OPTIONS | {"kv_cache_bytes": 2**16}
+"""Room for 64 tokens."""
+
+
+def changed(state: SequenceState, **fields: Any) -> SequenceState:
+    return dataclasses.replace(state, **fields)
+
+
+def test_bad_sequences_are_refused_before_the_phase(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
+    good = states(0)
+    bad = {
+        "states: sequence (0, 0, 0) comes more than once": [*good, good[0]],
+        "states[1]: prompt: has no tokens": [good[0], changed(good[1], tokens=[], num_prompt_tokens=0)],
+        "prompt: token id 999 is outside the model's vocabulary": [changed(good[0], tokens=[999], num_prompt_tokens=1)],
+        "leave no room in max_model_len=100": [changed(good[0], tokens=[5] * 200, num_prompt_tokens=200)],
+        "can reach 90 tokens, the KV cache holds 64": [changed(good[0], tokens=[5] * 60, num_prompt_tokens=60)],
+        "sequence (0, 0, 0): is finished": [changed(good[0], tokens=[5] * 31, num_prompt_tokens=1)],
+        "stop strings need a tokenizer": [changed(good[0], params=SamplingParams(stop=("a",)))],
+        "use Python's own numbers": [changed(good[0], tokens=[5.5], num_prompt_tokens=1)],
+    }
+    with Fleet(qwen3, num_replicas=1, max_model_len=100, **SMALL) as fleet:
+        fleet.wait_for_replicas(1)
+        for message, some in bad.items():
+            with pytest.raises(ValueError, match=re.escape(message)):
+                fleet.roll_out(some)
+        with pytest.raises(ValueError, match="policy_version=-1: must be an integer of at least 0"):
+            fleet.roll_out(good, policy_version=NO_WEIGHTS)
+        with pytest.raises(ValueError, match="version=-1: must be"):
+            fleet.publish([], version=-1)
+        too_long = bad["can reach 90 tokens, the KV cache holds 64"]
+        with pytest.raises(ValueError, match="can reach 90 tokens"):
+            fleet.roll_out(good, on_finished=lambda _: fleet.coordinator.post(SubmitSequences(states=tuple(too_long))))
+        assert tokens_of(fleet.roll_out(good)) == alone[0]
+        assert fleet.coordinator.lost == []
+
+
+class Faulty(OnDemand):
+    """Makes an invalid dispatch when told to."""
+
+    is_wrong = False
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        if self.is_wrong and view.waiting:
+            return Dispatch(sequence_id=(9, 9, 9), replica_id=0)
+        return super().next(view)
+
+
+def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
+    policy = Faulty()
+    held = []
+    with Fleet(
+        qwen3, num_replicas=2, schedule_policy=policy, min_step_s=0.02, **(OPTIONS | {"max_num_seqs": 2})
+    ) as fleet:
+        fleet.wait_for_replicas(2)
+        pids = set(fleet.launcher.pids().values())
+
+        def fail(one: Finished) -> None:
+            fleet.coordinator.post(SubmitSequences(states=tuple(states(7))))
+            raise ZeroDivisionError(f"after {one.state.sequence_id}")
+
+        def interrupt(_: Finished) -> None:
+            fleet.coordinator.post(RequestMove(sequence_id=states(0)[-1].sequence_id, replica_id=0))
+            signal.raise_signal(signal.SIGINT)
+
+        def mislead(_: Finished) -> None:
+            policy.is_wrong = True
+
+        def nest(_: Finished) -> None:
+            fleet.roll_out(states(3))
+
+        for hear, error, message in (
+            (fail, ZeroDivisionError, "after"),
+            (interrupt, KeyboardInterrupt, None),
+            (mislead, RuntimeError, r"Dispatch\(sequence_id=\(9, 9, 9\)"),
+            (nest, RuntimeError, "a rollout is running"),
+        ):
+            with pytest.raises(error, match=message):
+                fleet.roll_out(states(0), on_finished=hear)
+            policy.is_wrong = False
+            core = fleet.coordinator.core
+            assert core.phase is None and core.num_unfinished == 0
+            core.check_integrity()
+            assert tokens_of(fleet.roll_out(states(0))) == alone[0]
+            held.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+        abandoned = [one for one in fleet.coordinator.refused if one.endswith(": its rollout was abandoned")]
+        assert [one.split(":")[0] for one in abandoned] == ["SubmitSequences", "RequestMove"]
+        assert set(fleet.launcher.pids().values()) == pids and fleet.coordinator.lost == []
+    assert_nothing_left(pids)
+    assert held[-1] == held[0], "threads, open files"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_replicas": -1}, r"Fleet.num_replicas=-1: must be an integer of at least 0"),
+        ({"block_size": 0}, r"EngineConfig.block_size=0"),
+        ({"nonsense": 1}, r"Fleet: unknown option \(.*'nonsense'\); options are the fields of EngineConfig"),
+        ({"kv_cache_bytes": 8}, r"EngineConfig.kv_cache_bytes=8: one block"),
+        ({"max_model_len": 10**6}, r"EngineConfig.max_model_len=1000000: the model's context"),
+        ({"patience_s": 0}, r"Fleet.patience_s=0: must be"),
+        ({"timeout_s": -1.0}, r"Fleet.timeout_s=-1.0: must be"),
+        ({"min_step_s": -1.0}, r"Fleet.min_step_s=-1.0: must be"),
+        ({"num_threads": 0}, r"Fleet.num_threads=0: must be"),
+        ({"kv_store_bytes": -1}, r"Fleet.kv_store_bytes=-1: must be an integer of at least 0"),
+        ({"kv_store_bytes": 2**70}, r"Fleet.kv_store_bytes=\d+: must be"),
+        ({"log_folder": Path("/nowhere")}, r"Fleet.log_folder='/nowhere': is no folder"),
+        ({"weights_folder": Path("/nowhere")}, r"Fleet.weights_folder='/nowhere': is no folder"),
+        ({"device": "abacus"}, r"Fleet.device='abacus'"),
+    ],
+)
+def test_bad_arguments_leave_nothing(
+    qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = (threading.enumerate(), os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match=message):
+        Fleet(qwen3, **{"num_replicas": 1, **OPTIONS, **arguments})
+    assert list(tmp_path.iterdir()) == []
+    assert (threading.enumerate(), os.listdir("/proc/self/fd")) == before
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_launch_that_fails_leaves_nothing(qwen3: str, tmp_path: Path) -> None:
+    logs, weights = tmp_path / "logs", tmp_path / "weights"
+    weights.mkdir()
+    (logs / "replica-1.log").mkdir(parents=True)
+    before = threading.enumerate()
+    with pytest.raises(IsADirectoryError):
+        Fleet(qwen3, num_replicas=2, weights_folder=weights, log_folder=logs, **OPTIONS)
+    assert (logs / "replica-0.log").exists(), "the first was to be launched"
+    assert list(weights.iterdir()) == []
+    assert threading.enumerate() == before
+    assert not [one for one in Path("/proc/self/fd").iterdir() if logs in one.resolve().parents]
+    every = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    assert not [pid for pid in every if is_alive(pid) and parent_of(pid) == os.getpid()]
+
+
+def test_a_publish_that_fails_leaves_what_was_published(
+    qwen3: str, retrained: Path, alone: dict[int, list[list[int]]]
+) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(checkpoint_tensors(qwen3))[:2]
+        raise OSError("no space left")
+
+    with Fleet(qwen3, num_replicas=1, **OPTIONS) as fleet:
+        first = fleet.publish(checkpoint_tensors(retrained), version=1)
+        with pytest.raises(OSError, match="no space left"):
+            fleet.publish(broken(), version=1)
+        assert list(first.parent.iterdir()) == [first]
+        fleet.wait_for_replicas(1)
+        assert tokens_of(fleet.roll_out(states(1), policy_version=1)) == alone[1]
+        second = fleet.publish(checkpoint_tensors(retrained), version=1)
+        assert list(first.parent.iterdir()) == [second]
+
+
+def test_a_rollout_keeps_the_weights_that_it_began_with(
+    qwen3: str, retrained: Path, alone: dict[int, list[list[int]]]
+) -> None:
+    """What is published under way is for the next one, though it names the same version."""
+    with Fleet(qwen3, num_replicas=1, min_step_s=0.1, **OPTIONS) as fleet:
+        fleet.wait_for_replicas(1)
+        first = fleet.publish(checkpoint_tensors(retrained), version=1)
+        published = []
+
+        def publish(_: Finished) -> None:
+            if not published:
+                published.append(fleet.publish(checkpoint_tensors(qwen3), version=1))
+                os.kill(fleet.launcher.pids()[0], signal.SIGKILL)
+                fleet.launch()
+
+        assert tokens_of(fleet.roll_out(states(1), policy_version=1, on_finished=publish)) == alone[1]
+        assert len(fleet.coordinator.lost) == 1, "the newcomer was to find its weights"
+        assert list(first.parent.iterdir()) == published
 
 
 def test_bad_weights_are_told(qwen3: str, tmp_path: Path) -> None:
@@ -385,11 +567,10 @@ def scripted(client: ClientEnd, pause_s: float) -> None:
             return
 
 
-def make_coordinator(timeout_s: float) -> tuple[Coordinator, ClientEnd]:
+def make_coordinator(timeout_s: float, policy: OnDemand | None = None) -> tuple[Coordinator, ClientEnd]:
     server, client = memory_pair("rank-0")
-    core = RolloutCore(
-        layout=Layout(epoch=0, replicas=()), world_size=0, schedule_policy=OnDemand(), timeout_s=timeout_s
-    )
+    layout = Layout(epoch=0, replicas=())
+    core = RolloutCore(layout=layout, world_size=0, schedule_policy=policy or OnDemand(), timeout_s=timeout_s)
     coordinator = Coordinator(core, server, num_ranks=0, timeout_s=timeout_s, drop_kv=lambda _: None)
     coordinator.add_replica(ReplicaSpec(id=0, ranks=(0,)))
     return coordinator, client
@@ -420,6 +601,48 @@ def test_a_silent_replica_is_given_up() -> None:
         coordinator.roll_out(states(0), phase=0, policy_version=0, weights_source="x")
     with pytest.raises(RuntimeError, match="has failed before"):
         coordinator.roll_out(states(1), phase=1, policy_version=1, weights_source="x")
+
+
+def test_a_policy_s_error_is_raised_though_a_request_was_posted() -> None:
+    class Slow(OnDemand):
+        """Holds back until two wait, then dispatches one and makes a mistake."""
+
+        def next(self, view: ScheduleView) -> Dispatch | None:
+            if len(view.waiting) > 2:
+                return None
+            return Dispatch(sequence_id=(0, 0 if len(view.waiting) == 2 else 9, 0), replica_id=0)
+
+    coordinator, client = make_coordinator(timeout_s=5.0, policy=Slow())
+    seen: list[messages.Command] = []
+    script = threading.Thread(target=holding, args=(client, seen), daemon=True)
+    script.start()
+    threading.Timer(0.3, coordinator.post, [RequestAbort(sequence_ids=((0, 2, 0),))]).start()
+    with pytest.raises(RuntimeError, match=r"Dispatch\(sequence_id=\(0, 9, 0\).*the sequence is not waiting"):
+        coordinator.roll_out(states(0)[:3], phase=0, policy_version=0, weights_source="x")
+    assert coordinator.refused == [] and coordinator.core.phase is None
+    script.join(5)
+    assert [type(one) for one in seen] == [messages.SubmitWork, messages.AbortSequences, messages.EndPhase]
+
+
+def holding(client: ClientEnd, seen: list[messages.Command]) -> None:
+    """Keeps what it gets until it is told to abort it, then acknowledges the end."""
+    ready = messages.ReplicaReady(**address(0, -1), max_num_seqs=8, num_kv_tokens=1000, block_size=4, policy_version=0)
+    client.send(messages.encode(ready))
+    held: dict[Any, SequenceState] = {}
+    seq = 1
+    while (data := client.receive(20.0)) is not None:
+        command = messages.decode_command(data)
+        seen.append(command)
+        if isinstance(command, messages.SubmitWork):
+            held |= {work.state.sequence_id: work.state for work in command.works}
+        elif isinstance(command, messages.AbortSequences):
+            completion = Completion(index=0, token_ids=[], logprobs=[], versions=[], finish_reason="abort")
+            ended = tuple(Finished(state=held.pop(id_), completion=completion) for id_ in command.sequence_ids)
+            client.send(messages.encode(messages.SequencesAborted(**address(seq), acks=command.seq, finished=ended)))
+            seq += 1
+        elif isinstance(command, messages.EndPhase):
+            client.send(messages.encode(messages.PhaseEnded(**address(seq), acks=command.seq)))
+            return
 
 
 def test_a_move_that_comes_too_late_is_refused_alone() -> None:

@@ -701,6 +701,20 @@ def test_an_invalid_dispatch_is_named(fields: dict[str, Any], message: str) -> N
     assert "Dispatch(sequence_id=" in str(error.value)
 
 
+def test_what_was_assigned_before_a_policy_s_error_is_sent() -> None:
+    policy = Fixed()
+    desk, _ = open_desk(3, num_ranks=1, policy=policy)
+    with pytest.raises(r.RequestRefused, match="was not submitted"):
+        desk.ask(r.RequestAbort(sequence_ids=((0, 7, 0),)))
+    policy.dispatches = [Dispatch(sequence_id=(0, uid, 0), replica_id=0) for uid in (0, 9)]
+    with pytest.raises(RuntimeError, match="the sequence is not waiting") as error:
+        desk.ask(r.RequestAbort(sequence_ids=((0, 2, 0),)))
+    assert not isinstance(error.value, r.RequestRefused), "the request was as it should be"
+    output = desk.ask(r.Tick())
+    assert only(output, r.Deliver).finished.state.key.prompt_uid == 2
+    assert given(output) == {0: [0]}
+
+
 def test_views_show_the_cap_and_no_more() -> None:
     seen: list[ScheduleView] = []
 

@@ -163,6 +163,44 @@ def test_between_hosts_kv_moves_too(checkpoints: Path) -> None:
     assert sum(world[rank]["DP4 moves/qwen3"]["fetched"] for rank in range(4)) > 5, "no KV came from the other host"
 
 
+def fail_on_rank_0(directory: str, host_size: int) -> str:
+    """What this rank raises when rank 0's `on_finished` does, where `host_size` neighbouring ranks share memory."""
+    import os
+
+    import torch.distributed as dist
+
+    from engines.parallel import groups as groups_module
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache, all_layouts
+    from engines.rollout.policies import OnDemand
+
+    groups_module._host = lambda: f"host {int(os.environ['RANK']) // host_size}"
+    dist.init_process_group("gloo")
+    groups = GroupCache(TorchGroup(timeout_s=60), all_layouts(range(4)), timeout_s=60)
+    llm = LLM(f"{directory}/qwen3", world=groups, tensor_parallel_size=2, schedule=OnDemand(), **OPTIONS)
+
+    def fail(_: Any) -> None:
+        raise ValueError("no room for the journal")
+
+    told = "nothing"
+    try:
+        llm.generate(PROMPTS, PARAMS, on_finished=fail)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    llm.close()
+    dist.destroy_process_group()
+    return told
+
+
+@pytest.mark.parametrize("host_size", [4, 2])
+def test_every_rank_is_told_why_the_coordinator_has_failed(checkpoints: Path, host_size: int) -> None:
+    """Followers too, which only hear their leader, by shared memory or gloo: they would wait until they time out."""
+    first, *others = run_world(fail_on_rank_0, 4, str(checkpoints), host_size)
+    assert first == "ValueError: no room for the journal"
+    for rank, told in enumerate(others, start=1):
+        assert told.startswith("ConnectionError") and "ValueError: no room for the journal" in told, rank
+
+
 def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:
     """What this process holds after 10 and after 60 coordinated rollouts."""
     import os

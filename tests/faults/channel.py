@@ -127,5 +127,5 @@ class FaultyServer:
     def peers(self) -> list[str]:
         return self._end.peers()
 
-    def close(self) -> None:
-        self._end.close()
+    def close(self, reason: str = "the coordinator has closed") -> None:
+        self._end.close(reason)
