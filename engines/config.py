@@ -187,9 +187,13 @@ class EngineConfig:
     """The run's seed: the first part of every sequence's key."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk_size", "max_model_len"):
+        for name in (
+            "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "prefill_chunk_size",
+            "max_model_len",
+        ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
+            is_off = value is None and name in ("prefill_chunk_size", "max_model_len")
+            if not is_off and not (is_int64(value) and value >= 1):
                 raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1")
         if not is_int64(self.seed):
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
