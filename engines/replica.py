@@ -77,18 +77,21 @@ class Replica:
         hidden_stop: HiddenStop | None = None,
         kv_store: KVStore | None = None,
         tensor_parallel: Communicator | None = None,
+        max_kv_tokens: int | None = None,
     ) -> None:
         """A sequence ends by `stop` where `hidden_stop` says so: how a benchmark sets lengths that no policy can see.
 
         KV that sequences bring is read from `kv_store`, and recomputed without one.
 
         With one, `tensor_parallel` must be the group of the ranks that hold the model's shards: they agree on what
-        could be stored and read.
+        could be stored and read. `max_kv_tokens` is the longest sequence to take on, where other replicas that it may
+        go to hold less than this one; by default what the blocks hold.
         """
         self._runner = runner
         self.scheduler = scheduler
         self._blocks = blocks
         self._max_model_len = max_model_len
+        self._max_kv_tokens = max_kv_tokens or blocks.num_blocks * blocks.block_size
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
@@ -119,11 +122,11 @@ class Replica:
         if params.stop and self._detokenize is None:
             raise ValueError(f"SamplingParams.stop={params.stop}: stop strings need a tokenizer; use stop_token_ids")
         max_len = min(len(tokens) + params.max_tokens, self._max_model_len)
-        capacity = self._blocks.num_blocks * self._blocks.block_size
-        if max_len > capacity:
+        if max_len > self._max_kv_tokens:
             raise ValueError(
                 f"prompt: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
-                f"cache holds {capacity}; raise kv_cache_bytes or lower max_tokens or max_model_len"
+                f"cache holds {self._max_kv_tokens} in whatever layout the run may have; raise kv_cache_bytes or lower "
+                f"max_tokens or max_model_len"
             )
         return max_len
 
