@@ -190,10 +190,16 @@ class EngineConfig:
     """The run's seed: the first part of every sequence's key."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "kv_cache_bytes", "prefill_chunk_size", "max_model_len"):
+        for name in (
+            "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "prefill_chunk_size",
+            "max_model_len",
+        ):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 1):
+            is_off = value is None and name in ("prefill_chunk_size", "max_model_len")
+            if not is_off and not (is_int64(value) and value >= 1):
                 raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1")
+        if not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"EngineConfig.prefix_caching={self.prefix_caching!r}: must be True or False")
         if not is_int64(self.seed):
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
         if self.dtype not in ("float64", "float32", "bfloat16"):
@@ -203,3 +209,13 @@ class EngineConfig:
                 f"EngineConfig.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
                 f"max_num_seqs={self.max_num_seqs}, so that every running sequence can decode"
             )
+
+
+def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens, prompt included. Raises ValueError when more are asked for than the model's context has."""
+    asked = config.max_model_len or model.max_position_embeddings
+    if asked > model.max_position_embeddings:
+        raise ValueError(
+            f"EngineConfig.max_model_len={asked}: the model's context is {model.max_position_embeddings} tokens"
+        )
+    return asked

@@ -30,14 +30,18 @@ class HostWeights:
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Passes a stream of whole parameters on, and keeps what passes. Other ranks may read after a barrier."""
         for name, tensor in weights:
+            yield name, tensor  # first, so that who takes it can refuse a shape or a second one
             if self._writes and name in self._places:
                 self._view(name).copy_(tensor)
-            yield name, tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What was kept."""
         for name in self._places:
             yield name, self._view(name)
+
+    def close(self) -> None:
+        """Gives up this rank's part of the memory; nothing can be kept or read any more."""
+        self._segment.close()
 
     def _view(self, name: str) -> Tensor:
         start, shape = self._places[name]

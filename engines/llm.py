@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -14,14 +15,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engines.config import EngineConfig, ModelConfig
+from engines.config import EngineConfig, ModelConfig, longest_sequence
 from engines.host_weights import HostWeights
 from engines.journal import Journal
-from engines.local_engine import LocalEngine
+from engines.local_engine import LocalEngine, kv_capacity
 from engines.models.loader import checkpoint_tensors
-from engines.parallel.collectives import Communicator, SingleRank
+from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
-from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.parallel.layout import Layout, nested_layout
+from engines.parallel.sharding import check_shardable
 from engines.replica import HiddenStop, Replica
 from engines.rollout.policies import LayoutPolicy, SchedulePolicy
 from engines.rollout.telemetry import StepRecord
@@ -70,41 +72,102 @@ class LLM:
         """`options` are the fields of `EngineConfig`. With `load=False` the weights come by `update_weights`.
 
         A `layout` of all ranks stands in for the one that `tensor_parallel_size` makes. A `layout_policy` needs a
-        `schedule`, and may name groups of ranks that `world` has. `pace` stretches each step to what it says, and
-        `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
+        `schedule`, and may name groups of ranks that `world` has; sequences are then taken only if they fit in the KV
+        cache of every layout that `world` was made for, and that the model can be cut into. `pace` stretches each step
+        to what it says, and `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
 
-        Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is taken.
+        Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is taken; in a world on every
+        rank, where all must be given the same.
         """
-        try:
-            config = EngineConfig(**options)
-        except TypeError as error:
-            raise ValueError(f"LLM: unknown option ({error}); options are the fields of EngineConfig") from None
-        self.config = config
-        self.model_config = ModelConfig.from_pretrained(model)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.max_model_len = _resolve_max_model_len(config, self.model_config)
-        self.tokenizer = load_tokenizer(model, self.model_config)
-        self._hidden_stop = hidden_stop
         self._groups = world
         self._world: Communicator = world.world if world is not None else SingleRank()
-        self.layout = layout or nested_layout(range(self._world.size), tensor_parallel_size)
-        self._engine = self._make_engine(self.layout)
-        if load:
-            self._engine.load(checkpoint_tensors(model), version=0)
+        self._hidden_stop = hidden_stop
+        self._closed = False
+        given = {"schedule": schedule, "layout_policy": layout_policy, "pace": pace, "hidden_stop": hidden_stop}
+        with together(self._world, "LLM"):
+            try:
+                self.config = EngineConfig(**options)
+            except TypeError as error:
+                raise ValueError(f"LLM: unknown option ({error}); options are the fields of EngineConfig") from None
+            self.model_config = ModelConfig.from_pretrained(model)
+            self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            self.max_model_len = longest_sequence(self.config, self.model_config)
+            self.tokenizer = load_tokenizer(model, self.model_config)
+            self.layout = layout or nested_layout(range(self._world.size), tensor_parallel_size)
+            """Of the world; during a rollout still the one of its start."""
+            self._check_groups(self.layout)
+            self._capacities = self._find_capacities(with_policy=layout_policy is not None)
+            if schedule is not None and world is None:
+                raise ValueError(
+                    "schedule: one process has nothing to dispatch to; give a world of ranks, or leave it out"
+                )
+            if schedule is None and (layout_policy is not None or pace is not None):
+                raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
+        self._check_same_options(load=load, **{name: value is not None for name, value in given.items()})
+        with together(self._world, "LLM"):
+            self._engine = self._make_engine(self.layout)
+            if load:
+                self._engine.load(checkpoint_tensors(model), version=0)
         self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: checkpoint_tensors(model)
         """Whole weights, to build this rank's part of another layout from."""
         self._host_weights: HostWeights | None = None
         self.rollout: RolloutWorld | None = None
         if schedule is not None:
             self._coordinate(schedule, layout_policy, pace)
-        elif layout_policy is not None or pace is not None:
-            raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
         self._next_uid = 0
         self.step_records: list[StepRecord] = []
         """One entry per step of this rank's part of the last `generate`."""
 
+    def _check_groups(self, layout: Layout) -> None:
+        if self._groups is not None:
+            self._groups.check(layout)
+        else:
+            layout.check_places(self._world.size)
+
+    def _find_capacities(self, *, with_policy: bool) -> dict[int, int]:
+        """Tokens of KV by the sizes of replicas that this run may have: of all of them, whatever its layout is now.
+
+        Raises ValueError, the same on every rank, for one that the KV cache's memory is too small for.
+        """
+        sizes = {replica.tp_size for replica in self.layout.replicas}
+        capacities = {size: kv_capacity(self.model_config, self.config, size) for size in sizes}
+        if with_policy and self._groups is not None:
+            for size in self._groups.replica_sizes:
+                if _can_be_cut(self.model_config, size):
+                    capacities[size] = kv_capacity(self.model_config, self.config, size)
+        return capacities
+
+    def _check_layout(self, layout: Layout) -> None:
+        """Raises ValueError for a layout that this run cannot go to."""
+        self._check_groups(layout)
+        for replica in layout.replicas:
+            check_shardable(self.model_config, replica.tp_size)
+            if replica.tp_size not in self._capacities:
+                raise ValueError(
+                    f"layout: replica {replica.id} has {replica.tp_size} ranks, and the KV cache is checked for those "
+                    f"of {sorted(self._capacities)}; add the layout to GroupCache's, and give LLM a layout_policy"
+                )
+        if self._weights is _no_whole_weights:
+            raise ValueError("layout: whole weights are kept after an update only with a layout_policy; give LLM one")
+
+    def _check_same_options(self, **options: bool) -> None:
+        """Raises ValueError, on every rank, where they were not given the same."""
+        values: dict[str, Any] = {"layout": self.layout, **options}
+        values |= {f"EngineConfig.{name}": value for name, value in dataclasses.asdict(self.config).items()}
+        values |= {f"ModelConfig.{name}": value for name, value in dataclasses.asdict(self.model_config).items()}
+        mine = {name: repr(value) for name, value in values.items()}
+        everyone = self._world.all_gather_bytes(msgspec.msgpack.encode(mine))
+        first, *others = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in everyone]
+        for rank, other in enumerate(others, start=1):
+            for name, value in first.items():
+                if other[name] != value:
+                    raise ValueError(
+                        f"LLM: {name}: rank {rank} has {other[name]}, rank 0 has {value}; give all ranks the same"
+                    )
+
     def _make_engine(self, layout: Layout) -> LocalEngine:
-        spec = _own_replica(layout, self._world)
+        spec = layout.replica_of(self._world.rank)
+        assert spec is not None
         return LocalEngine(
             self.model_config,
             self.config,
@@ -115,22 +178,27 @@ class LLM:
             device=self.device,
             detokenize=detokenizer(self.tokenizer),
             hidden_stop=self._hidden_stop,
+            max_kv_tokens=min(self._capacities.values()),
         )
 
     def _coordinate(self, schedule: SchedulePolicy, layout_policy: LayoutPolicy | None, pace: Pace | None) -> None:
-        if self._groups is None:
-            raise ValueError("schedule: one process has nothing to dispatch to; give a world of ranks, or leave it out")
+        assert self._groups is not None
         if layout_policy is not None:
             self._host_weights = HostWeights(self._groups, self.model_config, self.config.dtype)
-        self.rollout = RolloutWorld(
-            self._groups,
-            self.layout,
-            engine=self._engine,
-            rebuild=self._rebuild,
-            schedule_policy=schedule,
-            layout_policy=layout_policy,
-            pace=pace,
-        )
+        try:
+            self.rollout = RolloutWorld(
+                self._groups,
+                self.layout,
+                engine=self._engine,
+                rebuild=self._rebuild,
+                schedule_policy=schedule,
+                layout_policy=layout_policy,
+                check_layout=self._check_layout,
+                pace=pace,
+            )
+        except BaseException:
+            self.close()
+            raise
 
     def _rebuild(self, layout: Layout) -> LocalEngine:
         """This rank's part of another layout, made after the one it had is given up."""
@@ -138,7 +206,6 @@ class LLM:
         self._engine.sleep(weights=True)
         self._engine = self._make_engine(layout)
         self._engine.load(self._weights(), version)
-        self.layout = layout
         return self._engine
 
     @property
@@ -170,12 +237,13 @@ class LLM:
         `schedule` policy for all of them on rank 0, by another thread. A `journal` keeps what it is called for.
         Sequences that are found there are not generated again; they are told first, as if they had just ended.
         """
-        token_lists = self.encode(prompts)
-        params = _broadcast_params(sampling_params, len(prompts))
-        states = self._make_states(token_lists, params, prompt_uids)
-        self._check_ready()
-        for tokens, one in zip(token_lists, params, strict=True):
-            self.replica.check(tokens, one)
+        with together(self._world, "generate"):
+            self._check_ready()
+            token_lists = self.encode(prompts)
+            params = _broadcast_params(sampling_params, len(prompts))
+            states = self._make_states(token_lists, params, prompt_uids)
+            for tokens, one in zip(token_lists, params, strict=True):
+                self.replica.check(tokens, one)
         if self._world.size > 1:
             self._check_same_request(states)
         done = journal.find(states, len(self.layout.replicas)) if journal is not None else {}
@@ -208,7 +276,14 @@ class LLM:
             raise ValueError(f"prompts={prompts!r}: give a list of at least one prompt")
         if any(isinstance(prompt, str) for prompt in prompts) and self.tokenizer is None:
             raise ValueError("prompts: the checkpoint has no tokenizer; give lists of token ids")
-        return [self.tokenizer.encode(p) if isinstance(p, str) else [int(t) for t in p] for p in prompts]
+        token_lists = []
+        for index, prompt in enumerate(prompts):
+            try:
+                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*map(operator.index, prompt)]
+            except TypeError:
+                raise ValueError(f"prompts[{index}]={prompt!r}: give text, or a list of integer token ids") from None
+            token_lists.append(tokens)
+        return token_lists
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
         """Raises ValueError, with the numbers, when the prompt's completions could never run here."""
@@ -242,6 +317,7 @@ class LLM:
         ]
 
     def _check_ready(self) -> None:
+        self._check_open()
         if self._engine.is_asleep:
             raise RuntimeError("LLM: memory is released; call wake_up() first")
         if not self._engine.has_weights:
@@ -260,7 +336,10 @@ class LLM:
         if self._world.rank == 0:
             for one in known:
                 hear(one)
-        finished = rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear)
+        try:
+            finished = rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear)
+        finally:
+            self.layout = rollout.layout  # a regroup is told only to the ranks that it moves
         self.step_records = rollout.step_records
         return {(one.state.key.prompt_uid, one.completion.index): one.completion for one in known + finished}
 
@@ -269,7 +348,8 @@ class LLM:
     ) -> dict[tuple[int, int], Completion]:
         """Replica i mod dp runs sequence i: a dispatch that depends on nothing timed."""
         is_first = self._engine.tensor_parallel.rank == 0
-        known, left = _split(states[self._engine.spec.id :: len(self.layout.replicas)], done)
+        position = self.layout.replicas.index(self._engine.spec)
+        known, left = _split(states[position :: len(self.layout.replicas)], done)
         if is_first:
             for one in known:
                 hear(one)
@@ -329,17 +409,23 @@ class LLM:
         """Takes new weights, parameter by parameter, under Hugging Face names; returns their checksum.
 
         All cached KV is of the old weights and is dropped. Raises RuntimeError while sequences are running,
-        ValueError when the stream does not fit the model.
+        ValueError when the stream does not fit the model. All ranks call it together, and where one fails all raise
+        and none has weights.
         """
-        if self.replica.has_work:
-            raise RuntimeError("update_weights: sequences are running; pause() them first")
-        if self._host_weights is not None:
-            self._engine.load(self._host_weights.keep(weights), version)
-            self._world.barrier()
-            self._weights = self._host_weights.tensors
-        else:
-            self._weights = _no_whole_weights
-            self._engine.load(weights, version)
+        with together(self._world, "update_weights"):
+            self._check_open()
+            if not (is_int64(version) and version >= 0):
+                raise ValueError(f"version={version!r}: must be an integer of 64 bits, at least 0")
+            if self.replica.has_work:
+                raise RuntimeError("update_weights: sequences are running; pause() them first")
+        kept = self._host_weights
+        self._weights = kept.tensors if kept is not None else _no_whole_weights
+        try:
+            with together(self._world, "update_weights"):
+                self._engine.load(kept.keep(weights) if kept is not None else weights, version)
+        except BaseException:
+            self._engine.has_weights = False
+            raise
         return self.checksum()
 
     def checksum(self) -> int:
@@ -360,23 +446,32 @@ class LLM:
         self._engine.wake_up()
 
     def close(self) -> None:
-        """Ends the connections of coordinated rollouts; all ranks together."""
+        """Ends the connections of coordinated rollouts, and gives up the host's copy of the weights.
+
+        All ranks together. Nothing can be generated any more.
+        """
+        self._closed = True
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None
+        if self._host_weights is not None:
+            self._host_weights.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("LLM: is closed; make a new one")
 
 
 def _no_whole_weights() -> Iterable[tuple[str, Tensor]]:
     raise RuntimeError("regroup: whole weights are kept after an update only with a layout_policy; give LLM one")
 
 
-def _own_replica(layout: Layout, world: Communicator) -> ReplicaSpec:
-    placed = sorted(rank for replica in layout.replicas for rank in replica.ranks)
-    if placed != list(range(world.size)):
-        raise ValueError(f"layout: places ranks {placed}; give each of the {world.size} ranks a replica")
-    spec = layout.replica_of(world.rank)
-    assert spec is not None
-    return spec
+def _can_be_cut(model: ModelConfig, tp_size: int) -> bool:
+    try:
+        check_shardable(model, tp_size)
+    except ValueError:
+        return False
+    return True
 
 
 def _split(
@@ -403,12 +498,3 @@ def _broadcast_params(params: SamplingParams | Items[SamplingParams] | None, cou
     if len(params) != count:
         raise ValueError(f"sampling_params: {len(params)} for {count} prompts; give one, or one per prompt")
     return list(params)
-
-
-def _resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    asked = config.max_model_len or model.max_position_embeddings
-    if asked > model.max_position_embeddings:
-        raise ValueError(
-            f"EngineConfig.max_model_len={asked}: the model's context is {model.max_position_embeddings} tokens"
-        )
-    return asked

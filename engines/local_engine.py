@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -35,18 +36,21 @@ class LocalEngine:
         device: torch.device,
         detokenize: Detokenize | None,
         hidden_stop: HiddenStop | None = None,
+        max_kv_tokens: int | None = None,
     ) -> None:
-        """Takes the memory; the weights are not there yet. `max_tp_size`: see `Shard.max_count`.
+        """Takes the memory; the weights are not there yet. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
+        `Replica`.
 
-        Raises ValueError when the model cannot be cut so, or the KV cache cannot hold a block.
+        Raises ValueError when the model cannot be cut so, the KV cache cannot hold a block, or there is no room for it.
         """
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
         local = shard_config(model, shard)
         dtype: torch.dtype = getattr(torch, config.dtype)
-        num_blocks = num_kv_blocks(config, local)
         self.spec = spec
         self.config = config
-        self.num_kv_tokens = num_blocks * config.block_size
+        self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
+        """What the KV cache holds; another layout's may hold more or less."""
+        num_blocks = self.num_kv_tokens // config.block_size
         self.tensor_parallel = tensor_parallel
         self.decoder = Decoder(
             model,
@@ -56,15 +60,21 @@ class LocalEngine:
             shard=shard,
             tensor_parallel=tensor_parallel,
         )
-        self.kv = PagedKVCache(
-            num_layers=model.num_layers,
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            num_kv_heads=local.num_kv_heads,
-            head_dim=model.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        try:
+            self.kv = PagedKVCache(
+                num_layers=model.num_layers,
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                num_kv_heads=local.num_kv_heads,
+                head_dim=model.head_dim,
+                dtype=dtype,
+                device=device,
+            )
+        except RuntimeError as error:  # what torch's allocators raise; on a CPU it has no narrower type
+            raise ValueError(
+                f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: {device} has {_free_bytes(device)} bytes free; "
+                f"give less"
+            ) from error
         blocks = self._blocks = BlockManager(num_blocks, config.block_size)
         self.replica = Replica(
             runner=ModelRunner(self.decoder, self.kv, blocks, config, max_model_len),
@@ -76,6 +86,7 @@ class LocalEngine:
             detokenize=detokenize,
             hidden_stop=hidden_stop,
             tensor_parallel=tensor_parallel,
+            max_kv_tokens=max_kv_tokens,
         )
         self.has_weights = False
         self.is_asleep = False
@@ -122,14 +133,24 @@ def _resize(tensors: list[Tensor], *, full: bool) -> None:
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if full else 0)
 
 
-def num_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """Of the KV cache of one shard, whose own sizes `model` has. Raises ValueError when there is room for none."""
+def kv_capacity(model: ModelConfig, config: EngineConfig, tp_size: int) -> int:
+    """Tokens, of whole blocks, that a replica of `tp_size` ranks has KV memory for.
+
+    Raises ValueError when the model cannot be cut so, or the memory cannot hold a block.
+    """
+    local = shard_config(model, Shard(count=tp_size, max_count=tp_size))
     dtype: torch.dtype = getattr(torch, config.dtype)
-    block_bytes = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
+    block_bytes = config.block_size * local.kv_bytes_per_token(dtype.itemsize)
     num_blocks = config.kv_cache_bytes // block_bytes
     if num_blocks < 1:
         raise ValueError(
             f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: one block of {config.block_size} tokens takes "
-            f"{block_bytes} bytes; give at least that"
+            f"{block_bytes} bytes in a replica of {tp_size} ranks; give at least that"
         )
-    return num_blocks
+    return num_blocks * config.block_size
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -66,7 +66,7 @@ class Limits:
     max_model_len: int
     """Tokens of the longest sequence, prompt included."""
     num_kv_tokens: int
-    """Tokens that the KV cache holds."""
+    """Tokens that the KV cache holds, in whatever layout the run may have."""
     has_tokenizer: bool
 
     def check(self, tokens: list[int], params: SamplingParams) -> int:
@@ -86,7 +86,8 @@ class Limits:
         if max_len > self.num_kv_tokens:
             raise ValueError(
                 f"prompt: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
-                f"cache holds {self.num_kv_tokens}; raise kv_cache_bytes or lower max_tokens or max_model_len"
+                f"cache holds {self.num_kv_tokens} in whatever layout the run may have; raise kv_cache_bytes or lower "
+                f"max_tokens or max_model_len"
             )
         return max_len
 
@@ -117,20 +118,22 @@ class Replica:
         hidden_stop: HiddenStop | None = None,
         kv_store: KVStore | None = None,
         tensor_parallel: Communicator | None = None,
+        max_kv_tokens: int | None = None,
     ) -> None:
         """A sequence ends by `stop` where `hidden_stop` says so: how a benchmark sets lengths that no policy can see.
 
         KV that sequences bring is read from `kv_store`, and recomputed without one.
 
         With one, `tensor_parallel` must be the group of the ranks that hold the model's shards: they agree on what
-        could be stored and read.
+        could be stored and read. `max_kv_tokens` is the longest sequence to take on, where other replicas that it may
+        go to hold less than this one; by default what the blocks hold.
         """
         self._runner = runner
         self.scheduler = scheduler
         self._limits = Limits(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
-            num_kv_tokens=blocks.num_blocks * blocks.block_size,
+            num_kv_tokens=max_kv_tokens or blocks.num_blocks * blocks.block_size,
             has_tokenizer=detokenize is not None,
         )
         self._eos = frozenset(eos_token_ids)
@@ -186,7 +189,7 @@ class Replica:
         try:
             tokens, logprobs = self._runner.run(scheduled)
         except BaseException as error:
-            self._blocks.forget()  # those of this pass are known, and may not have been written
+            self.scheduler.blocks.forget()  # those of this pass are known, and may not have been written
             if isinstance(error, FloatingPointError):
                 self.scheduler.preempt_all()
             raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +19,11 @@ SequenceId = tuple[int, int, int]
 
 
 def is_int64(value: object) -> bool:
-    return isinstance(value, int) and -(2**63) <= value < 2**63
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _in_range(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +56,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Callers naturally pass lists, and a lone stop string; keep the value hashable.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if not isinstance(value, Iterable):
+                raise ValueError(f"SamplingParams.{name}={value!r}: must be a list or tuple")
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        is_greedy = _in_range(self.temperature, 0, 0)
         checks = (
-            ("temperature", self.temperature == 0 or 1e-6 <= self.temperature <= 1e6, "0 (greedy), or in [1e-6, 1e6]"),
-            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or at least 1"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("n", self.n >= 1, "at least 1"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("stop", all(self.stop), "non-empty strings"),
-            ("top_k", isinstance(self.top_k, int) and self.top_k < 2**31, "an integer below 2^31"),
+            ("temperature", is_greedy or _in_range(self.temperature, 1e-6, 1e6), "0 (greedy), or in [1e-6, 1e6]"),
+            (
+                "top_k",
+                is_int64(self.top_k) and (self.top_k == -1 or 1 <= self.top_k < 2**31),
+                "-1 (off), or an integer from 1 to 2^31 - 1",
+            ),
+            ("top_p", _in_range(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
+            ("min_p", _in_range(self.min_p, 0, 1), "in [0, 1]"),
+            ("n", is_int64(self.n) and self.n >= 1, "an integer of at least 1"),
+            ("max_tokens", is_int64(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
+            ("stop", all(isinstance(one, str) and one for one in self.stop), "non-empty strings"),
+            ("stop_token_ids", all(map(is_int64, self.stop_token_ids)), "integers of 64 bits"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("seed", self.seed is None or is_int64(self.seed), "an integer of 64 bits, or None"),
         )
         for name, ok, want in checks:

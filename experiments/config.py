@@ -133,8 +133,8 @@ class TrainConfig:
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
-        if self.rank_timeout_s <= 0:
-            raise ValueError(f"rank_timeout_s={self.rank_timeout_s}: must be above 0 (seconds)")
+        if not 2 <= self.rank_timeout_s <= 1e6:  # the coordinator's heartbeat is of 1 s; timers take no infinity
+            raise ValueError(f"rank_timeout_s={self.rank_timeout_s}: must be from 2 to 1e6 (seconds)")
         if (self.task == "gsm8k") != (self.data is not None):
             fix = "give --data PATH to a JSONL file" if self.data is None else "only --task gsm8k reads --data"
             raise ValueError(f"data={self.data}: does not go with task={self.task!r}; {fix}")

@@ -21,6 +21,8 @@ from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
 logger = logging.getLogger(__name__)
 
 FailureKind = Literal["raised", "timed_out", "invalid"]
+_MOST_S = 1e6
+"""Longest limit: sockets and timers take no number of seconds that is much longer."""
 _GRACE = 0.2
 """An async function is cancelled at the limit, and its process killed this share of it later if that did not help."""
 
@@ -45,11 +47,11 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         checks = (
-            ("timeout_s", self.timeout_s > 0, "above 0 (seconds)"),
-            ("chunk_size", self.chunk_size >= 1, "at least 1"),
+            ("timeout_s", 0 < self.timeout_s <= _MOST_S, f"above 0, and at most {_MOST_S:g} (seconds)"),
+            ("chunk_size", isinstance(self.chunk_size, int) and self.chunk_size >= 1, "an integer of at least 1"),
             ("failed_reward", abs(self.failed_reward) < float("inf"), "a finite number"),
-            ("max_failures", self.max_failures >= 1, "at least 1"),
-            ("start_timeout_s", self.start_timeout_s > 0, "above 0 (seconds)"),
+            ("max_failures", isinstance(self.max_failures, int) and self.max_failures >= 1, "an integer of at least 1"),
+            ("start_timeout_s", 0 < self.start_timeout_s <= _MOST_S, f"above 0, and at most {_MOST_S:g} (seconds)"),
         )
         for name, ok, want in checks:
             if not ok:

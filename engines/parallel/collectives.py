@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
@@ -153,6 +154,25 @@ class TorchGroup:
         if tensor.numel():
             dist.broadcast(as_bytes(whole), group_src=source, group=group)
         return tensor if whole is tensor else tensor.copy_(whole)
+
+
+@contextmanager
+def together(world: Communicator, what: str) -> Iterator[None]:
+    """Around what all ranks of `world` do alike, and one may fail at: then all raise, and none goes on to wait for it.
+
+    A rank that fails raises its own error, the others a RuntimeError with the ranks' numbers and the first one's error.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    told = b"" if mine is None else f"{type(mine).__name__}: {mine}".encode(errors="replace")
+    everyone = world.all_gather_bytes(told)
+    if mine is not None:
+        raise mine
+    if failed := [rank for rank, error in enumerate(everyone) if error]:
+        raise RuntimeError(f"{what}: failed on ranks {failed}; on rank {failed[0]}: {everyone[failed[0]].decode()}")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -68,8 +68,11 @@ class GroupCache:
         self._segment: Segment | None = None
         self._single = SingleRank()
         self._made: dict[tuple[int, ...], Communicator] = {}
-        groups = _groups_of(layouts, world.size)
-        hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, *groups])
+        layouts = list(layouts)
+        groups = self._groups = _groups_of(layouts, world.size)
+        self.replica_sizes = _sizes_of(layouts)
+        """How many ranks the replicas of the layouts have, bare groups included."""
+        hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, self.replica_sizes, *groups])
         self.hosts = hosts
         """The host of each rank, by a name that no two have."""
         self.max_tp_size = math.lcm(*map(len, groups))
@@ -114,6 +117,16 @@ class GroupCache:
         if ranks == tuple(range(self.world.size)):
             return self.world
         raise ValueError(f"ranks={ranks}: no such group was made at start; add it to GroupCache's layouts")
+
+    def check(self, layout: Layout) -> None:
+        """Raises ValueError, the same on every rank, for a layout that leaves a rank idle or has a group not made."""
+        layout.check_places(self.world.size)
+        for replica in layout.replicas:
+            if len(replica.ranks) > 1 and replica.ranks not in self._groups:
+                raise ValueError(
+                    f"layout: replica {replica.id} has ranks {replica.ranks}, and no such group was made at start; "
+                    f"put ranks in ascending order, and add the layout to GroupCache's"
+                )
 
     def close(self) -> None:
         """Gives back all groups but the world's, once all ranks have left their last collective."""
@@ -221,17 +234,25 @@ class GroupCache:
         return shared
 
 
+def _replicas_of(layouts: Iterable[Layout | tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    for item in layouts:
+        yield from [replica.ranks for replica in item.replicas] if isinstance(item, Layout) else [item]
+
+
 def _groups_of(layouts: Iterable[Layout | tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
     """The distinct groups of two or more ranks, in order of appearance."""
     groups: dict[tuple[int, ...], None] = {}
-    for item in layouts:
-        for ranks in [replica.ranks for replica in item.replicas] if isinstance(item, Layout) else [item]:
-            # torch.distributed sorts the ranks of a group, and the order of ranks is the order of shards.
-            if list(ranks) != sorted(set(ranks)) or not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
-                raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world_size - 1}")
-            if len(ranks) > 1:
-                groups[ranks] = None
+    for ranks in _replicas_of(layouts):
+        # torch.distributed sorts the ranks of a group, and the order of ranks is the order of shards.
+        if list(ranks) != sorted(set(ranks)) or not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
+            raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world_size - 1}")
+        if len(ranks) > 1:
+            groups[ranks] = None
     return list(groups)
+
+
+def _sizes_of(layouts: Iterable[Layout | tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted({len(ranks) for ranks in _replicas_of(layouts)}))
 
 
 def _addresses() -> tuple[str, str]:

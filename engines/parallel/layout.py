@@ -41,6 +41,12 @@ class Layout:
         """The replica that a rank belongs to; None when it is idle."""
         return next((replica for replica in self.replicas if rank in replica.ranks), None)
 
+    def check_places(self, num_ranks: int) -> None:
+        """Raises ValueError when it leaves one of so many ranks idle, or has others."""
+        placed = sorted(rank for replica in self.replicas for rank in replica.ranks)
+        if placed != list(range(num_ranks)):
+            raise ValueError(f"layout: places ranks {placed}; give each of the {num_ranks} ranks a replica")
+
 
 def nested_layout(ranks: Sequence[int], tp_size: int, *, epoch: int = 0) -> Layout:
     """Strided replicas: rank i of the list is shard i // dp of replica i % dp.

@@ -84,11 +84,14 @@ class RolloutCore:
         world_size: int,
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
+        check_layout: Callable[[Layout], None] | None = None,
         regroup_with_kv: bool = True,
         timeout_s: float = 60.0,
         max_decisions: int = 100_000,
     ) -> None:
         """`layout` is of the torchrun world of `world_size` ranks (0: none; replicas are then added).
+
+        `check_layout` raises ValueError for a layout that the world cannot have, before any replica hears of it.
 
         `regroup_with_kv` is for the layout policy's regroups. `timeout_s` is the longest wait for an answer, and the
         longest silence of a replica that has work. The last `max_decisions` decisions are kept.
@@ -96,12 +99,15 @@ class RolloutCore:
         self.layout = layout
         self.phase: int | None = None
         self.failed: str | None = None
+        self.layout_error: str | None = None
+        """Why the layout policy's last layout cannot be had: it has aborted this phase, or the last one."""
         self.ignored: Counter[str] = Counter()
         """Events without effect, by reason."""
         self.decisions: deque[Decision] = deque(maxlen=max_decisions)
         self._world_size = world_size
         self._check_ranks(layout)
         self._layout_policy = layout_policy
+        self._check_layout = check_layout
         self._regroup_with_kv = regroup_with_kv
         self._outbox = Outbox(timeout_s)
         self._books = Books()
@@ -144,9 +150,9 @@ class RolloutCore:
         """Takes one event at time `now` (seconds, any clock that does not go back); returns what to send and to tell.
 
         Raises RequestRefused for a request that does not fit the state, which is then unchanged. An invalid decision
-        of a policy is a RuntimeError, and what a policy raises goes through: the event has counted then, and what was
-        decided before goes out with the next one. Events of replicas never raise: those without effect are counted in
-        `ignored`.
+        of the schedule policy is a RuntimeError, and what a policy raises goes through: the event has counted then, and
+        what was decided before goes out with the next one. An invalid one of the layout policy ends the phase, see
+        `layout_error`. Events of replicas never raise: those without effect are counted in `ignored`.
         """
         if self.failed is not None or self._shut_down:
             self._ignore("the core has failed or is shut down")
@@ -205,6 +211,7 @@ class RolloutCore:
             )
         self.phase = self._outbox.phase = request.phase
         self._weights_source = request.weights_source
+        self.layout_error = None
         for replica in replicas:
             if not replica.outside:
                 replica.version = request.policy_version
@@ -496,7 +503,8 @@ class RolloutCore:
         """Takes every step that an event has made possible."""
         if self.failed is not None or self._shut_down:
             return
-        if asks_layout and self._layout_policy and self.phase is not None and not self._ending and not self.regrouping:
+        can_regroup = self.phase is not None and not (self._ending or self.regrouping or self.layout_error)
+        if asks_layout and self._layout_policy and can_regroup:
             self._ask_layout(self._layout_policy)
         self._advance_regroup()
         self._dispatcher.dispatch(self.layout)
@@ -540,8 +548,14 @@ class RolloutCore:
             num_delivered=len(self._books.delivered),
             replicas=self._books.views(),
         )
-        if layout := policy.decide(view):
+        if (layout := policy.decide(view)) is None:
+            return
+        try:
             self._regroup(layout, self._regroup_with_kv)
+        except RequestRefused as error:
+            self.layout_error = f"layout_policy: gave a layout that cannot be had: {error}"
+            self._decide("refuse_layout", detail=self.layout_error)
+            self._abort(list(self._books.sequences))
 
     def _check_ranks(self, layout: Layout) -> None:
         if any(rank >= self._world_size for spec in layout.replicas for rank in spec.ranks):
@@ -553,7 +567,12 @@ class RolloutCore:
             raise RequestRefused(f"regroup to epoch {layout.epoch}: one to {epoch} is under way")
         if layout.epoch != self.layout.epoch + 1:
             raise RequestRefused(f"Layout.epoch={layout.epoch}: the next is {self.layout.epoch + 1}")
-        self._check_ranks(layout)
+        try:
+            self._check_ranks(layout)
+            if self._check_layout is not None:
+                self._check_layout(layout)
+        except ValueError as error:
+            raise RequestRefused(str(error)) from None
         if clash := {spec.id for spec in layout.replicas} & self._outside_ids:
             raise RequestRefused(f"Layout.replicas: ids {sorted(clash)} are of replicas outside the world; take others")
         old, new = set(self.layout.replicas), set(layout.replicas)

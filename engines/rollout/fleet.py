@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engines.config import EngineConfig, ModelConfig
+from engines.config import EngineConfig, ModelConfig, longest_sequence
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.kvcache.transfer import HostKVStore, reclaim
-from engines.local_engine import num_kv_blocks
+from engines.local_engine import kv_capacity
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
@@ -270,15 +270,10 @@ class Fleet:
 def _limits(model: Path, config: EngineConfig) -> Limits:
     """Of replicas of one rank. Raises FileNotFoundError or ValueError for a checkpoint or a config that cannot run."""
     sizes = ModelConfig.from_pretrained(model)
-    max_model_len = config.max_model_len or sizes.max_position_embeddings
-    if max_model_len > sizes.max_position_embeddings:
-        raise ValueError(
-            f"EngineConfig.max_model_len={max_model_len}: the model's context is {sizes.max_position_embeddings} tokens"
-        )
     return Limits(
         vocab_size=sizes.vocab_size,
-        max_model_len=max_model_len,
-        num_kv_tokens=num_kv_blocks(config, sizes) * config.block_size,
+        max_model_len=longest_sequence(config, sizes),
+        num_kv_tokens=kv_capacity(sizes, config, 1),
         has_tokenizer=has_tokenizer(model),
     )
 

@@ -14,7 +14,7 @@ import traceback
 import msgspec
 import torch
 
-from engines.config import ModelConfig
+from engines.config import ModelConfig, longest_sequence
 from engines.control import messages
 from engines.control.sealing import TOKEN_VARIABLE, read_token
 from engines.control.transport import Client
@@ -97,7 +97,7 @@ def make_engine(orders: ReplicaOrders) -> LocalEngine:
         spec=orders.spec,
         max_tp_size=1,
         tensor_parallel=SingleRank(),
-        max_model_len=orders.config.max_model_len or model.max_position_embeddings,
+        max_model_len=longest_sequence(orders.config, model),
         device=torch.device(orders.device),
         detokenize=detokenizer(load_tokenizer(orders.model, model)),
     )

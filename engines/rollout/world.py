@@ -31,6 +31,14 @@ class Launch(msgspec.Struct, frozen=True):
     kv_token: str
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others when a rollout has ended."""
+
+    finished: list[Finished]
+    layout: Layout
+    layout_error: str | None
+
+
 class RolloutWorld:
     """This rank's part. Made, used and closed by all ranks of the world together.
 
@@ -46,10 +54,12 @@ class RolloutWorld:
         rebuild: Callable[[Layout], LocalEngine | None],
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
+        check_layout: Callable[[Layout], None] | None = None,
         pace: Pace | None = None,
         kv_store_bytes: int = 2**30,
     ) -> None:
-        """`rebuild`: see `Worker`. `kv_store_bytes` bounds what a rank may keep of KV on its way to other replicas.
+        """`rebuild`: see `Worker`; `check_layout`: see `RolloutCore`. `kv_store_bytes` bounds what a rank may keep of
+        KV on its way to other replicas.
 
         Waits are as long as the groups'. Listens on the loopback where all ranks are on one host, else where its host
         is reached on the way to rank 0's (`GroupCache.address`).
@@ -57,6 +67,8 @@ class RolloutWorld:
         address, timeout_s = groups.address, groups.timeout_s
         world = self._world = groups.world
         self._phase = -1
+        self.layout = layout
+        """Of now, where this rank takes part in each regroup; after a rollout on every rank."""
         self.coordinator: Coordinator | None = None
         server: Server | None = None
         told: bytes | None = None
@@ -81,6 +93,7 @@ class RolloutWorld:
                 world_size=world.size,
                 schedule_policy=schedule_policy,
                 layout_policy=layout_policy,
+                check_layout=check_layout,
                 timeout_s=timeout_s,
             )
             self.coordinator = Coordinator(
@@ -93,6 +106,7 @@ class RolloutWorld:
 
     def _rebuild(self, layout: Layout) -> LocalEngine | None:
         engine = self._rebuild_engine(layout)
+        self.layout = layout
         if engine is not None:
             engine.replica.kv_store = self._kv_store
         return engine
@@ -121,7 +135,8 @@ class RolloutWorld:
     ) -> list[Finished]:
         """Completes the sequences, which all ranks name alike; every rank gets all, in the order in which they ended.
 
-        `on_finished` is called on rank 0 as each one ends, by the coordinating thread.
+        `on_finished` is called on rank 0 as each one ends, by the coordinating thread. Raises ValueError, on every
+        rank, for a layout of the layout policy that cannot be had; what was running has then ended by `abort`.
         """
         self._phase += 1
         finished: list[Finished] = []
@@ -156,8 +171,16 @@ class RolloutWorld:
             thread.join()
             if problems:
                 raise problems[0]
-        told = self._world.broadcast_bytes(msgspec.msgpack.encode(finished) if thread is not None else None)
-        return finished if thread is not None else msgspec.msgpack.decode(told, type=list[Finished])
+        outcome: Outcome | None = None
+        if self.coordinator is not None:
+            core = self.coordinator.core
+            outcome = Outcome(finished, core.layout, core.layout_error)
+        told = self._world.broadcast_bytes(None if outcome is None else msgspec.msgpack.encode(outcome))
+        outcome = outcome or msgspec.msgpack.decode(told, type=Outcome)
+        self.layout = outcome.layout
+        if outcome.layout_error is not None:
+            raise ValueError(outcome.layout_error)
+        return outcome.finished
 
     def close(self) -> None:
         """Ends the connections, and drops KV that nobody came for. Prompt."""

@@ -186,6 +186,13 @@ def test_config_is_checked(field: str) -> None:
         RewardConfig(failed_reward=math.nan)
 
 
+@pytest.mark.parametrize("field", ["timeout_s", "start_timeout_s"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e10])
+def test_limits_that_no_timer_takes_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"RewardConfig\.{field}={value!r}: must be above 0, and at most 1e\+06"):
+        RewardConfig(**{field: value})
+
+
 # -- functions that fail
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +197,8 @@ class TestBadInput:
             ([[5] * 256], "256 tokens leave no room in max_model_len=256"),
             ([[5] * 100], "can reach 250 tokens, the KV cache holds 64"),
             (["text"], "no tokenizer"),
+            ([[5], [1.7]], r"prompts\[1\]=\[1\.7\]: give text, or a list of integer token ids"),
+            ([None], r"prompts\[0\]=None: give text"),
         ],
     )
     def test_prompts(self, qwen3: str, prompts: list, message: str) -> None:
@@ -209,6 +212,10 @@ class TestBadInput:
             ({"kv_cache": 3}, "unknown option.*kv_cache"),
             ({"dtype": "float16"}, "float16"),
             ({"kv_cache_bytes": 100}, "one block of 16 tokens takes 8192 bytes"),
+            ({"kv_cache_bytes": 2**60}, r"kv_cache_bytes=1152921504606846976: cpu has \d+ bytes free; give less"),
+            ({"kv_cache_bytes": None}, "kv_cache_bytes=None"),
+            ({"max_num_seqs": True}, "max_num_seqs=True"),
+            ({"max_num_batched_tokens": 1e9}, "max_num_batched_tokens=1000000000.0"),
             ({"max_model_len": 257}, "the model's context is 256"),
             ({"block_size": 0}, "block_size=0"),
             ({"block_size": "16"}, "block_size='16'"),
@@ -235,7 +242,10 @@ class TestBadInput:
         [
             {"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 2}, {"n": 0}, {"max_tokens": 0},
             {"stop": ("",)}, {"temperature": float("nan")}, {"temperature": 1e-9},
-            {"seed": 2**63}, {"top_k": 1.5},
+            {"seed": 2**63}, {"top_k": 1.5}, {"n": 1.5}, {"n": True}, {"max_tokens": 2.5}, {"max_tokens": float("inf")},
+            {"temperature": "1"}, {"temperature": True}, {"top_k": True}, {"top_p": None}, {"min_p": float("nan")},
+            {"stop": [5]}, {"stop": None}, {"stop_token_ids": 5}, {"stop_token_ids": ["a"]}, {"ignore_eos": 1},
+            {"seed": True},
         ],
     )  # fmt: skip
     def test_sampling_params(self, field: dict) -> None:
@@ -260,6 +270,13 @@ class TestWeights:
             llm.update_weights(list(checkpoint_tensors(qwen3))[:-1], version=1)
         with pytest.raises(RuntimeError, match="no weights"):
             llm.generate([[5]])
+
+    @pytest.mark.parametrize("version", [2**63, -1, 1.5, True, None])
+    def test_a_version_that_is_none(self, qwen3: str, version: Any) -> None:
+        llm = LLM(qwen3, kv_cache_bytes=2**20)
+        with pytest.raises(ValueError, match=f"version={version}: must be an integer of 64 bits, at least 0"):
+            llm.update_weights(checkpoint_tensors(qwen3), version)
+        assert llm.generate([[5]], SamplingParams(max_tokens=3)), "the weights are the old ones"
 
     def test_good_weights_heal_after_bad_ones(self, qwen3: str) -> None:
         llm = LLM(qwen3, kv_cache_bytes=2**20)
@@ -286,6 +303,15 @@ class TestWeights:
             llm.generate([[5]])
         llm.update_weights(checkpoint_tensors(qwen3), version=0)
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=20), prompt_uids=[0]) == first
+
+
+def test_after_close_nothing_is_generated(qwen3: str) -> None:
+    llm = LLM(qwen3, kv_cache_bytes=2**20)
+    llm.close()
+    llm.close()
+    for call in (lambda: llm.generate([[5]]), lambda: llm.update_weights(checkpoint_tensors(qwen3), version=1)):
+        with pytest.raises(RuntimeError, match="LLM: is closed; make a new one"):
+            call()
 
 
 def test_no_layout_is_built_from_weights_that_were_not_kept(qwen3: str) -> None:

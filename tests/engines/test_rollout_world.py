@@ -241,3 +241,255 @@ def test_fifty_rollouts_leave_nothing_behind(checkpoints: Path) -> None:
         assert after["kib"] - before["kib"] < 8 * 1024
         for name in ("files", "maps", "threads", "segments"):
             assert after[name] <= before[name], name
+
+
+class Once:
+    """A layout policy that gives what `make` returns, once, when two sequences of a rollout are delivered."""
+
+    def __init__(self, make: Any) -> None:
+        self._make: Any = make
+
+    def decide(self, view: Any) -> Any:
+        if self._make is None or view.num_delivered < 2:
+            return None
+        make, self._make = self._make, None
+        return make(view.layout.epoch + 1)
+
+
+def error_of(call: Any) -> str:
+    """The type and message of what it raises; empty when it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def join(layouts: Any = None, timeout_s: float = 60.0) -> Any:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache, all_layouts
+
+    dist.init_process_group("gloo")
+    world = TorchGroup(timeout_s=timeout_s)
+    return GroupCache(world, layouts or all_layouts(range(world.size)), timeout_s=timeout_s)
+
+
+def bad_layouts() -> dict[str, Any]:
+    from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+
+    def of(*groups: tuple[int, ...]) -> Any:
+        return lambda epoch: Layout(
+            epoch=epoch, replicas=tuple(ReplicaSpec(id=9 + index, ranks=ranks) for index, ranks in enumerate(groups))
+        )
+
+    return {
+        "idle": of((0,), (1,)),
+        "none": of(),
+        "reordered": of((1, 0), (2,)),
+        "not made": of((1, 2), (0,)),
+        "elsewhere": of((0,), (1,), (2,), (3,)),
+        "cannot be cut": of((0, 1, 2)),
+        "epoch": lambda epoch: nested_layout(range(3), 1, epoch=epoch + 5),
+    }
+
+
+BAD_LAYOUTS = {
+    "idle": "layout: places ranks [0, 1]; give each of the 3 ranks a replica",
+    "none": "layout: places ranks []; give each of the 3 ranks a replica",
+    "reordered": "layout: replica 9 has ranks (1, 0), and no such group was made at start",
+    "not made": "layout: replica 9 has ranks (1, 2), and no such group was made at start",
+    "elsewhere": "has a rank outside the world",
+    "cannot be cut": "tensor_parallel_size=3: does not divide the model's num_heads=4",
+    "epoch": "Layout.epoch=6: the next is 1",
+}
+
+
+def give_bad_layouts(directory: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+    from engines.rollout.policies import OnDemand
+    from engines.rollout.requests import RequestRegroup
+
+    two = Layout(epoch=1, replicas=(ReplicaSpec(id=5, ranks=(0, 1)), ReplicaSpec(id=2, ranks=(2,))))
+    groups = join([nested_layout(range(3), 1), two, (0, 1, 2)])
+    results: dict[str, Any] = {}
+    for name, make in bad_layouts().items():
+        llm = LLM(
+            f"{directory}/qwen3", world=groups, schedule=OnDemand(), layout_policy=Once(make), **OPTIONS
+        )  # fmt: skip
+        error = error_of(lambda llm=llm: llm.generate(PROMPTS, PARAMS))
+        out = llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))
+        results[name] = {"error": error, "tokens": [[c.token_ids for c in o.outputs] for o in out]}
+        llm.close()
+    llm = LLM(f"{directory}/qwen3", world=groups, schedule=OnDemand(), **OPTIONS)
+    makers = list(bad_layouts().values())
+
+    def post(_: Any) -> None:
+        if makers:
+            llm.rollout.coordinator.post(RequestRegroup(layout=makers.pop(0)(1)))
+
+    out = llm.generate(PROMPTS, PARAMS, on_finished=post)
+    results["posted"] = {
+        "refused": llm.rollout.coordinator.refused if groups.world.rank == 0 else [],
+        "tokens": [[c.token_ids for c in o.outputs] for o in out],
+        "epoch": llm.layout.epoch,
+    }
+    llm.close()
+    llm = LLM(f"{directory}/qwen3", world=groups, schedule=OnDemand(), layout_policy=Once(lambda _: two), **OPTIONS)
+    llm.generate(PROMPTS, PARAMS)
+    results["layout"] = str(llm.layout.replicas)
+    llm.close()
+    dist.destroy_process_group()
+    return results
+
+
+def test_layouts_that_cannot_be_had_are_refused_before_anyone_regroups(checkpoints: Path) -> None:
+    alone = LLM(checkpoints / "qwen3", **OPTIONS).generate(PROMPTS, PARAMS)
+    tokens = [[c.token_ids for c in o.outputs] for o in alone]
+    world = run_world(give_bad_layouts, 3, str(checkpoints))
+    for result in world:
+        for name, message in BAD_LAYOUTS.items():
+            assert result[name]["error"].startswith("ValueError: layout_policy: gave a layout that cannot be had: ")
+            assert message in result[name]["error"]
+            assert result[name]["tokens"] == tokens, "the next rollout is sound"
+        assert result["posted"]["tokens"] == tokens
+        assert result["posted"]["epoch"] == 0
+        assert "ranks=(0, 1)" in result["layout"], "rank 2, which the regroup left alone, knows of it too"
+        assert result["layout"] == world[0]["layout"]
+    for refused, message in zip(world[0]["posted"]["refused"], BAD_LAYOUTS.values(), strict=True):
+        assert message in refused
+
+
+def roll_out_from_tp2_to_tp1(directory: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from engines.parallel.layout import nested_layout
+    from engines.rollout.policies import OnDemand
+
+    groups = join()
+    policy = Once(lambda epoch: nested_layout(range(2), 1, epoch=epoch))
+    options = {**OPTIONS, "kv_cache_bytes": 64 * 2 * 2 * 2 * 16 * 8}
+    llm = LLM(
+        f"{directory}/qwen3", world=groups, tensor_parallel_size=2, schedule=OnDemand(), layout_policy=policy, **options
+    )
+    params = SamplingParams(max_tokens=30)
+
+    def refuse() -> str:
+        return error_of(lambda: llm.generate([[6] * 60], params))
+
+    sizes, errors = [llm._engine.num_kv_tokens], [refuse()]
+    out = llm.generate(PROMPTS, params, prompt_uids=range(len(PROMPTS)))
+    sizes.append(llm._engine.num_kv_tokens)
+    errors.append(refuse())
+    llm.close()
+    dist.destroy_process_group()
+    return {"sizes": sizes, "errors": errors, "tokens": [[c.token_ids for c in o.outputs] for o in out]}
+
+
+def test_what_is_taken_does_not_depend_on_the_layout_of_the_moment(checkpoints: Path) -> None:
+    alone = LLM(checkpoints / "qwen3", **OPTIONS)
+    out = alone.generate(PROMPTS, SamplingParams(max_tokens=30), prompt_uids=range(len(PROMPTS)))
+    for result in run_world(roll_out_from_tp2_to_tp1, 2, str(checkpoints)):
+        assert result["sizes"] == [128, 64], "the layout was to change, and its capacity"
+        for error in result["errors"]:
+            assert (
+                "ValueError: prompt: 60 tokens with max_tokens=30 can reach 90 tokens, the KV cache holds 64" in error
+            )
+        assert result["tokens"] == [[c.token_ids for c in o.outputs] for o in out]
+
+
+def shared_files() -> int:
+    """Files of shared memory that this process holds open, by the names that they had."""
+    import os
+
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum("curtail-" in os.readlink(path) for path in paths if os.path.lexists(path))
+
+
+def open_and_close(directory: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from engines.rollout.policies import OnDemand
+
+    groups = join()
+    options = {"world": groups, "schedule": OnDemand(), "layout_policy": Once(None), **OPTIONS}
+    before = shared_files()
+    llm = LLM(f"{directory}/qwen3", **options)
+    during = shared_files()
+    llm.close()
+    after = shared_files()
+    error = error_of(lambda: llm.generate([[5]]))
+    groups.timeout_s = 0.5  # less than the transport takes: the last part of the constructor fails
+    failed = error_of(lambda: LLM(f"{directory}/qwen3", **options))
+    result = {"files": [before, during, after, shared_files()], "error": error, "failed": failed}
+    dist.destroy_process_group()
+    return result
+
+
+def test_the_host_s_copy_of_the_weights_is_given_back(checkpoints: Path) -> None:
+    (result,) = run_world(open_and_close, 1, str(checkpoints))
+    before, during, after, after_failure = result["files"]
+    assert during > before, "there was to be a copy"
+    assert after == after_failure == before
+    assert "LLM: is closed" in result["error"]
+    assert result["failed"], "the constructor was to fail"
+
+
+def update_badly(directory: str) -> dict[str, list[str]]:
+    import torch
+    import torch.distributed as dist
+
+    from engines.models.loader import checkpoint_tensors
+    from engines.rollout.policies import OnDemand
+
+    groups = join()
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def stream(shape: tuple[int, ...] | None = None, *, breaks: bool = False, unknown: bool = False) -> Any:
+        for key, tensor in checkpoint_tensors(f"{directory}/qwen3"):
+            if key == name and breaks:
+                raise OSError("the disk is gone")
+            if key == name and unknown:
+                yield "model.nothing", tensor
+            yield key, torch.full(shape, 7.0) if key == name and shape else tensor
+
+    last = groups.world.rank == 1
+    results = {}
+    for kind, policy in (("kept", Once(None)), ("not kept", None)):
+        llm = LLM(f"{directory}/qwen3", world=groups, schedule=OnDemand(), layout_policy=policy, **OPTIONS)
+        good = llm.checksum()
+        errors = []
+        for weights in (
+            stream((7, 9)), stream((1,)), stream(unknown=True), stream(breaks=last), stream((7, 9) if last else None),
+        ):  # fmt: skip
+            errors.append(error_of(lambda llm=llm, weights=weights: llm.update_weights(weights, version=1)))
+            errors.append(error_of(lambda llm=llm: llm.generate([[5]])))
+        if llm._host_weights is not None:
+            errors.append(str(dict(llm._host_weights.tensors())[name].eq(7.0).all().item()))
+        errors.append(str(llm.update_weights(stream(), version=1) == good))
+        errors.append(error_of(lambda llm=llm: llm.generate([[5]])))
+        results[kind] = errors
+        llm.close()
+    dist.destroy_process_group()
+    return results
+
+
+def test_an_update_that_fails_anywhere_fails_everywhere(checkpoints: Path) -> None:
+    first, second = run_world(update_badly, 2, str(checkpoints))
+    for rank, results in enumerate((first, second)):
+        for kind, errors in results.items():
+            assert "ValueError: weights: 'model.layers.0.self_attn.q_proj.weight' has shape [7, 9]" in errors[0]
+            assert "ValueError: weights: 'model.layers.0.self_attn.q_proj.weight' has shape [1]," in errors[2]
+            assert "ValueError: weights: 'model.nothing' is no parameter" in errors[4]
+            broken, misshapen = "OSError: the disk is gone", "ValueError: weights: 'model.layers.0.self_attn.q_proj"
+            if rank == 0:
+                prefix = "RuntimeError: update_weights: failed on ranks [1]; on rank 1: "
+                broken, misshapen = prefix + broken, prefix + misshapen
+            assert errors[6] == broken
+            assert errors[8].startswith(misshapen)
+            for error in errors[1:10:2]:
+                assert "no weights; call update_weights() first" in error
+            assert errors[10:] == (["False"] if kind == "kept" else []) + ["True", ""]

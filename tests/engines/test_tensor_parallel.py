@@ -139,3 +139,122 @@ def test_sizes_that_do_not_divide_are_refused_on_every_rank(checkpoints: Path) -
         assert "tensor_parallel_size=3: does not divide the 2 ranks" in messages[0]
         assert "layout: places ranks [0]" in messages[1]
         assert "num_heads=3" in messages[2]
+
+
+def error_of(call: Any) -> str:
+    """The type and message of what it raises; empty when it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def roll_out_with_other_ids(directory: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache
+    from engines.parallel.layout import Layout, ReplicaSpec
+
+    dist.init_process_group("gloo")
+    layout = Layout(epoch=0, replicas=(ReplicaSpec(id=7, ranks=(1,)), ReplicaSpec(id=2, ranks=(0,))))
+    groups = GroupCache(TorchGroup(timeout_s=60), [layout], timeout_s=60)
+    result = roll_out(LLM(f"{directory}/qwen3", world=groups, layout=layout, **OPTIONS))
+    dist.destroy_process_group()
+    return result
+
+
+def test_replicas_may_have_any_ids(checkpoints: Path, alone: dict[str, dict[str, Any]]) -> None:
+    for mine in run_world(roll_out_with_other_ids, 2, str(checkpoints)):
+        assert mine["tokens"] == alone["qwen3"]["tokens"]
+
+
+KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 8
+"""Of the tiny Qwen3 in float64: keys and values, layers, KV heads, head dim, bytes."""
+
+
+def fill_two_sizes(directory: str) -> list[str]:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache
+    from engines.parallel.layout import Layout, ReplicaSpec
+
+    dist.init_process_group("gloo")
+    layout = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0, 1)), ReplicaSpec(id=1, ranks=(2,))))
+    groups = GroupCache(TorchGroup(timeout_s=60), [layout], timeout_s=60)
+    options = {**OPTIONS, "kv_cache_bytes": 64 * KV_BYTES_PER_TOKEN}
+    llm = LLM(f"{directory}/qwen3", world=groups, layout=layout, **options)
+    params = SamplingParams(max_tokens=4)
+    errors = [error_of(lambda: llm.generate([[5] * 61], params)), error_of(lambda: llm.generate([[5] * 60], params))]
+    errors.append(str(llm._engine.num_kv_tokens))
+    options["kv_cache_bytes"] = 12 * KV_BYTES_PER_TOKEN
+    errors.append(error_of(lambda: LLM(f"{directory}/qwen3", world=groups, layout=layout, **options)))
+    dist.destroy_process_group()
+    return errors
+
+
+def test_replicas_of_two_sizes_take_what_fits_in_all(checkpoints: Path) -> None:
+    results = run_world(fill_two_sizes, 3, str(checkpoints))
+    assert [result[2] for result in results] == ["128", "128", "64"], "the replicas were to hold unequal numbers"
+    for too_long, fits, _, too_small in results:
+        assert "ValueError: prompt: 61 tokens with max_tokens=4 can reach 65 tokens, the KV cache holds 64" in too_long
+        assert fits == ""
+        assert "ValueError: EngineConfig.kv_cache_bytes=12288: one block of 16 tokens takes 16384 bytes" in too_small
+
+
+def give_ranks_unequal_options(directory: str) -> list[str]:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache, all_layouts
+    from engines.rollout.policies import OnDemand
+
+    dist.init_process_group("gloo")
+    groups = GroupCache(TorchGroup(timeout_s=60), all_layouts(range(2)), timeout_s=60)
+    first = groups.world.rank == 0
+
+    class Keep:
+        def decide(self, view: Any) -> None:
+            return None
+
+    def make(**options: Any) -> str:
+        name = options.pop("model", "qwen3")
+        return error_of(lambda: LLM(f"{directory}/{name}", world=groups, **{**OPTIONS, **options}))
+
+    errors = [
+        make(schedule=OnDemand() if first else None),
+        make(schedule=OnDemand(), layout_policy=Keep() if first else None),
+        make(load=first),
+        make(tensor_parallel_size=1 if first else 2),
+        make(kv_cache_bytes=2**21 if first else 2**22),
+        make(model="qwen3" if first else "llama2"),
+        make(model="qwen3" if first else "nowhere"),
+        make(block_size=16 if first else 0),
+    ]
+    llm = LLM(f"{directory}/qwen3", world=groups, **OPTIONS)
+    errors.append(error_of(lambda: llm.generate([[5] if first else [999]])))
+    dist.destroy_process_group()
+    return errors
+
+
+def test_unequal_options_are_refused_on_every_rank(checkpoints: Path) -> None:
+    first, second = run_world(give_ranks_unequal_options, 2, str(checkpoints))
+    for errors in (first, second):
+        assert errors[0] == "ValueError: LLM: schedule: rank 1 has False, rank 0 has True; give all ranks the same"
+        assert "ValueError: LLM: layout_policy: rank 1 has False, rank 0 has True" in errors[1]
+        assert "ValueError: LLM: load: rank 1 has False" in errors[2]
+        assert "ValueError: LLM: layout: rank 1 has Layout(epoch=0" in errors[3]
+        assert "ValueError: LLM: EngineConfig.kv_cache_bytes: rank 1 has 4194304, rank 0 has 2097152" in errors[4]
+        assert "ValueError: LLM: ModelConfig." in errors[5]
+    assert first[6].startswith("RuntimeError: LLM: failed on ranks [1]; on rank 1: FileNotFoundError: model=")
+    assert second[6].startswith("FileNotFoundError: model=")
+    assert first[7].startswith(
+        "RuntimeError: LLM: failed on ranks [1]; on rank 1: ValueError: EngineConfig.block_size=0"
+    )
+    assert second[7].startswith("ValueError: EngineConfig.block_size=0")
+    assert first[8].startswith(
+        "RuntimeError: generate: failed on ranks [1]; on rank 1: ValueError: prompt: token id 999"
+    )
+    assert second[8].startswith("ValueError: prompt: token id 999")
