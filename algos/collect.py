@@ -101,6 +101,7 @@ class Collector:
                 self._llm, problems, self._params, self._reward, self._group, on_finished, self._journal
             )
             counts += failed
+            _check_scores(failed, sum(len(group.rewards) for group in groups))
             seconds = {name: seconds[name] + spent[name] for name in seconds}
             sampled += groups
             kept += [group for group in groups if self._algorithm.keep_group(group.rewards)]
@@ -236,6 +237,16 @@ def _finish_scores(
         rewards |= dict(scores)
         total += counts
     return rewards, total
+
+
+def _check_scores(failed: ScoreCounts, num_completions: int) -> None:
+    """Raises ValueError when not one completion could be scored: nothing can be learnt, and it will not get better."""
+    if sum(vars(failed).values()) >= num_completions:
+        raise ValueError(
+            f"reward: all {num_completions} completions of a rollout failed ({failed.num_raised} raised, "
+            f"{failed.num_timed_out} timed out, {failed.num_invalid} were no finite number); see the warnings above, "
+            "mend the function, and go on with --resume"
+        )
 
 
 def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience], max_tokens: int) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -219,3 +219,7 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
             f"EngineConfig.max_model_len={asked}: the model's context is {model.max_position_embeddings} tokens"
         )
     return asked
+
+
+def option_names() -> str:
+    return ", ".join(field.name for field in fields(EngineConfig))

@@ -63,7 +63,7 @@ def save_checkpoint(directory: Path, family: str, *, seed: int = 0, shard_size: 
     return model.eval()
 
 
-def save_text_checkpoint(directory: Path) -> None:
+def save_text_checkpoint(directory: Path, num_heads: int = 2) -> None:
     """A random tiny Qwen3 over bytes, with its tokenizer; ends a completion about once in 60 tokens."""
     from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
@@ -73,7 +73,7 @@ def save_text_checkpoint(directory: Path) -> None:
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,
-        num_attention_heads=2,
+        num_attention_heads=num_heads,
         num_key_value_heads=1,
         head_dim=16,
         max_position_embeddings=512,

@@ -293,6 +293,7 @@ class Scoring:
             elif len(part) == 1:
                 tally.fail(result.kind, 1, result.error)
             else:
+                tally.note_call(len(part), result.error)
                 suspects += [range(item, item + 1) for item in part]
         if any(result is None or result.kind != "ok" for result in results):
             tally.num_hangs += is_hang
@@ -333,6 +334,8 @@ class _Tally:
     num_given_up: int = 0
     num_hangs: int = 0
     lost_s: float = 0.0
+    failed_call: str = ""
+    """The first call for several completions that failed, in words."""
 
     def accept(self, part: range, result: Result) -> None:
         for item, value in zip(part, result.values, strict=True):
@@ -345,12 +348,21 @@ class _Tally:
         self.counts[kind] += num_items
         self.first_errors.setdefault(kind, error)
 
+    def note_call(self, num_items: int, error: str) -> None:
+        self.failed_call = self.failed_call or f"of {num_items} completions: {error}"
+
     def give_up(self, num_items: int) -> None:
         self.num_given_up += num_items
         self.fail("timed_out", num_items, "not called")
 
     def report(self, spec: str, config: RewardConfig) -> None:
         """One warning per kind of failure."""
+        if self.failed_call and not self.counts:
+            logger.warning(
+                "reward %s: a call failed that failed for none of its completions alone; the rewards are those of "
+                "single calls. It was %s",
+                *(spec, self.failed_call[:500]),
+            )
         for kind, count in sorted(self.counts.items()):
             logger.warning(
                 "reward %s: %d of %d completions %s and get %g; the first: %s",

@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engines.config import ModelConfig
 from engines.models.decoder import Decoder
 from engines.models.parameters import logical_shapes
 from engines.parallel.sharding import shard_slices
@@ -49,17 +50,26 @@ def _safetensors_files(directory: Path) -> list[Path]:
 def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copies every tensor, or the shard's part of it, into its place, converting device and dtype.
 
-    The stream must bring each parameter exactly once. A tied head and old checkpoints' rotary buffers are passed
-    over. Raises ValueError for an unknown name, another shape, one brought twice, or one missing.
+    Raises ValueError as `checked_weights`.
     """
-    views, shapes = decoder.logical_views(), logical_shapes(decoder.config)
+    views = decoder.logical_views()
+    for name, tensor in checked_weights(weights, decoder.config):
+        views[name].copy_(tensor[shard_slices(decoder.config, name, decoder.shard)])
+
+
+def checked_weights(weights: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The stream, which must bring each parameter exactly once; each is checked before it is passed on.
+
+    A tied head and old checkpoints' rotary buffers are left out. Raises ValueError for an unknown name, another shape,
+    one brought twice, or one missing.
+    """
+    shapes = logical_shapes(config)
     seen: set[str] = set()
     for name, tensor in weights:
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and decoder.config.tie_word_embeddings):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
-        view = views.get(name)
-        if view is None:
-            raise ValueError(f"weights: {name!r} is no parameter of a {decoder.config.architecture}")
+        if name not in shapes:
+            raise ValueError(f"weights: {name!r} is no parameter of a {config.architecture}")
         if name in seen:
             raise ValueError(f"weights: {name!r} came twice")
         if tensor.shape != shapes[name]:
@@ -68,9 +78,9 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
             )
         if not tensor.is_floating_point():
             raise ValueError(f"weights: {name!r} holds {tensor.dtype}; quantised checkpoints are not supported")
-        view.copy_(tensor[shard_slices(decoder.config, name, decoder.shard)])
         seen.add(name)
-    missing = sorted(views.keys() - seen)
+        yield name, tensor
+    missing = sorted(shapes.keys() - seen)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(f"weights: {', '.join(missing[:3])}{more} missing; the checkpoint is not complete")

@@ -22,7 +22,8 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Disjoint replicas; ranks in none of them are idle. `epoch` counts the layouts of a run."""
+    """Disjoint replicas; ranks in none of them are idle (an `LLM` gives each rank a replica). `epoch` counts the
+    layouts of a run."""
 
     epoch: int
     replicas: tuple[ReplicaSpec, ...]

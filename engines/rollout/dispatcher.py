@@ -61,6 +61,8 @@ class Dispatcher:
         return self._books.views()[replica.spec.id].has_room(num_tokens)
 
     def _check_dispatch(self, dispatch: Dispatch) -> tuple[SequenceRecord, ReplicaRecord]:
+        if not isinstance(dispatch, Dispatch):
+            raise RuntimeError(f"schedule policy: {dispatch!r} is no Dispatch and not None")
         if dispatch.sequence_id not in self._books.waiting:
             raise RuntimeError(f"{dispatch}: the sequence is not waiting")
         sequence = self._books.sequences[dispatch.sequence_id]

@@ -20,12 +20,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engines.config import EngineConfig, ModelConfig, longest_sequence
+from engines.config import EngineConfig, ModelConfig, longest_sequence, option_names
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.kvcache.transfer import HostKVStore, reclaim
 from engines.local_engine import kv_capacity
+from engines.models.loader import checked_weights
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.parallel.segment import start_time
 from engines.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
 from engines.rollout.core import RolloutCore
@@ -93,16 +95,16 @@ class Fleet:
         try:
             config = EngineConfig(**options)
         except TypeError as error:
-            raise ValueError(f"Fleet: unknown option ({error}); options are the fields of EngineConfig") from None
+            raise ValueError(f"Fleet: unknown option ({error}); there are {option_names()}") from None
         self._model = Path(model).resolve()  # replicas run in another folder
         self._limits = _limits(self._model, config)
         self._timeout_s = timeout_s
         self._phase = NO_WEIGHTS
-        self._source = self._model
+        self._source, self._version = self._model, 0
         self._source_in_use: Path | None = None
         """What the replicas of the open phase load from."""
         with ExitStack() as undo:
-            self._weights_folder = Path(tempfile.mkdtemp(prefix="curtail-weights-", dir=weights_folder)).resolve()
+            self._weights_folder = _make_weights_folder(weights_folder)
             undo.callback(shutil.rmtree, self._weights_folder, ignore_errors=True)
             token, kv_token = new_token(), secrets.token_hex(16)
             reclaim(keep_token=kv_token)
@@ -175,15 +177,15 @@ class Fleet:
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """Writes weights where the replicas will load them from, whole or not at all; returns the folder.
 
-        Names and shapes are those of the checkpoint. The next `roll_out` is to name this `version`; a replica that has
-        it does not load it again, so that new weights need a new one. What was published before goes, at the end of
-        the rollout that loads it if one is running.
+        Names and shapes are those of the checkpoint, else it is a ValueError. A replica that has this `version` does
+        not load it again, so that new weights need a new one. What was published before goes, at the end of the rollout
+        that loads it if one is running.
         """
         _check_version("version", version)
         partial = self._weights_folder / ".partial"
         partial.mkdir()
         try:
-            _write_shards(partial, weights)
+            _write_shards(partial, checked_weights(weights, ModelConfig.from_pretrained(self._model)))
             shutil.copyfile(self._model / "config.json", partial / "config.json")
             for path in partial.iterdir():
                 _flush(path)
@@ -193,7 +195,7 @@ class Fleet:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._source = target
+        self._source, self._version = target, version
         self._remove_outdated()
         return target
 
@@ -206,18 +208,26 @@ class Fleet:
         self,
         states: list[SequenceState],
         *,
-        policy_version: int = 0,
+        policy_version: int | None = None,
         weights_source: str | Path | None = None,
         on_finished: Callable[[Finished], None] | None = None,
     ) -> list[Finished]:
         """Completes the sequences; returns them in the order in which they ended, each once, whoever dies.
 
-        Replicas that do not have the weights of `policy_version` load them: what was published last, at first the
-        checkpoint, or `weights_source`. Raises ValueError for a sequence that could never run, before any has begun,
-        and RuntimeError, naming those that were lost and why, when for `timeout_s` seconds none was left and none came.
-        After an error of a policy or of `on_finished`, and after an interrupt, another rollout may follow.
+        Replicas that do not have the weights of `policy_version`, by default what was published last, load them: that,
+        at first the checkpoint as version 0, or `weights_source`. Raises ValueError for a sequence that could never run
+        or a version without weights, before any has begun, and RuntimeError, naming those that were lost and why, when
+        for `timeout_s` seconds none was left and none came. After an error of a policy or of `on_finished`, and after
+        an interrupt, another rollout may follow.
         """
+        if policy_version is None:
+            policy_version = self._version
         _check_version("policy_version", policy_version)
+        if weights_source is None and policy_version != self._version:
+            raise ValueError(
+                f"policy_version={policy_version}: version {self._version} was published last; publish the weights of "
+                f"this one first, or name their folder as weights_source"
+            )
         self._phase += 1
         num_lost = len(self.coordinator.lost)
         self._source_in_use = Path(weights_source or self._source).resolve()
@@ -276,6 +286,18 @@ def _limits(model: Path, config: EngineConfig) -> Limits:
         num_kv_tokens=kv_capacity(sizes, config, 1),
         has_tokenizer=has_tokenizer(model),
     )
+
+
+def _make_weights_folder(parent: Path | None) -> Path:
+    """A new folder in `parent`, by default the temporary one. Those there that a kill has left behind are removed."""
+    parent = Path(parent or tempfile.gettempdir()).resolve()
+    # A process id means something within its namespace only; with the start time it does not come again.
+    family = f"curtail-weights-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    for folder in parent.glob(f"{family}-*"):
+        pid, started = map(int, folder.name.removeprefix(f"{family}-").split("-")[:2])
+        if start_time(pid) != started:
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{family}-{os.getpid()}-{start_time(os.getpid())}-", dir=parent))
 
 
 def _check_version(name: str, version: int) -> None:

@@ -33,6 +33,9 @@ def calls(completions):
     """How many are in the call."""
     return [len(completions)] * len(completions)
 
+def raises_always(completions):
+    raise RuntimeError("never for me")
+
 def raises_on_long(prompts, completions, **columns):
     if any(len(c) > 20 for c in completions):
         raise RuntimeError("too long for me")
@@ -105,6 +108,14 @@ def test_grpo_trains_on_every_group(llm: LLM, even: RewardRunner) -> None:
     assert rollout.metrics["rollout/zero_variance_groups"] >= 0.5
     every = [reward for group in rollout.groups for reward in group.rewards]
     assert rollout.metrics["critic/rewards/mean"] == pytest.approx(statistics.fmean(every))
+
+
+def test_a_reward_that_always_fails_ends_the_run(llm: LLM, rewards: Path) -> None:
+    with (
+        RewardRunner(f"{rewards}:raises_always") as runner,
+        pytest.raises(ValueError, match=r"reward: all 32 completions of a rollout failed \(32 raised, 0 timed out"),
+    ):
+        collector(llm, runner, ("mixed",), GRPO()).collect(0)
 
 
 def test_dapo_samples_on_until_enough_groups_differ(llm: LLM, even: RewardRunner) -> None:

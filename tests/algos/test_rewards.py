@@ -205,6 +205,14 @@ def test_values_that_are_no_numbers(make: Callable[..., RewardRunner], caplog: p
     assert "6 of 8 completions invalid" in record.getMessage() and "nan" in record.getMessage()
 
 
+def test_a_call_that_only_fails_for_several_is_told(
+    make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    result = score(make("one_for_all", chunk_size=4), ["a", "b", "c", "d"])
+    assert result.rewards == [1.0] * 4 and result.num_raised == 0
+    assert "of 4 completions: ValueError: returned 1 rewards for 4 completions" in caplog.text
+
+
 def test_wrong_number_of_rewards(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
     result = score(make("miscounts", chunk_size=4), ["a", "bad", "c", "d", "e"])
     assert result.rewards == [1.0, 0.0, 1.0, 1.0, 1.0]

@@ -40,8 +40,8 @@ from engines.rollout.worker import NO_WEIGHTS, Worker
 from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
+from tests.worlds import ROOT
 
-ROOT = Path(__file__).parents[2]
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 20))] for _ in range(8)]
 PARAMS = SamplingParams(max_tokens=30)
@@ -248,7 +248,7 @@ def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list
     [
         ({"num_replicas": -1}, r"Fleet.num_replicas=-1: must be an integer of at least 0"),
         ({"block_size": 0}, r"EngineConfig.block_size=0"),
-        ({"nonsense": 1}, r"Fleet: unknown option \(.*'nonsense'\); options are the fields of EngineConfig"),
+        ({"nonsense": 1}, r"Fleet: unknown option \(.*'nonsense'\); there are dtype, block_size"),
         ({"kv_cache_bytes": 8}, r"EngineConfig.kv_cache_bytes=8: one block"),
         ({"max_model_len": 10**6}, r"EngineConfig.max_model_len=1000000: the model's context"),
         ({"patience_s": 0}, r"Fleet.patience_s=0: must be"),
@@ -308,6 +308,49 @@ def test_a_publish_that_fails_leaves_what_was_published(
         assert tokens_of(fleet.roll_out(states(1), policy_version=1)) == alone[1]
         second = fleet.publish(checkpoint_tensors(retrained), version=1)
         assert list(first.parent.iterdir()) == [second]
+
+
+def test_weights_that_do_not_fit_are_not_published(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
+    whole = list(checkpoint_tensors(qwen3))
+    with Fleet(qwen3, num_replicas=1, **OPTIONS) as fleet:
+        for weights, words in (
+            ([("nonsense", torch.zeros(3))], "'nonsense' is no parameter"),
+            (whole[1:], "missing; the checkpoint is not complete"),
+            ([(name, tensor[:1]) for name, tensor in whole], "config.json asks for"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                fleet.publish(weights, version=1)
+        with pytest.raises(ValueError, match="policy_version=1: version 0 was published last"):
+            fleet.roll_out(states(1), policy_version=1)
+        fleet.wait_for_replicas(1)
+        assert tokens_of(fleet.roll_out(states(0))) == alone[0]
+
+
+def test_what_was_published_last_is_rolled_out(qwen3: str, retrained: Path, alone: dict[int, list[list[int]]]) -> None:
+    with Fleet(qwen3, num_replicas=1, **OPTIONS) as fleet:
+        fleet.wait_for_replicas(1)
+        fleet.publish(checkpoint_tensors(retrained), version=1)
+        out = fleet.roll_out(states(1))
+        assert tokens_of(out) == alone[1]
+        assert {version for one in out for version in one.completion.versions} == {1}
+
+
+def test_weights_of_a_killed_fleet_are_removed_by_the_next(qwen3: str, tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from engines.models.loader import checkpoint_tensors
+from engines.rollout.fleet import Fleet
+fleet = Fleet({qwen3!r}, num_replicas=0, weights_folder=Path({str(tmp_path)!r}))
+fleet.publish(checkpoint_tensors({qwen3!r}), version=1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    with Fleet(qwen3, num_replicas=0, weights_folder=tmp_path) as living:
+        with Fleet(qwen3, num_replicas=0, weights_folder=tmp_path):
+            assert not left.exists() and len(list(tmp_path.iterdir())) == 2
+        assert len(list(tmp_path.iterdir())) == 1 and living.num_ready == 0
 
 
 def test_a_rollout_keeps_the_weights_that_it_began_with(

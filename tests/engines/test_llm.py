@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from engines import LLM, SamplingParams
 from engines.models.loader import checkpoint_tensors
+from engines.parallel.collectives import SingleRank
+from engines.parallel.layout import nested_layout
 from engines.weights import checksum
 from tests.checkpoints import EOS, save_checkpoint, save_text_checkpoint
 
@@ -209,7 +211,13 @@ class TestBadInput:
 
     def test_options(self, qwen3: str) -> None:
         for options, message in (
-            ({"kv_cache": 3}, "unknown option.*kv_cache"),
+            ({"kv_cache": 3}, "unknown option.*kv_cache.*; there are dtype, block_size, kv_cache_bytes"),
+            (
+                {"tensor_parallel_size": 2},
+                "tensor_parallel_size=2: one process has one shard; start ranks with torchrun",
+            ),
+            ({"world": SingleRank()}, "world=.*: give a GroupCache"),
+            ({"layout": nested_layout(range(2), 1), "tensor_parallel_size": 2}, "=2: the layout says it; leave one"),
             ({"dtype": "float16"}, "float16"),
             ({"kv_cache_bytes": 100}, "one block of 16 tokens takes 8192 bytes"),
             ({"kv_cache_bytes": 2**60}, r"kv_cache_bytes=1152921504606846976: cpu has \d+ bytes free; give less"),
