@@ -10,6 +10,7 @@ from typing import Any, Literal
 from engines.sequence import is_int64
 
 DType = Literal["float64", "float32", "bfloat16"]
+Kernels = Literal["auto", "torch", "native"]
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -186,6 +187,9 @@ class EngineConfig:
     weights: the members of a group compute their prompt once."""
     max_model_len: int | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
+    kernels: Kernels = "auto"
+    """Small operations and decode attention: "native" is compiled C++, for CPUs; "auto" takes it where it can be had,
+    and else torch's."""
     seed: int = 0
     """The run's seed: the first part of every sequence's key."""
 
@@ -202,6 +206,8 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.prefix_caching={self.prefix_caching!r}: must be True or False")
         if not is_int64(self.seed):
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
+        if self.kernels not in ("auto", "torch", "native"):
+            raise ValueError(f"EngineConfig.kernels={self.kernels!r}: use 'auto', 'torch' or 'native'")
         if self.dtype not in ("float64", "float32", "bfloat16"):
             raise ValueError(f"EngineConfig.dtype={self.dtype!r}: use 'float64', 'float32' or 'bfloat16'")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -223,6 +223,11 @@ class LLM:
         return self._engine.replica
 
     @property
+    def kernels(self) -> str:
+        """ "native" or "torch": see `EngineConfig.kernels`."""
+        return self._engine.decoder.kernels
+
+    @property
     def policy_version(self) -> int:
         return self.replica.policy_version
 

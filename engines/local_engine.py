@@ -59,6 +59,7 @@ class LocalEngine:
             max_positions=max_model_len,
             shard=shard,
             tensor_parallel=tensor_parallel,
+            kernels=config.kernels,
         )
         try:
             self.kv = PagedKVCache(

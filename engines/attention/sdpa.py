@@ -39,7 +39,7 @@ class _Decodes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bucket:
+class Bucket:
     """Sequences with several new tokens, run in one call: padded to Q new tokens each."""
 
     context: _Context
@@ -58,19 +58,24 @@ class SdpaPlan:
     """What `attention` needs of a batch, the same for every layer."""
 
     decodes: _Decodes | None
-    buckets: list[_Bucket]
+    buckets: list[Bucket]
 
 
 def plan(batch: ForwardBatch, block_size: int) -> SdpaPlan:
     """Groups sequences whose numbers of new tokens round up to the same power of two: less than half is padding."""
     num_decodes = sum(length == 1 for length in batch.seqlens_q)
+    return SdpaPlan(
+        decodes=_plan_decodes(batch, num_decodes, block_size) if num_decodes else None,
+        buckets=plan_buckets(batch, num_decodes, block_size),
+    )
+
+
+def plan_buckets(batch: ForwardBatch, num_decodes: int, block_size: int) -> list[Bucket]:
+    """Of the sequences behind the first `num_decodes`."""
     members: dict[int, list[int]] = defaultdict(list)
     for index in range(num_decodes, len(batch.seqlens_q)):
         members[(batch.seqlens_q[index] - 1).bit_length()].append(index)
-    return SdpaPlan(
-        decodes=_plan_decodes(batch, num_decodes, block_size) if num_decodes else None,
-        buckets=[_plan_bucket(batch, indices, block_size) for indices in members.values()],
-    )
+    return [_plan_bucket(batch, indices, block_size) for indices in members.values()]
 
 
 def _plan_decodes(batch: ForwardBatch, num_decodes: int, block_size: int) -> _Decodes:
@@ -86,7 +91,7 @@ def _plan_context(contexts: Tensor, table: Tensor, block_size: int) -> tuple[_Co
     return _Context(num_seqs=len(contexts), blocks=table[:, :num_blocks].flatten().long()), key_positions
 
 
-def _plan_bucket(batch: ForwardBatch, indices: list[int], block_size: int) -> _Bucket:
+def _plan_bucket(batch: ForwardBatch, indices: list[int], block_size: int) -> Bucket:
     device = batch.tokens.device
     pick = torch.tensor(indices, device=device)
     starts, contexts = batch.cu_seqlens_q[pick].long(), batch.context_lens[pick].long()
@@ -99,7 +104,7 @@ def _plan_bucket(batch: ForwardBatch, indices: list[int], block_size: int) -> _B
     context, key_positions = _plan_context(contexts, batch.block_table[pick], block_size)
     query_positions = contexts[:, None] - new + torch.where(real_SQ, offsets, 0)
     padded = min(lengths) != max_q
-    return _Bucket(
+    return Bucket(
         context=context,
         rows_SQ=rows_SQ,
         visible_SQL=key_positions <= query_positions[:, :, None],
@@ -123,7 +128,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: SdpaPlan) -> Te
         out = torch.empty_like(q)
         out[: len(decoded)] = decoded
     for bucket in plan.buckets:
-        _attend_bucket(out, q, k_cache, v_cache, bucket)
+        attend_bucket(out, q, k_cache, v_cache, bucket)
     return out
 
 
@@ -135,7 +140,7 @@ def _attend_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, decodes: _Decod
     return scaled_dot_product_attention(q_rows, keys, values, attn_mask=decodes.visible).view(num_seqs, *q.shape[1:])
 
 
-def _attend_bucket(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: _Bucket) -> None:
+def attend_bucket(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: Bucket) -> None:
     num_seqs, max_q = bucket.rows_SQ.shape
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]

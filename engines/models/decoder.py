@@ -6,24 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from engines.attention import sdpa
+from engines.attention.native import NativeAttention
 from engines.batch import ForwardBatch
-from engines.config import ModelConfig
-from engines.kvcache.paged import PagedKVCache, write_kv
+from engines.config import Kernels, ModelConfig
+from engines.kvcache.paged import PagedKVCache
+from engines.models.operations import NativeOperations, Operations, TorchOperations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import pack, packs, project
-from engines.models.rope import RotaryTable, rotate
+from engines.models.rope import RotaryTable
+from engines.native.library import choose_library
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
 from engines.weights import checksum_parts
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dim, in max(float32, dtype); cast back before the weight, as HF does."""
-    wide = x.float() if x.dtype is torch.bfloat16 else x
-    return torch.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight
 
 
 class Decoder:
@@ -38,8 +34,11 @@ class Decoder:
         max_positions: int,
         shard: Shard,
         tensor_parallel: Communicator,
+        kernels: Kernels = "auto",
     ) -> None:
-        """Rank i of `tensor_parallel` holds shard i. Raises ValueError when the model cannot be cut so."""
+        """Rank i of `tensor_parallel` holds shard i. Raises ValueError when the model cannot be cut so, or native
+        kernels are asked for and cannot be had.
+        """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
         self.dtype = dtype
@@ -51,8 +50,11 @@ class Decoder:
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
         self._tensor_parallel = tensor_parallel
-        # Which norm each head of the fused q and k takes: 0 that of queries, 1 that of keys.
-        self._norm_of_head = torch.tensor([0] * self.local.num_heads + [1] * self.local.num_kv_heads, device=device)
+        library = choose_library(kernels, dtype, device)
+        self.kernels = "torch" if library is None else "native"
+        """Which small operations and decode attention run: those of torch, or the compiled ones."""
+        self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
+        self._backend: Any = sdpa if library is None else NativeAttention(library)
 
     def logical_views(self) -> dict[str, Tensor]:
         """Hugging Face name -> this shard's part of it, as `shard_slices` cuts it."""
@@ -81,19 +83,22 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> Tensor:
         """Returns logits [len(batch.logit_rows), vocab_size] in the model's dtype."""
-        plan = sdpa.plan(batch, kv.keys[0].shape[1])
-        cos, sin = self._rotary.at(batch.positions)
+        plan = self._backend.plan(batch, kv.keys[0].shape[1])
+        rotary = self._rotary.at(batch.positions)
         eps = self.config.rms_norm_eps
-        x = self._embed(batch.tokens)
-        for layer, k_cache, v_cache in zip(self._forward_parameters.layers, kv.keys, kv.values, strict=True):
-            attended = self._attention(
-                layer, rms_norm(x, layer.input_norm, eps), cos, sin, k_cache, v_cache, batch.slot_mapping, plan
-            )
-            x = x + attended
-            x = x + self._mlp(layer, rms_norm(x, layer.post_attention_norm, eps))
+        add_norm = self._operations.add_rms_norm
+        residual = self._embed(batch.tokens)
+        x = self._operations.rms_norm(residual, self.parameters.layers[0].input_norm, eps)
+        next_norms = [layer.input_norm for layer in self.parameters.layers[1:]] + [self.parameters.final_norm]
+        for layer, next_norm, k_cache, v_cache in zip(
+            self._forward_parameters.layers, next_norms, kv.keys, kv.values, strict=True
+        ):
+            x = self._attention(layer, x, rotary, k_cache, v_cache, batch.slot_mapping, plan)
+            x, residual = add_norm(x, residual, layer.post_attention_norm, eps)
+            x, residual = add_norm(self._mlp(layer, x), residual, next_norm, eps)
         if len(batch.logit_rows) < len(x):
             x = x.index_select(0, batch.logit_rows)
-        return self._logits(rms_norm(x, self.parameters.final_norm, eps))
+        return self._logits(x)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T, hidden]. A shard has the rows of some token ids; others are zero there, and the sum is the embedding."""
@@ -115,27 +120,22 @@ class Decoder:
         self,
         layer: LayerParameters,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: tuple[Tensor, Tensor],
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
         plan: Any,
     ) -> Tensor:
-        config = self.local
-        heads = project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
-        qk, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
-        if layer.qk_norm is not None:
-            qk = rms_norm(qk, layer.qk_norm.index_select(0, self._norm_of_head), config.rms_norm_eps)
-        q, k = rotate(qk, cos, sin).split([config.num_heads, config.num_kv_heads], dim=1)
-        write_kv(k_cache, slot_mapping, k)
-        write_kv(v_cache, slot_mapping, v)
-        out = sdpa.attention(q, k_cache, v_cache, plan).flatten(1)
+        heads = project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.config.head_dim)
+        q = self._operations.rotate_and_store(
+            heads, layer.qk_norm, rotary, slot_mapping, k_cache, v_cache, self.config.rms_norm_eps
+        )
+        out = self._backend.attention(q, k_cache, v_cache, plan).flatten(1)
         return self._row_parallel(out, layer.output, layer.output_bias)
 
     def _mlp(self, layer: LayerParameters, x: Tensor) -> Tensor:
-        gate, up = project(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return self._row_parallel(silu(gate) * up, layer.down, layer.down_bias)
+        inner = self._operations.silu_mul(project(x, layer.gate_up, layer.gate_up_bias))
+        return self._row_parallel(inner, layer.down, layer.down_bias)
 
     def _row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Each shard holds some columns of `weight`, and its share of x; the bias is added once, after the sum."""

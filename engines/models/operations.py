@@ -1,0 +1,126 @@
+"""The decoder's small operations: in torch, on any device, and the same in C++ for a CPU (`engines/native`).
+
+Both round where Hugging Face does; sums and exponentials may differ in their last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from engines.kvcache.paged import write_kv
+from engines.models.rope import rotate
+from engines.native.library import Library, address
+
+
+class Operations(Protocol):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm of x [T, hidden] in max(float32, dtype), cast back before the weight, as HF does."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), each [T, hidden]; `residual` may be overwritten."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * inner], gate before up, to silu(gate) * up [T, inner]."""
+        ...
+
+    def rotate_and_store(
+        self,
+        heads: Tensor,
+        norms: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Norms (where there are norms, [2, head_dim]: of queries, of keys) and rotates queries and keys, and writes
+        keys and values to the layer's cache, [num_blocks, block_size, num_kv_heads, head_dim], at `slots`, int64 [T].
+
+        heads: [T, num_heads + 2 num_kv_heads, head_dim]; rotary: see `RotaryTable.at`. Returns the queries,
+        [T, num_heads, head_dim].
+        """
+        ...
+
+
+class TorchOperations:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float() if x.dtype is torch.bfloat16 else x
+        return torch.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up
+
+    def rotate_and_store(
+        self,
+        heads: Tensor,
+        norms: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        eps: float,
+    ) -> Tensor:
+        num_kv_heads = keys.shape[2]
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        qk, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        if norms is not None:
+            of_head = torch.cat((norms[:1].expand(num_heads, -1), norms[1:].expand(num_kv_heads, -1)))
+            qk = self.rms_norm(qk, of_head, eps)
+        q, k = rotate(qk, *rotary).split([num_heads, num_kv_heads], dim=1)
+        write_kv(keys, slots, k)
+        write_kv(values, slots, v)
+        return q
+
+
+class NativeOperations:
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        self._library.rms_norm(address(x), address(weight), address(out), len(x), x.shape[1], eps)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        self._library.add_rms_norm(
+            address(x), address(residual), address(weight), address(out), len(x), x.shape[1], eps
+        )
+        return out, residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((rows, size))
+        self._library.silu_mul(address(gate_up), address(out), rows, size)
+        return out
+
+    def rotate_and_store(
+        self,
+        heads: Tensor,
+        norms: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        eps: float,
+    ) -> Tensor:
+        num_tokens, num_all, dim = heads.shape
+        num_kv_heads = keys.shape[2]
+        num_heads = num_all - 2 * num_kv_heads
+        q = heads.new_empty((num_tokens, num_heads, dim))
+        self._library.rotate_and_store(
+            *(address(heads), address(norms), address(rotary[0]), address(rotary[1]), address(slots)),
+            *(address(q), address(keys), address(values), num_tokens, num_heads, num_kv_heads, dim, eps),
+        )
+        return q

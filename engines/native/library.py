@@ -1,0 +1,122 @@
+"""Compiles `kernels.cpp` once per machine, and calls it. Without a compiler there is no library, and torch does all."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.config import Kernels
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp"),
+    *("-fno-math-errno", "-fno-trapping-math"),  # lets loops with square roots and comparisons be vectorised
+)
+COMPILE_S = 120.0
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+
+logger = logging.getLogger(__name__)
+
+
+class Library:
+    """The functions of `kernels.cpp`, for contiguous tensors of one dtype on the CPU."""
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        library = ctypes.CDLL(str(path))
+        suffix = _DTYPES[dtype]
+        pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        signatures = {
+            "rms_norm": (*[pointer] * 3, *[integer] * 2, number),
+            "add_rms_norm": (*[pointer] * 4, *[integer] * 2, number),
+            "silu_mul": (*[pointer] * 2, *[integer] * 2),
+            "rotate_and_store": (*[pointer] * 8, *[integer] * 4, number),
+            "decode_attention": (*[pointer] * 5, integer, pointer, *[integer] * 5, number),
+        }
+        functions = {}
+        for name, arguments in signatures.items():
+            function = getattr(library, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+            functions[name] = function
+        self.rms_norm = functions["rms_norm"]
+        self.add_rms_norm = functions["add_rms_norm"]
+        self.silu_mul = functions["silu_mul"]
+        self.rotate_and_store = functions["rotate_and_store"]
+        self.decode_attention = functions["decode_attention"]
+
+
+def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Library | None:
+    """The library for tensors of this kind, or None for torch's own operations.
+
+    Raises ValueError when it is asked for by name and cannot be had; "auto" tells so once in the log.
+    """
+    if kernels == "torch":
+        return None
+    path = _build() if device.type == "cpu" else None
+    if path is None and kernels == "native":
+        raise ValueError(
+            f"EngineConfig.kernels='native': cannot be had on {device.type} here (they need a CPU and a C++ compiler; "
+            "the log says more); use 'auto' or 'torch'"
+        )
+    return Library(path, dtype) if path is not None else None
+
+
+@functools.cache
+def _build() -> Path | None:
+    """The compiled library, in the user's cache under a name that tells source, flags, compiler and processor."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        logger.warning("no C++ compiler (c++, g++, clang++, or $CXX): small operations run in torch, which is slower")
+        return None
+    try:
+        what = "\n".join((SOURCE.read_text(), *FLAGS, compiler, _processor()))
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curtail"
+        path = folder / f"kernels-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.so"
+        if not _loads(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                built = Path(work) / "kernels.so"
+                command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
+                built.replace(path)  # whole or absent, whoever else compiles it now
+        ctypes.CDLL(str(path))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        logger.warning("%s cannot compile %s: %s; small operations run in torch", compiler, SOURCE.name, told[-300:])
+        return None
+    return path
+
+
+def _loads(path: Path) -> bool:
+    try:
+        ctypes.CDLL(str(path))
+    except OSError:  # it is not there, or damaged
+        return False
+    return True
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor()
+    lines = cpuinfo.read_text().splitlines()
+    return "\n".join(line for line in dict.fromkeys(lines) if line.startswith(("model name", "flags", "Features")))
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of the first element; None for none."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "the kernels take contiguous tensors"
+    return tensor.data_ptr()
