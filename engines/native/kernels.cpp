@@ -44,7 +44,7 @@ inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 88.0f ? 88.0f : x;
     const float n = std::nearbyint(x * 1.44269504f);
-    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));  // ln 2 in two parts
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -155,32 +155,64 @@ void rotate_and_store(const T* heads, const T* norms, const T* cos, const T* sin
     }
 }
 
+constexpr int TILE = 4;  // tokens at a time: their sums do not wait for each other
+
+// Where a layer's keys or values of a sequence are, for one KV head.
+template <class T>
+struct Rows {
+    const T* cache;  // of the head's first element
+    const int32_t* table;
+    int64_t block_size, stride;
+
+    const T* at(int64_t token) const {
+        return cache + (table[token / block_size] * block_size + token % block_size) * stride;
+    }
+    // Widens `count` tokens from `first` on; those missing to a whole tile are zero.
+    void widen_tile(int64_t first, int64_t count, int64_t size, Wide<T>* to) const {
+        for (int64_t t = 0; t < TILE; t++) {
+            Wide<T>* row = to + t * size;
+            if (t < count) {
+                const T* from = at(first + t);
+#pragma omp simd
+                for (int64_t i = 0; i < size; i++) row[i] = widen(from[i]);
+            } else {
+                for (int64_t i = 0; i < size; i++) row[i] = 0;
+            }
+        }
+    }
+};
+
 // One sequence and KV head: its `group` query heads over `length` tokens.
 template <class T, int DIM>
-void attend(const T* q, const T* keys, const T* values, T* out, const int32_t* table, int64_t length, int64_t group,
-            int64_t num_kv, int64_t block_size, int64_t dim, Wide<T> scale, std::vector<Wide<T>>& memory) {
+void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t length, int64_t group, int64_t dim, double scale,
+            std::vector<Wide<T>>& memory) {
     using A = Wide<T>;
     const int64_t size = DIM ? DIM : dim;
-    memory.resize(group * (length + 2 * size) + size);
-    A* scores = memory.data();                // [group][length]
-    A* queries = scores + group * length;     // [group][size]
-    A* sums = queries + group * size;         // [group][size]
-    A* wide = sums + group * size;            // [size]
-    for (int64_t i = 0; i < group * size; i++) queries[i] = widen(q[i]) * scale;
-    for (int64_t t = 0; t < length; t++) {
-        const T* key = keys + (table[t / block_size] * block_size + t % block_size) * num_kv * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) wide[i] = widen(key[i]);
+    const int64_t padded = (length + TILE - 1) / TILE * TILE;
+    memory.resize(group * (padded + 2 * size) + TILE * size);
+    A* scores = memory.data();             // [group][padded]
+    A* queries = scores + group * padded;  // [group][size]
+    A* sums = queries + group * size;      // [group][size]
+    A* tile = sums + group * size;         // [TILE][size]
+    for (int64_t i = 0; i < group * size; i++) queries[i] = widen(q[i]) * A(scale);
+    for (int64_t first = 0; first < length; first += TILE) {
+        keys.widen_tile(first, length - first, size, tile);
         for (int64_t head = 0; head < group; head++) {
             const A* query = queries + head * size;
-            A sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < size; i++) sum += query[i] * wide[i];
-            scores[head * length + t] = sum;
+            A s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+            for (int64_t i = 0; i < size; i++) {
+                s0 += query[i] * tile[i];
+                s1 += query[i] * tile[size + i];
+                s2 += query[i] * tile[2 * size + i];
+                s3 += query[i] * tile[3 * size + i];
+            }
+            A* to = scores + head * padded + first;
+            to[0] = s0, to[1] = s1, to[2] = s2, to[3] = s3;
         }
     }
     for (int64_t head = 0; head < group; head++) {
-        A* row = scores + head * length;
+        A* row = scores + head * padded;
         A highest = row[0];
 #pragma omp simd reduction(max : highest)
         for (int64_t t = 0; t < length; t++) highest = row[t] > highest ? row[t] : highest;
@@ -193,17 +225,18 @@ void attend(const T* q, const T* keys, const T* values, T* out, const int32_t* t
         const A inverse = A(1) / sum;
 #pragma omp simd
         for (int64_t t = 0; t < length; t++) row[t] *= inverse;
+        for (int64_t t = length; t < padded; t++) row[t] = 0;
     }
     for (int64_t i = 0; i < group * size; i++) sums[i] = 0;
-    for (int64_t t = 0; t < length; t++) {
-        const T* value = values + (table[t / block_size] * block_size + t % block_size) * num_kv * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) wide[i] = widen(value[i]);
+    for (int64_t first = 0; first < length; first += TILE) {
+        values.widen_tile(first, length - first, size, tile);
         for (int64_t head = 0; head < group; head++) {
-            const A share = scores[head * length + t];
+            const A* share = scores + head * padded + first;
+            const A p0 = share[0], p1 = share[1], p2 = share[2], p3 = share[3];
             A* sum = sums + head * size;
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++) sum[i] += share * wide[i];
+            for (int64_t i = 0; i < size; i++)
+                sum[i] += p0 * tile[i] + p1 * tile[size + i] + p2 * tile[2 * size + i] + p3 * tile[3 * size + i];
         }
     }
 #pragma omp simd
@@ -223,8 +256,10 @@ void decode_attention(const T* q, const T* keys, const T* values, T* out, const 
             for (int64_t head = 0; head < num_kv; head++) {
                 const int64_t first = (sequence * num_q + head * group) * dim;
                 auto run = dim == 64 ? attend<T, 64> : dim == 128 ? attend<T, 128> : attend<T, 0>;
-                run(q + first, keys + head * dim, values + head * dim, out + first, tables + sequence * table_stride,
-                    lengths[sequence], group, num_kv, block_size, dim, static_cast<Wide<T>>(scale), memory);
+                const int32_t* table = tables + sequence * table_stride;
+                const Rows<T> key_rows{keys + head * dim, table, block_size, num_kv * dim};
+                const Rows<T> value_rows{values + head * dim, table, block_size, num_kv * dim};
+                run(q + first, key_rows, value_rows, out + first, lengths[sequence], group, dim, scale, memory);
             }
         }
     }
