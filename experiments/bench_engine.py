@@ -23,17 +23,18 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import tyro
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from engines import LLM, SamplingParams, SequenceState
 from engines.config import DType
 from experiments import launch
+from experiments.hf_peer import HuggingFacePeer, best_threads
 from experiments.random_model import save_random_model
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import SHAPES, DecoderShape
@@ -125,7 +126,8 @@ def main() -> dict[str, Any]:
             if config.vllm_python is not None:
                 sides["vllm"] = stack.enter_context(_VLLM(config.vllm_python, folder, config))
             if "hf" in config.peers:
-                sides["hf"] = _HuggingFace(folder, config)
+                peer = HuggingFacePeer(folder, config.dtype, DEVICE)
+                sides["hf"] = lambda cell, peer=peer: peer.generate(cell.prompts, cell.lengths)  # type: ignore[misc]
             results[name] = {cell.name: _compare(cell, sides, shape, config, label=name) for cell in cells}
     result = {
         "experiment": "bench_engine",
@@ -169,7 +171,8 @@ def _compare(
         if name == "vllm":
             side(cell)
         else:
-            threads[name] = _best_threads(side, cell, config.threads)
+            candidates = [config.threads] if config.threads else sorted({1, launch.share_cores()})
+            threads[name] = best_threads(partial(side, cell), candidates)
     order = [*here, "ours_again"]
     seconds: dict[str, list[float]] = {name: [] for name in order}
     with tqdm(total=len(order) * config.repeats, desc=f"{label} {cell.name}", unit="run") as progress:
@@ -214,17 +217,6 @@ def _read_bandwidth(num_bytes: int) -> float:
     return statistics.median(rates)
 
 
-def _best_threads(side: Side, cell: Cell, asked: int | None) -> int:
-    """Warms the side up, and finds which number of threads it is fastest with."""
-    candidates = [asked] if asked else sorted({1, launch.share_cores()})
-    seconds = {}
-    for threads in candidates:
-        torch.set_num_threads(threads)
-        side(cell)
-        seconds[threads] = side(cell)
-    return min(seconds, key=seconds.__getitem__)
-
-
 class _Ours:
     def __init__(self, folder: str, config: BenchEngineConfig) -> None:
         self._lengths: list[int] = []
@@ -248,41 +240,6 @@ class _Ours:
         outputs = self.llm.generate(cell.prompts, params, prompt_uids=range(len(cell.prompts)))
         seconds = time.perf_counter() - start
         assert [len(output.outputs[0].token_ids) for output in outputs] == cell.lengths
-        return seconds
-
-
-class _HiddenStop(StoppingCriteria):
-    """Ends row i after its own number of new tokens."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._ends = torch.tensor(lengths, device=DEVICE) + PROMPT_LENGTH
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return input_ids.shape[1] >= self._ends
-
-
-class _HuggingFace:
-    def __init__(self, folder: str, config: BenchEngineConfig) -> None:
-        dtype = getattr(torch, config.dtype)
-        self._network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(DEVICE)
-
-    def __call__(self, cell: Cell) -> float:
-        settings = GenerationConfig(
-            do_sample=True, top_k=0, max_new_tokens=max(cell.lengths), pad_token_id=0, eos_token_id=None
-        )
-        self._network.generation_config = settings
-        ids = torch.tensor(cell.prompts, device=DEVICE)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            out = self._network.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=settings,
-                stopping_criteria=StoppingCriteriaList([_HiddenStop(cell.lengths)]),
-            )
-        out.cpu()  # waits for the device
-        seconds = time.perf_counter() - start
-        assert out.shape[1] == PROMPT_LENGTH + max(cell.lengths), "generate did not run to the longest row"
         return seconds
 
 

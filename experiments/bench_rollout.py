@@ -17,18 +17,19 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
 from engines import LLM, SamplingParams
 from engines.config import DType
 from experiments import launch
+from experiments.hf_peer import HuggingFacePeer, best_threads
 from research.workloads.lengths import LogNormalLengths
 
 PROMPT_LENGTH = 16
@@ -78,8 +79,8 @@ def main() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(config.seed)
     prompts = torch.randint(2, 256, (config.batch, PROMPT_LENGTH), generator=generator).tolist()
     ours = _our_engine(model, config, prompts, lengths)
-    theirs = _hugging_face(model, config, prompts, lengths)
-    threads = {"ours": _best_threads(ours, candidates), "hf": _best_threads(theirs, candidates)}
+    theirs = partial(HuggingFacePeer(model, config.dtype, DEVICE).generate, prompts, lengths)
+    threads = {"ours": best_threads(ours, candidates), "hf": best_threads(theirs, candidates)}
     seconds: dict[str, list[float]] = {"ours": [], "ours_again": [], "hf": [], "hf_again": []}
     with tqdm(total=4 * config.repeats, desc="bench", unit="run") as progress:
         for _ in range(config.repeats):
@@ -105,16 +106,6 @@ def main() -> dict[str, Any]:
     return result
 
 
-def _best_threads(side: Callable[[], float], candidates: list[int]) -> int:
-    """Warms the side up, and finds which number of threads it is fastest with."""
-    seconds = {}
-    for threads in candidates:
-        torch.set_num_threads(threads)
-        side()
-        seconds[threads] = side()
-    return min(seconds, key=seconds.__getitem__)
-
-
 def _our_engine(
     model: Path, config: BenchRolloutConfig, prompts: list[list[int]], lengths: list[int]
 ) -> Callable[[], float]:
@@ -134,40 +125,6 @@ def _our_engine(
         seconds = time.perf_counter() - start
         assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
         return seconds
-
-    return run
-
-
-class _HiddenStop(StoppingCriteria):
-    """Ends row i after its own number of new tokens."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._ends = torch.tensor(lengths, device=DEVICE) + PROMPT_LENGTH
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return input_ids.shape[1] >= self._ends
-
-
-def _hugging_face(
-    model: Path, config: BenchRolloutConfig, prompts: list[list[int]], lengths: list[int]
-) -> Callable[[], float]:
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, config.dtype)).eval().to(DEVICE)
-    settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=config.cap, pad_token_id=0, eos_token_id=None)
-    network.generation_config = settings
-    ids = torch.tensor(prompts, device=DEVICE)
-
-    def run() -> float:
-        start = time.perf_counter()
-        with torch.inference_mode():
-            out = network.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=settings,
-                stopping_criteria=StoppingCriteriaList([_HiddenStop(lengths)]),
-            )
-        out.cpu()  # waits for the device
-        assert out.shape[1] == PROMPT_LENGTH + max(lengths), "generate did not run to the longest row"
-        return time.perf_counter() - start
 
     return run
 

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import tyro
 from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from algos.deepspeed_config import TrainerConfig
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
@@ -38,6 +37,8 @@ from engines import LLM
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
+from experiments.random_model import save_random_model
+from research.workloads.shapes import DecoderShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +144,11 @@ def main() -> dict[str, Any] | None:
 
 
 def _save_model(folder: Path, config: BenchWeightSyncConfig) -> None:
-    shape = Qwen3Config(
-        vocab_size=max(config.vocab, VOCAB_SIZE), hidden_size=config.hidden, intermediate_size=3 * config.hidden,
-        num_hidden_layers=config.layers, num_attention_heads=config.hidden // 64,
-        num_key_value_heads=config.hidden // 64, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True,
+    shape = DecoderShape(
+        hidden=config.hidden, layers=config.layers, heads=config.hidden // 64, kv_heads=config.hidden // 64,
+        head_dim=64, intermediate=3 * config.hidden, vocab=max(config.vocab, VOCAB_SIZE), tied=True,
     )  # fmt: skip
-    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    save_random_model(folder, shape, max_positions=1024)
 
 
 def _reset_peak() -> int:
