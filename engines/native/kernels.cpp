@@ -164,19 +164,23 @@ struct Rows {
     const int32_t* table;
     int64_t block_size, stride;
 
-    const T* at(int64_t token) const {
-        return cache + (table[token / block_size] * block_size + token % block_size) * stride;
-    }
-    // Widens `count` tokens from `first` on; those missing to a whole tile are zero.
-    void widen_tile(int64_t first, int64_t count, int64_t size, Wide<T>* to) const {
+    // A tile of tokens from `first` on, wide; of those beyond `count` zeros. `memory` holds what is not wide as it lies.
+    void tile(int64_t first, int64_t count, int64_t size, Wide<T>* memory, const Wide<T>* rows[TILE]) const {
+        int64_t block = first / block_size, offset = first % block_size;
         for (int64_t t = 0; t < TILE; t++) {
-            Wide<T>* row = to + t * size;
-            if (t < count) {
-                const T* from = at(first + t);
+            Wide<T>* row = memory + t * size;
+            rows[t] = row;
+            if (t >= count) {
+                for (int64_t i = 0; i < size; i++) row[i] = 0;
+                continue;
+            }
+            const T* from = cache + (table[block] * block_size + offset) * stride;
+            if (++offset == block_size) block++, offset = 0;
+            if constexpr (std::is_same_v<T, Wide<T>>) {
+                rows[t] = from;
+            } else {
 #pragma omp simd
                 for (int64_t i = 0; i < size; i++) row[i] = widen(from[i]);
-            } else {
-                for (int64_t i = 0; i < size; i++) row[i] = 0;
             }
         }
     }
@@ -194,18 +198,20 @@ void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t length, in
     A* queries = scores + group * padded;  // [group][size]
     A* sums = queries + group * size;      // [group][size]
     A* tile = sums + group * size;         // [TILE][size]
+    const A* rows[TILE];
     for (int64_t i = 0; i < group * size; i++) queries[i] = widen(q[i]) * A(scale);
     for (int64_t first = 0; first < length; first += TILE) {
-        keys.widen_tile(first, length - first, size, tile);
+        keys.tile(first, length - first, size, tile, rows);
+        const A *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
         for (int64_t head = 0; head < group; head++) {
             const A* query = queries + head * size;
             A s0 = 0, s1 = 0, s2 = 0, s3 = 0;
 #pragma omp simd reduction(+ : s0, s1, s2, s3)
             for (int64_t i = 0; i < size; i++) {
-                s0 += query[i] * tile[i];
-                s1 += query[i] * tile[size + i];
-                s2 += query[i] * tile[2 * size + i];
-                s3 += query[i] * tile[3 * size + i];
+                s0 += query[i] * r0[i];
+                s1 += query[i] * r1[i];
+                s2 += query[i] * r2[i];
+                s3 += query[i] * r3[i];
             }
             A* to = scores + head * padded + first;
             to[0] = s0, to[1] = s1, to[2] = s2, to[3] = s3;
@@ -229,14 +235,15 @@ void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t length, in
     }
     for (int64_t i = 0; i < group * size; i++) sums[i] = 0;
     for (int64_t first = 0; first < length; first += TILE) {
-        values.widen_tile(first, length - first, size, tile);
+        values.tile(first, length - first, size, tile, rows);
+        const A *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
         for (int64_t head = 0; head < group; head++) {
             const A* share = scores + head * padded + first;
             const A p0 = share[0], p1 = share[1], p2 = share[2], p3 = share[3];
             A* sum = sums + head * size;
 #pragma omp simd
             for (int64_t i = 0; i < size; i++)
-                sum[i] += p0 * tile[i] + p1 * tile[size + i] + p2 * tile[2 * size + i] + p3 * tile[3 * size + i];
+                sum[i] += p0 * r0[i] + p1 * r1[i] + p2 * r2[i] + p3 * r3[i];
         }
     }
 #pragma omp simd
@@ -248,6 +255,10 @@ void decode_attention(const T* q, const T* keys, const T* values, T* out, const 
                       const int32_t* lengths, int64_t sequences, int64_t num_q, int64_t num_kv, int64_t block_size,
                       int64_t dim, double scale) {
     const int64_t group = num_q / num_kv;
+    const auto run = dim == 32    ? attend<T, 32>
+                     : dim == 64  ? attend<T, 64>
+                     : dim == 128 ? attend<T, 128>
+                                  : attend<T, 0>;
 #pragma omp parallel
     {
         std::vector<Wide<T>> memory;
@@ -255,7 +266,6 @@ void decode_attention(const T* q, const T* keys, const T* values, T* out, const 
         for (int64_t sequence = 0; sequence < sequences; sequence++) {
             for (int64_t head = 0; head < num_kv; head++) {
                 const int64_t first = (sequence * num_q + head * group) * dim;
-                auto run = dim == 64 ? attend<T, 64> : dim == 128 ? attend<T, 128> : attend<T, 0>;
                 const int32_t* table = tables + sequence * table_stride;
                 const Rows<T> key_rows{keys + head * dim, table, block_size, num_kv * dim};
                 const Rows<T> value_rows{values + head * dim, table, block_size, num_kv * dim};
