@@ -24,6 +24,7 @@ from tests.worlds import ROOT
 CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 EPS = 1e-6
+pytestmark = pytest.mark.skipif(choose_library("auto", torch.float32, CPU) is None, reason="no C++ compiler here")
 
 
 def library_for(dtype: torch.dtype) -> Library:
