@@ -76,7 +76,7 @@ class LocalEngine:
                 f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: {device} has {_free_bytes(device)} bytes free; "
                 f"give less"
             ) from error
-        blocks = self._blocks = BlockManager(num_blocks, config.block_size)
+        blocks = BlockManager(num_blocks, config.block_size)
         self.replica = Replica(
             runner=ModelRunner(self.decoder, self.kv, blocks, config, max_model_len),
             scheduler=Scheduler(config, blocks),
@@ -99,7 +99,7 @@ class LocalEngine:
         An engine whose load has failed has no weights.
         """
         self.has_weights = False
-        self._blocks.forget()
+        self.replica.scheduler.blocks.forget()
         if not self.decoder.parameters.embedding.untyped_storage().size():
             _resize(self.decoder.parameters.tensors(), full=True)
         self.decoder.release()
@@ -115,7 +115,7 @@ class LocalEngine:
 
     def sleep(self, *, weights: bool = False) -> None:
         if not self.is_asleep:
-            self._blocks.forget()
+            self.replica.scheduler.blocks.forget()
             self.kv.release()
             self.is_asleep = True
         if weights:

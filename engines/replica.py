@@ -176,23 +176,20 @@ class Replica:
     def step(self) -> StepOutput:
         """One forward pass over the sequences whose turn it is.
 
-        After a FloatingPointError (see `ModelRunner.run`) every sequence waits to be recomputed.
+        After an error or an interrupt (for one see `ModelRunner.run`) every sequence waits to be recomputed.
         """
-        scheduled = self.scheduler.schedule(self._load_kv)
+        try:
+            scheduled = self.scheduler.schedule(self._load_kv)
+            tokens, logprobs = self._runner.run(scheduled) if scheduled else ([], [])
+        except BaseException:
+            self.scheduler.preempt_all()
+            self.scheduler.blocks.forget()
+            raise
         output = StepOutput(
             num_running=len(scheduled),
             num_tokens=sum(item.num_tokens for item in scheduled),
             num_context_tokens=sum(item.sequence.num_computed + item.num_tokens for item in scheduled),
         )
-        if not scheduled:
-            return output
-        try:
-            tokens, logprobs = self._runner.run(scheduled)
-        except BaseException as error:
-            self.scheduler.blocks.forget()  # those of this pass are known, and may not have been written
-            if isinstance(error, FloatingPointError):
-                self.scheduler.preempt_all()
-            raise
         drawn = iter(zip(tokens, logprobs, strict=True))
         leaving = []
         for item in scheduled:

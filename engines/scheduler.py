@@ -85,8 +85,9 @@ class Scheduler:
 
         `load_kv` gets those newly admitted that bring KV, their blocks reserved, and sets `num_computed` of each to
         what it has loaded, less than its tokens; all is computed without. The caller advances `num_computed` when the
-        pass has run. When it fails, it has the blocks `forget` their contents: those of this pass are known already,
-        since a pass writes KV before it reads any, and members of a group can share what one of them computes in it.
+        pass has run. Blocks of this pass are known and shared already, since a pass writes KV before it reads any, and
+        the members of a group share what one of them computes in it: when it fails, all are to be preempted, and the
+        blocks to `forget` their contents.
         """
         budget = self._config.max_num_batched_tokens
         decodes: list[Scheduled] = []
@@ -147,14 +148,14 @@ class Scheduler:
         if not self._config.prefix_caching or sequence.kv is not None:
             return []
         num_blocks = (len(sequence.state.tokens) - 1) // self.blocks.block_size
-        return self.blocks.find(self._content_keys(sequence, num_blocks))
+        return self.blocks.find(self._content_keys(sequence, num_blocks)[:num_blocks])
 
     def _content_keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Those of the first `num_blocks` blocks, each computed once."""
+        """Those of the first `num_blocks` blocks at least, each computed once. Not to be modified."""
         keys, size = sequence.content_keys, self.blocks.block_size
         for start in range(len(keys) * size, num_blocks * size, size):
             keys.append(content_key(keys[-1] if keys else b"", sequence.state.tokens[start : start + size]))
-        return keys[:num_blocks]
+        return keys
 
     def _chunk(self, sequence: Sequence, budget: int, chunks: list[Scheduled]) -> int:
         """Schedules what the chunk size and the budget allow of the sequence's prefill; returns how many tokens."""

@@ -6,6 +6,7 @@ another run must be the winner, or a counted near tie, when that run's tokens ar
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -129,6 +130,41 @@ def test_an_interrupted_pass_leaves_nothing_to_share(qwen3: str, monkeypatch: py
     outputs = [o.outputs for o in llm.generate(LONG, PARAMS, prompt_uids=range(2))]
     alone = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24, prefix_caching=False)
     assert tokens_of(outputs) == tokens_of([o.outputs for o in alone.generate(LONG, PARAMS, prompt_uids=range(2))])
+
+
+def test_what_an_interrupted_pass_shared_is_computed_by_those_who_are_left(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The member whose prompt the others share in the pass that is interrupted leaves before the next one."""
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24)
+    states = [
+        SequenceState(
+            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=0, sample_index=index),
+            group_id=0,
+            tokens=list(LONG[0]),
+            num_prompt_tokens=len(LONG[0]),
+            params=PARAMS,
+        )
+        for index in range(3)
+    ]
+    for state in states:
+        llm.replica.submit(Work(state=state))
+    forward = Decoder.forward
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decoder, "forward", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.replica.step()
+    monkeypatch.setattr(Decoder, "forward", forward)
+    llm.replica.abort(states[0].sequence_id)
+    done = {}
+    while llm.replica.has_work:
+        done |= {one.completion.index: one.completion.token_ids for one in llm.replica.step().finished}
+    alone = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24, prefix_caching=False)
+    (expected,) = alone.generate(LONG[:1], dataclasses.replace(PARAMS, n=3), prompt_uids=[0])
+    assert done == {index: expected.outputs[index].token_ids for index in (1, 2)}
 
 
 def test_alone(qwen3: str, plain: list[list[Completion]]) -> None:
