@@ -61,26 +61,22 @@ inline double exponential(double x) { return std::exp(x); }
 
 constexpr int64_t SERIAL = 1 << 14;  // elements: below, starting threads costs more than it gains
 
-template <class T, class A>
-inline A inverse_rms(const T* x, int64_t size, A eps) {
+template <class T>
+inline void norm_row(const T* x, const T* weight, T* out, int64_t size, double eps) {
+    using A = Wide<T>;
     A sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < size; i++) sum += widen(x[i]) * widen(x[i]);
-    return A(1) / std::sqrt(sum / A(size) + eps);
+    const A scale = A(1) / std::sqrt(sum / A(size) + A(eps));
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++)
+        out[i] = narrow<T, A>(widen(narrow<T, A>(widen(x[i]) * scale)) * widen(weight[i]));
 }
 
 template <class T>
 void rms_norm(const T* x, const T* weight, T* out, int64_t rows, int64_t size, double eps) {
-    using A = Wide<T>;
 #pragma omp parallel for if (rows * size > SERIAL)
-    for (int64_t row = 0; row < rows; row++) {
-        const T* in = x + row * size;
-        T* to = out + row * size;
-        const A scale = inverse_rms<T, A>(in, size, A(eps));
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++)
-            to[i] = narrow<T, A>(widen(narrow<T, A>(widen(in[i]) * scale)) * widen(weight[i]));
-    }
+    for (int64_t row = 0; row < rows; row++) norm_row<T>(x + row * size, weight, out + row * size, size, eps);
 }
 
 template <class T>
@@ -91,11 +87,7 @@ void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t rows
         T* sum = residual + row * size;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) sum[i] = narrow<T, A>(widen(sum[i]) + widen(x[row * size + i]));
-        T* to = out + row * size;
-        const A scale = inverse_rms<T, A>(sum, size, A(eps));
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++)
-            to[i] = narrow<T, A>(widen(narrow<T, A>(widen(sum[i]) * scale)) * widen(weight[i]));
+        norm_row<T>(sum, weight, out + row * size, size, eps);
     }
 }
 
@@ -136,11 +128,7 @@ void rotate_and_store(const T* heads, const T* norms, const T* cos, const T* sin
                     continue;
                 }
                 if (norms != nullptr) {
-                    const T* weight = norms + (head < num_q ? 0 : dim);
-                    const A scale = inverse_rms<T, A>(in, dim, A(eps));
-#pragma omp simd
-                    for (int64_t i = 0; i < dim; i++)
-                        normed[i] = narrow<T, A>(widen(narrow<T, A>(widen(in[i]) * scale)) * widen(weight[i]));
+                    norm_row<T>(in, norms + (head < num_q ? 0 : dim), normed.data(), dim, eps);
                     in = normed.data();
                 }
                 T* to = head < num_q ? q + (token * num_q + head) * dim : keys + kv;

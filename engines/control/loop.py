@@ -1,0 +1,148 @@
+"""The thread that owns a zmq socket, and how such a socket is opened. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import zmq
+
+from engines.control.sealing import HEADER
+
+_BURST: Final = 256  # messages read before the thread looks at its clock and outbox again: a flood starves neither
+_LINGER_MS: Final = 500  # what close() waits at most for the last messages to leave
+_BIND_S: Final = 1.0  # how long a port may still be in use
+_CLOSE_S: Final = 2.0  # the longest that close() takes
+
+
+class Loop:
+    """The thread that owns a zmq socket: it alone touches it, and it beats while the other threads compute.
+
+    `on_item` gets what was `put`, `on_frames` what came, `on_tick(now, away_s)` a call per interval with the seconds
+    by which it is late, and `on_end` the exception that ended the thread, None for `close`; it returns whether what it
+    sent is to be waited for. `on_cut` is called when the connection of a connecting socket breaks; zmq makes a new one.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        interval_s: float,
+        on_item: Callable[[Any], None],
+        on_frames: Callable[[list[bytes]], None],
+        on_tick: Callable[[float, float], None],
+        on_end: Callable[[Exception | None], bool],
+        *,
+        on_cut: Callable[[], None] | None = None,
+    ) -> None:
+        self._socket, self._interval_s = socket, interval_s
+        self._on_cut = on_cut
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) if on_cut is not None else None
+        self._on_item, self._on_frames, self._on_tick, self._on_end = on_item, on_frames, on_tick, on_end
+        self._outbox: deque[Any] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()  # nobody writes to the eventfd's number once it is closed
+        self._is_open = True
+        self._thread = threading.Thread(target=self._run, name="control-transport", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Any) -> None:
+        with self._lock:
+            if not self._is_open:
+                raise ConnectionError("this end of the control connection is closed; make a new one")
+            self._outbox.append(item)
+            os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            os.close(self._wake_fd)
+
+    def _run(self) -> None:
+        problem = None
+        try:
+            self._serve()
+        except Exception as error:
+            problem = error
+        linger_ms = 0
+        try:
+            linger_ms = _LINGER_MS if self._on_end(problem) else 0
+        finally:
+            if self._monitor is not None:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+            self._socket.close(linger=linger_ms)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        if self._monitor is not None:
+            poller.register(self._monitor, zmq.POLLIN)
+        due = time.monotonic()
+        while self._is_open:
+            ready = dict(poller.poll(max(0, math.ceil((due - time.monotonic()) * 1000))))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            if self._monitor in ready and self._monitor is not None and self._on_cut is not None:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                self._on_cut()
+            self._send_all()
+            for frames in itertools.islice(iter(self._receive, None), _BURST):
+                self._on_frames(frames)
+            now = time.monotonic()
+            if now >= due:
+                self._on_tick(now, now - due)
+                due = now + self._interval_s
+        self._send_all()
+
+    def _send_all(self) -> None:
+        while self._outbox:
+            self._on_item(self._outbox.popleft())
+
+    def _receive(self) -> list[bytes] | None:
+        try:
+            frames = [self._socket.recv(zmq.NOBLOCK)]
+        except zmq.Again:
+            return None
+        while self._socket.rcvmore:
+            frame = self._socket.recv()
+            if len(frames) < 4:  # enough to see that there are too many
+                frames.append(frame)
+        return frames
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Also where another end of this process has just closed: zmq gives a port back a moment later."""
+    deadline = time.monotonic() + _BIND_S
+    while True:
+        try:
+            socket.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
+
+
+def open_socket(kind: int, max_bytes: int) -> zmq.Socket[bytes]:
+    """A socket in the process's one context, which is never terminated: libzmq's term() was seen to hang, about once
+    in 2000 closes that raced with a peer's own."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    # A little above `max_bytes`, so that what is too large is seen and counted; far above, zmq cuts the connection.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_bytes + HEADER.size)
+    # No limit on what waits to be sent: a peer that does not read is given up after its patience, not blocked on.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 100)  # per connection, of up to MAXMSGSIZE each
+    return socket
