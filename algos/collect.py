@@ -241,7 +241,7 @@ def _finish_scores(
 
 def _check_scores(failed: ScoreCounts, num_completions: int) -> None:
     """Raises ValueError when not one completion could be scored: nothing can be learnt, and it will not get better."""
-    if sum(vars(failed).values()) >= num_completions:
+    if sum(vars(failed).values()) == num_completions:
         raise ValueError(
             f"reward: all {num_completions} completions of a rollout failed ({failed.num_raised} raised, "
             f"{failed.num_timed_out} timed out, {failed.num_invalid} were no finite number); see the warnings above, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -227,5 +228,10 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
     return asked
 
 
-def option_names() -> str:
-    return ", ".join(field.name for field in fields(EngineConfig))
+def engine_config(owner: str, options: Mapping[str, Any]) -> EngineConfig:
+    """What `owner` was given beside its own arguments. Raises ValueError for a name that is no option, or its value."""
+    try:
+        return EngineConfig(**options)
+    except TypeError as error:
+        names = ", ".join(field.name for field in fields(EngineConfig))
+        raise ValueError(f"{owner}: unknown option ({error}); there are {names}") from None

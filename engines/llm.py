@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engines.config import EngineConfig, ModelConfig, longest_sequence, option_names
+from engines.config import ModelConfig, engine_config, longest_sequence
 from engines.host_weights import HostWeights
 from engines.journal import Journal
 from engines.local_engine import LocalEngine, kv_capacity
@@ -81,27 +81,24 @@ class LLM:
         """
         if world is not None and not isinstance(world, GroupCache):
             raise ValueError(f"world={world!r}: give a GroupCache of the ranks, as the README shows")
-        if layout is not None and tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: the layout says it; leave one of both out")
-        if world is None and tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size}: one process has one shard; start ranks with torchrun, "
-                "and give them as world=GroupCache(...)"
-            )
         self._groups = world
         self._world: Communicator = world.world if world is not None else SingleRank()
         self._hidden_stop = hidden_stop
         self._closed = False
         given = {"schedule": schedule, "layout_policy": layout_policy, "pace": pace, "hidden_stop": hidden_stop}
         with together(self._world, "LLM"):
-            try:
-                self.config = EngineConfig(**options)
-            except TypeError as error:
-                raise ValueError(f"LLM: unknown option ({error}); there are {option_names()}") from None
+            self.config = engine_config("LLM", options)
             self.model_config = ModelConfig.from_pretrained(model)
             self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             self.max_model_len = longest_sequence(self.config, self.model_config)
             self.tokenizer = load_tokenizer(model, self.model_config)
+            if layout is not None and tensor_parallel_size != 1:
+                raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: the layout says it; leave one out")
+            if world is None and tensor_parallel_size != 1:
+                raise ValueError(
+                    f"tensor_parallel_size={tensor_parallel_size}: one process has one shard; start ranks with "
+                    "torchrun, and give them as world=GroupCache(...)"
+                )
             self.layout = layout or nested_layout(range(self._world.size), tensor_parallel_size)
             """Of the world; during a rollout still the one of its start."""
             self._check_groups(self.layout)

@@ -1,7 +1,7 @@
 """Our engine against other engines on one model with random weights: fixed batches, and one long-tailed batch.
 
     python experiments/bench_engine.py --vllm-python /path/to/vllm/bin/python
-    python experiments/bench_engine.py --shapes 25m --batches 1 --peers hf --profile trace.json
+    python experiments/bench_engine.py --shapes 25m --batches 1 --profile trace.json
 
 All sides read the same checkpoint and generate the same numbers of tokens from the same prompts at temperature 1. In
 the long tail ours sees the cap only, a hidden stop ends its sequences; vLLM is told each length; Hugging Face pads all
@@ -230,7 +230,7 @@ class _Ours:
             folder,
             device=DEVICE,
             dtype=config.dtype,
-            max_num_seqs=max(*config.batches, config.tail),
+            max_num_seqs=max((*config.batches, config.tail)),
             max_model_len=PROMPT_LENGTH + config.cap,
             hidden_stop=self._stops,
         )
@@ -256,7 +256,7 @@ class _VLLM:
             "model": folder,
             "dtype": config.dtype,
             "max_model_len": PROMPT_LENGTH + config.cap,
-            "max_num_seqs": max(*config.batches, config.tail),
+            "max_num_seqs": max((*config.batches, config.tail)),
         }
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by __exit__
         self._process = subprocess.Popen(
@@ -303,7 +303,6 @@ def _write_profile(ours: _Ours, cell: Cell, config: BenchEngineConfig) -> None:
     """Of 20 steps in the middle of the cell, after a warm-up."""
     torch.set_num_threads(config.threads or launch.share_cores())
     ours(cell)
-    ours.llm.replica.check(cell.prompts[0], SamplingParams(max_tokens=config.cap))
     activities = [torch.profiler.ProfilerActivity.CPU]
     if DEVICE.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -55,6 +55,15 @@ def run_world(
         return [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
+def error_of(call: Any) -> str:
+    """The type and message of what it raises; empty when it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
     """None once all have ended well; else what went wrong. None of them runs on return."""
     deadline = time.monotonic() + timeout

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engines.config import EngineConfig, ModelConfig, longest_sequence, option_names
+from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.kvcache.transfer import HostKVStore, reclaim
@@ -73,29 +73,14 @@ class Fleet:
 
         Raises FileNotFoundError or ValueError, naming field, value and fix, before anything is made.
         """
-        for name, value, lowest in (
-            ("num_replicas", num_replicas, 0),
-            ("num_threads", num_threads, 1),
-            ("kv_store_bytes", kv_store_bytes, 0),
-        ):
-            if not is_int64(value) or value < lowest:
-                raise ValueError(f"Fleet.{name}={value!r}: must be an integer of at least {lowest}")
-        for name, seconds in (("timeout_s", timeout_s), ("patience_s", patience_s)):
-            if not 0 < seconds < math.inf:
-                raise ValueError(f"Fleet.{name}={seconds!r}: must be a number of seconds above 0")
-        if not 0 <= min_step_s < math.inf:
-            raise ValueError(f"Fleet.min_step_s={min_step_s!r}: must be a number of seconds, 0 for none")
-        for name, folder in (("weights_folder", weights_folder), ("log_folder", log_folder)):
-            if folder is not None and not Path(folder).is_dir():
-                raise ValueError(f"Fleet.{name}={str(folder)!r}: is no folder; make it first")
+        _check_counts(num_replicas=(num_replicas, 0), num_threads=(num_threads, 1), kv_store_bytes=(kv_store_bytes, 0))
+        _check_seconds(timeout_s, patience_s, min_step_s)
+        _check_folders(weights_folder=weights_folder, log_folder=log_folder)
         try:
             torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"Fleet.device={device!r}: {error}") from None
-        try:
-            config = EngineConfig(**options)
-        except TypeError as error:
-            raise ValueError(f"Fleet: unknown option ({error}); there are {option_names()}") from None
+        config = engine_config("Fleet", options)
         self._model = Path(model).resolve()  # replicas run in another folder
         self._limits = _limits(self._model, config)
         self._timeout_s = timeout_s
@@ -286,6 +271,27 @@ def _limits(model: Path, config: EngineConfig) -> Limits:
         num_kv_tokens=kv_capacity(sizes, config, 1),
         has_tokenizer=has_tokenizer(model),
     )
+
+
+def _check_counts(**counts: tuple[int, int]) -> None:
+    """Each a value and the least that it may be."""
+    for name, (value, lowest) in counts.items():
+        if not is_int64(value) or value < lowest:
+            raise ValueError(f"Fleet.{name}={value!r}: must be an integer of at least {lowest}")
+
+
+def _check_seconds(timeout_s: float, patience_s: float, min_step_s: float) -> None:
+    for name, seconds in (("timeout_s", timeout_s), ("patience_s", patience_s)):
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"Fleet.{name}={seconds!r}: must be a number of seconds above 0")
+    if not 0 <= min_step_s < math.inf:
+        raise ValueError(f"Fleet.min_step_s={min_step_s!r}: must be a number of seconds, 0 for none")
+
+
+def _check_folders(**folders: Path | None) -> None:
+    for name, folder in folders.items():
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"Fleet.{name}={str(folder)!r}: is no folder; make it first")
 
 
 def _make_weights_folder(parent: Path | None) -> Path:

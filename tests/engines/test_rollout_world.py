@@ -10,7 +10,7 @@ import pytest
 
 from engines import LLM, SamplingParams
 from tests.checkpoints import save_checkpoint
-from tests.worlds import run_world
+from tests.worlds import error_of, run_world
 
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(24)]
@@ -90,7 +90,8 @@ def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
             policy = Script([2, 4, 1], every=9, nested="contiguous" not in kind)
         llm = LLM(
             f"{directory}/{family}", world=groups, tensor_parallel_size=tp_size, schedule=OnDemand(),
-            layout_policy=policy, **OPTIONS,
+            layout_policy=policy, kernels="torch" if "torch" in kind else "auto",
+            prefix_caching="uncached" not in kind, **OPTIONS,
         )  # fmt: skip
         ids = [(0, uid, index) for uid in range(len(PROMPTS)) for index in range(2)]
         hook = move_at_random(llm, ids, seed=3, num_moves=400) if "moves" in kind else None
@@ -124,6 +125,8 @@ CASES = [
     "DP2xTP2/qwen2-untied-mqa",
     "DP4 moves/qwen3",
     "DP2xTP2 moves/qwen3",
+    "DP2xTP2 torch moves/qwen3",
+    "DP4 uncached moves/qwen3",
     "DP4 regroup/qwen3",
     "DP4 regroup moves/qwen2-untied-mqa",
     "DP4 regroup contiguous/llama2",
@@ -254,15 +257,6 @@ class Once:
             return None
         make, self._make = self._make, None
         return make(view.layout.epoch + 1)
-
-
-def error_of(call: Any) -> str:
-    """The type and message of what it raises; empty when it raises nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def join(layouts: Any = None, timeout_s: float = 60.0) -> Any:

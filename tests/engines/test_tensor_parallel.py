@@ -14,7 +14,7 @@ import pytest
 
 from engines import LLM, SamplingParams
 from tests.checkpoints import save_checkpoint
-from tests.worlds import run_world
+from tests.worlds import error_of, run_world
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(12)]
@@ -139,15 +139,6 @@ def test_sizes_that_do_not_divide_are_refused_on_every_rank(checkpoints: Path) -
         assert "tensor_parallel_size=3: does not divide the 2 ranks" in messages[0]
         assert "layout: places ranks [0]" in messages[1]
         assert "num_heads=3" in messages[2]
-
-
-def error_of(call: Any) -> str:
-    """The type and message of what it raises; empty when it raises nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def roll_out_with_other_ids(directory: str) -> dict[str, Any]:
