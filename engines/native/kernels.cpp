@@ -1,7 +1,7 @@
-// The decoder's small operations on a CPU, each in one pass over its data, and attention of decodes over the paged
-// cache. Twins, with the shapes and the meaning, are in engines/models/operations.py and engines/attention/sdpa.py.
+// The decoder's small operations on a CPU, each in one pass over its data, and attention over the paged cache. Twins, with the shapes and the meaning, are in engines/models/operations.py and engines/attention/sdpa.py.
 // They round to the storage type T where the twins do, and compute in A = max(float, T). What is done for a row depends
-// on nothing but the row: the same bits in any batch and with any number of threads.
+// on nothing but the row: the same bits in any batch and with any number of threads. So sums are vectors whose lanes and
+// order are written out: left to the compiler, two copies of a loop may sum in two orders.
 
 #include <cmath>
 #include <cstdint>
@@ -61,13 +61,62 @@ inline double exponential(double x) { return std::exp(x); }
 
 constexpr int64_t SERIAL = 1 << 14;  // elements: below, starting threads costs more than it gains
 
+template <class A, int BYTES = 64>
+using Vector __attribute__((vector_size(BYTES))) = A;
+template <class A>
+constexpr int64_t LANES = 64 / sizeof(A);
+
+template <class A>
+inline int64_t whole_vectors(int64_t size) {
+    return (size + LANES<A> - 1) / LANES<A> * LANES<A>;
+}
+
+template <class A>
+inline Vector<A> load(const A* from) {
+    Vector<A> x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+// The sum of both halves.
+template <class A, int BYTES>
+inline Vector<A, BYTES / 2> fold(Vector<A, BYTES> x) {
+    Vector<A, BYTES / 2> halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    return halves[0] + halves[1];
+}
+
+template <class A>
+inline A total(Vector<A> x) {
+    const Vector<A, 16> part = fold<A, 32>(fold<A, 64>(x));
+    if constexpr (sizeof(A) == 4)
+        return (part[0] + part[2]) + (part[1] + part[3]);
+    else
+        return part[0] + part[1];
+}
+
+// `size` elements, wide, and zeros to whole vectors.
+template <class T>
+inline void widen_row(const T* from, int64_t size, int64_t padded, Wide<T>* to) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) to[i] = widen(from[i]);
+    for (int64_t i = size; i < padded; i++) to[i] = 0;
+}
+
 template <class T>
 inline void norm_row(const T* x, const T* weight, T* out, int64_t size, double eps) {
     using A = Wide<T>;
-    A sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += widen(x[i]) * widen(x[i]);
-    const A scale = A(1) / std::sqrt(sum / A(size) + A(eps));
+    Vector<A> sums = {};
+    for (int64_t first = 0; first < size; first += LANES<A>) {
+        A part[LANES<A>];
+        if (first + LANES<A> <= size)
+            widen_row<T>(x + first, LANES<A>, LANES<A>, part);
+        else
+            widen_row<T>(x + first, size - first, LANES<A>, part);
+        const Vector<A> values = load(part);
+        sums += values * values;
+    }
+    const A scale = A(1) / std::sqrt(total<A>(sums) / A(size) + A(eps));
 #pragma omp simd
     for (int64_t i = 0; i < size; i++)
         out[i] = narrow<T, A>(widen(narrow<T, A>(widen(x[i]) * scale)) * widen(weight[i]));
@@ -135,8 +184,9 @@ void rotate_and_store(const T* heads, const T* norms, const T* cos, const T* sin
 #pragma omp simd
                 for (int64_t i = 0; i < half; i++) {
                     const A x = widen(in[i]), y = widen(in[i + half]);
-                    to[i] = narrow<T, A>(widen(narrow<T, A>(x * widen(c[i]))) + y * widen(s[i]));
-                    to[i + half] = narrow<T, A>(widen(narrow<T, A>(y * widen(c[i + half]))) + x * widen(s[i + half]));
+                    to[i] = narrow<T, A>(std::fma(y, A(widen(s[i])), A(widen(narrow<T, A>(x * widen(c[i]))))));
+                    to[i + half] = narrow<T, A>(
+                        std::fma(x, A(widen(s[i + half])), A(widen(narrow<T, A>(y * widen(c[i + half]))))));
                 }
             }
         }
@@ -152,113 +202,159 @@ struct Rows {
     const int32_t* table;
     int64_t block_size, stride;
 
-    // A tile of tokens from `first` on, wide; of those beyond `count` zeros. `memory` holds what is not wide as it lies.
-    void tile(int64_t first, int64_t count, int64_t size, Wide<T>* memory, const Wide<T>* rows[TILE]) const {
+    // The first `count` tokens of a tile from `first` on: wide, in whole vectors, and zeros for what is beyond `count`.
+    // `memory` holds what is not so as it lies.
+    void tile(int64_t first, int64_t count, int64_t size, int64_t padded, Wide<T>* memory, const Wide<T>* nothing,
+              const Wide<T>* rows[TILE]) const {
         int64_t block = first / block_size, offset = first % block_size;
         for (int64_t t = 0; t < TILE; t++) {
-            Wide<T>* row = memory + t * size;
-            rows[t] = row;
             if (t >= count) {
-                for (int64_t i = 0; i < size; i++) row[i] = 0;
+                rows[t] = nothing;
                 continue;
             }
             const T* from = cache + (table[block] * block_size + offset) * stride;
             if (++offset == block_size) block++, offset = 0;
             if constexpr (std::is_same_v<T, Wide<T>>) {
-                rows[t] = from;
-            } else {
-#pragma omp simd
-                for (int64_t i = 0; i < size; i++) row[i] = widen(from[i]);
+                if (size == padded) {
+                    rows[t] = from;
+                    continue;
+                }
             }
+            rows[t] = memory + t * padded;
+            widen_row<T>(from, size, padded, memory + t * padded);
         }
     }
 };
 
-// One sequence and KV head: its `group` query heads over `length` tokens.
-template <class T, int DIM>
-void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t length, int64_t group, int64_t dim, double scale,
-            std::vector<Wide<T>>& memory) {
-    using A = Wide<T>;
-    const int64_t size = DIM ? DIM : dim;
-    const int64_t padded = (length + TILE - 1) / TILE * TILE;
-    memory.resize(group * (padded + 2 * size) + TILE * size);
-    A* scores = memory.data();             // [group][padded]
-    A* queries = scores + group * padded;  // [group][size]
-    A* sums = queries + group * size;      // [group][size]
-    A* tile = sums + group * size;         // [TILE][size]
-    const A* rows[TILE];
-    for (int64_t i = 0; i < group * size; i++) queries[i] = widen(q[i]) * A(scale);
-    for (int64_t first = 0; first < length; first += TILE) {
-        keys.tile(first, length - first, size, tile, rows);
-        const A *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
-        for (int64_t head = 0; head < group; head++) {
-            const A* query = queries + head * size;
-            A s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-            for (int64_t i = 0; i < size; i++) {
-                s0 += query[i] * r0[i];
-                s1 += query[i] * r1[i];
-                s2 += query[i] * r2[i];
-                s3 += query[i] * r3[i];
-            }
-            A* to = scores + head * padded + first;
-            to[0] = s0, to[1] = s1, to[2] = s2, to[3] = s3;
-        }
-    }
-    for (int64_t head = 0; head < group; head++) {
-        A* row = scores + head * padded;
-        A highest = row[0];
+// Scores to shares, in place. `row` has whole vectors: what is beyond `length` becomes zeros.
+template <class A>
+inline void softmax(A* row, int64_t length) {
+    A highest = row[0];
 #pragma omp simd reduction(max : highest)
-        for (int64_t t = 0; t < length; t++) highest = row[t] > highest ? row[t] : highest;
-        A sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t t = 0; t < length; t++) {
-            row[t] = exponential(row[t] - highest);
-            sum += row[t];
+    for (int64_t t = 0; t < length; t++) highest = row[t] > highest ? row[t] : highest;
+    const int64_t padded = whole_vectors<A>(length);
+    for (int64_t t = length; t < padded; t++) row[t] = highest;
+    Vector<A> sums = {};
+    for (int64_t first = 0; first < padded; first += LANES<A>) {
+#pragma omp simd
+        for (int64_t t = first; t < first + LANES<A>; t++) {
+            const A share = exponential(row[t] - highest);
+            row[t] = t < length ? share : A(0);
         }
-        const A inverse = A(1) / sum;
-#pragma omp simd
-        for (int64_t t = 0; t < length; t++) row[t] *= inverse;
-        for (int64_t t = length; t < padded; t++) row[t] = 0;
+        sums += load(row + first);
     }
-    for (int64_t i = 0; i < group * size; i++) sums[i] = 0;
-    for (int64_t first = 0; first < length; first += TILE) {
-        values.tile(first, length - first, size, tile, rows);
-        const A *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
-        for (int64_t head = 0; head < group; head++) {
-            const A* share = scores + head * padded + first;
-            const A p0 = share[0], p1 = share[1], p2 = share[2], p3 = share[3];
-            A* sum = sums + head * size;
+    const A inverse = A(1) / total<A>(sums);
 #pragma omp simd
-            for (int64_t i = 0; i < size; i++)
-                sum[i] += p0 * r0[i] + p1 * r1[i] + p2 * r2[i] + p3 * r3[i];
-        }
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < group * size; i++) out[i] = narrow<T, A>(sums[i]);
+    for (int64_t t = 0; t < padded; t++) row[t] *= inverse;
 }
 
+// `rows` successive tokens of a sequence, and the `group` query heads of one KV head: token r sees `length` + r tokens.
+// Keys and values are read once for all of them; what is computed for one does not depend on the others.
+template <class T, int DIM>
+void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t stride, int64_t length, int64_t rows,
+            int64_t group, int64_t dim, double scale, std::vector<Wide<T>>& memory) {
+    using A = Wide<T>;
+    if (DIM) dim = DIM;  // known to the compiler
+    const int64_t size = whole_vectors<A>(dim);
+    const int64_t longest = length + rows - 1;
+    const int64_t width = whole_vectors<A>(longest);
+    const int64_t end = rows * group;
+    memory.resize(end * (width + 2 * size) + (TILE + 1) * size);
+    A* scores = memory.data();         // [rows * group][width]
+    A* queries = scores + end * width; // [rows * group][size]
+    A* sums = queries + end * size;    // [rows * group][size]
+    A* tile = sums + end * size;       // [TILE][size]
+    A* nothing = tile + TILE * size;   // [size]
+    const A* from[TILE];
+    for (int64_t index = 0; index < end; index++) {
+        A* query = queries + index * size;
+        widen_row<T>(q + index / group * stride + index % group * dim, dim, size, query);
+        for (int64_t i = 0; i < size; i++) query[i] *= A(scale);
+    }
+    for (int64_t i = 0; i < end * size; i++) sums[i] = 0;
+    for (int64_t i = 0; i < size; i++) nothing[i] = 0;
+    for (int64_t first = 0; first < longest; first += TILE) {
+        keys.tile(first, longest - first, dim, size, tile, nothing, from);
+        for (int64_t index = first < length ? 0 : (first - length + 1) * group; index < end; index++) {
+            const A* query = queries + index * size;
+            Vector<A> s0 = {}, s1 = {}, s2 = {}, s3 = {};
+            for (int64_t i = 0; i < size; i += LANES<A>) {
+                const Vector<A> x = load(query + i);
+                s0 += x * load(from[0] + i);
+                s1 += x * load(from[1] + i);
+                s2 += x * load(from[2] + i);
+                s3 += x * load(from[3] + i);
+            }
+            A* to = scores + index * width + first;
+            to[0] = total<A>(s0), to[1] = total<A>(s1), to[2] = total<A>(s2), to[3] = total<A>(s3);
+        }
+    }
+    for (int64_t index = 0; index < end; index++) softmax(scores + index * width, length + index / group);
+    for (int64_t first = 0; first < longest; first += TILE) {
+        values.tile(first, longest - first, dim, size, tile, nothing, from);
+        for (int64_t index = first < length ? 0 : (first - length + 1) * group; index < end; index++) {
+            const int64_t seen = length + index / group - first;  // what comes later is not even multiplied by zero
+            const A *r0 = from[0], *r1 = seen > 1 ? from[1] : nothing, *r2 = seen > 2 ? from[2] : nothing,
+                    *r3 = seen > 3 ? from[3] : nothing;
+            const A* share = scores + index * width + first;
+            const A p0 = share[0], p1 = share[1], p2 = share[2], p3 = share[3];
+            A* sum = sums + index * size;
+            for (int64_t i = 0; i < size; i += LANES<A>) {
+                Vector<A> x = load(sum + i);
+                x += p0 * load(r0 + i);
+                x += p1 * load(r1 + i);
+                x += p2 * load(r2 + i);
+                x += p3 * load(r3 + i);
+                std::memcpy(sum + i, &x, sizeof x);
+            }
+        }
+    }
+    for (int64_t index = 0; index < end; index++) {
+        T* to = out + index / group * stride + index % group * dim;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) to[i] = narrow<T, A>(sums[index * size + i]);
+    }
+}
+
+// The share of one KV head and some successive tokens of a sequence.
+struct Part {
+    int64_t sequence, head, first, rows;
+};
+
+constexpr int64_t SCORES = 1 << 15;  // of a part, at most where it has several tokens: they stay in the cache
+
 template <class T>
-void decode_attention(const T* q, const T* keys, const T* values, T* out, const int32_t* tables, int64_t table_stride,
-                      const int32_t* lengths, int64_t sequences, int64_t num_q, int64_t num_kv, int64_t block_size,
-                      int64_t dim, double scale) {
+void paged_attention(const T* q, const T* keys, const T* values, T* out, const int32_t* tables, int64_t table_stride,
+                     const int32_t* starts, const int32_t* lengths, int64_t sequences, int64_t num_q, int64_t num_kv,
+                     int64_t block_size, int64_t dim, double scale) {
     const int64_t group = num_q / num_kv;
     const auto run = dim == 32    ? attend<T, 32>
                      : dim == 64  ? attend<T, 64>
                      : dim == 128 ? attend<T, 128>
                                   : attend<T, 0>;
+    std::vector<Part> parts;
+    for (int64_t sequence = 0; sequence < sequences; sequence++) {
+        const int64_t rows = starts[sequence + 1] - starts[sequence];
+        const int64_t fit = SCORES / (group * lengths[sequence]);
+        const int64_t step = fit < 1 ? 1 : fit < 16 ? fit : 16;
+        for (int64_t first = 0; first < rows; first += step)
+            for (int64_t head = 0; head < num_kv; head++)
+                parts.push_back({sequence, head, first, rows - first < step ? rows - first : step});
+    }
 #pragma omp parallel
     {
         std::vector<Wide<T>> memory;
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t sequence = 0; sequence < sequences; sequence++) {
-            for (int64_t head = 0; head < num_kv; head++) {
-                const int64_t first = (sequence * num_q + head * group) * dim;
-                const int32_t* table = tables + sequence * table_stride;
-                const Rows<T> key_rows{keys + head * dim, table, block_size, num_kv * dim};
-                const Rows<T> value_rows{values + head * dim, table, block_size, num_kv * dim};
-                run(q + first, key_rows, value_rows, out + first, lengths[sequence], group, dim, scale, memory);
-            }
+#pragma omp for schedule(dynamic)
+        for (size_t index = 0; index < parts.size(); index++) {
+            const Part part = parts[index];
+            const int64_t row = starts[part.sequence] + part.first;
+            const int64_t new_tokens = starts[part.sequence + 1] - starts[part.sequence];
+            const int64_t length = lengths[part.sequence] - new_tokens + part.first + 1;
+            const int64_t at = (row * num_q + part.head * group) * dim;
+            const int32_t* table = tables + part.sequence * table_stride;
+            const Rows<T> key_rows{keys + part.head * dim, table, block_size, num_kv * dim};
+            const Rows<T> value_rows{values + part.head * dim, table, block_size, num_kv * dim};
+            run(q + at, key_rows, value_rows, out + at, num_q * dim, length, part.rows, group, dim, scale, memory);
         }
     }
 }
@@ -281,12 +377,12 @@ void decode_attention(const T* q, const T* keys, const T* values, T* out, const 
                                               int64_t num_q, int64_t num_kv, int64_t dim, double eps) {                \
         rotate_and_store<T>(heads, norms, cos, sin, slots, q, keys, values, tokens, num_q, num_kv, dim, eps);          \
     }                                                                                                                  \
-    extern "C" void decode_attention_##SUFFIX(const T* q, const T* keys, const T* values, T* out,                       \
-                                              const int32_t* tables, int64_t table_stride, const int32_t* lengths,     \
-                                              int64_t sequences, int64_t num_q, int64_t num_kv, int64_t block_size,    \
-                                              int64_t dim, double scale) {                                             \
-        decode_attention<T>(q, keys, values, out, tables, table_stride, lengths, sequences, num_q, num_kv, block_size, \
-                            dim, scale);                                                                               \
+    extern "C" void paged_attention_##SUFFIX(                                                                          \
+        const T* q, const T* keys, const T* values, T* out, const int32_t* tables, int64_t table_stride,               \
+        const int32_t* starts, const int32_t* lengths, int64_t sequences, int64_t num_q, int64_t num_kv,               \
+        int64_t block_size, int64_t dim, double scale) {                                                               \
+        paged_attention<T>(q, keys, values, out, tables, table_stride, starts, lengths, sequences, num_q, num_kv,      \
+                           block_size, dim, scale);                                                                    \
     }
 
 FOR_TYPE(bfloat16, bf16)

@@ -21,8 +21,7 @@ from engines.config import Kernels
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp"),
-    # Sums in vectors: in another order than written, but always in the same one.
-    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
+    *("-fno-math-errno", "-fno-trapping-math"),
 )
 COMPILE_S = 120.0
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
@@ -42,7 +41,7 @@ class Library:
             "add_rms_norm": (*[pointer] * 4, *[integer] * 2, number),
             "silu_mul": (*[pointer] * 2, *[integer] * 2),
             "rotate_and_store": (*[pointer] * 8, *[integer] * 4, number),
-            "decode_attention": (*[pointer] * 5, integer, pointer, *[integer] * 5, number),
+            "paged_attention": (*[pointer] * 5, integer, *[pointer] * 2, *[integer] * 5, number),
         }
         functions = {}
         for name, arguments in signatures.items():
@@ -53,7 +52,7 @@ class Library:
         self.add_rms_norm = functions["add_rms_norm"]
         self.silu_mul = functions["silu_mul"]
         self.rotate_and_store = functions["rotate_and_store"]
-        self.decode_attention = functions["decode_attention"]
+        self.paged_attention = functions["paged_attention"]
 
 
 def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Library | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,10 @@ def close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
     if mine.dtype is torch.bfloat16:
         assert (mine == theirs).double().mean() > 0.97
+
+
+def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -133,28 +139,77 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, bloc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_batch_and_with_any_threads(dtype: torch.dtype) -> None:
-    library = library_for(dtype)
-    lengths = [5, 600, 33, 16, 900]
-    num_blocks, batch = make_batch(lengths, [1] * 5, 16)
-    cache = [normal(num_blocks, 16, 2, 64, dtype=dtype, seed=i) for i in range(2)]
-    q, x = normal(5, 8, 64, dtype=dtype, seed=2), normal(500, 256, dtype=dtype, seed=3)
-    weight = normal(256, dtype=dtype, seed=4)
-    native, operations = NativeAttention(library), NativeOperations(library)
-    before = torch.get_num_threads()
-    results = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        whole = native.attention(q, *cache, native.plan(batch, 16)), operations.rms_norm(x, weight, EPS)
-        results.append(whole)
-        for row in range(5):
-            length, table = batch.context_lens[row : row + 1], batch.block_table[row : row + 1]
-            alone = SimpleNamespace(seqlens_q=[1], context_lens=length, block_table=table)
-            one = native.attention(q[row : row + 1], *cache, native.plan(alone, 16))  # type: ignore[arg-type]
-            assert torch.equal(one[0], whole[0][row])
-            assert torch.equal(operations.rms_norm(x[row : row + 1], weight, EPS)[0], whole[1][row])
-    torch.set_num_threads(before)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (8, 2, 64), (5, 1, 128), (3, 3, 10)])
+def test_a_token_s_attention_has_the_same_bits_in_any_chunk_and_batch_and_with_any_threads(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    lengths, native = [5, 600, 33, 16, 1], NativeAttention(library_for(dtype))
+    num_blocks, whole = make_batch(lengths, lengths, 16)
+    cache = [normal(num_blocks, 16, kv_heads, dim, dtype=dtype, seed=i) for i in range(2)]
+    q = 2 * normal(sum(lengths), heads, dim, dtype=dtype, seed=2)
+    rng, before, results = random.Random(0), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(native.attention(q, *cache, native.plan(whole, 16)))
+            done = [0] * len(lengths)
+            out = torch.empty_like(q)
+            while done != lengths:
+                picked = [i for i, count in enumerate(done) if count < lengths[i] and rng.random() < 0.7]
+                rng.shuffle(picked)
+                new = [rng.choice([1, 1, 2, 17, 40, 300]) for _ in picked]
+                new = [min(count, lengths[i] - done[i]) for i, count in zip(picked, new, strict=True)]
+                first = [int(whole.cu_seqlens_q[i]) + done[i] for i in picked]
+                rows = [row for start, count in zip(first, new, strict=True) for row in range(start, start + count)]
+                for i, count in zip(picked, new, strict=True):
+                    done[i] += count
+                batch = SimpleNamespace(
+                    seqlens_q=new,
+                    context_lens=torch.tensor([done[i] for i in picked], dtype=torch.int32),
+                    cu_seqlens_q=torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32),
+                    block_table=whole.block_table[picked],
+                )
+                out[rows] = native.attention(q[rows], *cache, native.plan(batch, 16))  # type: ignore[arg-type]
+            assert same_bits(out, results[0])
+            assert same_bits(results[-1], results[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [10, 100, 256, 1000])
+def test_a_row_of_the_small_operations_has_the_same_bits_in_any_batch_and_with_any_threads(
+    dtype: torch.dtype, size: int
+) -> None:
+    operations, rows = NativeOperations(library_for(dtype)), 70
+    weight, before = normal(size, dtype=dtype, seed=4), torch.get_num_threads()
+    x, residual, gate_up = (3 * normal(rows, n, dtype=dtype, seed=n) for n in (size, size + 1, 2 * size))
+    residual = residual[:, :size].contiguous()
+    heads = normal(rows, 5 + 2 * 2, size, dtype=dtype, seed=5)
+    norms, rotary = normal(2, size, dtype=dtype), (normal(rows, 1, size, dtype=dtype), normal(rows, 1, size, dtype=dtype))
+
+    def run(start: int, stop: int) -> list[torch.Tensor]:
+        cache = [torch.zeros(rows, 1, 2, size, dtype=dtype) for _ in range(2)]
+        part = slice(start, stop)
+        cos, sin = (table[part].clone() for table in rotary)
+        slots = torch.arange(start, stop)
+        queries = operations.rotate_and_store(heads[part].clone(), norms, (cos, sin), slots, *cache, EPS)
+        return [
+            operations.rms_norm(x[part].clone(), weight, EPS),
+            *operations.add_rms_norm(x[part].clone(), residual[part].clone(), weight, EPS),
+            operations.silu_mul(gate_up[part].clone()),
+            *(queries, cache[0][part], cache[1][part]),
+        ]
+
+    whole = run(0, rows)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for start, stop in ((0, rows), (0, 1), (1, 3), (7, 8), (13, 40), (rows - 1, rows)):
+                for mine, theirs in zip(run(start, stop), whole, strict=True):
+                    assert same_bits(mine, theirs[start:stop])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
