@@ -9,6 +9,10 @@
 #include <type_traits>
 #include <vector>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct bf16 {
@@ -93,6 +97,34 @@ inline A total(Vector<A> x) {
         return (part[0] + part[2]) + (part[1] + part[3]);
     else
         return part[0] + part[1];
+}
+
+// Whether two neighbours' products are added to one lane by one instruction.
+#ifdef __AVX512BF16__
+template <class T>
+constexpr bool PAIRS = std::is_same_v<T, bf16>;
+
+inline void add_products(Vector<float>& sums, const bf16* x, const bf16* y) {
+    sums = (Vector<float>)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_loadu_si512(x), (__m512bh)_mm512_loadu_si512(y));
+}
+#else
+template <class T>
+constexpr bool PAIRS = false;
+#endif
+
+// The totals of four, the bits of `total`.
+template <class A>
+inline void four_totals(Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d, A* to) {
+    if constexpr (sizeof(A) == 4) {
+        const Vector<A, 16> w = fold<A, 32>(fold<A, 64>(a)), x = fold<A, 32>(fold<A, 64>(b)),
+                            y = fold<A, 32>(fold<A, 64>(c)), z = fold<A, 32>(fold<A, 64>(d));
+        const Vector<A, 16> wx = __builtin_shufflevector(w, x, 0, 4, 1, 5) + __builtin_shufflevector(w, x, 2, 6, 3, 7);
+        const Vector<A, 16> yz = __builtin_shufflevector(y, z, 0, 4, 1, 5) + __builtin_shufflevector(y, z, 2, 6, 3, 7);
+        const Vector<A, 16> all = __builtin_shufflevector(wx, yz, 0, 1, 4, 5) + __builtin_shufflevector(wx, yz, 2, 3, 6, 7);
+        std::memcpy(to, &all, sizeof all);
+    } else {
+        to[0] = total<A>(a), to[1] = total<A>(b), to[2] = total<A>(c), to[3] = total<A>(d);
+    }
 }
 
 // `size` elements, wide, and zeros to whole vectors.
@@ -193,7 +225,8 @@ void rotate_and_store(const T* heads, const T* norms, const T* cos, const T* sin
     }
 }
 
-constexpr int TILE = 4;  // tokens at a time: their sums do not wait for each other
+constexpr int TILE = 4;    // tokens at a time: their sums do not wait for each other
+constexpr int AHEAD = 16;  // tokens: so far ahead of its use a row of the cache, which lies anywhere, is asked for
 
 // Where a layer's keys or values of a sequence are, for one KV head.
 template <class T>
@@ -201,6 +234,21 @@ struct Rows {
     const T* cache;  // of the head's first element
     const int32_t* table;
     int64_t block_size, stride;
+
+    void prefetch(int64_t token, int64_t size) const {
+        const T* row = cache + (table[token / block_size] * block_size + token % block_size) * stride;
+        for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+    }
+
+    // Where the first `count` tokens of a tile from `first` on lie; beyond them any one.
+    void find(int64_t first, int64_t count, int64_t size, const T* rows[TILE]) const {
+        int64_t block = first / block_size, offset = first % block_size;
+        for (int64_t t = 0; t < TILE; t++) {
+            rows[t] = t < count ? cache + (table[block] * block_size + offset) * stride : rows[0];
+            if (t + AHEAD < count) prefetch(first + t + AHEAD, size);
+            if (++offset == block_size) block++, offset = 0;
+        }
+    }
 
     // The first `count` tokens of a tile from `first` on: wide, in whole vectors, and zeros for what is beyond `count`.
     // `memory` holds what is not so as it lies.
@@ -213,6 +261,7 @@ struct Rows {
                 continue;
             }
             const T* from = cache + (table[block] * block_size + offset) * stride;
+            if (t + AHEAD < count) prefetch(first + t + AHEAD, size);
             if (++offset == block_size) block++, offset = 0;
             if constexpr (std::is_same_v<T, Wide<T>>) {
                 if (size == padded) {
@@ -228,7 +277,7 @@ struct Rows {
 
 // Scores to shares, in place. `row` has whole vectors: what is beyond `length` becomes zeros.
 template <class A>
-inline void softmax(A* row, int64_t length) {
+inline void softmax(A* row, int64_t length, A scale) {
     A highest = row[0];
 #pragma omp simd reduction(max : highest)
     for (int64_t t = 0; t < length; t++) highest = row[t] > highest ? row[t] : highest;
@@ -238,7 +287,7 @@ inline void softmax(A* row, int64_t length) {
     for (int64_t first = 0; first < padded; first += LANES<A>) {
 #pragma omp simd
         for (int64_t t = first; t < first + LANES<A>; t++) {
-            const A share = exponential(row[t] - highest);
+            const A share = exponential((row[t] - highest) * scale);
             row[t] = t < length ? share : A(0);
         }
         sums += load(row + first);
@@ -269,13 +318,32 @@ void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t stride, in
     for (int64_t index = 0; index < end; index++) {
         A* query = queries + index * size;
         widen_row<T>(q + index / group * stride + index % group * dim, dim, size, query);
-        for (int64_t i = 0; i < size; i++) query[i] *= A(scale);
     }
     for (int64_t i = 0; i < end * size; i++) sums[i] = 0;
     for (int64_t i = 0; i < size; i++) nothing[i] = 0;
+    for (int64_t token = 0; token < AHEAD && token < longest; token++) values.prefetch(token, dim);
     for (int64_t first = 0; first < longest; first += TILE) {
+        const int64_t skip = first < length ? 0 : (first - length + 1) * group;
+        if constexpr (PAIRS<T>) {
+            if (dim % (2 * LANES<A>) == 0) {
+                const T* lie[TILE];
+                keys.find(first, longest - first, dim, lie);
+                for (int64_t index = skip; index < end; index++) {
+                    const T* query = q + index / group * stride + index % group * dim;
+                    Vector<A> s0 = {}, s1 = {}, s2 = {}, s3 = {};
+                    for (int64_t i = 0; i < dim; i += 2 * LANES<A>) {
+                        add_products(s0, query + i, lie[0] + i);
+                        add_products(s1, query + i, lie[1] + i);
+                        add_products(s2, query + i, lie[2] + i);
+                        add_products(s3, query + i, lie[3] + i);
+                    }
+                    four_totals<A>(s0, s1, s2, s3, scores + index * width + first);
+                }
+                continue;
+            }
+        }
         keys.tile(first, longest - first, dim, size, tile, nothing, from);
-        for (int64_t index = first < length ? 0 : (first - length + 1) * group; index < end; index++) {
+        for (int64_t index = skip; index < end; index++) {
             const A* query = queries + index * size;
             Vector<A> s0 = {}, s1 = {}, s2 = {}, s3 = {};
             for (int64_t i = 0; i < size; i += LANES<A>) {
@@ -286,10 +354,10 @@ void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t stride, in
                 s3 += x * load(from[3] + i);
             }
             A* to = scores + index * width + first;
-            to[0] = total<A>(s0), to[1] = total<A>(s1), to[2] = total<A>(s2), to[3] = total<A>(s3);
+            four_totals<A>(s0, s1, s2, s3, to);
         }
     }
-    for (int64_t index = 0; index < end; index++) softmax(scores + index * width, length + index / group);
+    for (int64_t index = 0; index < end; index++) softmax(scores + index * width, length + index / group, A(scale));
     for (int64_t first = 0; first < longest; first += TILE) {
         values.tile(first, longest - first, dim, size, tile, nothing, from);
         for (int64_t index = first < length ? 0 : (first - length + 1) * group; index < end; index++) {
