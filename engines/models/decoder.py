@@ -14,7 +14,7 @@ from engines.config import Kernels, ModelConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.operations import NativeOperations, Operations, TorchOperations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
-from engines.models.projection import pack, packs, project
+from engines.models.projection import FewRows, Project, pack, packs, project
 from engines.models.rope import RotaryTable
 from engines.native.library import choose_library
 from engines.parallel.collectives import Communicator
@@ -54,6 +54,7 @@ class Decoder:
         self.kernels = "torch" if library is None else "native"
         """Which small operations and decode attention run: those of torch, or the compiled ones."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
+        self._few_rows = None if library is None else FewRows(library)
         self._backend: Any = sdpa if library is None else NativeAttention(library)
 
     def logical_views(self) -> dict[str, Tensor]:
@@ -90,15 +91,22 @@ class Decoder:
         residual = self._embed(batch.tokens)
         x = self._operations.rms_norm(residual, self.parameters.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.parameters.layers[1:]] + [self.parameters.final_norm]
+        parameters, project = self._products(len(batch.tokens))
         for layer, next_norm, k_cache, v_cache in zip(
-            self._forward_parameters.layers, next_norms, kv.keys, kv.values, strict=True
+            parameters.layers, next_norms, kv.keys, kv.values, strict=True
         ):
-            x = self._attention(layer, x, rotary, k_cache, v_cache, batch.slot_mapping, plan)
+            x = self._attention(layer, x, rotary, k_cache, v_cache, batch.slot_mapping, plan, project)
             x, residual = add_norm(x, residual, layer.post_attention_norm, eps)
-            x, residual = add_norm(self._mlp(layer, x), residual, next_norm, eps)
+            x, residual = add_norm(self._mlp(layer, x, project), residual, next_norm, eps)
         if len(batch.logit_rows) < len(x):
             x = x.index_select(0, batch.logit_rows)
         return self._logits(x)
+
+    def _products(self, num_rows: int) -> tuple[DecoderParameters, Project]:
+        """The parameters, and how to multiply so many rows by them."""
+        if self._few_rows is not None and num_rows <= self._few_rows.most_rows:
+            return self.parameters, self._few_rows
+        return self._forward_parameters, project
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T, hidden]. A shard has the rows of some token ids; others are zero there, and the sum is the embedding."""
@@ -111,7 +119,8 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         """[R, vocab_size] on every shard, the same bits: each column was computed by one of them."""
-        logits = project(x, self._forward_parameters.head)
+        parameters, project = self._products(len(x))
+        logits = project(x, parameters.head, None)
         if self.shard.count > 1:
             logits = self._tensor_parallel.all_gather(logits).transpose(0, 1).flatten(1)
         return logits[:, : self.config.vocab_size]
@@ -125,19 +134,20 @@ class Decoder:
         v_cache: Tensor,
         slot_mapping: Tensor,
         plan: Any,
+        project: Project,
     ) -> Tensor:
         heads = project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.config.head_dim)
         q = self._operations.rotate_and_store(
             heads, layer.qk_norm, rotary, slot_mapping, k_cache, v_cache, self.config.rms_norm_eps
         )
         out = self._backend.attention(q, k_cache, v_cache, plan).flatten(1)
-        return self._row_parallel(out, layer.output, layer.output_bias)
+        return self._row_parallel(out, layer.output, layer.output_bias, project)
 
-    def _mlp(self, layer: LayerParameters, x: Tensor) -> Tensor:
+    def _mlp(self, layer: LayerParameters, x: Tensor, project: Project) -> Tensor:
         inner = self._operations.silu_mul(project(x, layer.gate_up, layer.gate_up_bias))
-        return self._row_parallel(inner, layer.down, layer.down_bias)
+        return self._row_parallel(inner, layer.down, layer.down_bias, project)
 
-    def _row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor | None, project: Project) -> Tensor:
         """Each shard holds some columns of `weight`, and its share of x; the bias is added once, after the sum."""
-        out = self._tensor_parallel.all_reduce(project(x, weight))
+        out = self._tensor_parallel.all_reduce(project(x, weight, None))
         return out if bias is None else out + bias

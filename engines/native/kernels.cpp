@@ -112,6 +112,23 @@ template <class T>
 constexpr bool PAIRS = false;
 #endif
 
+inline Vector<float> load_wide(const bf16* from) {
+    Vector<uint16_t, 32> bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return (Vector<float>)(__builtin_convertvector(bits, Vector<uint32_t>) << 16);
+}
+inline Vector<float> load_wide(const float* from) { return load(from); }
+inline Vector<double> load_wide(const double* from) { return load(from); }
+
+// To each lane the products of its elements: one of each row, or two.
+template <class T>
+inline void add_products(Vector<Wide<T>>& sums, const T* x, const T* y) {
+    sums += load_wide(x) * load_wide(y);
+}
+
+template <class T>
+constexpr int64_t STEP = (PAIRS<T> ? 2 : 1) * LANES<Wide<T>>;  // elements that `add_products` takes
+
 // The totals of four, the bits of `total`.
 template <class A>
 inline void four_totals(Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d, A* to) {
@@ -225,6 +242,47 @@ void rotate_and_store(const T* heads, const T* norms, const T* cos, const T* sin
     }
 }
 
+// -- products with few rows
+
+constexpr int64_t NEAR = 4096;  // bytes: so far ahead a matrix, which is read once from end to end, is asked for
+
+// Successive outputs of ROWS rows of x: each is a sum of products in one order, whatever ROWS is.
+template <class T, int ROWS>
+void few_rows_part(const T* x, const T* weight, T* out, int64_t inputs, int64_t outputs, int64_t first, int64_t last) {
+    using A = Wide<T>;
+    constexpr int64_t step = STEP<T>;
+    const int64_t whole = inputs / (2 * step) * (2 * step);
+    for (int64_t output = first; output < last; output++) {
+        const T* row = weight + output * inputs;
+        Vector<A> even[ROWS] = {}, odd[ROWS] = {};
+        for (int64_t i = 0; i < whole; i += 2 * step) {
+            for (int64_t ahead = 0; ahead < 2 * step; ahead += 64 / sizeof(T))
+                __builtin_prefetch(reinterpret_cast<const char*>(row + i + ahead) + NEAR);
+            for (int r = 0; r < ROWS; r++) {
+                add_products(even[r], x + r * inputs + i, row + i);
+                add_products(odd[r], x + r * inputs + i + step, row + i + step);
+            }
+        }
+        for (int r = 0; r < ROWS; r++) {
+            A sum = total<A>(even[r] + odd[r]);
+            for (int64_t i = whole; i < inputs; i++) sum = std::fma(A(widen(x[r * inputs + i])), A(widen(row[i])), sum);
+            out[r * outputs + output] = narrow<T, A>(sum);
+        }
+    }
+}
+
+// x [rows, inputs] @ weight [outputs, inputs].T, for 0 to 4 rows.
+template <class T>
+void few_rows(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs, int64_t outputs) {
+    constexpr decltype(&few_rows_part<T, 1>) BY_ROWS[] = {
+        few_rows_part<T, 1>, few_rows_part<T, 2>, few_rows_part<T, 3>, few_rows_part<T, 4>};
+    if (rows == 0) return;
+    constexpr int64_t SHARE = 16;  // outputs
+#pragma omp parallel for schedule(static) if (inputs * outputs > SERIAL)
+    for (int64_t first = 0; first < outputs; first += SHARE)
+        BY_ROWS[rows - 1](x, weight, out, inputs, outputs, first, first + SHARE < outputs ? first + SHARE : outputs);
+}
+
 constexpr int TILE = 4;    // tokens at a time: their sums do not wait for each other
 constexpr int AHEAD = 16;  // tokens: so far ahead of its use a row of the cache, which lies anywhere, is asked for
 
@@ -240,37 +298,24 @@ struct Rows {
         for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
     }
 
-    // Where the first `count` tokens of a tile from `first` on lie; beyond them any one.
-    void find(int64_t first, int64_t count, int64_t size, const T* rows[TILE]) const {
-        int64_t block = first / block_size, offset = first % block_size;
-        for (int64_t t = 0; t < TILE; t++) {
-            rows[t] = t < count ? cache + (table[block] * block_size + offset) * stride : rows[0];
-            if (t + AHEAD < count) prefetch(first + t + AHEAD, size);
-            if (++offset == block_size) block++, offset = 0;
-        }
-    }
-
-    // The first `count` tokens of a tile from `first` on: wide, in whole vectors, and zeros for what is beyond `count`.
-    // `memory` holds what is not so as it lies.
-    void tile(int64_t first, int64_t count, int64_t size, int64_t padded, Wide<T>* memory, const Wide<T>* nothing,
-              const Wide<T>* rows[TILE]) const {
+    // The first `count` tokens of a tile from `first` on, in whole vectors: as they lie, or copied to `memory` where
+    // they end within one. What is beyond `count` is `nothing`.
+    void tile(int64_t first, int64_t count, int64_t size, int64_t padded, T* memory, const T* nothing,
+              const T* rows[TILE]) const {
         int64_t block = first / block_size, offset = first % block_size;
         for (int64_t t = 0; t < TILE; t++) {
             if (t >= count) {
                 rows[t] = nothing;
                 continue;
             }
-            const T* from = cache + (table[block] * block_size + offset) * stride;
-            if (t + AHEAD < count) prefetch(first + t + AHEAD, size);
+            rows[t] = cache + (table[block] * block_size + offset) * stride;
             if (++offset == block_size) block++, offset = 0;
-            if constexpr (std::is_same_v<T, Wide<T>>) {
-                if (size == padded) {
-                    rows[t] = from;
-                    continue;
-                }
+            if (t + AHEAD < count) prefetch(first + t + AHEAD, size);
+            if (size < padded) {
+                std::memcpy(memory + t * padded, rows[t], size * sizeof(T));
+                std::memset(memory + t * padded + size, 0, (padded - size) * sizeof(T));
+                rows[t] = memory + t * padded;
             }
-            rows[t] = memory + t * padded;
-            widen_row<T>(from, size, padded, memory + t * padded);
         }
     }
 };
@@ -297,83 +342,67 @@ inline void softmax(A* row, int64_t length, A scale) {
     for (int64_t t = 0; t < padded; t++) row[t] *= inverse;
 }
 
+template <class T>
+struct Memory {
+    std::vector<Wide<T>> wide;
+    std::vector<T> narrow;
+};
+
 // `rows` successive tokens of a sequence, and the `group` query heads of one KV head: token r sees `length` + r tokens.
 // Keys and values are read once for all of them; what is computed for one does not depend on the others.
 template <class T, int DIM>
 void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t stride, int64_t length, int64_t rows,
-            int64_t group, int64_t dim, double scale, std::vector<Wide<T>>& memory) {
+            int64_t group, int64_t dim, double scale, Memory<T>& memory) {
     using A = Wide<T>;
     if (DIM) dim = DIM;  // known to the compiler
-    const int64_t size = whole_vectors<A>(dim);
+    const int64_t size = (dim + STEP<T> - 1) / STEP<T> * STEP<T>;
     const int64_t longest = length + rows - 1;
     const int64_t width = whole_vectors<A>(longest);
     const int64_t end = rows * group;
-    memory.resize(end * (width + 2 * size) + (TILE + 1) * size);
-    A* scores = memory.data();         // [rows * group][width]
-    A* queries = scores + end * width; // [rows * group][size]
-    A* sums = queries + end * size;    // [rows * group][size]
-    A* tile = sums + end * size;       // [TILE][size]
-    A* nothing = tile + TILE * size;   // [size]
-    const A* from[TILE];
-    for (int64_t index = 0; index < end; index++) {
-        A* query = queries + index * size;
-        widen_row<T>(q + index / group * stride + index % group * dim, dim, size, query);
-    }
+    memory.wide.resize(end * (width + size));
+    memory.narrow.resize((end + TILE + 1) * size);
+    A* scores = memory.wide.data();     // [rows * group][width]
+    A* sums = scores + end * width;     // [rows * group][size]
+    T* queries = memory.narrow.data();  // [rows * group][size]
+    T* tile = queries + end * size;     // [TILE][size]
+    T* nothing = tile + TILE * size;    // [size]
+    const T* from[TILE];
+    std::memset(queries, 0, (end + TILE + 1) * size * sizeof(T));
+    for (int64_t index = 0; index < end; index++)
+        std::memcpy(queries + index * size, q + index / group * stride + index % group * dim, dim * sizeof(T));
     for (int64_t i = 0; i < end * size; i++) sums[i] = 0;
-    for (int64_t i = 0; i < size; i++) nothing[i] = 0;
     for (int64_t token = 0; token < AHEAD && token < longest; token++) values.prefetch(token, dim);
     for (int64_t first = 0; first < longest; first += TILE) {
-        const int64_t skip = first < length ? 0 : (first - length + 1) * group;
-        if constexpr (PAIRS<T>) {
-            if (dim % (2 * LANES<A>) == 0) {
-                const T* lie[TILE];
-                keys.find(first, longest - first, dim, lie);
-                for (int64_t index = skip; index < end; index++) {
-                    const T* query = q + index / group * stride + index % group * dim;
-                    Vector<A> s0 = {}, s1 = {}, s2 = {}, s3 = {};
-                    for (int64_t i = 0; i < dim; i += 2 * LANES<A>) {
-                        add_products(s0, query + i, lie[0] + i);
-                        add_products(s1, query + i, lie[1] + i);
-                        add_products(s2, query + i, lie[2] + i);
-                        add_products(s3, query + i, lie[3] + i);
-                    }
-                    four_totals<A>(s0, s1, s2, s3, scores + index * width + first);
-                }
-                continue;
-            }
-        }
         keys.tile(first, longest - first, dim, size, tile, nothing, from);
-        for (int64_t index = skip; index < end; index++) {
-            const A* query = queries + index * size;
+        for (int64_t index = first < length ? 0 : (first - length + 1) * group; index < end; index++) {
+            const T* query = queries + index * size;
             Vector<A> s0 = {}, s1 = {}, s2 = {}, s3 = {};
-            for (int64_t i = 0; i < size; i += LANES<A>) {
-                const Vector<A> x = load(query + i);
-                s0 += x * load(from[0] + i);
-                s1 += x * load(from[1] + i);
-                s2 += x * load(from[2] + i);
-                s3 += x * load(from[3] + i);
+            for (int64_t i = 0; i < size; i += STEP<T>) {
+                add_products(s0, query + i, from[0] + i);
+                add_products(s1, query + i, from[1] + i);
+                add_products(s2, query + i, from[2] + i);
+                add_products(s3, query + i, from[3] + i);
             }
-            A* to = scores + index * width + first;
-            four_totals<A>(s0, s1, s2, s3, to);
+            four_totals<A>(s0, s1, s2, s3, scores + index * width + first);
         }
     }
-    for (int64_t index = 0; index < end; index++) softmax(scores + index * width, length + index / group, A(scale));
+    for (int64_t index = 0; index < end; index++)
+        softmax(scores + index * width, length + index / group, A(scale));
     for (int64_t first = 0; first < longest; first += TILE) {
         values.tile(first, longest - first, dim, size, tile, nothing, from);
-        for (int64_t index = first < length ? 0 : (first - length + 1) * group; index < end; index++) {
-            const int64_t seen = length + index / group - first;  // what comes later is not even multiplied by zero
-            const A *r0 = from[0], *r1 = seen > 1 ? from[1] : nothing, *r2 = seen > 2 ? from[2] : nothing,
-                    *r3 = seen > 3 ? from[3] : nothing;
-            const A* share = scores + index * width + first;
-            const A p0 = share[0], p1 = share[1], p2 = share[2], p3 = share[3];
-            A* sum = sums + index * size;
-            for (int64_t i = 0; i < size; i += LANES<A>) {
-                Vector<A> x = load(sum + i);
-                x += p0 * load(r0 + i);
-                x += p1 * load(r1 + i);
-                x += p2 * load(r2 + i);
-                x += p3 * load(r3 + i);
-                std::memcpy(sum + i, &x, sizeof x);
+        const int64_t begin = first < length ? 0 : (first - length + 1) * group;
+        for (int64_t i = 0; i < size; i += LANES<A>) {
+            const Vector<A> v0 = load_wide(from[0] + i), v1 = load_wide(from[1] + i), v2 = load_wide(from[2] + i),
+                            v3 = load_wide(from[3] + i);
+            for (int64_t index = begin; index < end; index++) {
+                const A* share = scores + index * width + first;
+                A* sum = sums + index * size + i;
+                Vector<A> x = load(sum);
+                x += share[0] * v0;
+                x += share[1] * v1;
+                x += share[2] * v2;
+                x += share[3] * v3;
+                std::memcpy(sum, &x, sizeof x);
             }
         }
     }
@@ -411,7 +440,7 @@ void paged_attention(const T* q, const T* keys, const T* values, T* out, const i
     }
 #pragma omp parallel
     {
-        std::vector<Wide<T>> memory;
+        Memory<T> memory;
 #pragma omp for schedule(dynamic)
         for (size_t index = 0; index < parts.size(); index++) {
             const Part part = parts[index];
@@ -429,7 +458,16 @@ void paged_attention(const T* q, const T* keys, const T* values, T* out, const i
 
 }  // namespace
 
+// Up to how many rows `few_rows` is the faster way; none for float64, where only equality counts.
+extern "C" int64_t most_rows_bfloat16() { return PAIRS<bf16> ? 4 : 2; }
+extern "C" int64_t most_rows_float32() { return 2; }
+extern "C" int64_t most_rows_float64() { return 0; }
+
 #define FOR_TYPE(SUFFIX, T)                                                                                            \
+    extern "C" void few_rows_##SUFFIX(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs,                \
+                                      int64_t outputs) {                                                               \
+        few_rows<T>(x, weight, out, rows, inputs, outputs);                                                            \
+    }                                                                                                                  \
     extern "C" void rms_norm_##SUFFIX(const T* x, const T* weight, T* out, int64_t rows, int64_t size, double eps) {    \
         rms_norm<T>(x, weight, out, rows, size, eps);                                                                  \
     }                                                                                                                  \

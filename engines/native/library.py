@@ -39,6 +39,7 @@ class Library:
         signatures = {
             "rms_norm": (*[pointer] * 3, *[integer] * 2, number),
             "add_rms_norm": (*[pointer] * 4, *[integer] * 2, number),
+            "few_rows": (*[pointer] * 3, *[integer] * 3),
             "silu_mul": (*[pointer] * 2, *[integer] * 2),
             "rotate_and_store": (*[pointer] * 8, *[integer] * 4, number),
             "paged_attention": (*[pointer] * 5, integer, *[pointer] * 2, *[integer] * 5, number),
@@ -50,6 +51,11 @@ class Library:
             functions[name] = function
         self.rms_norm = functions["rms_norm"]
         self.add_rms_norm = functions["add_rms_norm"]
+        self.few_rows = functions["few_rows"]
+        most_rows = getattr(library, f"most_rows_{suffix}")
+        most_rows.restype = integer
+        self.most_rows: int = most_rows()
+        """Up to how many rows `few_rows` is the faster way."""
         self.silu_mul = functions["silu_mul"]
         self.rotate_and_store = functions["rotate_and_store"]
         self.paged_attention = functions["paged_attention"]

@@ -19,6 +19,7 @@ from engines.attention import sdpa
 from engines.attention.native import NativeAttention
 from engines.config import EngineConfig
 from engines.models.operations import NativeOperations, TorchOperations
+from engines.models.projection import FewRows
 from engines.native import library as module
 from engines.native.library import Library, choose_library
 from tests.worlds import ROOT
@@ -278,3 +279,24 @@ def test_without_a_library_torch_does_it_and_it_is_told(
 def test_options() -> None:
     with pytest.raises(ValueError, match=r"EngineConfig.kernels='fast': use 'auto', 'torch' or 'native'"):
         EngineConfig(kernels="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (31, 5), (64, 16), (100, 33), (512, 300)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_of_few_rows(dtype: torch.dtype, inputs: int, outputs: int, threads: int) -> None:
+    few_rows = FewRows(library_for(dtype))
+    x, weight = normal(4, inputs, dtype=dtype), normal(outputs, inputs, dtype=dtype, seed=1)
+    bias = normal(outputs, dtype=dtype, seed=2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ones = torch.cat([few_rows(x[i : i + 1], weight) for i in range(4)])
+        for rows in range(5):
+            assert same_bits(few_rows(x[:rows], weight), ones[:rows])
+    finally:
+        torch.set_num_threads(before)
+    exact = torch.nn.functional.linear(x.double(), weight.double())
+    torch.testing.assert_close(ones.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6 * inputs)
+    assert few_rows.most_rows in (2, 4)
+    torch.testing.assert_close(few_rows(x[:2], weight, bias), ones[:2] + bias)
