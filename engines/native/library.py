@@ -40,6 +40,7 @@ class Library:
             "rms_norm": (*[pointer] * 3, *[integer] * 2, number),
             "add_rms_norm": (*[pointer] * 4, *[integer] * 2, number),
             "few_rows": (*[pointer] * 3, *[integer] * 3),
+            "sample": (pointer, integer, *[pointer] * 5, *[integer] * 2),
             "silu_mul": (*[pointer] * 2, *[integer] * 2),
             "rotate_and_store": (*[pointer] * 8, *[integer] * 4, number),
             "paged_attention": (*[pointer] * 5, integer, *[pointer] * 2, *[integer] * 5, number),
@@ -51,6 +52,7 @@ class Library:
             functions[name] = function
         self.rms_norm = functions["rms_norm"]
         self.add_rms_norm = functions["add_rms_norm"]
+        self.sample = functions["sample"]
         self.few_rows = functions["few_rows"]
         most_rows = getattr(library, f"most_rows_{suffix}")
         most_rows.restype = integer
