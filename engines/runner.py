@@ -84,6 +84,7 @@ class ModelRunner:
                 min_p=table.min_p[slots],
                 device=logits.device,
             ),
+            self._decoder.library,
         )
         logprobs = sampled.logprobs.tolist()
         if not np.isfinite(logprobs).all():

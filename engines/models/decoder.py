@@ -50,7 +50,8 @@ class Decoder:
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
         self._tensor_parallel = tensor_parallel
-        library = choose_library(kernels, dtype, device)
+        self.library = library = choose_library(kernels, dtype, device)
+        """The compiled kernels, for whoever else works on what this gives."""
         self.kernels = "torch" if library is None else "native"
         """Which small operations and decode attention run: those of torch, or the compiled ones."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)

@@ -495,6 +495,7 @@ Drawn<A> draw_part(const A* logits, int64_t count, int64_t first, uint64_t seed,
     A highest = logits[0];
 #pragma omp simd reduction(max : highest)
     for (int64_t i = 0; i < count; i++) highest = logits[i] > highest ? logits[i] : highest;
+    if (highest == -INFINITY) return {highest, 0.0, -INFINITY, first};  // none of these is allowed
     Vector<A> sums = {};
     for (int64_t start = 0; start < padded; start += LANES<A>) {
         A terms[LANES<A>];

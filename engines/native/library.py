@@ -53,6 +53,11 @@ class Library:
         self.rms_norm = functions["rms_norm"]
         self.add_rms_norm = functions["add_rms_norm"]
         self.sample = functions["sample"]
+        self.sample_wide = functions["sample"]
+        """`sample` for logits that have been processed: they are at least float32."""
+        if dtype is torch.bfloat16:
+            self.sample_wide = library.sample_float32
+            self.sample_wide.argtypes, self.sample_wide.restype = signatures["sample"], None
         self.few_rows = functions["few_rows"]
         most_rows = getattr(library, f"most_rows_{suffix}")
         most_rows.restype = integer

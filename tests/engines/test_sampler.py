@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import (
 )
 
 from engines import sampler
+from engines.native.library import Library, choose_library
 from engines.sampler import SamplingBatch, make_sampling_batch, process_logits, sample
 
 SETTINGS = [
@@ -40,6 +43,13 @@ def columns(rows: int, start: int = 0, **setting: float) -> SamplingBatch:
         min_p=full("min_p", 0.0),
         device=torch.device("cpu"),
     )
+
+
+def compiled(dtype: torch.dtype) -> Library:
+    library = choose_library("auto", dtype, torch.device("cpu"))
+    if library is None:
+        pytest.skip("no C++ compiler here")
+    return library
 
 
 def huggingface(logits: torch.Tensor, setting: dict[str, float]) -> torch.Tensor:
@@ -79,17 +89,18 @@ def test_rows_of_one_batch_may_differ() -> None:
     assert torch.equal(process_logits(logits, batch), expected)
 
 
-@pytest.mark.parametrize("dense", [True, False], ids=["dense", "sparse"])
+@pytest.mark.parametrize("way", ["dense", "sparse", "compiled"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_draws_follow_the_exact_distribution(
-    setting: dict[str, float], dense: bool, monkeypatch: pytest.MonkeyPatch
+    setting: dict[str, float], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not dense:
+    if way == "sparse":
         monkeypatch.setattr(sampler, "_DENSE_VOCAB", 0)
+    library = compiled(torch.float32) if way == "compiled" else None
     rows = 100_000
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
     exact = huggingface(logits, setting).softmax(-1)[0].double().numpy()
-    drawn = sample(logits.expand(rows, -1), columns(rows, **setting))
+    drawn = sample(logits.expand(rows, -1), columns(rows, **setting), library)
     counts = np.bincount(drawn.tokens.numpy(), minlength=40)
     assert not counts[exact == 0].any(), "an excluded token was drawn"
     expected = exact * rows
@@ -113,11 +124,34 @@ def test_leaving_out_hopeless_candidates_changes_no_token(scale: float) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 2, 17, 131, 5000, 8192, 8193, 30000])
+@pytest.mark.parametrize("scale", [0.01, 3.0, 30.0])
+def test_the_compiled_draw_gives_the_same_tokens(dtype: torch.dtype, vocab: int, scale: float) -> None:
+    library, rows = compiled(dtype), 60
+    logits = (torch.randn(rows, vocab + 3, generator=torch.Generator().manual_seed(8)) * scale).to(dtype)[:, :vocab]
+    for setting in ({}, {"temperature": 0.7}, {"top_k": 20, "min_p": 0.01}, {"top_p": 0.9, "temperature": 2.0}):
+        batch = replace(columns(rows, **setting), any_greedy=True)
+        batch.temperatures[::7] = 0
+        theirs, mine = sample(logits, batch), sample(logits, batch, library)
+        assert torch.equal(mine.tokens, theirs.tokens)
+        assert mine.logprobs.dtype == theirs.logprobs.dtype
+        tolerance = 1e-12 if dtype is torch.float64 else 2e-5
+        torch.testing.assert_close(mine.logprobs, theirs.logprobs, rtol=tolerance, atol=tolerance)
+        alone = [sample(logits[i : i + 1], batch.rows(slice(i, i + 1)), library) for i in range(rows)]
+        assert torch.equal(mine.logprobs, torch.cat([one.logprobs for one in alone]))
+    ties = torch.zeros(2, vocab, dtype=dtype)
+    ties[:, vocab // 2 :] = 5.0
+    assert sample(ties, columns(2, temperature=0.0), library).tokens.tolist() == [vocab // 2] * 2
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("temperature", [1e-6, 1e6])
-def test_extreme_temperatures_keep_to_the_vocabulary(temperature: float) -> None:
+def test_extreme_temperatures_keep_to_the_vocabulary(temperature: float, is_compiled: bool) -> None:
     """Large logits swallow the noise's bound in float32: the leaders must stay candidates."""
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(7)) * 5 + 10
-    drawn = sample(logits * 100, columns(64, temperature=temperature))
+    library = compiled(torch.float32) if is_compiled else None
+    drawn = sample(logits * 100, columns(64, temperature=temperature), library)
     assert int(drawn.tokens.min()) >= 0 and int(drawn.tokens.max()) < 5000
     assert drawn.logprobs.isfinite().all()
     if temperature < 1:
@@ -127,6 +161,17 @@ def test_extreme_temperatures_keep_to_the_vocabulary(temperature: float) -> None
 def test_nan_logits_show_in_the_log_prob() -> None:
     for vocab in (131, 5000):
         assert sample(torch.full((3, vocab), torch.nan), columns(3)).logprobs.isnan().all()
+
+
+@pytest.mark.parametrize("token", [0, 7, 130, 4999])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_one_bad_logit_shows_in_the_compiled_log_prob(token: int, bad: float) -> None:
+    for vocab in (131, 5000):
+        logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(9))
+        logits[1, token % vocab] = bad
+        drawn = sample(logits, columns(3), compiled(torch.float32))
+        assert drawn.logprobs.isfinite().tolist() == [True, False, True]
+        assert 0 <= int(drawn.tokens.min()) and int(drawn.tokens.max()) < vocab
 
 
 @pytest.mark.parametrize("draw", [sampler._draw_dense, sampler._draw_sparse])
