@@ -171,7 +171,7 @@ def test_one_bad_logit_shows_in_the_compiled_log_prob(token: int, bad: float) ->
         logits[1, token % vocab] = bad
         drawn = sample(logits, columns(3), compiled(torch.float32))
         assert drawn.logprobs.isfinite().tolist() == [True, False, True]
-        assert 0 <= int(drawn.tokens.min()) and int(drawn.tokens.max()) < vocab
+        assert int(drawn.tokens.min()) >= 0 and int(drawn.tokens.max()) < vocab
 
 
 @pytest.mark.parametrize("draw", [sampler._draw_dense, sampler._draw_sparse])
