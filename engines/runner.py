@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engines.batch import ForwardBatch
 from engines.config import EngineConfig
+from engines.graphs import Graphs, PaddedDecodes
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, tokens_digest
@@ -25,7 +26,9 @@ from engines.staging import Readback, Staging
 class _Pass:
     """What one pass runs and draws."""
 
-    batch: ForwardBatch
+    batch: ForwardBatch | None
+    """None for decodes alone that lie padded in static memory."""
+    padded_size: int = 0
     slots: np.ndarray
     """int64 [R]: those of the sequences that draw a token."""
     positions: Tensor
@@ -44,6 +47,26 @@ class ModelRunner:
         self._slots = SlotTable(config.max_num_seqs, blocks.blocks_for(max_model_len))
         self._staging = Staging(decoder.device)
         self._read_back = Readback(decoder.device, config.max_num_seqs)
+        self._padded: PaddedDecodes | None = None
+        self._graphs: Graphs | None = None
+        if config.cuda_graphs and decoder.capturable:
+            self.pad_decodes()
+            self._graphs = Graphs(self._forward_padded, decoder.device)
+
+    def pad_decodes(self) -> None:
+        """From now on decodes alone run padded: what graphs replay, and runs anywhere without them."""
+        self._padded = PaddedDecodes(
+            num_slots=self._slots.block_table.shape[0],
+            max_blocks=self._slots.block_table.shape[1],
+            block_size=self._blocks.block_size,
+            scratch_block=self._kv.scratch_block,
+            device=self._decoder.device,
+        )
+
+    def drop_graphs(self) -> None:
+        """To be called before the memory of weights or KV cache is given back."""
+        if self._graphs is not None:
+            self._graphs.drop()
 
     def run(self, scheduled: list[Scheduled]) -> tuple[list[int], list[float]]:
         """One forward pass. Returns a token and its log-prob for each item that samples, in order.
@@ -56,7 +79,14 @@ class ModelRunner:
 
     def _forward(self, what: _Pass) -> Tensor:
         """Logits of the rows that draw, [R, vocab_size]."""
-        return self._decoder.forward(what.batch, self._kv)
+        if what.batch is not None:
+            return self._decoder.forward(what.batch, self._kv)
+        hidden = (self._graphs or self._forward_padded)(what.padded_size)
+        return self._decoder.logits(hidden[: len(what.slots)])
+
+    def _forward_padded(self, size: int) -> Tensor:
+        assert self._padded is not None
+        return self._decoder.hidden(self._padded.batch(size), self._kv)
 
     def _draw(self, logits: Tensor, what: _Pass) -> tuple[list[int], list[float]]:
         tokens, logprobs = self._read_back(sample(logits, self._slots.sampling_batch(what.slots, what.positions)))
@@ -130,6 +160,11 @@ class ModelRunner:
             self._slots.follow(sequences[row], self._blocks.table(sequences[row]))
         samples = contexts == np.array([len(sequence.state.tokens) for sequence in sequences])
         num_seqs, num_tokens, num_drawn = len(sequences), int(lengths.sum()), int(samples.sum())
+        tokens = _new_tokens(scheduled)
+        if self._padded is not None and num_drawn == num_tokens and self._padded.fits(num_tokens):
+            size = self._padded.fill(tokens, starts, slots, self._slots.take_changes())
+            drawn_positions = self._padded.next_positions(num_drawn)
+            return _Pass(batch=None, padded_size=size, slots=slots, positions=drawn_positions)
         width = self._blocks.blocks_for(int(contexts.max()))
         arrays = self._staging.arrays(
             {
@@ -143,7 +178,7 @@ class ModelRunner:
                 "block_table": (np.int32, (num_seqs, width)),
             }
         )
-        arrays["tokens"][:] = _new_tokens(scheduled)
+        arrays["tokens"][:] = tokens
         ends = np.cumsum(lengths)
         arrays["cu_seqlens_q"][0] = 0
         arrays["cu_seqlens_q"][1:] = ends

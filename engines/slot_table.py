@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engines.sampler import SamplingBatch, make_sampling_batch

@@ -34,17 +34,21 @@ class Staging:
 
     def arrays(self, shapes: Shapes) -> dict[str, np.ndarray]:
         """By name, contents undefined."""
-        if self._copied is not None:
-            self._copied.synchronize()  # of a pass that had nothing to read back
+        self.wait()
         if shapes != self._shapes:
             self._lay_out(shapes)
         return self._arrays
+
+    def wait(self) -> None:
+        """Until the arrays may be written to: the last pass may have had nothing to read back."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def move(self) -> dict[str, Tensor]:
         """The arrays on the device, by name. On CUDA without waiting for it."""
         if self._copied is not None:
             self._there[: self._used].copy_(self._host[: self._used], non_blocking=True)
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device))
         return self._tensors
 
     def _resize(self, num_bytes: int) -> None:
@@ -77,6 +81,7 @@ class Readback:
         on_cuda = device.type == "cuda"
         self._host = torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True) if on_cuda else None
         self._done = torch.cuda.Event() if on_cuda else None
+        self._device = device
 
     def __call__(self, sampled: Sampled) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, int64 [N], and log-probs, floating [N]. Waits for the device, once."""
@@ -87,6 +92,6 @@ class Readback:
         both = torch.cat((sampled.tokens.double(), sampled.logprobs.double()))
         here = self._host[: 2 * count]
         here.copy_(both, non_blocking=True)
-        self._done.record()
+        self._done.record(torch.cuda.current_stream(self._device))
         self._done.synchronize()
         return here[:count].numpy().astype(np.int64), here[count:].numpy()

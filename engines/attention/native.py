@@ -31,6 +31,8 @@ class NativePlan:
 class NativeAttention:
     """See `sdpa`, whose signature it has."""
 
+    capturable = False
+
     def __init__(self, library: Library) -> None:
         self._library = library
 
