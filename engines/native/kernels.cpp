@@ -163,6 +163,10 @@ struct Rows {
                 continue;
             }
             const T* from = cache + (table[block] * block_size + offset) * stride;
+            if (t + block_size < count) {  // blocks lie anywhere: no processor foresees where the next one is
+                const T* next = cache + (table[block + 1] * block_size + offset) * stride;
+                for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(next + i);
+            }
             if (++offset == block_size) block++, offset = 0;
             if constexpr (std::is_same_v<T, Wide<T>>) {
                 rows[t] = from;
