@@ -77,8 +77,9 @@ class LocalEngine:
                 f"give less"
             ) from error
         blocks = BlockManager(num_blocks, config.block_size)
+        self._runner = ModelRunner(self.decoder, self.kv, blocks, config, max_model_len)
         self.replica = Replica(
-            runner=ModelRunner(self.decoder, self.kv, blocks, config, max_model_len),
+            runner=self._runner,
             scheduler=Scheduler(config, blocks),
             blocks=blocks,
             max_model_len=max_model_len,
@@ -114,6 +115,7 @@ class LocalEngine:
         return sum(int.from_bytes(part, "little") for part in parts) % 2**64
 
     def sleep(self, *, weights: bool = False) -> None:
+        self._runner.drop_graphs()  # memory that is taken again lies elsewhere
         if not self.is_asleep:
             self.replica.scheduler.blocks.forget()
             self.kv.release()

@@ -185,18 +185,16 @@ class Replica:
             self.scheduler.preempt_all()
             self.scheduler.blocks.forget()
             raise
-        output = StepOutput(
-            num_running=len(scheduled),
-            num_tokens=sum(item.num_tokens for item in scheduled),
-            num_context_tokens=sum(item.sequence.num_computed + item.num_tokens for item in scheduled),
-        )
+        output = StepOutput(num_running=len(scheduled), num_tokens=0, num_context_tokens=0)
         drawn = iter(zip(tokens, logprobs, strict=True))
         leaving = []
-        for item in scheduled:
-            sequence, samples = item.sequence, item.samples
-            sequence.num_computed += item.num_tokens
-            if samples:
-                finished = self._append(sequence, *next(drawn))
+        for sequence, num_tokens in scheduled:
+            sequence.num_computed += num_tokens
+            output.num_tokens += num_tokens
+            output.num_context_tokens += sequence.num_computed
+            if sequence.num_computed == len(sequence.state.tokens):  # as `Scheduled.samples` before the pass
+                token, logprob = next(drawn)
+                finished = self._append(sequence, token, logprob)
                 if finished is not None:
                     output.finished.append(finished)
                 elif len(sequence.state.tokens) >= sequence.release_len:

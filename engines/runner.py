@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from engines.batch import ForwardBatch
 from engines.config import EngineConfig
+from engines.graphs import Graphs, PaddedDecodes
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, tokens_digest
 from engines.models.decoder import Decoder
 from engines.parallel.sharding import kv_heads
-from engines.sampler import make_sampling_batch, sample
+from engines.sampler import sample
 from engines.scheduler import Scheduled, Sequence
 from engines.sequence import KVPart
+from engines.slot_table import SlotTable
+from engines.staging import Readback, Staging
 
 
-class _SlotTable:
-    """One row per running sequence, filled when it is admitted: what a batch then picks by slot number.
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """What one pass runs and draws."""
 
-    Keeps a step's Python work in proportion to its batch: block tables grow by the block, and sampling parameters
-    are written once.
-    """
-
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
-        self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        self.keys = np.zeros(num_slots, dtype=np.int64)
-        self.temperature = np.ones(num_slots)
-        self.top_k = np.full(num_slots, -1, dtype=np.int64)
-        self.top_p = np.ones(num_slots)
-        self.min_p = np.zeros(num_slots)
-
-    def follow(self, sequence: Sequence, table: list[int]) -> None:
-        """Brings the sequence's row up to date with its block table."""
-        known = sequence.num_table_blocks
-        if known == 0:
-            self._enter(sequence)
-        if known < len(table):
-            self.block_table[sequence.slot, known : len(table)] = table[known:]
-            sequence.num_table_blocks = len(table)
-
-    def _enter(self, sequence: Sequence) -> None:
-        slot, params = sequence.slot, sequence.state.params
-        self.keys[slot] = sequence.state.key.noise_key(params.seed)
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = params.top_k
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
+    batch: ForwardBatch | None
+    """None for decodes alone that lie padded in static memory."""
+    padded_size: int = 0
+    slots: np.ndarray
+    """int64 [R]: those of the sequences that draw a token."""
+    positions: Tensor
+    """int64 [R]: where it will be."""
 
 
 class ModelRunner:
@@ -61,36 +44,58 @@ class ModelRunner:
         self._decoder = decoder
         self._kv = kv
         self._blocks = blocks
-        self._slots = _SlotTable(config.max_num_seqs, blocks.blocks_for(max_model_len))
+        self._slots = SlotTable(config.max_num_seqs, blocks.blocks_for(max_model_len))
+        self._staging = Staging(decoder.device)
+        self._read_back = Readback(decoder.device, config.max_num_seqs)
+        self._padded: PaddedDecodes | None = None
+        self._graphs: Graphs | None = None
+        if config.cuda_graphs and decoder.capturable:
+            self.pad_decodes()
+            self._graphs = Graphs(self._forward_padded, decoder.device)
+
+    def pad_decodes(self) -> None:
+        """From now on decodes alone run padded: what graphs replay, and runs anywhere without them."""
+        self._padded = PaddedDecodes(
+            num_slots=self._slots.block_table.shape[0],
+            max_blocks=self._slots.block_table.shape[1],
+            block_size=self._blocks.block_size,
+            scratch_block=self._kv.scratch_block,
+            device=self._decoder.device,
+        )
+
+    def drop_graphs(self) -> None:
+        """To be called before the memory of weights or KV cache is given back."""
+        if self._graphs is not None:
+            self._graphs.drop()
 
     def run(self, scheduled: list[Scheduled]) -> tuple[list[int], list[float]]:
         """One forward pass. Returns a token and its log-prob for each item that samples, in order.
 
         Raises FloatingPointError when the weights give logits that are not finite; the KV cache is empty then.
         """
-        batch, slots, positions = self._build(scheduled)
-        logits = self._decoder.forward(batch, self._kv)
-        if not len(slots):
-            return [], []
-        table = self._slots
-        sampled = sample(
-            logits,
-            make_sampling_batch(
-                keys=table.keys[slots],
-                positions=positions,
-                temperature=table.temperature[slots],
-                top_k=table.top_k[slots],
-                top_p=table.top_p[slots],
-                min_p=table.min_p[slots],
-                device=logits.device,
-            ),
-            self._decoder.library,
+        what = self._build(scheduled)
+        logits = self._forward(what)
+        return self._draw(logits, what) if len(what.slots) else ([], [])
+
+    def _forward(self, what: _Pass) -> Tensor:
+        """Logits of the rows that draw, [R, vocab_size]."""
+        if what.batch is not None:
+            return self._decoder.forward(what.batch, self._kv)
+        hidden = (self._graphs or self._forward_padded)(what.padded_size)
+        return self._decoder.logits(hidden[: len(what.slots)])
+
+    def _forward_padded(self, size: int) -> Tensor:
+        assert self._padded is not None
+        return self._decoder.hidden(self._padded.batch(size), self._kv)
+
+    def _draw(self, logits: Tensor, what: _Pass) -> tuple[list[int], list[float]]:
+        tokens, logprobs = self._read_back(
+            sample(logits, self._slots.sampling_batch(what.slots, what.positions), self._decoder.library)
         )
-        logprobs = sampled.logprobs.tolist()
         if not np.isfinite(logprobs).all():
             self._kv.clear()  # NaN in a block would reach every later holder of it: masked, but 0 * NaN is NaN
             raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity")
-        return sampled.tokens.tolist(), logprobs
+        return tokens.tolist(), logprobs.tolist()
 
     @property
     def num_shards(self) -> int:
@@ -145,46 +150,68 @@ class ModelRunner:
             head_dim=config.head_dim,
         )
 
-    def _build(self, scheduled: list[Scheduled]) -> tuple[ForwardBatch, np.ndarray, np.ndarray]:
-        """The batch, and the slots and token positions of the rows that sample."""
-        num_seqs = len(scheduled)
-        slots = np.empty(num_seqs, dtype=np.int64)
-        starts = np.empty(num_seqs, dtype=np.int64)
-        lengths = np.empty(num_seqs, dtype=np.int64)
-        samples = np.empty(num_seqs, dtype=bool)
-        tokens: list[int] = []
-        for row, item in enumerate(scheduled):
-            sequence = item.sequence
-            start = sequence.num_computed
-            self._slots.follow(sequence, self._blocks.table(sequence))
-            slots[row], starts[row], lengths[row] = sequence.slot, start, item.num_tokens
-            samples[row] = item.samples
-            if item.num_tokens == 1:
-                tokens.append(sequence.state.tokens[start])
-            else:
-                tokens += sequence.state.tokens[start : start + item.num_tokens]
-        ends = np.cumsum(lengths)
-        row_of_token = np.repeat(np.arange(num_seqs), lengths)
-        positions = np.arange(len(tokens)) - (ends - lengths - starts)[row_of_token]
+    def _build(self, scheduled: list[Scheduled]) -> _Pass:
+        sequences = [item.sequence for item in scheduled]
+        slots = np.array([sequence.slot for sequence in sequences])
+        starts = np.array([sequence.num_computed for sequence in sequences])
+        lengths = np.array([item.num_tokens for item in scheduled])
         contexts = starts + lengths
-        max_context = int(contexts.max())
         block_size = self._blocks.block_size
-        block_table = self._slots.block_table[slots, : self._blocks.blocks_for(max_context)]
-        slot_mapping = block_table[row_of_token, positions // block_size] * np.int64(block_size)
-        slot_mapping += positions % block_size
-        device = self._decoder.device
-
-        def move(array: np.ndarray, dtype: np.typing.DTypeLike) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)
-
-        batch = ForwardBatch(
-            tokens=move(np.asarray(tokens), np.int64),
-            positions=move(positions, np.int64),
-            cu_seqlens_q=move(np.concatenate(([0], ends)), np.int32),
-            context_lens=move(contexts, np.int32),
-            block_table=move(block_table, np.int32),
-            slot_mapping=move(slot_mapping, np.int64),
-            logit_rows=move(ends[samples] - 1, np.int64),
-            seqlens_q=lengths.tolist(),
+        num_known = np.array([sequence.num_table_blocks for sequence in sequences])
+        for row in np.flatnonzero(num_known * block_size < contexts).tolist():
+            self._slots.follow(sequences[row], self._blocks.table(sequences[row]))
+        samples = contexts == np.array([len(sequence.state.tokens) for sequence in sequences])
+        num_seqs, num_tokens, num_drawn = len(sequences), int(lengths.sum()), int(samples.sum())
+        tokens = _new_tokens(scheduled)
+        if self._padded is not None and num_drawn == num_tokens and self._padded.fits(num_tokens):
+            size = self._padded.fill(tokens, starts, slots, self._slots.take_changes())
+            drawn_positions = self._padded.next_positions(num_drawn)
+            return _Pass(batch=None, padded_size=size, slots=slots, positions=drawn_positions)
+        width = self._blocks.blocks_for(int(contexts.max()))
+        arrays = self._staging.arrays(
+            {
+                "tokens": (np.int64, (num_tokens,)),
+                "positions": (np.int64, (num_tokens,)),
+                "slot_mapping": (np.int64, (num_tokens,)),
+                "logit_rows": (np.int64, (num_drawn,)),
+                "drawn_positions": (np.int64, (num_drawn,)),
+                "cu_seqlens_q": (np.int32, (num_seqs + 1,)),
+                "context_lens": (np.int32, (num_seqs,)),
+                "block_table": (np.int32, (num_seqs, width)),
+            }
         )
-        return batch, slots[samples], contexts[samples]
+        arrays["tokens"][:] = tokens
+        ends = np.cumsum(lengths)
+        arrays["cu_seqlens_q"][0] = 0
+        arrays["cu_seqlens_q"][1:] = ends
+        arrays["context_lens"][:] = contexts
+        table = arrays["block_table"]
+        table[:] = self._slots.block_table[slots, :width]
+        if num_tokens == num_seqs:
+            rows, positions = np.arange(num_seqs), starts
+        else:
+            rows = np.repeat(np.arange(num_seqs), lengths)
+            positions = np.arange(num_tokens) - (ends - lengths - starts)[rows]
+        arrays["positions"][:] = positions
+        block, offset = np.divmod(positions, block_size)
+        np.multiply(table[rows, block], np.int64(block_size), out=arrays["slot_mapping"])
+        arrays["slot_mapping"] += offset
+        np.subtract(ends[samples], 1, out=arrays["logit_rows"])
+        arrays["drawn_positions"][:] = contexts[samples]
+        tensors = dict(self._staging.move())
+        positions_drawn = tensors.pop("drawn_positions")
+        return _Pass(
+            batch=ForwardBatch(**tensors, seqlens_q=lengths.tolist()), slots=slots[samples], positions=positions_drawn
+        )
+
+
+def _new_tokens(scheduled: list[Scheduled]) -> list[int]:
+    """Sequence after sequence, the tokens that the pass computes."""
+    tokens: list[int] = []
+    for sequence, num_tokens in scheduled:
+        start = sequence.num_computed
+        if num_tokens == 1:
+            tokens.append(sequence.state.tokens[start])
+        else:
+            tokens += sequence.state.tokens[start : start + num_tokens]
+    return tokens

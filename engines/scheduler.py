@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
@@ -34,8 +35,7 @@ class Sequence:
     """Blocks of this stay whose content is known to others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """The next `num_tokens` of a sequence, from `sequence.num_computed` on."""
 
     sequence: Sequence
@@ -91,20 +91,26 @@ class Scheduler:
         """
         budget = self._config.max_num_batched_tokens
         decodes: list[Scheduled] = []
+        filling: list[Scheduled] = []
         unfinished: list[Sequence] = []
         preempted_before = self.num_preemptions
+        block_size = self.blocks.block_size
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            if not self._make_room(sequence):
+            num_tokens = len(sequence.state.tokens)
+            # Blocks that the runner has copied are there: most steps ask no further.
+            if num_tokens > sequence.num_table_blocks * block_size and not self._make_room(sequence):
                 break  # it was the last one, and is preempted itself
             index += 1
-            if len(sequence.state.tokens) - sequence.num_computed == 1:
-                decodes.append(Scheduled(sequence=sequence, num_tokens=1))
-                budget -= 1
+            if num_tokens - sequence.num_computed == 1:
+                decodes.append(item := Scheduled(sequence, 1))
+                if not num_tokens % block_size:
+                    filling.append(item)
             else:
                 unfinished.append(sequence)
-        for item in decodes:
+        budget -= len(decodes)
+        for item in filling:
             self._publish(item)
         chunks: list[Scheduled] = []
         for sequence in unfinished:

@@ -15,6 +15,8 @@ from engines.native.library import Library, address
 class NativeAttention:
     """See `sdpa`, whose signature it has. Its plan is the batch itself."""
 
+    capturable = False
+
     def __init__(self, library: Library) -> None:
         self._library = library
 

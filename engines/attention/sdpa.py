@@ -15,6 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engines.batch import ForwardBatch
 
+capturable = False
+"""Whether `plan` and `attention` of decodes can be captured in a CUDA graph: whether they ask nothing of the host, and
+cost what the contexts cost and not what the block table could hold. This backend gathers all of the table."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Context:

@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 class PagedKVCache:
-    """Keys and values of every layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Keys and values of every layer, each [num_blocks + 1, block_size, num_kv_heads, head_dim].
+
+    The last block is scratch: padding writes there, and no sequence ever has it.
+    """
 
     def __init__(
         self,
@@ -20,7 +23,8 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_blocks, block_size, num_kv_heads, head_dim)
+        self.scratch_block = num_blocks
+        shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
         # Zeros, not empty: unwritten slots of a block are gathered and masked, and 0 * NaN would be NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]

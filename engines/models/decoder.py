@@ -82,9 +82,19 @@ class Decoder:
         """Gives up what `prepare` has made."""
         self._forward_parameters = self.parameters
 
-    @torch.inference_mode()
+    @property
+    def capturable(self) -> bool:
+        """Whether `hidden` of decodes can be captured in a CUDA graph."""
+        on_device = self._tensor_parallel.name in ("single", "nccl")  # others go through the host
+        return self.device.type == "cuda" and on_device and bool(self._backend.capturable)
+
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> Tensor:
         """Returns logits [len(batch.logit_rows), vocab_size] in the model's dtype."""
+        return self.logits(self.hidden(batch, kv))
+
+    @torch.inference_mode()
+    def hidden(self, batch: ForwardBatch, kv: PagedKVCache) -> Tensor:
+        """Writes the new tokens' KV; returns what `logits` takes, [len(batch.logit_rows), hidden_size]."""
         plan = self._backend.plan(batch, kv.keys[0].shape[1])
         rotary = self._rotary.at(batch.positions)
         eps = self.config.rms_norm_eps
@@ -101,7 +111,7 @@ class Decoder:
             x, residual = add_norm(self._mlp(layer, x, project), residual, next_norm, eps)
         if len(batch.logit_rows) < len(x):
             x = x.index_select(0, batch.logit_rows)
-        return self._logits(x)
+        return x
 
     def _products(self, num_rows: int) -> tuple[DecoderParameters, Project]:
         """The parameters, and how to multiply so many rows by them."""
@@ -118,7 +128,8 @@ class Decoder:
         x = self.parameters.embedding.index_select(0, local.masked_fill_(absent, 0))
         return self._tensor_parallel.all_reduce(x.masked_fill_(absent[:, None], 0))
 
-    def _logits(self, x: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, x: Tensor) -> Tensor:
         """[R, vocab_size] on every shard, the same bits: each column was computed by one of them."""
         parameters, project = self._products(len(x))
         logits = project(x, parameters.head, None)

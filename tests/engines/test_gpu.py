@@ -1,4 +1,4 @@
-"""The engine on CUDA: the CPU's tokens in float64, transformers' logits, low precision, and memory given back."""
+"""The engine on CUDA: the CPU's tokens in float64, transformers' logits, low precision, memory given back, graphs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engines import LLM, SamplingParams
+from engines.attention import sdpa
 from tests.checkpoints import FAMILIES, save_checkpoint
 from tests.engines.test_token_equality import PARAMS, PROMPTS, tokens_of
 
@@ -45,3 +46,32 @@ def test_bfloat16_and_memory(qwen3: str) -> None:
     assert before - torch.cuda.memory_allocated() > 2**27
     llm.wake_up()
     assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("max_num_seqs", [7, 48])
+def test_graphs_replay_the_same_tokens(qwen3: str, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> None:
+    monkeypatch.setattr(sdpa, "capturable", True)  # wasteful, but right: its plan of decodes asks nothing of the host
+    options = {"device": "cuda", "dtype": "float64", "kv_cache_bytes": 2**24, "max_num_seqs": max_num_seqs}
+    eager, llm = (LLM(qwen3, cuda_graphs=graphs, **options) for graphs in (False, True))
+    graphs = llm.replica._runner._graphs
+    assert graphs is not None and eager.replica._runner._graphs is None
+
+    def same_tokens() -> None:
+        outputs = [[o.outputs for o in one.generate(PROMPTS, PARAMS)] for one in (eager, llm)]
+        assert tokens_of(outputs[0]) == tokens_of(outputs[1])
+
+    same_tokens()
+    captured = dict(graphs._captured)
+    assert len(captured) > 3
+    weights = {name: view * 1.1 for name, view in llm._engine.decoder.logical_views().items()}
+    for one in (eager, llm):
+        one.update_weights(weights.items(), version=1)
+    same_tokens()
+    assert captured.items() <= graphs._captured.items(), "new weights lie where the old ones did"
+    llm.sleep(weights=True)
+    assert not graphs._captured
+    moved = torch.empty(2**22, device="cuda")  # so that what is taken again lies elsewhere
+    llm.wake_up()
+    llm.update_weights(weights.items(), version=1)
+    same_tokens()
+    del moved

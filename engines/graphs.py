@@ -1,0 +1,152 @@
+"""Passes of decodes alone at a few fixed shapes, so that a CUDA graph of each can be replayed.
+
+`PaddedDecodes` has the shapes and the memory that the passes read, on any device; `Graphs` captures and replays. The
+latter is written, and has not been run: see `tests/engines/test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.batch import ForwardBatch
+from engines.staging import Staging
+
+LARGEST = 512
+"""Most rows of a pass that is worth a graph: the device computes longer than the host takes to launch a larger one.
+Bounds the number of graphs, and the memory they share."""
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """The numbers of rows that passes of 1 to `most` rows are padded to: 1, 2, 4, then multiples of 8, and from 64 on
+    eight to a doubling; `most` is the last.
+    """
+    sizes = [size for size in (1, 2, 4) if size < most]
+    size = 8
+    while size < most:
+        sizes.append(size)
+        size += max(8, 1 << (size.bit_length() - 4))
+    return (*sizes, most)
+
+
+class PaddedDecodes:
+    """One new token for each of a few sequences, padded to a size of the ladder, in tensors that stay where they are.
+
+    The host sends token, position and slot of each row, and what of the block tables has changed; the device derives
+    the rest. A row of padding is the first token of a sequence whose blocks are all the scratch block, which is no
+    sequence's: it writes and reads nothing else.
+    """
+
+    def __init__(
+        self, *, num_slots: int, max_blocks: int, block_size: int, scratch_block: int, device: torch.device
+    ) -> None:
+        """For up to `num_slots` sequences, each of up to `max_blocks` blocks."""
+        self.sizes = ladder(min(num_slots, LARGEST))
+        self._block_size = block_size
+        self._padding_slot = num_slots
+        self._table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
+        self._table[self._padding_slot] = scratch_block
+        self._ends = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
+        self._logit_rows = torch.arange(self.sizes[-1], device=device)
+        self._changes = Staging(device)
+        self._staging = Staging(device)
+        self._fields = self._staging.arrays({"fields": (np.int64, (3, self.sizes[-1]))})["fields"]
+        self._fields[:] = 0
+        self._rows = self._staging.move()["fields"]
+
+    def fits(self, num_rows: int) -> bool:
+        return num_rows <= self.sizes[-1]
+
+    def fill(
+        self, tokens: list[int], positions: np.ndarray, slots: np.ndarray, changes: tuple[np.ndarray, np.ndarray]
+    ) -> int:
+        """Makes these the rows, all [N], and returns the size they are padded to. `changes`: see
+        `SlotTable.take_changes`.
+        """
+        num_rows = len(tokens)
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        self._staging.wait()
+        self._fields[:, :num_rows] = tokens, positions, slots
+        self._fields[:, num_rows:size] = [[0], [0], [self._padding_slot]]
+        self._staging.move()
+        flat, blocks = changes
+        if len(flat):
+            staged = self._changes.arrays({"flat": (np.int64, flat.shape), "blocks": (np.int32, blocks.shape)})
+            staged["flat"][:], staged["blocks"][:] = flat, blocks
+            moved = self._changes.move()
+            self._table.view(-1).index_copy_(0, moved["flat"], moved["blocks"])
+        return size
+
+    def batch(self, size: int) -> ForwardBatch:
+        """The first `size` rows, padding included. Its tensors are views of the same memory each time, or computed
+        from such on the device; the block table is as wide as the longest sequence may need.
+        """
+        tokens, positions, slots = (self._rows[field, :size] for field in range(3))
+        block_table = self._table.index_select(0, slots)
+        block = block_table.gather(1, (positions // self._block_size)[:, None]).squeeze(1)
+        return ForwardBatch(
+            tokens=tokens,
+            positions=positions,
+            cu_seqlens_q=self._ends[: size + 1],
+            context_lens=(positions + 1).int(),
+            block_table=block_table,
+            slot_mapping=block.long() * self._block_size + positions % self._block_size,
+            logit_rows=self._logit_rows[:size],
+            seqlens_q=[1] * size,
+        )
+
+    def next_positions(self, num_rows: int) -> Tensor:
+        """int64 [num_rows]: of the tokens that the first rows will draw."""
+        return self._rows[1, :num_rows] + 1
+
+
+class Graphs:
+    """Replays `forward`, captured once per size when a size is first asked for. All graphs share one pool of memory.
+
+    What `forward(size)` reads must stay at its address: `drop` the graphs where it does not. What it returns is
+    overwritten by the next call.
+    """
+
+    def __init__(self, forward: Callable[[int], Tensor], device: torch.device) -> None:
+        self._forward = forward
+        self._device = device
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __call__(self, size: int) -> Tensor:
+        """Raises RuntimeError when the size cannot be captured."""
+        if size not in self._captured:
+            with torch.cuda.device(self._device):
+                self._captured[size] = self._capture(size)
+        graph, out = self._captured[size]
+        graph.replay()
+        return out
+
+    def drop(self) -> None:
+        """Forgets the graphs, and gives their memory back."""
+        if self._captured:
+            torch.cuda.synchronize(self._device)
+            self._captured.clear()
+            torch.cuda.empty_cache()
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._forward(size)  # what is made at first use, workspaces and compiled kernels, cannot be in a capture
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other, _ in self._captured.values()), None)
+        try:
+            # Other threads may go on using the device meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                out = self._forward(size)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a pass of {size} decodes cannot be captured in a CUDA graph ({error}); give "
+                f"EngineConfig.cuda_graphs=False"
+            ) from error
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph, out

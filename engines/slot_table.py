@@ -1,0 +1,68 @@
+"""What the runner keeps of each running sequence, by its slot: written when it changes, picked by row in every pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from engines.sampler import SamplingBatch, make_sampling_batch
+from engines.scheduler import Sequence
+
+
+class SlotTable:
+    """One row per slot. Block tables grow by the block, and sampling parameters are written once."""
+
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self._keys = np.zeros(num_slots, dtype=np.int64)
+        self._temperature = np.ones(num_slots)
+        self._top_k = np.full(num_slots, -1, dtype=np.int64)
+        self._top_p = np.ones(num_slots)
+        self._min_p = np.zeros(num_slots)
+        self._changed: dict[int, tuple[int, int]] = {}
+        self._kept: tuple[np.ndarray, SamplingBatch] | None = None
+
+    def follow(self, sequence: Sequence, table: list[int]) -> None:
+        """Brings the sequence's row up to date with its block table."""
+        known, slot = sequence.num_table_blocks, sequence.slot
+        if known == 0:
+            self._enter(sequence)
+        if known < len(table):
+            self.block_table[slot, known : len(table)] = table[known:]
+            sequence.num_table_blocks = len(table)
+            first, last = self._changed.get(slot, (known, known))
+            self._changed[slot] = (min(first, known), max(last, len(table)))
+
+    def _enter(self, sequence: Sequence) -> None:
+        slot, params = sequence.slot, sequence.state.params
+        self._keys[slot] = sequence.state.key.noise_key(params.seed)
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._kept = None
+
+    def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
+        """What of the block table has changed since the last call: flat indices, int64, and values, int32."""
+        width = self.block_table.shape[1]
+        ranges = [np.arange(slot * width + lo, slot * width + hi) for slot, (lo, hi) in self._changed.items()]
+        self._changed.clear()
+        flat = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+        return flat, self.block_table.reshape(-1)[flat]
+
+    def sampling_batch(self, slots: np.ndarray, positions: Tensor) -> SamplingBatch:
+        """Of the rows in these slots, int64 [N], whose tokens are to be drawn at `positions`, int64 [N]."""
+        if self._kept is None or not np.array_equal(self._kept[0], slots):
+            batch = make_sampling_batch(
+                keys=self._keys[slots],
+                positions=np.empty(0, dtype=np.int64),
+                temperature=self._temperature[slots],
+                top_k=self._top_k[slots],
+                top_p=self._top_p[slots],
+                min_p=self._min_p[slots],
+                device=positions.device,
+            )
+            self._kept = (slots, batch)
+        return replace(self._kept[1], positions=positions)

@@ -1,0 +1,97 @@
+"""Host memory that passes use again: what goes to the device in one copy, and what comes back in one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.sampler import Sampled
+
+_ALIGNMENT = 64
+Shapes = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
+"""Of a pass's arrays: name -> (type, shape)."""
+
+
+class Staging:
+    """The arrays of one pass, in one buffer: written on the host, moved together. The next pass writes over them.
+
+    The buffer grows to the largest pass seen; on CUDA it is pinned, and has a twin on the device. On a CPU the tensors
+    are the arrays themselves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._shapes: Shapes = {}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._copied = torch.cuda.Event() if self._on_cuda else None
+        self._resize(0)
+
+    def arrays(self, shapes: Shapes) -> dict[str, np.ndarray]:
+        """By name, contents undefined."""
+        self.wait()
+        if shapes != self._shapes:
+            self._lay_out(shapes)
+        return self._arrays
+
+    def wait(self) -> None:
+        """Until the arrays may be written to: the last pass may have had nothing to read back."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def move(self) -> dict[str, Tensor]:
+        """The arrays on the device, by name. On CUDA without waiting for it."""
+        if self._copied is not None:
+            self._there[: self._used].copy_(self._host[: self._used], non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self._device))
+        return self._tensors
+
+    def _resize(self, num_bytes: int) -> None:
+        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+        self._there = torch.empty_like(self._host, device=self._device) if self._on_cuda else self._host
+
+    def _lay_out(self, shapes: Shapes) -> None:
+        offsets = {}
+        end = 0
+        for name, (dtype, shape) in shapes.items():
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            offsets[name] = slice(end, end + size)
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if end > len(self._host):
+            self._resize(2 * end)
+        self._used = end
+        self._shapes = dict(shapes)
+        host = self._host.numpy()
+        self._arrays = {name: host[offsets[name]].view(dtype).reshape(shape) for name, (dtype, shape) in shapes.items()}
+        self._tensors = {
+            name: self._there[offsets[name]].view(torch.from_numpy(array).dtype).view(array.shape)
+            for name, array in self._arrays.items()
+        }
+
+
+class Readback:
+    """Drawn tokens and their log-probs, to the host together."""
+
+    def __init__(self, device: torch.device, max_num_seqs: int) -> None:
+        on_cuda = device.type == "cuda"
+        self._host = torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True) if on_cuda else None
+        self._done = torch.cuda.Event() if on_cuda else None
+        self._device = device
+
+    def __call__(self, sampled: Sampled) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, int64 [N], and log-probs, floating [N]. Waits for the device, once."""
+        if self._host is None or self._done is None:
+            return sampled.tokens.numpy(), sampled.logprobs.numpy()
+        count = len(sampled.tokens)
+        # float64 holds every token id and every float32.
+        both = torch.cat((sampled.tokens.double(), sampled.logprobs.double()))
+        here = self._host[: 2 * count]
+        here.copy_(both, non_blocking=True)
+        self._done.record(torch.cuda.current_stream(self._device))
+        self._done.synchronize()
+        return here[:count].numpy().astype(np.int64), here[count:].numpy()

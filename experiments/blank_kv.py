@@ -1,0 +1,52 @@
+"""Sequences with a long past at the cost of none: they bring KV of zeros. For benchmarks of steps, whose time does not
+depend on what the cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines.kvcache.transfer import KVContent
+from engines.sequence import KVHandle, KVPart, Work
+
+
+class BlankKV:
+    """A store that has all KV there could be, as zeros."""
+
+    def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
+        return None
+
+    def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
+        layer = torch.zeros(content.layer_shape, dtype=getattr(torch, content.dtype))
+        return [layer] * content.num_layers
+
+    def drop(self, part: KVPart) -> None:
+        pass
+
+
+def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, first_uid: int = 0) -> None:
+    """Submits sequences of `context` tokens, different from the first one on, that generate `length` more.
+
+    The next step computes the last of these tokens, which gives the first of those.
+    """
+    llm.replica.kv_store = BlankKV()
+    dtype = str(llm.config.dtype)
+    heads = llm.model_config.num_kv_heads
+    generator = torch.Generator().manual_seed(first_uid)
+    tokens = torch.randint(2, llm.model_config.vocab_size, (num_sequences, context), generator=generator).tolist()
+    params = SamplingParams(max_tokens=length, ignore_eos=True)
+    for index in range(num_sequences):
+        uid = first_uid + index
+        key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
+        state = SequenceState(key=key, group_id=uid, tokens=tokens[index], num_prompt_tokens=context, params=params)
+        handle = KVHandle(
+            num_tokens=context - 1,
+            policy_version=llm.policy_version,
+            dtype=dtype,
+            parts=(KVPart(first_head=0, num_heads=heads, location="", num_bytes=0),),
+        )
+        llm.replica.submit(Work(state=state, kv=handle if context > 1 else None))
