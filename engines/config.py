@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from engines.sequence import is_int64
 
 DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native"]
+Preemption = Literal["auto", "swap", "recompute"]
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -194,6 +196,17 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Whether passes of decodes alone are captured and replayed, which spares their launches. No effect but on CUDA,
     with an attention backend and a transport that can be captured."""
+    preemption: Preemption = "auto"
+    """What becomes of the KV of a sequence that must give up its blocks: "swap" stores it in the tiers below, while
+    they have room; "recompute" keeps nothing; "auto" does what is faster by costs measured in the run. Where tokens of
+    low precision are to repeat bit for bit it must not depend on time: give one of the two others."""
+    kv_host_bytes: int | None = None
+    """Most bytes of host memory (/dev/shm) that a rank keeps of KV outside its cache; None: 1 GiB, or less where little
+    is free."""
+    kv_disk_bytes: int = 0
+    """Most bytes of a disk that a rank keeps, of KV that finds no room in host memory."""
+    kv_disk_folder: str | None = None
+    """Where; a folder that exists."""
     seed: int = 0
     """The run's seed: the first part of every sequence's key."""
 
@@ -206,6 +219,7 @@ class EngineConfig:
             is_off = value is None and name in ("prefill_chunk_size", "max_model_len")
             if not is_off and not (is_int64(value) and value >= 1):
                 raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1")
+        self._check_tiers()
         for name in ("prefix_caching", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}={getattr(self, name)!r}: must be True or False")
@@ -219,6 +233,29 @@ class EngineConfig:
             raise ValueError(
                 f"EngineConfig.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
                 f"max_num_seqs={self.max_num_seqs}, so that every running sequence can decode"
+            )
+
+    def _check_tiers(self) -> None:
+        if self.preemption not in ("auto", "swap", "recompute"):
+            raise ValueError(f"EngineConfig.preemption={self.preemption!r}: use 'auto', 'swap' or 'recompute'")
+        for name in ("kv_host_bytes", "kv_disk_bytes"):
+            value = getattr(self, name)
+            if not (value is None and name == "kv_host_bytes") and not (is_int64(value) and value >= 0):
+                raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 0")
+        if self.kv_disk_folder is not None:
+            if not isinstance(self.kv_disk_folder, str | os.PathLike) or not str(self.kv_disk_folder):
+                raise ValueError(f"EngineConfig.kv_disk_folder={self.kv_disk_folder!r}: must be a path")
+            # Replicas outside the world run elsewhere.
+            object.__setattr__(self, "kv_disk_folder", os.path.abspath(self.kv_disk_folder))
+        if (self.kv_disk_bytes > 0) != (self.kv_disk_folder is not None):
+            raise ValueError(
+                f"EngineConfig.kv_disk_bytes={self.kv_disk_bytes}, kv_disk_folder={self.kv_disk_folder!r}: a disk tier "
+                f"has both; give both, or neither"
+            )
+        if self.preemption == "swap" and self.kv_host_bytes == 0 and not self.kv_disk_bytes:
+            raise ValueError(
+                "EngineConfig.preemption='swap': there is nowhere to swap to with kv_host_bytes=0 and no disk tier; "
+                "raise kv_host_bytes or kv_disk_bytes, or use 'recompute'"
             )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import operator
+import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
@@ -18,6 +20,8 @@ from torch import Tensor
 from engines.config import ModelConfig, engine_config, longest_sequence
 from engines.host_weights import HostWeights
 from engines.journal import Journal
+from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
+from engines.kvcache.transfer import HostKVStore
 from engines.local_engine import LocalEngine, kv_capacity
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import Communicator, SingleRank, together
@@ -103,6 +107,7 @@ class LLM:
             """Of the world; during a rollout still the one of its start."""
             self._check_groups(self.layout)
             self._capacities = self._find_capacities(with_policy=layout_policy is not None)
+            self._host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=self._num_local_ranks())
             if schedule is not None and world is None:
                 raise ValueError(
                     "schedule: one process has nothing to dispatch to; give a world of ranks, or leave it out"
@@ -110,6 +115,12 @@ class LLM:
             if schedule is None and (layout_policy is not None or pace is not None):
                 raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
         self._check_same_options(load=load, **{name: value is not None for name, value in given.items()})
+        self._kv_store: HostKVStore | TieredKVStore | None = None
+        """Of preempted sequences; that of coordinated rollouts is theirs."""
+        if schedule is None and self.config.preemption != "recompute":
+            mine = secrets.token_hex(16).encode() if self._world.rank == 0 else None
+            self._kv_store = self._make_kv_store(self._world.broadcast_bytes(mine).decode())
+            weakref.finalize(self, self._kv_store.close)
         with together(self._world, "LLM"):
             self._engine = self._make_engine(self.layout)
             if load:
@@ -171,10 +182,22 @@ class LLM:
                         f"LLM: {name}: rank {rank} has {other[name]}, rank 0 has {value}; give all ranks the same"
                     )
 
+    def _num_local_ranks(self) -> int:
+        """Of this rank's host."""
+        return 1 if self._groups is None else self._groups.hosts.count(self._groups.hosts[self._world.rank])
+
+    def _make_kv_store(self, token: str) -> HostKVStore | TieredKVStore:
+        return make_kv_store(
+            token,
+            host_bytes=self._host_bytes,
+            disk_bytes=self.config.kv_disk_bytes,
+            disk_parent=self.config.kv_disk_folder,
+        )
+
     def _make_engine(self, layout: Layout) -> LocalEngine:
         spec = layout.replica_of(self._world.rank)
         assert spec is not None
-        return LocalEngine(
+        engine = LocalEngine(
             self.model_config,
             self.config,
             spec=spec,
@@ -186,6 +209,8 @@ class LLM:
             hidden_stop=self._hidden_stop,
             max_kv_tokens=min(self._capacities.values()),
         )
+        engine.replica.kv_store = self._kv_store
+        return engine
 
     def _coordinate(self, schedule: SchedulePolicy, layout_policy: LayoutPolicy | None, pace: Pace | None) -> None:
         assert self._groups is not None
@@ -201,6 +226,7 @@ class LLM:
                 layout_policy=layout_policy,
                 check_layout=self._check_layout,
                 pace=pace,
+                make_kv_store=self._make_kv_store,
             )
         except BaseException:
             self.close()
@@ -386,6 +412,9 @@ class LLM:
                         seconds=time.monotonic() - start,
                         num_running=output.num_running,
                         num_tokens=output.num_tokens,
+                        num_preempted=output.num_preempted,
+                        num_swapped_out=output.num_swapped_out,
+                        num_swapped_in=output.num_swapped_in,
                     )
                 )
                 for finished in output.finished:
@@ -393,7 +422,8 @@ class LLM:
                     if hear is not None:
                         hear(finished)
         finally:
-            self.replica.pause()  # after an error or an interrupt the next call starts clean
+            for work in self.replica.pause():  # after an error or an interrupt the next call starts clean
+                self.replica.drop(work.kv)
         return done
 
     def _check_same_request(self, states: list[SequenceState]) -> None:
@@ -429,6 +459,8 @@ class LLM:
                 raise ValueError(f"version={version!r}: must be an integer of 64 bits, at least 0")
             if self.replica.has_work:
                 raise RuntimeError("update_weights: sequences are running; pause() them first")
+        if self._kv_store is not None:
+            self._kv_store.close()  # paused sequences may have left with some; the version need not tell it from new KV
         kept = self._host_weights
         self._weights = kept.tensors if kept is not None else _no_whole_weights
         try:
@@ -462,6 +494,8 @@ class LLM:
         All ranks together. Nothing can be generated any more.
         """
         self._closed = True
+        if self._kv_store is not None:
+            self._kv_store.close()
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None

@@ -19,6 +19,7 @@ from engines.parallel.sharding import Shard, shard_config
 from engines.replica import Detokenize, HiddenStop, Replica
 from engines.runner import ModelRunner
 from engines.scheduler import Scheduler
+from engines.swap import SwapPolicy
 
 
 class LocalEngine:
@@ -89,6 +90,9 @@ class LocalEngine:
             hidden_stop=hidden_stop,
             tensor_parallel=tensor_parallel,
             max_kv_tokens=max_kv_tokens,
+            swap_policy=SwapPolicy(
+                config.preemption, self.decoder, self.kv, max_model_len=max_model_len, tensor_parallel=tensor_parallel
+            ),
         )
         self.has_weights = False
         self.is_asleep = False

@@ -24,6 +24,7 @@ from engines.sequence import (
     SequenceState,
     Work,
 )
+from engines.swap import SwapPolicy
 
 Detokenize = Callable[[Tokens[int]], str]
 HiddenStop = Callable[[SequenceState], bool]
@@ -39,6 +40,12 @@ class StepOutput:
     """Tokens in the forward pass."""
     num_context_tokens: int
     """Tokens that those attend to, themselves included, summed over the sequences."""
+    num_preempted: int = 0
+    """Sequences that lost their blocks before the forward pass."""
+    num_swapped_out: int = 0
+    """Those of them whose KV was stored."""
+    num_swapped_in: int = 0
+    """Sequences of the forward pass that came back with such KV."""
     finished: list[Finished] = field(default_factory=list)
     released: list[Work] = field(default_factory=list)
     """Sequences that used up their `max_new_tokens` here, not finished; with their KV where the replica has a store."""
@@ -56,6 +63,13 @@ class KVMoves:
     """Sequences whose KV was taken on."""
     num_recomputed: int = 0
     """Sequences that brought KV which could not be used: gone, damaged, or of other weights or dtype."""
+    num_swapped_out: int = 0
+    """Preempted sequences whose KV was stored."""
+    num_swapped_in: int = 0
+    """Those of them that came back with it; the others were recomputed, or left."""
+    swapped_out_bytes: int = 0
+    """Of all shards; so are the others."""
+    swapped_in_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +133,12 @@ class Replica:
         kv_store: KVStore | None = None,
         tensor_parallel: Communicator | None = None,
         max_kv_tokens: int | None = None,
+        swap_policy: SwapPolicy | None = None,
     ) -> None:
         """A sequence ends by `stop` where `hidden_stop` says so: how a benchmark sets lengths that no policy can see.
 
-        KV that sequences bring is read from `kv_store`, and recomputed without one.
+        KV that sequences bring is read from `kv_store`, and recomputed without one. There `swap_policy` has that of
+        preempted sequences put, too.
 
         With one, `tensor_parallel` must be the group of the ranks that hold the model's shards: they agree on what
         could be stored and read. `max_kv_tokens` is the longest sequence to take on, where other replicas that it may
@@ -140,6 +156,7 @@ class Replica:
         self._detokenize = detokenize
         self._hidden_stop = hidden_stop
         self.kv_store = kv_store
+        self.swap_policy = swap_policy
         self._tensor_parallel = tensor_parallel or SingleRank()
         if kv_store is not None:
             self._check_group()
@@ -178,14 +195,23 @@ class Replica:
 
         After an error or an interrupt (for one see `ModelRunner.run`) every sequence waits to be recomputed.
         """
+        moves, preempted = self.kv_moves, self.scheduler.num_preemptions
+        swapped_out, swapped_in = moves.num_swapped_out, moves.num_swapped_in
         try:
-            scheduled = self.scheduler.schedule(self._load_kv)
+            scheduled = self.scheduler.schedule(self._load_kv, self._swap_out)
             tokens, logprobs = self._runner.run(scheduled) if scheduled else ([], [])
         except BaseException:
             self.scheduler.preempt_all()
             self.scheduler.blocks.forget()
             raise
-        output = StepOutput(num_running=len(scheduled), num_tokens=0, num_context_tokens=0)
+        output = StepOutput(
+            num_running=len(scheduled),
+            num_tokens=0,
+            num_context_tokens=0,
+            num_preempted=self.scheduler.num_preemptions - preempted,
+            num_swapped_out=moves.num_swapped_out - swapped_out,
+            num_swapped_in=moves.num_swapped_in - swapped_in,
+        )
         drawn = iter(zip(tokens, logprobs, strict=True))
         leaving = []
         for sequence, num_tokens in scheduled:
@@ -261,14 +287,14 @@ class Replica:
         """Drops a sequence; returns what it had. Raises KeyError when it is not here."""
         sequence = self._sequences[sequence_id]
         self._leave(sequence)
-        self._drop(sequence.kv)
+        self.drop(sequence.kv)
         return Finished(state=sequence.state, completion=self._completion(sequence.state, "abort"))
 
     def pause(self, sequence_ids: Iterable[SequenceId] | None = None, store: KVStore | None = None) -> list[Work]:
         """Takes sequences out, in the order named, or all in the order submitted; each can be resumed anywhere.
 
-        With a `store` those that have been computed here leave with their KV, while there is room. Raises KeyError,
-        before any is taken out, when one is not here.
+        With a `store` those that have been computed here leave with their KV, while there is room; those that wait with
+        stored KV leave with it in any case. Raises KeyError, before any is taken out, when one is not here.
         """
         named = list(self._sequences) if sequence_ids is None else list(dict.fromkeys(sequence_ids))
         absent = [sequence_id for sequence_id in named if sequence_id not in self._sequences]
@@ -277,7 +303,13 @@ class Replica:
         return self._release([self._sequences[sequence_id] for sequence_id in named], store)
 
     def _release(self, sequences: list[Sequence], store: KVStore | None) -> list[Work]:
-        handles = self._export_kv(sequences, store) if store is not None else {}
+        handles: dict[SequenceId, KVHandle] = {}
+        if store is not None:
+            computed = [sequence for sequence in sequences if sequence.num_computed]
+            handles = self._export_kv(computed, store)
+            self.kv_moves.num_exported += len(handles)
+            self.kv_moves.num_refused += len(computed) - len(handles)
+        self.kv_moves.num_exported += sum(sequence.is_swapped_out for sequence in sequences)
         works = []
         for sequence in sequences:
             budget = sequence.release_len - len(sequence.state.tokens)
@@ -294,10 +326,9 @@ class Replica:
 
     # -- KV that comes and goes
 
-    def _export_kv(self, sequences: list[Sequence], store: KVStore) -> dict[SequenceId, KVHandle]:
+    def _export_kv(self, computed: list[Sequence], store: KVStore) -> dict[SequenceId, KVHandle]:
         """Handles of those whose KV all shards could store; the same on every rank of the replica."""
         self._check_group()
-        computed = [sequence for sequence in sequences if sequence.num_computed]
         if not computed:
             return {}
         mine = [self._runner.export_kv(sequence, self.policy_version, store) for sequence in computed]
@@ -307,11 +338,9 @@ class Replica:
         for sequence, my_parts, *by_shard in zip(computed, mine, *everyone, strict=True):
             parts = [part for shard_parts in by_shard for part in shard_parts or ()]
             if None in by_shard:  # a part of the heads is of no use
-                self.kv_moves.num_refused += 1
                 for part in my_parts or ():
                     store.drop(part)
                 continue
-            self.kv_moves.num_exported += 1
             handles[sequence.state.sequence_id] = KVHandle(
                 num_tokens=sequence.num_computed,
                 policy_version=self.policy_version,
@@ -319,6 +348,19 @@ class Replica:
                 parts=tuple(parts),
             )
         return handles
+
+    def _swap_out(self, victim: Sequence) -> None:
+        """Stores the KV of a sequence that is about to lose its blocks, where the policy says so and there is room."""
+        if self.swap_policy is None or self.kv_store is None or not victim.num_computed:
+            return
+        num_known = min(victim.num_computed, self.scheduler.num_common_tokens(victim))
+        if not self.swap_policy.swaps(victim.num_computed, num_known, self.kv_store):
+            return
+        victim.kv = self._export_kv([victim], self.kv_store).get(victim.state.sequence_id)
+        if victim.kv is not None:
+            victim.is_swapped_out = True
+            self.kv_moves.num_swapped_out += 1
+            self.kv_moves.swapped_out_bytes += victim.kv.num_bytes
 
     def _load_kv(self, admitted: list[Sequence]) -> None:
         """Takes on the KV that newly admitted sequences bring, where every shard can read its heads, and drops it."""
@@ -330,13 +372,20 @@ class Replica:
         told = bytes(num > 0 for num in num_loaded)
         agreed = [all(flags) for flags in zip(*self._tensor_parallel.all_gather_bytes(told), strict=True)]
         for sequence, num_tokens, usable in zip(admitted, num_loaded, agreed, strict=True):
-            sequence.num_computed = num_tokens if usable else 0
-            self.kv_moves.num_imported += usable
-            self.kv_moves.num_recomputed += not usable
-            self._drop(sequence.kv)
-            sequence.kv = None
+            assert sequence.kv is not None
+            if usable:
+                sequence.num_computed = num_tokens
+            if sequence.is_swapped_out:
+                self.kv_moves.num_swapped_in += usable
+                self.kv_moves.swapped_in_bytes += usable * sequence.kv.num_bytes
+            else:
+                self.kv_moves.num_imported += usable
+                self.kv_moves.num_recomputed += not usable
+            self.drop(sequence.kv)
+            sequence.kv, sequence.is_swapped_out = None, False
 
-    def _drop(self, handle: KVHandle | None) -> None:
+    def drop(self, handle: KVHandle | None) -> None:
+        """Gives up stored KV that nobody will ask for. All ranks of the replica call it together."""
         if handle is not None and self.kv_store is not None and self._tensor_parallel.rank == 0:
             for part in handle.parts:
                 self.kv_store.drop(part)

@@ -12,7 +12,7 @@ from engines.config import EngineConfig
 from engines.graphs import Graphs, PaddedDecodes
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
-from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, tokens_digest
+from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, to_host, tokens_digest
 from engines.models.decoder import Decoder
 from engines.parallel.sharding import kv_heads
 from engines.sampler import sample
@@ -114,25 +114,28 @@ class ModelRunner:
         heads = kv_heads(self._decoder.config, shard)
         if shard.index and kv_heads(self._decoder.config, replace(shard, index=shard.index - 1)) == heads:
             return ()
-        layers = read_kv(self._kv, self._blocks.table(sequence), sequence.num_computed)
+        layers = to_host(read_kv(self._kv, self._blocks.table(sequence), sequence.num_computed))
         part = store.export(self._kv_content(sequence, sequence.num_computed, policy_version), layers)
         return None if part is None else (part,)
 
     def load_kv(self, sequence: Sequence, policy_version: int, store: KVStore) -> int:
-        """Writes the KV that an admitted sequence brings to its blocks; returns for how many tokens, 0 when unusable.
+        """Writes the KV that an admitted sequence brings to its blocks, after those tokens whose KV is there already.
 
-        The last token is left to be computed: its logits are wanted.
+        Returns for how many tokens it is there then, 0 when what it brings is unusable. The last token is left to be
+        computed: its logits are wanted.
         """
         handle = sequence.kv
         assert handle is not None
         num_tokens = min(handle.num_tokens, len(sequence.state.tokens) - 1)
         if num_tokens < 1 or handle.policy_version != policy_version or handle.dtype != self.kv_dtype:
             return 0
+        if num_tokens <= sequence.num_computed:
+            return sequence.num_computed  # all that it brings was found in the prefix cache
         try:
             layers = load_heads(store, handle.parts, self._kv_content(sequence, handle.num_tokens, policy_version))
         except ValueError:  # gone or damaged: recomputing is always right
             return 0
-        fill_kv(self._kv, self._blocks.table(sequence), num_tokens, layers)
+        fill_kv(self._kv, self._blocks.table(sequence), num_tokens, layers, first=sequence.num_computed)
         return num_tokens
 
     def _kv_content(self, sequence: Sequence, num_tokens: int, policy_version: int) -> KVContent:

@@ -23,6 +23,8 @@ class Sequence:
     """Length at which this replica gives it back; `max_len` when it may finish here."""
     kv: KVHandle | None = None
     """Stored KV to begin with when it is admitted; None from then on."""
+    is_swapped_out: bool = False
+    """Whether `kv` was taken from this replica's own blocks when it was preempted."""
     num_computed: int = 0
     """Tokens whose KV is in the cache."""
     slot: int = -1
@@ -52,7 +54,7 @@ class Scheduler:
 
     A waiting sequence is admitted when the blocks for all its tokens are there or free, plus one for each running
     sequence to grow into; it shares those whose content is known. When a running one cannot grow, the latest admitted
-    is preempted: its blocks are given up, and its tokens are recomputed when it is admitted again.
+    is preempted: its blocks are given up, and what was not stored before is recomputed when it is admitted again.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -80,11 +82,17 @@ class Scheduler:
             self.running.remove(sequence)
             self._vacate(sequence)
 
-    def schedule(self, load_kv: Callable[[list[Sequence]], None] | None = None) -> list[Scheduled]:
+    def schedule(
+        self,
+        load_kv: Callable[[list[Sequence]], None] | None = None,
+        store_kv: Callable[[Sequence], None] | None = None,
+    ) -> list[Scheduled]:
         """The next forward pass: decodes first, then prefill chunks. Empty only when there is no work.
 
-        `load_kv` gets those newly admitted that bring KV, their blocks reserved, and sets `num_computed` of each to
-        what it has loaded, less than its tokens; all is computed without. The caller advances `num_computed` when the
+        `load_kv` gets those newly admitted that bring KV, their blocks reserved and the first `num_computed` tokens
+        there already, and raises `num_computed` of each to what it has loaded, less than its tokens; what it brings is
+        not looked at without. `store_kv` gets one that is to be preempted, still with its blocks, and may set its `kv`.
+        The caller advances `num_computed` when the
         pass has run. Blocks of this pass are known and shared already, since a pass writes KV before it reads any, and
         the members of a group share what one of them computes in it: when it fails, all are to be preempted, and the
         blocks to `forget` their contents.
@@ -100,7 +108,7 @@ class Scheduler:
             sequence = self.running[index]
             num_tokens = len(sequence.state.tokens)
             # Blocks that the runner has copied are there: most steps ask no further.
-            if num_tokens > sequence.num_table_blocks * block_size and not self._make_room(sequence):
+            if num_tokens > sequence.num_table_blocks * block_size and not self._make_room(sequence, store_kv):
                 break  # it was the last one, and is preempted itself
             index += 1
             if num_tokens - sequence.num_computed == 1:
@@ -151,7 +159,7 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the KV of the sequence's first tokens; its last token is always left to be computed."""
-        if not self._config.prefix_caching or sequence.kv is not None:
+        if not self._config.prefix_caching:
             return []
         num_blocks = (len(sequence.state.tokens) - 1) // self.blocks.block_size
         return self.blocks.find(self._content_keys(sequence, num_blocks)[:num_blocks])
@@ -184,16 +192,22 @@ class Scheduler:
             self.blocks.publish(sequence, index, keys[index])
         sequence.num_published = num_full
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_room(self, sequence: Sequence, store_kv: Callable[[Sequence], None] | None) -> bool:
         """Gives the sequence blocks for all its tokens, preempting the latest admitted while there are too few."""
         while not self.blocks.can_grow(sequence, len(sequence.state.tokens)):
+            if store_kv is not None:
+                store_kv(self.running[-1])
             if self._preempt_latest() is sequence:
                 return False
         self.blocks.grow(sequence, len(sequence.state.tokens))
         return True
 
+    def num_common_tokens(self, sequence: Sequence) -> int:
+        """Of its first tokens, those in blocks that others hold, too: it finds them again while these stay."""
+        return self.blocks.num_common(sequence) * self.blocks.block_size
+
     def preempt_all(self) -> None:
-        """Sends every running sequence back to wait, in order, to be recomputed."""
+        """Sends every running sequence back to wait, in order, to be recomputed: nothing of them is stored."""
         while self.running:
             self._preempt_latest()
 

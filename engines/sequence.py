@@ -174,6 +174,10 @@ class KVHandle:
     dtype: str
     parts: tuple[KVPart, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:

@@ -17,7 +17,7 @@ from algos.tasks.arithmetic import ArithmeticTask
 from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.task import Task
 from algos.warmstart import MODEL_SIZES
-from engines.config import DType, EngineConfig
+from engines.config import DType, EngineConfig, Preemption
 
 Flat = tyro.conf.arg(name="")
 ALGORITHMS: dict[str, type[GRPO] | type[DAPO]] = {"grpo": GRPO, "dapo": DAPO}
@@ -47,6 +47,15 @@ class RolloutConfig:
     """MiB of KV cache per rank."""
     max_num_seqs: int = 256
     """Most sequences of a rank in one forward pass."""
+    preemption: Preemption = "auto"
+    """What becomes of the KV cache of a sequence that must make room: swap stores it in host memory or on disk,
+    recompute drops it, auto does what is faster by measured costs; with `--deterministic` auto means recompute."""
+    kv_host_mib: int | None = None
+    """Most MiB of host memory per rank for KV outside the cache; by default 1 GiB, or less where little is free."""
+    kv_disk_mib: int = 0
+    """Most MiB of disk per rank for KV that finds no room in host memory."""
+    kv_disk_folder: Path | None = None
+    """Where; a folder that exists, on a fast disk."""
 
     def __post_init__(self) -> None:
         for name, least in (("prompts_per_step", 1), ("group_size", 2), ("kv_cache_mib", 1)):
@@ -61,14 +70,21 @@ class RolloutConfig:
                     f"leave it at {off}"
                 )
 
-    def engine_config(self, seed: int) -> EngineConfig:
-        """The rollout engine's settings; ValueError for ones that it refuses."""
+    def engine_config(self, seed: int, *, deterministic: bool = False) -> EngineConfig:
+        """The rollout engine's settings; ValueError for ones that it refuses.
+
+        In a deterministic run nothing may depend on what was timed, as "auto" does, or on how much room there is.
+        """
         return EngineConfig(
             dtype=self.dtype,
             seed=seed,
             kv_cache_bytes=self.kv_cache_mib * 2**20,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=max(4096, self.max_num_seqs),
+            preemption="recompute" if deterministic else self.preemption,
+            kv_host_bytes=None if self.kv_host_mib is None else self.kv_host_mib * 2**20,
+            kv_disk_bytes=self.kv_disk_mib * 2**20,
+            kv_disk_folder=None if self.kv_disk_folder is None else str(self.kv_disk_folder),
         )
 
 
@@ -144,6 +160,11 @@ class TrainConfig:
             raise ValueError(
                 "dispatch='on-demand': depends on timing, which --deterministic rules out; give --dispatch static, or "
                 "leave --dispatch or --deterministic out"
+            )
+        if self.deterministic and self.rollout.preemption == "swap":
+            raise ValueError(
+                "rollout.preemption='swap': depends on how much memory and disk is free, which --deterministic rules "
+                "out; give recompute, or leave --rollout.preemption or --deterministic out"
             )
         if self.resume and self.name is None:
             raise ValueError("resume=True: name the run to go on with, by --name")

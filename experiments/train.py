@@ -78,7 +78,7 @@ def main() -> dict[str, Any]:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # All that can be wrong without a process group is looked at first: it costs nothing, and every rank sees it.
     task = make_task(config)
-    config.rollout.engine_config(config.seed)
+    config.rollout.engine_config(config.seed, deterministic=config.deterministic)
     resolve(config.trainer, num_ranks=launch.num_ranks())
     check_run_folder(config.runs, config.name, resume=config.resume)
     if config.resume:
@@ -195,7 +195,7 @@ class Run:
             tensor_parallel_size=config.tensor_parallel_size,
             schedule=OnDemand() if config.is_on_demand and num_replicas > 1 else None,
             load=False,
-            **asdict(rollout.engine_config(config.seed)),
+            **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
         )
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
         self.held_out = self._held_out_problems(task)
@@ -269,9 +269,11 @@ class Run:
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
         num_found = self.journal.num_found
+        preempted = self._preemptions()
         rollout = self._roll_out()
         updated = time.perf_counter()
         metrics = dict(rollout.metrics)
+        metrics |= {name: float(count - preempted[name]) for name, count in self._preemptions().items()}
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
@@ -311,6 +313,21 @@ class Run:
                 progress.update()
 
             return self.collector.collect(self.data_index, show)
+
+    def _preemptions(self) -> dict[str, int]:
+        """Counts of all replicas since the run's start."""
+        scheduler, moves = self.llm.replica.scheduler, self.llm.replica.kv_moves
+        leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
+        mine = {
+            "rollout/num_preemptions": scheduler.num_preemptions,
+            "rollout/num_swapped_out": moves.num_swapped_out,
+            "rollout/num_swapped_in": moves.num_swapped_in,
+            "rollout/swapped_out_bytes": moves.swapped_out_bytes,
+            "rollout/swapped_in_bytes": moves.swapped_in_bytes,
+        }
+        told = self.group.all_gather_bytes(msgspec.msgpack.encode(mine if leads else dict.fromkeys(mine, 0)))
+        everyone = [msgspec.msgpack.decode(one, type=dict[str, int]) for one in told]
+        return {name: sum(one[name] for one in everyone) for name in mine}
 
     def _sync_weights(self) -> None:
         """Trainer -> engine, parameter by parameter; the ranks' checksums must agree, and go into the journal."""

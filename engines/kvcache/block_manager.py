@@ -107,6 +107,11 @@ class BlockManager:
         if blocks:
             self._tables[holder] = list(blocks)
 
+    def num_common(self, holder: object) -> int:
+        """How many of the holder's first blocks others hold, too."""
+        table = self.table(holder)
+        return next((i for i, block in enumerate(table) if self._num_holders[block] == 1), len(table))
+
     def publish(self, holder: object, index: int, key: bytes) -> None:
         """Makes block number `index` of the holder's table, which must be full, known by its content."""
         block = self._tables[holder][index]

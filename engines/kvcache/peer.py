@@ -22,7 +22,8 @@ from torch import Tensor
 
 from engines.control.ends import Received
 from engines.control.transport import Client, Server
-from engines.kvcache.transfer import HEADER_BYTES, HostKVStore, KVContent, layers_in
+from engines.kvcache.tiers import TieredKVStore
+from engines.kvcache.transfer import HEADER_BYTES, HostKVStore, KVContent, Tier, layers_in
 from engines.sequence import KVPart
 
 _PIECE_BYTES: Final = 4 << 20
@@ -48,12 +49,20 @@ _decode_request = msgspec.msgpack.Decoder(Read | Drop).decode
 
 
 class PeerKVStore:
-    """A `HostKVStore` whose parts the processes of other hosts reach, too: each serves those that it has made.
+    """A host's store whose parts the processes of other hosts reach, too: each serves those that it has made.
 
     A part's location says on which host it lies, who serves it and in which file.
     """
 
-    def __init__(self, local: HostKVStore, *, host: str, address: str, token: bytes, patience_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        local: HostKVStore | TieredKVStore,
+        *,
+        host: str,
+        address: str,
+        token: bytes,
+        patience_s: float = 10.0,
+    ) -> None:
         """`host` tells hosts apart; `address` is this one's IPv4 address as the others reach it.
 
         All processes of the run have the same `token`. Raises ValueError when `address` is not this machine's.
@@ -69,6 +78,9 @@ class PeerKVStore:
         self._server = Server(token, host=address, patience_s=patience_s)
         self._thread = threading.Thread(target=self._serve, name="kv-server", daemon=True)
         self._thread.start()
+
+    def tier_for(self, num_bytes: int) -> Tier | None:
+        return self._local.tier_for(num_bytes)
 
     def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
         part = self._local.export(content, layers)
@@ -163,7 +175,7 @@ class PeerKVStore:
         if isinstance(request, Read):
             self._reply(peer, _read(path, request) if path is not None else b"")
         elif path is not None:
-            path.unlink(missing_ok=True)
+            self._local.drop(KVPart(first_head=0, num_heads=0, location=str(path), num_bytes=0))
 
     def _reply(self, peer: str, piece: bytes) -> None:
         with contextlib.suppress(ConnectionError):  # it has gone meanwhile

@@ -13,12 +13,11 @@ import hashlib
 import mmap
 import os
 import re
-import secrets
 import shutil
 import struct
 import tempfile
-import threading
 import warnings
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -30,15 +29,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engines.kvcache.files import FileLedger, FileNames, family, free_memory_bytes
 from engines.kvcache.paged import PagedKVCache, write_kv
 from engines.parallel.segment import DEV_SHM, start_time
 from engines.sequence import KVPart
 
 MAGIC = b"curtailK"
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 512
-_FEWEST_FILES = 64
-_PREFIX = struct.Struct("<8sII")  # magic, format, bytes of the encoded KVContent that follows
+_PREFIX = struct.Struct("<8sIII")  # magic, format, CRC-32 of the layers, bytes of the encoded KVContent that follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +64,18 @@ class KVContent:
         return 2 * self.num_layers * self.num_tokens * self.num_heads * self.head_dim * dtype.itemsize
 
 
+class Tier(Protocol):
+    """One kind of storage, of which all parts cost about the same. `export`, `load` and `drop`: see `KVStore`."""
+
+    name: str
+
+    def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None: ...
+
+    def load(self, part: KVPart, content: KVContent) -> Items[Tensor]: ...
+
+    def drop(self, part: KVPart) -> None: ...
+
+
 class KVStore(Protocol):
     """Keeps KV outside of the caches. All replicas that move sequences to each other reach the same parts."""
 
@@ -77,6 +88,10 @@ class KVStore(Protocol):
 
         Raises ValueError when the part is gone, damaged, or of other content.
         """
+        ...
+
+    def tier_for(self, num_bytes: int) -> Tier | None:
+        """Where a part with so many bytes of KV would be kept now; None when there is no room."""
         ...
 
     def drop(self, part: KVPart) -> None:
@@ -101,12 +116,34 @@ def read_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Iterator[Te
         yield layer
 
 
-def fill_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int, layers: Iterable[Tensor]) -> None:
-    """Writes the first `num_tokens` tokens of each layer, as `read_kv` gives them, where the block table says."""
-    slots = _token_slots(kv, blocks, num_tokens)
+def fill_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int, layers: Iterable[Tensor], *, first: int = 0) -> None:
+    """Writes tokens `first` to `num_tokens` of each layer, as `read_kv` gives them, where the block table says.
+
+    The blocks of the tokens before are left alone: others may hold them, too.
+    """
+    slots = _token_slots(kv, blocks, num_tokens)[first:]
     for keys, values, layer in zip(kv.keys, kv.values, layers, strict=True):
         for cache, new in zip((keys, values), layer, strict=True):
-            write_kv(cache, slots, new[:num_tokens].to(cache.device))
+            write_kv(cache, slots, new[first:num_tokens].to(cache.device))
+
+
+def to_host(layers: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The layers on the CPU. From CUDA they come through pinned memory, the next one while one is being used."""
+    ahead: tuple[Tensor, torch.cuda.Event] | None = None
+    for layer in layers:
+        if not layer.is_cuda:
+            yield layer
+            continue
+        staged = torch.empty(layer.shape, dtype=layer.dtype, pin_memory=True).copy_(layer, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        if ahead is not None:
+            ahead[1].synchronize()
+            yield ahead[0]
+        ahead = staged, arrived
+    if ahead is not None:
+        ahead[1].synchronize()
+        yield ahead[0]
 
 
 def _token_slots(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Tensor:
@@ -150,113 +187,84 @@ class HostKVStore:
     `reclaim` finds what a kill has left. What `load` has returned stays readable after a `drop`.
     """
 
+    name = "host"
+
     def __init__(self, token: str, capacity_bytes: int, folders: Items[Path] | None = None) -> None:
         """Of all files that this process has made at most `capacity_bytes` bytes exist at any time.
 
         All processes of a run have the same `token`, which nobody else can guess.
         """
-        if not re.fullmatch(r"[0-9a-zA-Z]{16,64}", token):
-            raise ValueError(f"HostKVStore.token={token!r}: use 16 to 64 letters and digits (secrets.token_hex(16))")
-        if capacity_bytes < 0:
-            raise ValueError(f"HostKVStore.capacity_bytes={capacity_bytes}: must be at least 0")
-        self.capacity_bytes = capacity_bytes
+        self._names = FileNames("HostKVStore", token)
+        self.files = FileLedger("HostKVStore", capacity_bytes)
         self._token = token
         self._folders = _resolve(folders)
-        self._prefix = f"{_family()}-{os.getpid()}-{start_time(os.getpid())}-{token}-"
-        self._sizes: dict[Path, int] = {}
-        self._num_bytes = 0
-        self._next_look = _FEWEST_FILES
-        self._lock = threading.Lock()  # a coordinator drops what a worker has exported
         self._has_warned = False
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.files.capacity_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this process's files; those that others have dropped still count for a while."""
-        return self._num_bytes
+        return self.files.num_bytes
+
+    def tier_for(self, num_bytes: int) -> Tier | None:
+        return self if self.files.has_room(HEADER_BYTES + num_bytes) else None
 
     def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
         num_bytes = HEADER_BYTES + content.num_bytes
-        with self._lock:
-            if not self._has_room(num_bytes):
-                return None
+        if not self.files.has_room(num_bytes):
+            return None
         created = self._create(num_bytes)
         if created is None:
             return None
         path, memory = created
         try:
-            encoded = msgspec.msgpack.encode(content)
-            memory[: _PREFIX.size] = _PREFIX.pack(MAGIC, FORMAT, len(encoded))
-            memory[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
             for view, layer in zip(_layer_views(memory, content), layers, strict=True):
                 view.copy_(layer)
+            with memoryview(memory)[HEADER_BYTES:] as payload:
+                header = encode_header(content, zlib.crc32(payload))
+            memory[: len(header)] = header
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        with self._lock:
-            self._sizes[path] = num_bytes
-            self._num_bytes += num_bytes
-        return KVPart(
-            first_head=content.first_head,
-            num_heads=content.num_heads,
-            location=str(path),
-            num_bytes=content.num_bytes,
-        )
+        self.files.add(path, num_bytes)
+        return part_of(content, path)
 
     def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
         path = self.path_of(part.location)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                num_bytes = os.fstat(descriptor).st_size
-                wanted = HEADER_BYTES + content.num_bytes
-                if num_bytes != wanted:
-                    raise ValueError(f"{path}: has {num_bytes} bytes, {wanted} wanted; it is damaged, recompute the KV")
-                # A private mapping: torch wants writable memory, the file stays as it is.
-                memory = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error.strerror}); recompute the KV") from None
-        return layers_in(memory, content, str(path))
+        with opened(path, content) as descriptor:
+            # A private mapping: torch wants writable memory, the file stays as it is.
+            memory = mmap.mmap(descriptor, HEADER_BYTES + content.num_bytes, access=mmap.ACCESS_COPY)
+        layers = layers_in(memory, content, str(path))
+        self.files.touch(path)
+        return layers
 
     def drop(self, part: KVPart) -> None:
         with contextlib.suppress(ValueError):
-            path = self.path_of(part.location)
-            path.unlink(missing_ok=True)
-            with self._lock:
-                self._num_bytes -= self._sizes.pop(path, 0)
+            self.files.remove(self.path_of(part.location))
 
     def close(self) -> None:
         """Removes the files that this process has made, handed over or not."""
-        with self._lock:
-            for path in self._sizes:
-                path.unlink(missing_ok=True)
-            self._sizes.clear()
-            self._num_bytes = 0
+        self.files.clear()
 
     def path_of(self, location: str) -> Path:
         """Raises ValueError for a location that is not a file of this run: it came from outside."""
         path = Path(location)
-        named = re.fullmatch(rf"{_family()}-\d+-\d+-{self._token}-[0-9a-f]+", path.name)
-        if path.parent not in self._folders or not named:
+        if path.parent not in self._folders or not self._names.has(path.name):
             raise ValueError(
                 f"KVPart.location={location!r}: is no file of this run in {' or '.join(map(str, self._folders))}; "
                 f"give all processes of a run the same token and TMPDIR"
             )
         return path
 
-    def _has_room(self, num_bytes: int) -> bool:
-        if self._num_bytes + num_bytes > self.capacity_bytes or len(self._sizes) >= self._next_look:
-            # Importers remove what they have taken. Looked at when it matters, and often enough to forget them.
-            self._sizes = {path: size for path, size in self._sizes.items() if path.exists()}
-            self._num_bytes = sum(self._sizes.values())
-            self._next_look = max(_FEWEST_FILES, 2 * len(self._sizes))
-        return self._num_bytes + num_bytes <= self.capacity_bytes
-
     def _create(self, num_bytes: int) -> tuple[Path, mmap.mmap] | None:
         for folder in self._folders:
-            path = folder / f"{self._prefix}{secrets.token_hex(8)}"
+            path = folder / self._names.new()
             try:
+                if folder == DEV_SHM and num_bytes > free_memory_bytes():
+                    raise OSError(errno.ENOMEM, "the machine's memory is in use")
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 self._warn(folder, num_bytes, error)
@@ -291,10 +299,10 @@ def reclaim(folders: Items[Path] | None = None, *, keep_token: str | None = None
     Keeps those of the run `keep_token`: its sequences may have moved on, and their creator be gone by right. What a
     process in another container has made cannot be judged, and stays.
     """
-    pattern = re.compile(rf"{_family()}-(\d+)-(\d+)-([0-9a-zA-Z]+)-[0-9a-f]+")
+    pattern = re.compile(rf"{family()}-(\d+)-(\d+)-([0-9a-zA-Z]+)-[0-9a-f]+")
     removed = []
     for folder in _resolve(folders):
-        for path in sorted(folder.glob(f"{_family()}-*")):
+        for path in sorted(folder.glob(f"{family()}-*")):
             named = pattern.fullmatch(path.name)
             if named and named[3] != keep_token and start_time(int(named[1])) != int(named[2]):
                 path.unlink(missing_ok=True)
@@ -306,9 +314,36 @@ def _resolve(folders: Items[Path] | None) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(folders if folders is not None else (DEV_SHM, Path(tempfile.gettempdir()))))
 
 
-def _family() -> str:
-    """How names of this user in this container begin: a process id means something within its namespace only."""
-    return f"curtail-kv-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
+def part_of(content: KVContent, path: Path) -> KVPart:
+    return KVPart(
+        first_head=content.first_head,
+        num_heads=content.num_heads,
+        location=str(path),
+        num_bytes=content.num_bytes,
+    )
+
+
+@contextlib.contextmanager
+def opened(path: Path, content: KVContent) -> Iterator[int]:
+    """A descriptor of a part's file. Raises ValueError when it cannot be read, or is not as long as it should be."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            num_bytes, wanted = os.fstat(descriptor).st_size, HEADER_BYTES + content.num_bytes
+            if num_bytes != wanted:
+                raise ValueError(f"{path}: has {num_bytes} bytes, {wanted} wanted; it is damaged, recompute the KV")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); recompute the KV") from None
+
+
+def encode_header(content: KVContent, checksum: int) -> bytes:
+    """What a part's file begins with; `checksum` is the CRC-32 of its layers' bytes."""
+    encoded = msgspec.msgpack.encode(content)
+    assert _PREFIX.size + len(encoded) <= HEADER_BYTES
+    return _PREFIX.pack(MAGIC, FORMAT, checksum, len(encoded)) + encoded
 
 
 def _layer_views(memory: mmap.mmap, content: KVContent) -> list[Tensor]:
@@ -318,13 +353,17 @@ def _layer_views(memory: mmap.mmap, content: KVContent) -> list[Tensor]:
 
 
 def layers_in(memory: mmap.mmap, content: KVContent, location: str) -> list[Tensor]:
-    """The layers of a part's bytes, each `content.layer_shape`. Raises ValueError when they are of other content."""
-    _check_header(memory[:HEADER_BYTES], content, location)
+    """The layers of a part's bytes, each `content.layer_shape`.
+
+    Raises ValueError when they are of other content, or not what was written.
+    """
+    with memoryview(memory)[HEADER_BYTES:] as payload:
+        _check_header(memory[:HEADER_BYTES], content, location, zlib.crc32(payload))
     return _layer_views(memory, content)
 
 
-def _check_header(header: bytes, content: KVContent, path: str) -> None:
-    magic, version, length = _PREFIX.unpack_from(header)
+def _check_header(header: bytes, content: KVContent, path: str, found_checksum: int) -> None:
+    magic, version, checksum, length = _PREFIX.unpack_from(header)
     if magic != MAGIC or version != FORMAT:
         raise ValueError(f"{path}: is no KV of format {FORMAT}; recompute the KV")
     try:
@@ -335,3 +374,5 @@ def _check_header(header: bytes, content: KVContent, path: str) -> None:
         have, want = getattr(found, field.name), getattr(content, field.name)
         if have != want:
             raise ValueError(f"{path}: {field.name}={have!r}, wanted {want!r}; recompute the KV")
+    if checksum != found_checksum:
+        raise ValueError(f"{path}: its content is damaged; recompute the KV")

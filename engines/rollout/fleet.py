@@ -23,7 +23,7 @@ from torch import Tensor
 from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
 from engines.control.sealing import new_token
 from engines.control.transport import Server
-from engines.kvcache.transfer import HostKVStore, reclaim
+from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.local_engine import kv_capacity
 from engines.models.loader import checked_weights
 from engines.parallel.layout import Layout, ReplicaSpec
@@ -81,6 +81,9 @@ class Fleet:
         except RuntimeError as error:
             raise ValueError(f"Fleet.device={device!r}: {error}") from None
         config = engine_config("Fleet", options)
+        if config.kv_host_bytes is not None:
+            kv_store_bytes = host_pool_bytes(config.kv_host_bytes, num_ranks=max(1, num_replicas))
+        self._kv_disk_folder = config.kv_disk_folder
         self._model = Path(model).resolve()  # replicas run in another folder
         self._limits = _limits(self._model, config)
         self._timeout_s = timeout_s
@@ -92,8 +95,9 @@ class Fleet:
             self._weights_folder = _make_weights_folder(weights_folder)
             undo.callback(shutil.rmtree, self._weights_folder, ignore_errors=True)
             token, kv_token = new_token(), secrets.token_hex(16)
-            reclaim(keep_token=kv_token)
-            self._kv_store = HostKVStore(kv_token, 0)  # only to drop what others have made
+            self._kv_store = make_kv_store(  # only to drop what others have made
+                kv_token, host_bytes=0, disk_bytes=0, disk_parent=config.kv_disk_folder
+            )
             interval_s = min(1.0, patience_s / 5)
             self._server = Server(token, interval_s=interval_s, patience_s=patience_s)
             undo.callback(self._server.close)
@@ -229,7 +233,8 @@ class Fleet:
                 self._source_in_use = None
                 self._remove_outdated()
                 if len(self.coordinator.lost) > num_lost:
-                    reclaim()  # KV of the dead that nobody was told of; no sequence is left that could want it
+                    # KV of the dead that nobody was told of; no sequence is left that could want it.
+                    reclaim_tiers(self._kv_disk_folder)
 
     def _check(self, state: SequenceState) -> None:
         """Raises ValueError for a sequence that no replica could run, or that could not be sent to one."""
@@ -253,7 +258,7 @@ class Fleet:
         finally:
             self._server.close()
             shutil.rmtree(self._weights_folder, ignore_errors=True)
-            reclaim()
+            reclaim_tiers(self._kv_disk_folder)
 
     def __enter__(self) -> Fleet:
         return self

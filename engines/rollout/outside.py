@@ -18,7 +18,8 @@ from engines.config import ModelConfig, longest_sequence
 from engines.control import messages
 from engines.control.sealing import TOKEN_VARIABLE, read_token
 from engines.control.transport import Client
-from engines.kvcache.transfer import HostKVStore
+from engines.kvcache.tiers import make_kv_store
+from engines.kvcache.transfer import KVStore
 from engines.local_engine import LocalEngine
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
@@ -50,7 +51,12 @@ def main() -> int:
     except ConnectionError as error:
         print(f"replica {orders.spec.id}: {error}", file=sys.stderr)
         return ORPHANED
-    store = HostKVStore(orders.kv_token, orders.kv_store_bytes)
+    store = make_kv_store(
+        orders.kv_token,
+        host_bytes=orders.kv_store_bytes,
+        disk_bytes=orders.config.kv_disk_bytes,
+        disk_parent=orders.config.kv_disk_folder,
+    )
     try:
         _serve(orders, client, store)
         return 0
@@ -66,7 +72,7 @@ def main() -> int:
         store.close()
 
 
-def _serve(orders: ReplicaOrders, client: Client, store: HostKVStore) -> None:
+def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
     """Obeys until told to end."""
     engine = make_engine(orders)
     engine.replica.kv_store = store

@@ -24,6 +24,12 @@ class StepRecord:
     """Sequences in the forward pass."""
     num_tokens: int
     """Tokens in the forward pass."""
+    num_preempted: int = 0
+    """Sequences that lost their KV blocks before it."""
+    num_swapped_out: int = 0
+    """Those of them whose KV was stored; the others' is computed again."""
+    num_swapped_in: int = 0
+    """Sequences of the forward pass that came back with such KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,9 @@ def chrome_trace(steps: Iterable[StepRecord], marks: Iterable[Mark] = ()) -> dic
     for step in steps:
         row = {"pid": 0, "tid": step.replica_id, "ts": micros(step.start)}
         arguments = {"sequences": step.num_running, "tokens": step.num_tokens, "epoch": step.epoch}
+        if step.num_preempted or step.num_swapped_in:
+            arguments |= {"preempted": step.num_preempted, "swapped out": step.num_swapped_out}
+            arguments["swapped in"] = step.num_swapped_in
         name = f"TP{step.tp_size}"
         events.append({**row, "name": name, "ph": "X", "dur": round(step.seconds * 1e6, 1), "args": arguments})
         events.append(

@@ -233,6 +233,9 @@ class Worker:
                 seconds=seconds,
                 num_running=output.num_running,
                 num_tokens=output.num_tokens,
+                num_preempted=output.num_preempted,
+                num_swapped_out=output.num_swapped_out,
+                num_swapped_in=output.num_swapped_in,
             )
         )
         if output.finished:

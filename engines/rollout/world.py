@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from engines.control.sealing import new_token
 from engines.control.transport import Client, Server
 from engines.kvcache.peer import PeerKVStore
+from engines.kvcache.tiers import TieredKVStore
 from engines.kvcache.transfer import HostKVStore, reclaim
 from engines.local_engine import LocalEngine
 from engines.parallel.groups import GroupCache
@@ -57,9 +59,11 @@ class RolloutWorld:
         check_layout: Callable[[Layout], None] | None = None,
         pace: Pace | None = None,
         kv_store_bytes: int = 2**30,
+        make_kv_store: Callable[[str], HostKVStore | TieredKVStore] | None = None,
     ) -> None:
         """`rebuild`: see `Worker`; `check_layout`: see `RolloutCore`. `kv_store_bytes` bounds what a rank may keep of
-        KV on its way to other replicas.
+        KV on its way to other replicas, or of preempted sequences; `make_kv_store` makes another store instead, of the
+        run's token.
 
         Waits are as long as the groups'. Listens on the loopback where all ranks are on one host, else where its host
         is reached on the way to rank 0's (`GroupCache.address`).
@@ -79,8 +83,9 @@ class RolloutWorld:
         launch = msgspec.msgpack.decode(world.broadcast_bytes(told), type=Launch)
         self._client = Client(peer_of(world.rank), launch.address, launch.token, patience_s=timeout_s)
         reclaim(keep_token=launch.kv_token)
-        local_store = HostKVStore(launch.kv_token, kv_store_bytes)
-        self._kv_store: HostKVStore | PeerKVStore = local_store
+        make = make_kv_store or partial(HostKVStore, capacity_bytes=kv_store_bytes)
+        local_store = make(launch.kv_token)
+        self._kv_store: HostKVStore | TieredKVStore | PeerKVStore = local_store
         if len(set(groups.hosts)) > 1:
             host = groups.hosts[world.rank]
             self._kv_store = PeerKVStore(local_store, host=host, address=address, token=launch.token)

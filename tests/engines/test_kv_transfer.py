@@ -176,8 +176,8 @@ def export(store: HostKVStore, content: KVContent = CONTENT) -> KVPart:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_what_is_stored_comes_back_bit_for_bit(dtype: str) -> None:
     content = replace(CONTENT, dtype=dtype)
-    store, reader = (HostKVStore(secrets.token_hex(16), 2**20) for _ in range(2))
-    reader._token = store._token
+    token = secrets.token_hex(16)
+    store, reader = (HostKVStore(token, 2**20) for _ in range(2))
     part = export(store, content)
     path = Path(part.location)
     assert path.parent == Path("/dev/shm") and path.stat().st_mode & 0o777 == 0o600
@@ -208,9 +208,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (damage(lambda data: data.pop()), "has 895 bytes, 896 wanted"),
     "empty": (damage(lambda data: data.clear()), "has 0 bytes, 896 wanted"),
     "longer": (damage(lambda data: data.append(0)), "has 897 bytes, 896 wanted"),
-    "no magic": (damage(lambda data: data.__setitem__(0, 0)), "no KV of format 1"),
-    "another format": (damage(lambda data: data.__setitem__(8, 9)), "no KV of format 1"),
+    "no magic": (damage(lambda data: data.__setitem__(0, 0)), "no KV of format 2"),
+    "another format": (damage(lambda data: data.__setitem__(8, 9)), "no KV of format 2"),
     "torn header": (damage(lambda data: data.__setitem__(slice(20, 40), bytes(20))), "its header is damaged"),
+    "a flipped bit": (damage(lambda data: data.__setitem__(700, data[700] ^ 4)), "its content is damaged"),
     "a link": (to_link, "cannot be read"),
 }
 
@@ -524,7 +525,7 @@ def test_unusable_kv_is_recomputed_and_counted(
     qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path, case: str
 ) -> None:
     store = make_store(tmp_path)
-    replica = make_replica(qwen3, store)
+    replica = make_replica(qwen3, store, prefix_caching=False)  # which would find what it has just computed
     rollout = begun(replica, 9)
     works = replica.pause(store=store)
     for work in UNUSABLE[case](works, tmp_path):
@@ -596,7 +597,7 @@ def test_released_at_its_budget_with_kv(qwen3: str, plain: dict[SequenceId, Comp
 def test_the_last_token_is_always_computed(qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path) -> None:
     """A state that was taken back to fewer tokens than its KV has."""
     store = make_store(tmp_path)
-    replica = make_replica(qwen3, store)
+    replica = make_replica(qwen3, store, prefix_caching=False)
     rollout = begun(replica, 6)
     works = [work for work in replica.pause(store=store) if work.state.num_generated == 6]
     for index, work in enumerate(works):

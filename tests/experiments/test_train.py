@@ -252,6 +252,7 @@ class TestBadInput:
             (["--rank-timeout-s", "1"], "rank_timeout_s=1.0: must be from 2 to 1e6"),
             (["--reward-limits.timeout-s", "inf"], "RewardConfig.timeout_s=inf"),
             (["--deterministic", "--dispatch", "on-demand"], "dispatch='on-demand': depends on timing"),
+            (["--deterministic", "--rollout.preemption", "swap"], "rollout.preemption='swap': depends on how much"),
             (["--resume"], "name the run"),
             (["--zero-stage", "4"], "zero-stage"),
             (["--no-such-option", "1"], "no-such-option"),

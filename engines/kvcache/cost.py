@@ -1,0 +1,113 @@
+"""What it costs to take a preempted sequence's KV away and bring it back, and what to compute it again. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillCost:
+    """Seconds that prefill adds to a forward pass: each token costs the same, and so does each pair of a token and one
+    that it attends to, itself included."""
+
+    seconds_per_token: float
+    seconds_per_pair: float
+
+    def seconds(self, num_tokens: int, num_known: int = 0) -> float:
+        """For the tokens after the first `num_known`, up to `num_tokens`."""
+        return self.seconds_per_token * (num_tokens - num_known) + self.seconds_per_pair * (
+            _pairs(num_tokens) - _pairs(num_known)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyCost:
+    """Seconds that a tier takes to keep a rank's KV and to give it back."""
+
+    bytes_per_token: int
+    out_bandwidth: float
+    """Bytes per second; so is the other."""
+    in_bandwidth: float
+    latency: float
+    """Seconds of one part's way out and in, whatever its size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapCost:
+    """Compares the two ways of a preempted sequence. All other sequences of the replica wait meanwhile, either way."""
+
+    prefill: PrefillCost
+    copy: CopyCost
+
+    def swap_seconds(self, num_tokens: int, num_known: int = 0) -> float:
+        """All goes out; what is found in the prefix cache again need not come in."""
+        copy = self.copy
+        out_s = num_tokens * copy.bytes_per_token / copy.out_bandwidth
+        return copy.latency + out_s + (num_tokens - num_known) * copy.bytes_per_token / copy.in_bandwidth
+
+    def recompute_seconds(self, num_tokens: int, num_known: int = 0) -> float:
+        return self.prefill.seconds(num_tokens, num_known)
+
+    def cheaper(self, num_tokens: int, num_known: int = 0) -> Literal["swap", "recompute"]:
+        """For a sequence of which so many tokens are computed, the first `num_known` in blocks that others hold, too.
+
+        A tie is recomputed: it takes no memory.
+        """
+        swap_s, recompute_s = self.swap_seconds(num_tokens, num_known), self.recompute_seconds(num_tokens, num_known)
+        return "swap" if swap_s < recompute_s else "recompute"
+
+
+def slowest_prefill(costs: Iterable[PrefillCost]) -> PrefillCost:
+    """Of the ranks of a replica, which wait for each other."""
+    costs = list(costs)
+    return PrefillCost(
+        seconds_per_token=max(cost.seconds_per_token for cost in costs),
+        seconds_per_pair=max(cost.seconds_per_pair for cost in costs),
+    )
+
+
+def slowest_copy(costs: Iterable[CopyCost]) -> CopyCost:
+    """Of the ranks of a replica, which wait for each other. Each time is the longest of any."""
+    costs = list(costs)
+    bytes_per_token = max(cost.bytes_per_token for cost in costs)
+    return CopyCost(
+        bytes_per_token=bytes_per_token,
+        out_bandwidth=min(cost.out_bandwidth * bytes_per_token / cost.bytes_per_token for cost in costs),
+        in_bandwidth=min(cost.in_bandwidth * bytes_per_token / cost.bytes_per_token for cost in costs),
+        latency=max(cost.latency for cost in costs),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTime:
+    """A forward pass that was timed: the last `num_tokens` tokens of a sequence of `context`."""
+
+    num_tokens: int
+    context: int
+    seconds: float
+
+    @property
+    def num_pairs(self) -> int:
+        return _pairs(self.context) - _pairs(self.context - self.num_tokens)
+
+
+def fit_prefill(short: PassTime, long: PassTime, deep: PassTime) -> PrefillCost:
+    """From three passes: of few tokens, of more, and of few with a long context. What every pass costs drops out.
+
+    Noise may make a cost negative: it is 0 then.
+    """
+    pair_s = 0.0
+    if deep.num_pairs > short.num_pairs:
+        pair_s = max(0.0, (deep.seconds - short.seconds) / (deep.num_pairs - short.num_pairs))
+    if long.num_tokens > short.num_tokens:
+        pairs_s = pair_s * (long.num_pairs - short.num_pairs)
+        token_s = max(0.0, (long.seconds - short.seconds - pairs_s) / (long.num_tokens - short.num_tokens))
+    else:
+        token_s = short.seconds / short.num_tokens
+    return PrefillCost(seconds_per_token=token_s, seconds_per_pair=pair_s)
+
+
+def _pairs(num_tokens: int) -> int:
+    return num_tokens * (num_tokens + 1) // 2

@@ -1,0 +1,124 @@
+"""Files of KV: how they are named, so that a run knows its own and the dead's are found, and how many bytes they have.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import threading
+from pathlib import Path
+
+from engines.parallel.segment import DEV_SHM, start_time
+
+_FEWEST_FILES = 64
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def family() -> str:
+    """How names of this user in this container begin: a process id means something within its namespace only."""
+    return f"curtail-kv-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class FileNames:
+    """The names of a run's files. They tell the creator and the run, whose `token` nobody else can guess."""
+
+    def __init__(self, owner: str, token: str) -> None:
+        """Raises ValueError naming `owner` for a token that could be guessed."""
+        if not re.fullmatch(r"[0-9a-zA-Z]{16,64}", token):
+            raise ValueError(f"{owner}.token={token!r}: use 16 to 64 letters and digits (secrets.token_hex(16))")
+        self._prefix = f"{family()}-{os.getpid()}-{start_time(os.getpid())}-{token}-"
+        self._pattern = re.compile(rf"{family()}-\d+-\d+-{token}-[0-9a-f]+")
+
+    def new(self) -> str:
+        return f"{self._prefix}{secrets.token_hex(8)}"
+
+    def has(self, name: str) -> bool:
+        """Whether it is a name of this run, by whichever process."""
+        return self._pattern.fullmatch(name) is not None
+
+
+class FileLedger:
+    """The files that this process has made, the least recently used first: at most `capacity_bytes` bytes exist.
+
+    Other processes may remove them; those are forgotten when it matters, and often enough. For several threads.
+    """
+
+    def __init__(self, owner: str, capacity_bytes: int) -> None:
+        if capacity_bytes < 0:
+            raise ValueError(f"{owner}.capacity_bytes={capacity_bytes}: must be at least 0")
+        self.capacity_bytes = capacity_bytes
+        self._sizes: dict[Path, int] = {}
+        self._num_bytes = 0
+        self._next_look = _FEWEST_FILES
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Those that other processes have removed still count for a while."""
+        return self._num_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        with self._lock:
+            if self._num_bytes + num_bytes > self.capacity_bytes or len(self._sizes) >= self._next_look:
+                self._sizes = {path: size for path, size in self._sizes.items() if os.path.exists(path)}
+                self._num_bytes = sum(self._sizes.values())
+                self._next_look = max(_FEWEST_FILES, 2 * len(self._sizes))
+            return self._num_bytes + num_bytes <= self.capacity_bytes
+
+    def add(self, path: Path, num_bytes: int) -> None:
+        with self._lock:
+            self._sizes[path] = num_bytes
+            self._num_bytes += num_bytes
+
+    def touch(self, path: Path) -> None:
+        """It was used just now; one that is not in the ledger is no error."""
+        with self._lock:
+            if path in self._sizes:
+                self._sizes[path] = self._sizes.pop(path)
+
+    def remove(self, path: Path) -> None:
+        """Removes the file, whoever has made it; one that is gone is no error."""
+        path.unlink(missing_ok=True)
+        with self._lock:
+            self._num_bytes -= self._sizes.pop(path, 0)
+
+    def oldest(self) -> Path | None:
+        """The least recently used one."""
+        with self._lock:
+            return next(iter(self._sizes), None)
+
+    def clear(self) -> None:
+        """Removes all files that this process has made."""
+        with self._lock:
+            for path in self._sizes:
+                with contextlib.suppress(OSError):  # gone, or on a disk that fails
+                    path.unlink()
+            self._sizes.clear()
+            self._num_bytes = 0
+
+
+def free_memory_bytes() -> int:
+    """What this process can take in /dev/shm without pushing anybody out: of the machine, its container and /dev/shm.
+
+    0 where there is no /dev/shm.
+    """
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    try:
+        shm = os.statvfs(DEV_SHM)
+    except OSError:
+        return 0
+    free = min(free, shm.f_bavail * shm.f_frsize)
+    try:  # cgroup v2; what was only read from files can be taken back
+        most = (_CGROUP / "memory.max").read_text().strip()
+        if most != "max":
+            used = int((_CGROUP / "memory.current").read_text())
+            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+            free = min(free, int(most) - used + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError):
+        pass
+    return max(0, free)
