@@ -177,8 +177,11 @@ class EngineConfig:
     """Weights, activations and KV. float64 is for tests of token equality."""
     block_size: int = 16
     """Tokens per KV block."""
-    kv_cache_bytes: int = 512 * 2**20
-    """Bytes for the KV cache, over all layers."""
+    kv_cache_bytes: int | Literal["auto"] = 512 * 2**20
+    """Bytes for the KV cache, over all layers. "auto" takes what is left of the free memory, beside all else that the
+    engine takes, and no more than `max_num_seqs` of the longest sequences fill."""
+    memory_utilization: float = 0.9
+    """Part of the free memory that the engine may take where kv_cache_bytes is "auto"."""
     max_num_seqs: int = 256
     """Most sequences in one forward pass."""
     max_num_batched_tokens: int = 4096
@@ -217,8 +220,11 @@ class EngineConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             is_off = value is None and name in ("prefill_chunk_size", "max_model_len")
+            is_off |= value == "auto" and name == "kv_cache_bytes"
             if not is_off and not (is_int64(value) and value >= 1):
                 raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1")
+        if not isinstance(self.memory_utilization, int | float) or not 0 < self.memory_utilization <= 1:
+            raise ValueError(f"EngineConfig.memory_utilization={self.memory_utilization!r}: must be above 0, at most 1")
         self._check_tiers()
         for name in ("prefix_caching", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):

@@ -17,12 +17,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engines.capacity import Capacity
 from engines.config import ModelConfig, engine_config, longest_sequence
+from engines.free_memory import FreeMemory, free_memory
 from engines.host_weights import HostWeights
 from engines.journal import Journal
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.kvcache.transfer import HostKVStore
 from engines.local_engine import LocalEngine, kv_capacity
+from engines.memory import MemoryPlan
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
@@ -106,7 +109,6 @@ class LLM:
             self.layout = layout or nested_layout(range(self._world.size), tensor_parallel_size)
             """Of the world; during a rollout still the one of its start."""
             self._check_groups(self.layout)
-            self._capacities = self._find_capacities(with_policy=layout_policy is not None)
             self._host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=self._num_local_ranks())
             if schedule is not None and world is None:
                 raise ValueError(
@@ -114,7 +116,21 @@ class LLM:
                 )
             if schedule is None and (layout_policy is not None or pace is not None):
                 raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
+            memory = free_memory(self.device, world.hosts[self._world.rank] if world is not None else "this host")
         self._check_same_options(load=load, **{name: value is not None for name, value in given.items()})
+        sizes = self._replica_sizes(with_policy=layout_policy is not None)
+        self._capacity = Capacity(
+            model=self.model_config,
+            config=self.config,
+            device=self.device,
+            free=FreeMemory.agree(self._world, memory),
+            max_tp_size=world.max_tp_size if world is not None else 1,
+            host_copy=layout_policy is not None,
+        ).with_kv_bytes(sizes)
+        self.config = self._capacity.config
+        self._capacities = {size: kv_capacity(self.model_config, self.config, size) for size in sizes}
+        """Tokens of KV by the sizes of replicas that this run may have."""
+        self._capacity.check(self.layout)
         self._kv_store: HostKVStore | TieredKVStore | None = None
         """Of preempted sequences; that of coordinated rollouts is theirs."""
         if schedule is None and self.config.preemption != "recompute":
@@ -141,18 +157,12 @@ class LLM:
         else:
             layout.check_places(self._world.size)
 
-    def _find_capacities(self, *, with_policy: bool) -> dict[int, int]:
-        """Tokens of KV by the sizes of replicas that this run may have: of all of them, whatever its layout is now.
-
-        Raises ValueError, the same on every rank, for one that the KV cache's memory is too small for.
-        """
+    def _replica_sizes(self, *, with_policy: bool) -> list[int]:
+        """Of all replicas that this run may have, whatever its layout is now."""
         sizes = {replica.tp_size for replica in self.layout.replicas}
-        capacities = {size: kv_capacity(self.model_config, self.config, size) for size in sizes}
         if with_policy and self._groups is not None:
-            for size in self._groups.replica_sizes:
-                if _can_be_cut(self.model_config, size):
-                    capacities[size] = kv_capacity(self.model_config, self.config, size)
-        return capacities
+            sizes |= {size for size in self._groups.replica_sizes if _can_be_cut(self.model_config, size)}
+        return sorted(sizes)
 
     def _check_layout(self, layout: Layout) -> None:
         """Raises ValueError for a layout that this run cannot go to."""
@@ -164,6 +174,7 @@ class LLM:
                     f"layout: replica {replica.id} has {replica.tp_size} ranks, and the KV cache is checked for those "
                     f"of {sorted(self._capacities)}; add the layout to GroupCache's, and give LLM a layout_policy"
                 )
+        self._capacity.check(layout)
         if self._weights is _no_whole_weights:
             raise ValueError("layout: whole weights are kept after an update only with a layout_policy; give LLM one")
 
@@ -201,7 +212,7 @@ class LLM:
             self.model_config,
             self.config,
             spec=spec,
-            max_tp_size=self._groups.max_tp_size if self._groups is not None else 1,
+            max_tp_size=self._capacity.max_tp_size,
             tensor_parallel=self._groups.get(spec.ranks) if self._groups is not None else SingleRank(),
             max_model_len=self.max_model_len,
             device=self.device,
@@ -249,6 +260,11 @@ class LLM:
     def kernels(self) -> str:
         """ "native" or "torch": see `EngineConfig.kernels`."""
         return self._engine.decoder.kernels
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """What this rank takes, in the layout of now."""
+        return self._capacity.plan(self._engine.spec.tp_size, self._world.rank)
 
     @property
     def policy_version(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from engines.config import EngineConfig, ModelConfig
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
+from engines.memory import kv_block_bytes
 from engines.models.decoder import Decoder
 from engines.models.loader import load_weights
 from engines.parallel.collectives import Communicator
@@ -145,9 +146,8 @@ def kv_capacity(model: ModelConfig, config: EngineConfig, tp_size: int) -> int:
 
     Raises ValueError when the model cannot be cut so, or the memory cannot hold a block.
     """
-    local = shard_config(model, Shard(count=tp_size, max_count=tp_size))
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    block_bytes = config.block_size * local.kv_bytes_per_token(dtype.itemsize)
+    assert config.kv_cache_bytes != "auto"  # see `Capacity.with_kv_bytes`
+    block_bytes = kv_block_bytes(model, config, tp_size)
     num_blocks = config.kv_cache_bytes // block_bytes
     if num_blocks < 1:
         raise ValueError(

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,8 @@ class GenerateConfig:
     """Of every sampled token, together with the prompt's place; --seed makes tokens independent of the place."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model, in shards; the rest is data parallel."""
-    kv_cache_mib: int = 512
-    """MiB of KV cache per rank."""
+    kv_cache_mib: int | Literal["auto"] = 512
+    """MiB of KV cache per rank; auto takes what is left of the free memory."""
     max_num_seqs: int = 256
     """Most sequences in one forward pass."""
     max_model_len: int | None = None
@@ -157,11 +157,13 @@ def main() -> dict[str, Any]:
         layout=layout,
         dtype=config.dtype,
         seed=config.run_seed,
-        kv_cache_bytes=config.kv_cache_mib * 2**20,
+        kv_cache_bytes="auto" if config.kv_cache_mib == "auto" else config.kv_cache_mib * 2**20,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(4096, config.max_num_seqs),
         max_model_len=config.max_model_len,
     )
+    if group.rank == 0:
+        print(llm.memory.summary(), file=sys.stderr)
     start = time.perf_counter()
     expected = len(range(0, len(records) * config.sampling.n, len(layout.replicas)))
     with tqdm(total=expected, desc="generate", unit="seq", disable=group.rank > 0) as progress:

@@ -2,11 +2,15 @@
 
 Runs on any device and dtype. A backend is two functions: `plan(batch)`, once per forward pass, and
 `attention(q, k_cache, v_cache, plan)`, once per layer.
+
+What is gathered and masked is bounded, whatever the batch: sequences go by pieces of `PIECE_TOKENS` of padded context,
+and the queries of a piece by as many as have masks of `PIECE_BYTES`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engines.batch import ForwardBatch
+from engines.memory import PIECE_BYTES, PIECE_TOKENS
 
 capturable = False
 """Whether `plan` and `attention` of decodes can be captured in a CUDA graph: whether they ask nothing of the host, and
@@ -49,8 +54,8 @@ class Bucket:
     context: _Context
     rows_SQ: Tensor
     """int64: row of each new token in the flat batch; padding repeats the sequence's first row."""
-    visible_SQL: Tensor
-    """bool"""
+    positions_SQ: Tensor
+    """int64: position of each new token in its sequence; it sees those up to its own."""
     flat_rows: Tensor | None
     """int64 [tokens of the bucket]: flat rows without padding; None when nothing is padded."""
     padded_rows: Tensor | None
@@ -61,7 +66,7 @@ class Bucket:
 class SdpaPlan:
     """What `attention` needs of a batch, the same for every layer."""
 
-    decodes: _Decodes | None
+    decodes: list[_Decodes]
     buckets: list[Bucket]
 
 
@@ -69,7 +74,7 @@ def plan(batch: ForwardBatch, block_size: int) -> SdpaPlan:
     """Groups sequences whose numbers of new tokens round up to the same power of two: less than half is padding."""
     num_decodes = sum(length == 1 for length in batch.seqlens_q)
     return SdpaPlan(
-        decodes=_plan_decodes(batch, num_decodes, block_size) if num_decodes else None,
+        decodes=_plan_decodes(batch, num_decodes, block_size),
         buckets=plan_buckets(batch, num_decodes, block_size),
     )
 
@@ -79,13 +84,39 @@ def plan_buckets(batch: ForwardBatch, num_decodes: int, block_size: int) -> list
     members: dict[int, list[int]] = defaultdict(list)
     for index in range(num_decodes, len(batch.seqlens_q)):
         members[(batch.seqlens_q[index] - 1).bit_length()].append(index)
-    return [_plan_bucket(batch, indices, block_size) for indices in members.values()]
+    padded = _padded_lengths(batch, block_size)
+    return [_plan_bucket(batch, piece, block_size) for same in members.values() for piece in _pieces(same, padded)]
 
 
-def _plan_decodes(batch: ForwardBatch, num_decodes: int, block_size: int) -> _Decodes:
-    contexts = batch.context_lens[:num_decodes]
-    context, key_positions = _plan_context(contexts, batch.block_table[:num_decodes], block_size)
-    return _Decodes(context=context, visible=(key_positions < contexts[:, None])[:, None, None])
+def _padded_lengths(batch: ForwardBatch, block_size: int) -> list[int]:
+    """Tokens that are gathered of each sequence, where it is alone in its piece."""
+    if batch.context_lens.device.type == "cpu":
+        return batch.context_lens.tolist()
+    return [batch.block_table.shape[1] * block_size] * len(batch.seqlens_q)  # see `_plan_context`
+
+
+def _pieces(indices: Iterable[int], lengths: list[int]) -> Iterator[list[int]]:
+    """Cuts `indices` into runs of one or more: at most `PIECE_TOKENS`, each sequence padded to its run's longest."""
+    piece: list[int] = []
+    longest = 0
+    for index in indices:
+        longest = max(longest, lengths[index])
+        if piece and (len(piece) + 1) * longest > PIECE_TOKENS:
+            yield piece
+            piece, longest = [], lengths[index]
+        piece.append(index)
+    if piece:
+        yield piece
+
+
+def _plan_decodes(batch: ForwardBatch, num_decodes: int, block_size: int) -> list[_Decodes]:
+    plans = []
+    for piece in _pieces(range(num_decodes), _padded_lengths(batch, block_size)):
+        rows = slice(piece[0], piece[-1] + 1)
+        contexts = batch.context_lens[rows]
+        context, key_positions = _plan_context(contexts, batch.block_table[rows], block_size)
+        plans.append(_Decodes(context=context, visible=(key_positions < contexts[:, None])[:, None, None]))
+    return plans
 
 
 def _plan_context(contexts: Tensor, table: Tensor, block_size: int) -> tuple[_Context, Tensor]:
@@ -105,13 +136,12 @@ def _plan_bucket(batch: ForwardBatch, indices: list[int], block_size: int) -> Bu
     offsets = torch.arange(max_q, device=device)[None, :]
     real_SQ = offsets < new
     rows_SQ = starts[:, None] + torch.where(real_SQ, offsets, 0)
-    context, key_positions = _plan_context(contexts, batch.block_table[pick], block_size)
-    query_positions = contexts[:, None] - new + torch.where(real_SQ, offsets, 0)
+    context, _ = _plan_context(contexts, batch.block_table[pick], block_size)
     padded = min(lengths) != max_q
     return Bucket(
         context=context,
         rows_SQ=rows_SQ,
-        visible_SQL=key_positions <= query_positions[:, :, None],
+        positions_SQ=contexts[:, None] - new + torch.where(real_SQ, offsets, 0),
         flat_rows=rows_SQ[real_SQ] if padded else None,
         padded_rows=real_SQ.flatten().nonzero().squeeze(1) if padded else None,
     )
@@ -123,14 +153,14 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: SdpaPlan) -> Te
     q: [T, num_heads, head_dim]; caches: [num_blocks, block_size, num_kv_heads, head_dim], new tokens already
     written. Returns [T, num_heads, head_dim].
     """
-    if plan.decodes is None:
-        out = torch.empty_like(q)
-    else:
-        decoded = _attend_decodes(q, k_cache, v_cache, plan.decodes)
-        if not plan.buckets:
-            return decoded
-        out = torch.empty_like(q)
-        out[: len(decoded)] = decoded
+    if len(plan.decodes) == 1 and not plan.buckets:
+        return _attend_decodes(q, k_cache, v_cache, plan.decodes[0])
+    out = torch.empty_like(q)
+    row = 0
+    for decodes in plan.decodes:
+        rows = slice(row, row + decodes.context.num_seqs)
+        out[rows] = _attend_decodes(q[rows], k_cache, v_cache, decodes)
+        row = rows.stop
     for bucket in plan.buckets:
         attend_bucket(out, q, k_cache, v_cache, bucket)
     return out
@@ -139,24 +169,44 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: SdpaPlan) -> Te
 def _attend_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, decodes: _Decodes) -> Tensor:
     """[S, num_heads, head_dim]. The query heads that share a KV head become query rows of it: no key is repeated."""
     num_seqs = decodes.context.num_seqs
-    q_rows = q[:num_seqs].view(num_seqs, k_cache.shape[2], -1, q.shape[2])
+    q_rows = q.view(num_seqs, k_cache.shape[2], -1, q.shape[2])
     keys, values = decodes.context.gather(k_cache), decodes.context.gather(v_cache)
     return scaled_dot_product_attention(q_rows, keys, values, attn_mask=decodes.visible).view(num_seqs, *q.shape[1:])
 
 
 def attend_bucket(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: Bucket) -> None:
+    """Writes the rows of `out` that are the bucket's."""
     num_seqs, max_q = bucket.rows_SQ.shape
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
-    q_padded = q.index_select(0, bucket.rows_SQ.flatten()).view(num_seqs, max_q, num_kv_heads, group, head_dim)
-    q_rows = q_padded.permute(0, 2, 1, 3, 4).reshape(num_seqs, num_kv_heads, max_q * group, head_dim)
-    visible = bucket.visible_SQL[:, None, :, None, :].expand(-1, 1, -1, group, -1).flatten(2, 3)
     keys, values = bucket.context.gather(k_cache), bucket.context.gather(v_cache)
-    result = scaled_dot_product_attention(q_rows, keys, values, attn_mask=visible)
-    result = result.view(num_seqs, num_kv_heads, max_q, group, head_dim).permute(0, 2, 1, 3, 4)
-    flat = result.reshape(num_seqs * max_q, num_heads, head_dim)
+    # A boolean mask, and what is made of it; on a CPU one in bfloat16 takes float32's memory, too.
+    row_bytes = num_seqs * group * keys.shape[2] * (1 + max(4, q.element_size()))
+    step = max(1, PIECE_BYTES // row_bytes)
+    results = []
+    for start in range(0, max_q, step):
+        rows_SQ, positions_SQ = bucket.rows_SQ[:, start : start + step], bucket.positions_SQ[:, start : start + step]
+        num_q = rows_SQ.shape[1]
+        q_padded = q.index_select(0, rows_SQ.flatten()).view(num_seqs, num_q, num_kv_heads, group, head_dim)
+        q_rows = q_padded.permute(0, 2, 1, 3, 4).reshape(num_seqs, num_kv_heads, num_q * group, head_dim)
+        # No query of the piece sees more; elsewhere asking for it would wait for the device.
+        seen = int(positions_SQ.max()) + 1 if q.device.type == "cpu" else keys.shape[2]
+        mask = _mask(positions_SQ.repeat_interleave(group, dim=1), seen, q.dtype)
+        result = scaled_dot_product_attention(q_rows, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask)
+        result = result.view(num_seqs, num_kv_heads, num_q, group, head_dim).permute(0, 2, 1, 3, 4)
+        results.append(result.reshape(num_seqs, num_q, num_heads, head_dim))
+    flat = (results[0] if len(results) == 1 else torch.cat(results, dim=1)).flatten(0, 1)
     if bucket.flat_rows is None or bucket.padded_rows is None:
         out.index_copy_(0, bucket.rows_SQ.flatten(), flat)
     else:
         out.index_copy_(0, bucket.flat_rows, flat.index_select(0, bucket.padded_rows))
+
+
+def _mask(positions_SR: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """[S, 1, R, L] to be added to the scores of R query rows: 0 for keys up to a row's position, else -inf.
+
+    Given a boolean one, `scaled_dot_product_attention` would make this of it, and of its negation.
+    """
+    hidden = torch.arange(num_keys, device=positions_SR.device) > positions_SR[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

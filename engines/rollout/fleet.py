@@ -20,13 +20,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engines.capacity import Capacity
 from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
 from engines.control.sealing import new_token
 from engines.control.transport import Server
+from engines.free_memory import FreeMemory, Memory, free_memory
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.local_engine import kv_capacity
 from engines.models.loader import checked_weights
-from engines.parallel.layout import Layout, ReplicaSpec
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.parallel.segment import start_time
 from engines.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
@@ -80,11 +82,12 @@ class Fleet:
             torch.device(device)
         except RuntimeError as error:
             raise ValueError(f"Fleet.device={device!r}: {error}") from None
-        config = engine_config("Fleet", options)
+        self._model = Path(model).resolve()  # replicas run in another folder
+        capacity = _capacity(self._model, engine_config("Fleet", options), torch.device(device), max(1, num_replicas))
+        config = capacity.config
         if config.kv_host_bytes is not None:
             kv_store_bytes = host_pool_bytes(config.kv_host_bytes, num_ranks=max(1, num_replicas))
         self._kv_disk_folder = config.kv_disk_folder
-        self._model = Path(model).resolve()  # replicas run in another folder
         self._limits = _limits(self._model, config)
         self._timeout_s = timeout_s
         self._phase = NO_WEIGHTS
@@ -265,6 +268,20 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _capacity(model: Path, config: EngineConfig, device: torch.device, num_replicas: int) -> Capacity:
+    """Of replicas of one rank. Raises ValueError where they do not fit into this host together.
+
+    What an accelerator has free is not asked here, where no engine runs: each replica does, for itself.
+    """
+    mine = free_memory(device) if device.type == "cpu" else Memory(str(device), None)
+    free = FreeMemory(names=(mine.name,) * num_replicas, num_bytes={mine.name: mine.free})
+    sizes = ModelConfig.from_pretrained(model)
+    capacity = Capacity(model=sizes, config=config, device=device, free=free).with_kv_bytes([1])
+    kv_capacity(sizes, capacity.config, 1)
+    capacity.check(nested_layout(range(num_replicas), 1))
+    return capacity
 
 
 def _limits(model: Path, config: EngineConfig) -> Limits:

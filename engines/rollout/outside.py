@@ -14,16 +14,18 @@ import traceback
 import msgspec
 import torch
 
+from engines.capacity import Capacity
 from engines.config import ModelConfig, longest_sequence
 from engines.control import messages
 from engines.control.sealing import TOKEN_VARIABLE, read_token
 from engines.control.transport import Client
+from engines.free_memory import FreeMemory, free_memory
 from engines.kvcache.tiers import make_kv_store
 from engines.kvcache.transfer import KVStore
 from engines.local_engine import LocalEngine
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
-from engines.parallel.layout import Layout
+from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout.coordinator import peer_of
 from engines.rollout.launcher import ORDERS_VARIABLE, ReplicaOrders
 from engines.rollout.worker import Worker
@@ -95,8 +97,15 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
 
 
 def make_engine(orders: ReplicaOrders) -> LocalEngine:
-    """A replica of one rank, without weights. Raises FileNotFoundError or ValueError for a checkpoint that is none."""
+    """A replica of one rank, without weights.
+
+    Raises FileNotFoundError or ValueError for a checkpoint that is none, or one that does not fit in what is free now.
+    """
     model = ModelConfig.from_pretrained(orders.model)
+    device = torch.device(orders.device)
+    alone = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0,)),))
+    free = FreeMemory.agree(SingleRank(), free_memory(device))
+    Capacity(model=model, config=orders.config, device=device, free=free).check(alone)
     return LocalEngine(
         model,
         orders.config,
@@ -104,7 +113,7 @@ def make_engine(orders: ReplicaOrders) -> LocalEngine:
         max_tp_size=1,
         tensor_parallel=SingleRank(),
         max_model_len=longest_sequence(orders.config, model),
-        device=torch.device(orders.device),
+        device=device,
         detokenize=detokenizer(load_tokenizer(orders.model, model)),
     )
 

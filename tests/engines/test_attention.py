@@ -24,8 +24,13 @@ def dense(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Te
     return torch.stack(out)
 
 
+@pytest.mark.parametrize("pieces", ["whole", "small", "smallest"])
 @pytest.mark.parametrize("seed", range(12))
-def test_mixed_batches(seed: int) -> None:
+def test_mixed_batches(seed: int, pieces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in pieces of a few sequences and queries, and of one each."""
+    if pieces != "whole":
+        monkeypatch.setattr(sdpa, "PIECE_TOKENS", 80 if pieces == "small" else 1)
+        monkeypatch.setattr(sdpa, "PIECE_BYTES", 4000 if pieces == "small" else 1)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     num_kv_heads, group, head_dim = rng.choice([(1, 1, 8), (2, 3, 8), (4, 1, 10), (1, 4, 16)])

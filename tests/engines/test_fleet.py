@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -385,11 +386,16 @@ def test_bad_weights_are_told(qwen3: str, tmp_path: Path) -> None:
 
 
 def test_no_memory_is_told(qwen3: str) -> None:
-    options = OPTIONS | {"kv_cache_bytes": 2**50}
-    with Fleet(qwen3, num_replicas=1, **options) as fleet:
+    """By the fleet, of its replicas together; by a replica, of what is free when it is made."""
+    with pytest.raises(ValueError, match=r"the 3 ranks of this host need 3\d{9} MiB, one of them 1\d{9} MiB"):
+        Fleet(qwen3, num_replicas=3, **OPTIONS | {"kv_cache_bytes": 2**50})
+    with Fleet(qwen3, num_replicas=0, **OPTIONS) as fleet:
+        too_large = EngineConfig(**OPTIONS | {"kv_cache_bytes": 2**50})
+        fleet.launcher._orders = msgspec.structs.replace(fleet.launcher._orders, config=too_large)
+        fleet.launch()
         with pytest.raises(RuntimeError, match=r"0 replicas stand by.*1 wanted") as error:
             fleet.wait_for_replicas(1)
-        assert "bytes free; give less" in str(error.value)
+        assert "ValueError: EngineConfig: the engine needs" in str(error.value)
 
 
 def make_launcher(server: Server, token: bytes, model: str, **options: Any) -> ReplicaLauncher:

@@ -1,0 +1,112 @@
+"""How much memory is free for ranks that share it: an accelerator's, or what a host and its control groups allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engines.parallel.collectives import Communicator
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """That of one rank's device, as the rank sees it."""
+
+    name: str
+    """Ranks that share it give the same, no others."""
+    free: int | None
+    """Bytes that can still be taken; None where that cannot be known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeMemory:
+    """What was free for all ranks before any of them took of it."""
+
+    names: tuple[str, ...]
+    """Of each rank's memory."""
+    num_bytes: Mapping[str, int | None]
+    """By those names."""
+
+    @staticmethod
+    def agree(world: Communicator, mine: Memory) -> FreeMemory:
+        """The same on every rank: the least that any of a memory's ranks sees. All call it together."""
+        told = world.all_gather_bytes(msgspec.msgpack.encode(mine))
+        everyone = [msgspec.msgpack.decode(one, type=Memory) for one in told]
+        num_bytes: dict[str, int | None] = {}
+        for memory in everyone:
+            seen = [one.free for one in everyone if one.name == memory.name and one.free is not None]
+            num_bytes[memory.name] = min(seen, default=None)
+        return FreeMemory(names=tuple(memory.name for memory in everyone), num_bytes=num_bytes)
+
+    @property
+    def share(self) -> int | None:
+        """Bytes that every rank can have at once; None where one cannot be known."""
+        shares = []
+        for name, free in self.num_bytes.items():
+            if free is None:
+                return None
+            shares.append(free // self.names.count(name))
+        return min(shares)
+
+
+def free_memory(device: torch.device, host: str = "this host") -> Memory:
+    """Of the device, now; `host` is a name that no other host of the run has."""
+    if device.type != "cuda":
+        return Memory(host, free_host_bytes())
+    free = torch.cuda.mem_get_info(device)[0]
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return Memory(f"{host}, GPU {torch.cuda.get_device_properties(device).uuid}", free + cached)
+
+
+def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the kernel can give without swapping, and the control groups of this process allow; None where that cannot
+    be known. Pages of files count as free: they are dropped when memory is wanted.
+    """
+    limits = list(_cgroup_rooms(proc, cgroups))
+    meminfo = proc / "meminfo"
+    if meminfo.is_file():
+        fields = _fields(meminfo)
+        limits += [fields["MemAvailable:"] * 1024] if "MemAvailable:" in fields else []
+    return max(0, min(limits)) if limits else None
+
+
+def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
+    """What each limited control group that holds this process can still take: versions 2 and 1 of the interface."""
+    places = proc / "self" / "cgroup"
+    if not places.is_file():
+        return
+    for line in places.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if not controllers:
+            root, limit, usage, prefix = cgroups, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            root, limit, usage, prefix = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        folder = root / name.strip("/")
+        # The name may be one outside this container, whose own group is then the root.
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(root):
+                room = _room(place, limit, usage, prefix)
+                if room is not None:
+                    yield room
+
+
+def _room(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
+    try:
+        most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        pages = _fields(folder / "memory.stat")
+    except (OSError, ValueError):
+        return None  # there is no such group, or none that may be read
+    if most == "max":
+        return None
+    return int(most) - used + pages.get(f"{prefix}active_file", 0) + pages.get(f"{prefix}inactive_file", 0)
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Of a file of lines that begin with a name and a number."""
+    words = [line.split() for line in path.read_text().splitlines()]
+    return {first: int(second) for first, second, *_ in (line for line in words if len(line) >= 2)}
