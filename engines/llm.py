@@ -225,6 +225,16 @@ class LLM:
         return self._engine.decoder.kernels
 
     @property
+    def attention(self) -> str:
+        """ "flash_attn", "triton", "native" or "sdpa": what runs of those that `EngineConfig.attention` may name."""
+        return self._engine.decoder.attention_backend
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache of this rank's replica holds."""
+        return self._engine.num_kv_tokens
+
+    @property
     def policy_version(self) -> int:
         return self.replica.policy_version
 
