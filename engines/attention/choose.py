@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.attention import sdpa
+from engines.attention.flash_attn import FlashAttention
 from engines.attention.native import NativeAttention
 from engines.batch import ForwardBatch
 from engines.config import Attention, EngineConfig, ModelConfig
@@ -139,9 +140,9 @@ def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.devic
 
 def _make(name: str, shard: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend[Any]:
     if name == "flash_attn":
-        from engines.attention.flash_attn import FlashAttention
+        from flash_attn import flash_attn_varlen_func
 
-        return FlashAttention()
+        return FlashAttention(flash_attn_varlen_func)
     if name == "triton":
         from engines.attention.triton import TritonAttention
 

@@ -7,10 +7,10 @@ KV head rows of one product, and cuts long contexts into parts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from flash_attn import flash_attn_varlen_func
 from torch import Tensor
 
 from engines.batch import ForwardBatch
@@ -35,6 +35,10 @@ class _Call:
 class FlashAttention:
     """See `sdpa`, whose signature it has."""
 
+    def __init__(self, varlen_func: Callable[..., Tensor]) -> None:
+        """`flash_attn.flash_attn_varlen_func`."""
+        self._varlen_func = varlen_func
+
     def plan(self, batch: ForwardBatch, block_size: int) -> list[_Call]:
         num_decodes = sum(length == 1 for length in batch.seqlens_q)
         calls = []
@@ -56,7 +60,7 @@ class FlashAttention:
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: list[_Call]) -> Tensor:
         outs = [
-            flash_attn_varlen_func(
+            self._varlen_func(
                 q[call.rows],
                 k_cache,
                 v_cache,

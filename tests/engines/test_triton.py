@@ -71,7 +71,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("shape", "block_size"),
-    [((8, 2, 64), 16), ((6, 1, 128), 7), ((3, 3, 10), 1), ((2, 2, 80), 256), ((20, 1, 16), 4), ((4, 4, 256), 32)],
+    [((8, 2, 64), 16), ((6, 1, 128), 7), ((3, 3, 10), 1), ((2, 2, 80), 256), ((20, 1, 16), 4), ((2, 1, 256), 32)],
 )
 def test_as_suits_the_batch(shape: tuple[int, int, int], block_size: int) -> None:
     check(torch.float32, shape, block_size, None)
@@ -99,9 +99,9 @@ def test_compiled(dtype: torch.dtype, shape: tuple[int, int, int], part_tokens: 
 @pytest.mark.parametrize("part_tokens", [0, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, on_gpu])])
 def test_a_row_has_the_same_bits_whatever_comes_with_it(dtype: torch.dtype, part_tokens: int) -> None:
-    """Alone as a decode, in chunks, in a mixed batch; in a narrow block table, and in one so wide that parts are cut."""
-    shape = heads, kv_heads, dim = (4, 2, 64)
-    lengths, new = [9, 300, 150], [1, 140, 5]
+    """Alone as a decode, in chunks, in a mixed batch; in a narrow block table, and in one wide enough for parts."""
+    shape = heads, kv_heads, dim = (3, 1, 64)
+    lengths, new = [9, 230, 150], [1, 90, 5]
     num_blocks, batch = batch_of(lengths, new, 16)
     cache = [normal(num_blocks, 16, kv_heads, dim, dtype=dtype, seed=i).to(DEVICE) for i in range(2)]
     q = 2 * normal(sum(new), heads, dim, dtype=dtype, seed=2).to(DEVICE)
@@ -126,15 +126,7 @@ def test_a_row_has_the_same_bits_whatever_comes_with_it(dtype: torch.dtype, part
         parts.update(launch.num_parts for launch in plan.launches)
         return triton.attention(q[start + first : start + last], *cache, plan)
 
-    for sequence, first, last in (
-        (0, 0, 1),
-        (1, 0, 1),
-        (1, 77, 78),
-        (1, 139, 140),
-        (1, 0, 33),
-        (1, 33, 140),
-        (2, 2, 5),
-    ):
+    for sequence, first, last in ((0, 0, 1), (1, 0, 1), (1, 39, 40), (1, 89, 90), (1, 0, 33), (1, 33, 90), (2, 2, 5)):
         start = int(batch.cu_seqlens_q[sequence])
         for width in (0, 40):
             assert torch.equal(alone(sequence, first, last, width), whole[start + first : start + last])
