@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from engines.sequence import is_int64
 
 DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native"]
 Preemption = Literal["auto", "swap", "recompute"]
+Attention = Literal["auto", "flash_attn", "triton", "native", "sdpa"]
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -194,8 +195,11 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
     kernels: Kernels = "auto"
-    """Small operations and decode attention: "native" is compiled C++, for CPUs; "auto" takes it where it can be had,
-    and else torch's."""
+    """Small operations: "native" is compiled C++, for CPUs; "auto" takes it where it can be had, and else torch's. With
+    "torch", `attention="auto"` is not native either."""
+    attention: Attention = "auto"
+    """"auto" takes the fastest that can be had and takes dtype, head size and block size: on CUDA "flash_attn" (blocks
+    of multiples of 256 tokens), "triton" or "sdpa", on a CPU "native" or "sdpa"; float64 on CUDA is "sdpa" always."""
     cuda_graphs: bool = True
     """Whether passes of decodes alone are captured and replayed, which spares their launches. No effect but on CUDA,
     with an attention backend and a transport that can be captured."""
@@ -233,6 +237,8 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
         if self.kernels not in ("auto", "torch", "native"):
             raise ValueError(f"EngineConfig.kernels={self.kernels!r}: use 'auto', 'torch' or 'native'")
+        if self.attention not in get_args(Attention):
+            raise ValueError(f"EngineConfig.attention={self.attention!r}: use one of {list(get_args(Attention))}")
         if self.dtype not in ("float64", "float32", "bfloat16"):
             raise ValueError(f"EngineConfig.dtype={self.dtype!r}: use 'float64', 'float32' or 'bfloat16'")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -267,6 +267,11 @@ class LLM:
         return self._capacity.plan(self._engine.spec.tp_size, self._world.rank)
 
     @property
+    def attention(self) -> str:
+        """ "flash_attn", "triton", "native" or "sdpa": what runs of those that `EngineConfig.attention` may name."""
+        return self._engine.decoder.attention_backend
+
+    @property
     def policy_version(self) -> int:
         return self.replica.policy_version
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from engines.attention.choose import choose_backend
 from engines.config import EngineConfig, ModelConfig
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
@@ -61,6 +62,7 @@ class LocalEngine:
             max_positions=max_model_len,
             shard=shard,
             tensor_parallel=tensor_parallel,
+            attention=choose_backend(config, local, device),
             kernels=config.kernels,
         )
         try:

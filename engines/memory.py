@@ -167,7 +167,7 @@ def plan_memory(
         activations=tokens * _activation_bytes(local, item),
         attention=_attention_bytes(local, item, tokens, rows, longest + config.block_size),
         logits=_logit_bytes(model, local, tp_size, item, tokens, rows),
-        kv_cache=num_blocks * block_bytes,
+        kv_cache=(num_blocks + 1) * block_bytes,  # one is scratch
         num_kv_tokens=num_kv_tokens,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -162,8 +162,7 @@ def main() -> dict[str, Any]:
         max_num_batched_tokens=max(4096, config.max_num_seqs),
         max_model_len=config.max_model_len,
     )
-    if group.rank == 0:
-        print(llm.memory.summary(), file=sys.stderr)
+    launch.tell_engine(llm)
     start = time.perf_counter()
     expected = len(range(0, len(records) * config.sampling.n, len(layout.replicas)))
     with tqdm(total=expected, desc="generate", unit="seq", disable=group.rank > 0) as progress:

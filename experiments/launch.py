@@ -9,9 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from engines import LLM
 
 # Errors that a user can mend: told in one line. Anything else is a bug, and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
@@ -47,6 +50,13 @@ def share_cores() -> int:
     threads = max(1, len(os.sched_getaffinity(0)) // local_ranks)
     torch.set_num_threads(threads)
     return threads
+
+
+def tell_engine(llm: LLM) -> None:
+    """Two lines on rank 0's stderr: what runs, and what memory it takes."""
+    if rank() == 0:
+        what = f"attention {llm.attention}, kernels {llm.kernels}, {llm.config.dtype} on {llm.device.type}"
+        print(f"engine: {what}", llm.memory.summary(), sep="\n", file=sys.stderr, flush=True)
 
 
 def start_under_torchrun(num_ranks: int) -> None:

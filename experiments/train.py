@@ -197,8 +197,7 @@ class Run:
             load=False,
             **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
         )
-        if group.rank == 0:
-            print(self.llm.memory.summary(), file=sys.stderr)
+        launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
         self.held_out = self._held_out_problems(task)
         self.step = 0

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.attention import sdpa
-from engines.attention.native import NativeAttention
+from engines.attention.choose import ChosenAttention
 from engines.batch import ForwardBatch
 from engines.config import Kernels, ModelConfig
 from engines.kvcache.paged import PagedKVCache
@@ -34,6 +33,7 @@ class Decoder:
         max_positions: int,
         shard: Shard,
         tensor_parallel: Communicator,
+        attention: ChosenAttention,
         kernels: Kernels = "auto",
     ) -> None:
         """Rank i of `tensor_parallel` holds shard i. Raises ValueError when the model cannot be cut so, or native
@@ -53,10 +53,12 @@ class Decoder:
         self.library = library = choose_library(kernels, dtype, device)
         """The compiled kernels, for whoever else works on what this gives."""
         self.kernels = "torch" if library is None else "native"
-        """Which small operations and decode attention run: those of torch, or the compiled ones."""
+        """Which small operations run: those of torch, or the compiled ones."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
         self._few_rows = None if library is None else FewRows(library)
-        self._backend: Any = sdpa if library is None else NativeAttention(library)
+        self.attention_backend = attention.name
+        """One of those that `EngineConfig.attention` names."""
+        self._backend = attention.backend
 
     def logical_views(self) -> dict[str, Tensor]:
         """Hugging Face name -> this shard's part of it, as `shard_slices` cuts it."""

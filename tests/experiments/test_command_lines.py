@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,10 @@ STDIN = '{"prompt": "1+2=", "id": 7}\n\n"5\u2028+6="\n{"prompt_token_ids": [49, 
 def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp_path: Path) -> None:
     options = ["--n", "3", "--max-tokens", "20"]
     one = lines(start("generate.py", model, *options, stdin=STDIN))
-    two = lines(start("generate.py", model, *options, stdin=STDIN, ranks=2))
+    ranks = start("generate.py", model, *options, stdin=STDIN, ranks=2)
+    two = lines(ranks)
+    told = re.findall(r"engine: attention \w+, kernels \w+, float32 on \w+\nmemory: ", ranks.stderr)
+    assert len(told) == 1
     for mine, theirs in zip(one[:-1], two[:-1], strict=True):
         assert mine.pop("logprobs") == pytest.approx(theirs.pop("logprobs"), abs=1e-4)
         assert mine == theirs

@@ -1,0 +1,174 @@
+"""Which attention runs: a pure decision, and the backend that it names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from engines.attention import sdpa
+from engines.attention.flash_attn import FlashAttention
+from engines.attention.native import NativeAttention
+from engines.batch import ForwardBatch
+from engines.config import Attention, EngineConfig, ModelConfig
+from engines.native.library import choose_library
+
+Plan = TypeVar("Plan")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class AttentionBackend(Protocol[Plan]):
+    """Causal grouped-query attention of a batch's new tokens over the paged cache."""
+
+    capturable: bool
+    """Whether a plan of decodes, made from static memory, may be captured in a CUDA graph."""
+
+    def plan(self, batch: ForwardBatch, block_size: int) -> Plan:
+        """What is the same for every layer: once per forward pass."""
+        ...
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> Tensor:
+        """Once per layer; see `sdpa.attention`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What an attention backend is to run on."""
+
+    device: torch.device
+    capability: tuple[int, int]
+    """Of a CUDA device; (0, 0) for others."""
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    is_interpreted: bool = False
+    """Whether Triton's kernels run in its interpreter, and so on a CPU."""
+
+
+def choose_attention(
+    asked: Attention, setting: Setting, without: Callable[[str], str | None], *, allow_native: bool = True
+) -> str:
+    """The name of the backend to run. `without(name)` says why one cannot be had here at all, None if it can; only
+    those are asked after that could take the setting.
+
+    "auto" takes the fastest: flash_attn, triton, sdpa on CUDA, native, sdpa on a CPU. Raises ValueError when another
+    one is asked for and cannot be had, or cannot take the setting.
+    """
+    if asked != "auto":
+        reason = refusal(asked, setting) or without(asked)
+        if reason is not None:
+            raise ValueError(f"EngineConfig.attention={asked!r}: {reason}")
+        return asked
+    fast = {
+        "cuda": ("flash_attn",) if setting.is_interpreted else ("flash_attn", "triton"),
+        "cpu": ("native",) if allow_native else (),
+    }
+    for name in fast.get(setting.device.type, ()):
+        if refusal(name, setting) is None and without(name) is None:
+            return name
+    return "sdpa"
+
+
+def refusal(name: str, setting: Setting) -> str | None:
+    """Why a backend cannot take the setting, and what to do; None if it can."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    match name:
+        case "native" if setting.device.type != "cpu":
+            return f"runs on a CPU, not on {setting.device.type}; use 'sdpa'"
+        case "triton" if setting.dtype not in (*HALVES, torch.float32):
+            return f"computes in float32, so dtype={dtype!r} would lose bits; use 'sdpa'"
+        case "triton" if setting.is_interpreted and setting.dtype is torch.bfloat16:
+            return f"Triton's interpreter cannot multiply in dtype={dtype!r}; set 'float32', or unset TRITON_INTERPRET"
+        case "triton" if setting.is_interpreted:
+            return _head_size_refusal(setting, multiple=1)
+        case "triton":
+            return _gpu_refusal(setting) or _head_size_refusal(setting, multiple=1)
+        case "flash_attn" if setting.dtype not in HALVES:
+            return f"takes bfloat16, not dtype={dtype!r}; use 'triton' or 'sdpa'"
+        case "flash_attn" if setting.block_size % 256:
+            return f"takes blocks of multiples of 256 tokens, not block_size={setting.block_size}; set block_size=256"
+        case "flash_attn":
+            return _gpu_refusal(setting) or _head_size_refusal(setting, multiple=8)
+    return None
+
+
+def _gpu_refusal(setting: Setting) -> str | None:
+    if setting.device.type != "cuda":
+        return f"needs a CUDA device, not {setting.device.type}; use 'sdpa'"
+    if setting.capability < (8, 0):
+        major, minor = setting.capability
+        return f"needs compute capability 8.0 (Ampere), this device has {major}.{minor}; use 'sdpa'"
+    return None
+
+
+def _head_size_refusal(setting: Setting, multiple: int) -> str | None:
+    if setting.head_dim % multiple or setting.head_dim > 256:
+        sizes = f"multiples of {multiple} up to 256" if multiple > 1 else "up to 256"
+        return f"takes heads of {sizes}, the model's are of head_dim={setting.head_dim}; use 'sdpa'"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenAttention:
+    name: str
+    backend: AttentionBackend[Any]
+
+
+def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.device) -> ChosenAttention:
+    """For a shard of a model, of these sizes. Raises ValueError as `choose_attention` does."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+
+    def without(name: str) -> str | None:
+        if name == "native":
+            return None if choose_library("auto", dtype, device) else "needs a C++ compiler, see the log; use 'sdpa'"
+        return why_not_importable(name)
+
+    setting = Setting(
+        device=device,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
+        dtype=dtype,
+        head_dim=shard.head_dim,
+        block_size=config.block_size,
+        is_interpreted=os.environ.get("TRITON_INTERPRET") == "1",
+    )
+    name = choose_attention(config.attention, setting, without, allow_native=config.kernels != "torch")
+    return ChosenAttention(name=name, backend=_make(name, shard, dtype, device))
+
+
+def _make(name: str, shard: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend[Any]:
+    if name == "flash_attn":
+        from flash_attn import flash_attn_varlen_func
+
+        return FlashAttention(flash_attn_varlen_func)
+    if name == "triton":
+        from engines.attention.triton import TritonAttention
+
+        return TritonAttention(
+            num_heads=shard.num_heads,
+            num_kv_heads=shard.num_kv_heads,
+            head_dim=shard.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+    if name == "native":
+        library = choose_library("auto", dtype, device)
+        assert library is not None
+        return NativeAttention(library)
+    return sdpa
+
+
+def why_not_importable(name: str) -> str | None:
+    """Of an optional package: what importing it says, and what to do; None when it can be imported."""
+    if name == "sdpa":
+        return None
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # one built for another torch fails in its own ways
+        return f"cannot be imported ({error}); `pip install {name.replace('_', '-')}`, built for this torch"
+    return None

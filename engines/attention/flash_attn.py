@@ -1,0 +1,78 @@
+"""Attention by the flash-attn package (FlashAttention-2), on CUDA: an adapter, written and not run.
+
+Its paged cache has ours' layout, in blocks of multiples of 256 tokens, in bfloat16 or float16, with heads of multiples
+of 8 up to 256 (`choose.refusal` says so). Decodes are a call of their own: there the package makes the query heads of a
+KV head rows of one product, and cuts long contexts into parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engines.batch import ForwardBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """Neighbouring sequences that are run in one go."""
+
+    rows: slice
+    """Of the flat batch."""
+    starts_q: Tensor
+    """int32 [S + 1]: where each sequence's rows begin and end, counted from the first of `rows`."""
+    ends_k: Tensor
+    """int32 [S + 1]: running sum of the contexts, from 0."""
+    max_q: int
+    max_k: int
+    """A bound that the host knows."""
+    table: Tensor
+
+
+class FlashAttention:
+    """See `sdpa`, whose signature it has."""
+
+    capturable = True
+
+    def __init__(self, varlen_func: Callable[..., Tensor]) -> None:
+        """`flash_attn.flash_attn_varlen_func`."""
+        self._varlen_func = varlen_func
+
+    def plan(self, batch: ForwardBatch, block_size: int) -> list[_Call]:
+        num_decodes = sum(length == 1 for length in batch.seqlens_q)
+        calls = []
+        for first, last in ((0, num_decodes), (num_decodes, len(batch.seqlens_q))):
+            if first < last:
+                contexts = batch.context_lens[first:last]
+                first_row = num_decodes if first else 0
+                calls.append(
+                    _Call(
+                        rows=slice(first_row, first_row + sum(batch.seqlens_q[first:last])),
+                        starts_q=batch.cu_seqlens_q[first : last + 1] - first_row,
+                        ends_k=torch.nn.functional.pad(contexts.cumsum(0, dtype=torch.int32), (1, 0)),
+                        max_q=max(batch.seqlens_q[first:last]),
+                        max_k=batch.block_table.shape[1] * block_size,
+                        table=batch.block_table[first:last],
+                    )
+                )
+        return calls
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: list[_Call]) -> Tensor:
+        outs = [
+            self._varlen_func(
+                q[call.rows],
+                k_cache,
+                v_cache,
+                cu_seqlens_q=call.starts_q,
+                cu_seqlens_k=call.ends_k,
+                max_seqlen_q=call.max_q,
+                max_seqlen_k=call.max_k,
+                causal=True,
+                block_table=call.table,
+            )
+            for call in plan
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
