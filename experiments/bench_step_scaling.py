@@ -25,6 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import tyro
+from matplotlib.ticker import MaxNLocator
 from tqdm import tqdm
 
 from engines import LLM
@@ -213,7 +214,9 @@ def _draw(path: Path, config: BenchStepScalingConfig, result: dict[str, Any]) ->
     title = f"{config.context_batch} sequences of {config.batch_context} tokens"
     axes[2].set(title=title, xlabel="sequences finished before", ylabel="ms per step")
     for ax in axes:
-        ax.set_ylim(bottom=None if ax is axes[0] else 0)
+        if ax is not axes[0]:
+            ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+            ax.xaxis.set_major_locator(MaxNLocator(5))
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(frameon=False)
     figure.suptitle(f"A decode step: {config.shape}, {config.dtype}, {result['device']}, {config.threads} thread(s)")

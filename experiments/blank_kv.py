@@ -24,6 +24,9 @@ class BlankKV:
         layer = torch.zeros(content.layer_shape, dtype=getattr(torch, content.dtype))
         return [layer] * content.num_layers
 
+    def tier_for(self, num_bytes: int) -> Tier | None:
+        return None
+
     def drop(self, part: KVPart) -> None:
         pass
 

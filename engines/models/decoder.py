@@ -88,7 +88,7 @@ class Decoder:
     def capturable(self) -> bool:
         """Whether `hidden` of decodes can be captured in a CUDA graph."""
         on_device = self._tensor_parallel.name in ("single", "nccl")  # others go through the host
-        return self.device.type == "cuda" and on_device and bool(self._backend.capturable)
+        return self.device.type == "cuda" and on_device and bool(getattr(self._backend, "capturable", False))
 
     def forward(self, batch: ForwardBatch, kv: PagedKVCache) -> Tensor:
         """Returns logits [len(batch.logit_rows), vocab_size] in the model's dtype."""
