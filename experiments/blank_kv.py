@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
-from engines.kvcache.transfer import KVContent
+from engines.kvcache.transfer import KVContent, Tier
 from engines.sequence import KVHandle, KVPart, Work
 
 
