@@ -36,7 +36,7 @@ class MemoryPlan:
     host_weights: int
     """This rank's part of the host's copy, from which a CPU's ranks are regrouped."""
     tables: int
-    """Cosines and sines of every position, block tables, and whose each block is."""
+    """Cosines and sines of every position, block tables, whose each block is, and a scratch block."""
     libraries: int
     loading: int
     """Beside the weights while they come: one parameter of the whole model."""
@@ -161,13 +161,14 @@ def plan_memory(
         host_weights=-(-_num_parameters(whole) * item // num_host_ranks) if copied and num_host_ranks else 0,
         tables=2 * max_model_len * model.head_dim * item
         + config.max_num_seqs * (4 * -(-max_model_len // config.block_size) + 96)
-        + num_blocks * _BLOCK_BYTES,
+        + num_blocks * _BLOCK_BYTES
+        + block_bytes,
         libraries=_LIBRARY_BYTES["cuda" if device_type == "cuda" else "cpu"],
         loading=max(whole.vocab_size * whole.hidden_size, whole.hidden_size * whole.intermediate_size) * max(4, item),
         activations=tokens * _activation_bytes(local, item),
         attention=_attention_bytes(local, item, tokens, rows, longest + config.block_size),
         logits=_logit_bytes(model, local, tp_size, item, tokens, rows),
-        kv_cache=(num_blocks + 1) * block_bytes,  # one is scratch
+        kv_cache=num_blocks * block_bytes,
         num_kv_tokens=num_kv_tokens,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -79,7 +79,9 @@ def test_weights_are_counted_to_the_byte(family: str, tmp_path: Path) -> None:
 
 def test_the_kv_cache_is_counted_to_the_byte(qwen3: str) -> None:
     llm = LLM(qwen3, kv_cache_bytes=2**20 + 777)
-    assert llm.memory.kv_cache == sum(tensor.nbytes for tensor in (*llm._engine.kv.keys, *llm._engine.kv.values))
+    scratch = llm._engine.kv.scratch_block
+    caches = (*llm._engine.kv.keys, *llm._engine.kv.values)
+    assert llm.memory.kv_cache == sum(cache[:scratch].nbytes for cache in caches)
     assert llm.memory.num_kv_tokens == llm._engine.num_kv_tokens
     assert f"{llm.memory.num_kv_tokens // 256} sequences of max_model_len=256" in llm.memory.summary()
 
