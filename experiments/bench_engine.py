@@ -34,14 +34,12 @@ from tqdm import tqdm
 from engines import LLM, SamplingParams, SequenceState
 from engines.config import DType
 from experiments import launch
-from experiments.hf_peer import HuggingFacePeer, best_threads
+from experiments.hf_peer import START_S, ContinuousBatchingPeer, HuggingFacePeer, best_threads
 from experiments.random_model import save_random_model
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import SHAPES, DecoderShape
 
 PROMPT_LENGTH = 16
-START_S = 300.0
-"""Longest wait for vLLM to start, and for one of its runs."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -65,8 +63,8 @@ class BenchEngineConfig:
     """Its longest length, all that ours is told."""
     dtype: DType = "bfloat16"
     """Of weights and activations, all sides."""
-    peers: tuple[Literal["hf"], ...] = ("hf",)
-    """Peers of this Python: Hugging Face `generate`, in the long tail only."""
+    peers: tuple[Literal["hf", "hf_cb"], ...] = ("hf", "hf_cb")
+    """Peers of this Python, in the long tail only: Hugging Face `generate`, and its continuous batching."""
     vllm_python: Path | None = None
     """A Python that has vLLM; it becomes a peer in every cell."""
     threads: int | None = None
@@ -74,6 +72,8 @@ class BenchEngineConfig:
     warm-up, and Hugging Face all."""
     repeats: int = 3
     """Interleaved measurements of each side and cell; the median counts."""
+    hf_repeats: int = 1
+    """As many of Hugging Face's, minutes each: the first rounds have them."""
     seed: int = 0
     """Of prompts, lengths and samples."""
     profile: Path | None = None
@@ -85,7 +85,7 @@ class BenchEngineConfig:
         unknown = [name for name in self.shapes if name not in SHAPES]
         if unknown or not self.shapes:
             raise ValueError(f"shapes={self.shapes}: give some of {', '.join(SHAPES)}")
-        for name in ("length", "cap", "repeats", *(["threads"] if self.threads is not None else [])):
+        for name in ("length", "cap", "repeats", "hf_repeats", *(["threads"] if self.threads is not None else [])):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.tail < 0 or any(batch < 1 for batch in self.batches) or not (self.batches or self.tail):
@@ -127,8 +127,10 @@ def main() -> dict[str, Any]:
             if config.vllm_python is not None:
                 sides["vllm"] = stack.enter_context(_VLLM(config.vllm_python, folder, config))
             if "hf" in config.peers:
-                peer = HuggingFacePeer(folder, config.dtype, DEVICE)
-                sides["hf"] = lambda cell, peer=peer: peer.generate(cell.prompts, cell.lengths)  # type: ignore[misc]
+                sides["hf"] = _side(HuggingFacePeer(folder, config.dtype, DEVICE))
+            if "hf_cb" in config.peers:
+                num_tokens = config.tail * PROMPT_LENGTH + sum(cells[-1].lengths)
+                sides["hf_cb"] = _side(ContinuousBatchingPeer(folder, config.dtype, DEVICE, num_tokens))
             results[name] = {cell.name: _compare(cell, sides, shape, config, label=name) for cell in cells}
     result = {
         "experiment": "bench_engine",
@@ -141,7 +143,7 @@ def main() -> dict[str, Any]:
                 shape: {cell: row["ratios"][peer] for cell, row in rows.items() if peer in row["ratios"]}
                 for shape, rows in results.items()
             }
-            for peer in ("vllm", "hf")
+            for peer in ("vllm", "hf", "hf_cb")
         },
     }
     if config.output is not None:
@@ -163,15 +165,19 @@ def _cells(config: BenchEngineConfig) -> list[Cell]:
     return cells
 
 
+def _side(peer: HuggingFacePeer | ContinuousBatchingPeer) -> Side:
+    return lambda cell: peer.generate(cell.prompts, cell.lengths)
+
+
 def _compare(
     cell: Cell, sides: dict[str, Side], shape: DecoderShape, config: BenchEngineConfig, label: str
 ) -> dict[str, Any]:
-    here = {name: side for name, side in sides.items() if name != "hf" or cell.name == "tail"}
+    here = {name: side for name, side in sides.items() if name not in ("hf", "hf_cb") or cell.name == "tail"}
     threads = {}
     for name, side in here.items():
         if name == "vllm":
             side(cell)
-        elif name == "hf":  # minutes in a long tail: it gets all cores, which it is faster with, and a short warm-up
+        elif name in ("hf", "hf_cb"):  # minutes in a long tail: it gets all cores, which it is faster with, and a short warm-up
             threads[name] = config.threads or launch.share_cores()
             torch.set_num_threads(threads[name])
             side(replace(cell, lengths=[min(8, length) for length in cell.lengths]))
@@ -180,9 +186,11 @@ def _compare(
             threads[name] = best_threads(partial(side, cell), candidates)
     order = [*here, "ours_again"]
     seconds: dict[str, list[float]] = {name: [] for name in order}
-    with tqdm(total=len(order) * config.repeats, desc=f"{label} {cell.name}", unit="run") as progress:
-        for _ in range(config.repeats):
+    with tqdm(desc=f"{label} {cell.name}", unit="run") as progress:
+        for repeat in range(config.repeats):
             for name in order:
+                if name in ("hf", "hf_cb") and repeat >= config.hf_repeats:
+                    continue
                 real = name.removesuffix("_again")
                 if real in threads:
                     torch.set_num_threads(threads[real])

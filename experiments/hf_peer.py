@@ -1,4 +1,4 @@
-"""Hugging Face `generate` as the other side of a benchmark, and how many threads a side is best with."""
+"""Hugging Face as the other side of a benchmark, `generate` and continuous batching, and how many threads suit a side."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from engines.config import DType
+
+START_S = 300.0
+"""Longest wait for a peer to start, and for one of its answers."""
 
 
 class HuggingFacePeer:
@@ -40,6 +49,36 @@ class HuggingFacePeer:
         seconds = time.perf_counter() - start
         assert out.shape[1] == int(ends.max()), "generate did not run to the longest row"
         return seconds
+
+
+class ContinuousBatchingPeer:
+    """transformers' own continuous batching over a paged cache. It is told each length."""
+
+    def __init__(self, model: str | Path, dtype: DType, device: torch.device, num_tokens: int) -> None:
+        """`num_tokens`: the most that the cache must hold, over all sequences at their full length."""
+        network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        self._network = network.eval().to(device)
+        self._num_tokens = num_tokens
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
+        """Samples so many tokens behind each prompt; returns seconds, without those that its manager takes to start."""
+        settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1)
+        sizes = ContinuousBatchingConfig(num_blocks=self._num_tokens // 256 + len(prompts), page_size=256)
+        with self._network.continuous_batching_context_manager(
+            generation_config=settings, continuous_batching_config=sizes, timeout=5
+        ) as manager:
+            start = time.perf_counter()
+            wanted = {
+                manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1): length
+                for prompt, length in zip(prompts, lengths, strict=True)
+            }
+            while wanted:
+                result = manager.get_result(timeout=START_S)
+                if result is None:
+                    raise RuntimeError(f"transformers' continuous batching gave nothing for {START_S:g} s, or ended")
+                if result.is_finished():
+                    assert len(result.generated_tokens) == wanted.pop(result.request_id), result.error
+            return time.perf_counter() - start
 
 
 class _HiddenStop(StoppingCriteria):
