@@ -191,6 +191,9 @@ class EngineConfig:
     kernels: Kernels = "auto"
     """Small operations and decode attention: "native" is compiled C++, for CPUs; "auto" takes it where it can be had,
     and else torch's."""
+    batch_invariant: bool = False
+    """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
+    preempted, in any dtype. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
     seed: int = 0
     """The run's seed: the first part of every sequence's key."""
 
@@ -203,8 +206,13 @@ class EngineConfig:
             is_off = value is None and name in ("prefill_chunk_size", "max_model_len")
             if not is_off and not (is_int64(value) and value >= 1):
                 raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1")
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"EngineConfig.prefix_caching={self.prefix_caching!r}: must be True or False")
+        for name in ("prefix_caching", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"EngineConfig.{name}={getattr(self, name)!r}: must be True or False")
+        if self.batch_invariant and self.kernels == "torch":
+            raise ValueError(
+                "EngineConfig.batch_invariant=True: needs kernels='auto' or 'native'; torch's depend on the batch"
+            )
         if not is_int64(self.seed):
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
         if self.kernels not in ("auto", "torch", "native"):

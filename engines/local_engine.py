@@ -60,6 +60,7 @@ class LocalEngine:
             shard=shard,
             tensor_parallel=tensor_parallel,
             kernels=config.kernels,
+            batch_invariant=config.batch_invariant,
         )
         try:
             self.kv = PagedKVCache(

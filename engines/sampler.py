@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ GUMBEL_MAX = 22.9
 # Below this vocabulary, drawing all noise costs less than finding who can still win.
 _DENSE_VOCAB = 4096
 _NUM_LEADERS = 8
+# Of the float64 [rows, vocabulary] that are sampled at a time: there are about six such tensors at once.
+_PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,22 @@ class SamplingBatch:
     """float64 [N], 1 where off."""
     min_p: Tensor | None
     """float64 [N], 0 where off."""
+
+    def rows(self, part: slice) -> SamplingBatch:
+        """Those rows alone."""
+
+        def cut(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column[part]
+
+        return replace(
+            self,
+            keys=self.keys[part],
+            positions=self.positions[part],
+            temperatures=self.temperatures[part],
+            top_k=cut(self.top_k),
+            top_p=cut(self.top_p),
+            min_p=cut(self.min_p),
+        )
 
 
 class Sampled(NamedTuple):
@@ -111,8 +129,18 @@ def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> 
 def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     """Draws one token per row: argmax(processed logits + Gumbel noise), ties to the lowest id.
 
-    logits: [N, V] in any floating dtype.
+    logits: [N, V] in any floating dtype. A row's result has the same bits whatever the others are, and is computed with
+    memory for some rows at a time.
     """
+    step = max(1, _PIECE_BYTES // (8 * logits.shape[-1]))
+    if len(logits) <= step:
+        return _sample(logits, batch)
+    parts = [slice(start, start + step) for start in range(0, len(logits), step)]
+    tokens, logprobs = zip(*(_sample(logits[part], batch.rows(part)) for part in parts), strict=True)
+    return Sampled(tokens=torch.cat(tokens), logprobs=torch.cat(logprobs))
+
+
+def _sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     processed = process_logits(logits, batch)
     if not batch.any_random:
         tokens = processed.argmax(dim=-1)
@@ -121,8 +149,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
         tokens = draw(processed, batch.keys, batch.positions)
         if batch.any_greedy:
             tokens = torch.where(batch.temperatures == 0, processed.argmax(dim=-1), tokens)
-    chosen = processed.gather(1, tokens[:, None]).squeeze(1)
-    return Sampled(tokens=tokens, logprobs=chosen - processed.logsumexp(dim=-1))
+    # Not logsumexp: torch sums a single row in parts, one per thread.
+    return Sampled(tokens=tokens, logprobs=processed.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1))
 
 
 def _draw_dense(processed: Tensor, keys: Tensor, positions: Tensor) -> Tensor:

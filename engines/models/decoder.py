@@ -12,12 +12,14 @@ from engines.attention.native import NativeAttention
 from engines.batch import ForwardBatch
 from engines.config import Kernels, ModelConfig
 from engines.kvcache.paged import PagedKVCache
+from engines.models.invariant import check_products, project_invariant, require_kernels
 from engines.models.operations import NativeOperations, Operations, TorchOperations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import pack, packs, project
 from engines.models.rope import RotaryTable
 from engines.native.library import choose_library
 from engines.parallel.collectives import Communicator
+from engines.parallel.ordered import in_rank_order
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
 from engines.weights import checksum_parts
 
@@ -35,9 +37,10 @@ class Decoder:
         shard: Shard,
         tensor_parallel: Communicator,
         kernels: Kernels = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         """Rank i of `tensor_parallel` holds shard i. Raises ValueError when the model cannot be cut so, or native
-        kernels are asked for and cannot be had.
+        kernels or the same bits in any batch are asked for and cannot be had.
         """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
@@ -49,8 +52,12 @@ class Decoder:
         self.parameters = DecoderParameters.allocate(self.local, dtype, device)
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
-        self._tensor_parallel = tensor_parallel
         library = choose_library(kernels, dtype, device)
+        if batch_invariant:
+            require_kernels(library, device)
+        self._batch_invariant = batch_invariant
+        self._project = project_invariant if batch_invariant else project
+        self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
         self.kernels = "torch" if library is None else "native"
         """Which small operations and decode attention run: those of torch, or the compiled ones."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
@@ -75,6 +82,8 @@ class Decoder:
         if packs(self.dtype, self.device):
             self._forward_parameters = self.parameters  # the copies of before are given up first
             self._forward_parameters = pack(self.parameters)
+        if self._batch_invariant:
+            check_products(self._forward_parameters)
 
     def release(self) -> None:
         """Gives up what `prepare` has made."""
@@ -111,7 +120,7 @@ class Decoder:
 
     def _logits(self, x: Tensor) -> Tensor:
         """[R, vocab_size] on every shard, the same bits: each column was computed by one of them."""
-        logits = project(x, self._forward_parameters.head)
+        logits = self._project(x, self._forward_parameters.head)
         if self.shard.count > 1:
             logits = self._tensor_parallel.all_gather(logits).transpose(0, 1).flatten(1)
         return logits[:, : self.config.vocab_size]
@@ -126,7 +135,7 @@ class Decoder:
         slot_mapping: Tensor,
         plan: Any,
     ) -> Tensor:
-        heads = project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.config.head_dim)
+        heads = self._project(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.config.head_dim)
         q = self._operations.rotate_and_store(
             heads, layer.qk_norm, rotary, slot_mapping, k_cache, v_cache, self.config.rms_norm_eps
         )
@@ -134,10 +143,10 @@ class Decoder:
         return self._row_parallel(out, layer.output, layer.output_bias)
 
     def _mlp(self, layer: LayerParameters, x: Tensor) -> Tensor:
-        inner = self._operations.silu_mul(project(x, layer.gate_up, layer.gate_up_bias))
+        inner = self._operations.silu_mul(self._project(x, layer.gate_up, layer.gate_up_bias))
         return self._row_parallel(inner, layer.down, layer.down_bias)
 
     def _row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Each shard holds some columns of `weight`, and its share of x; the bias is added once, after the sum."""
-        out = self._tensor_parallel.all_reduce(project(x, weight))
+        out = self._tensor_parallel.all_reduce(self._project(x, weight))
         return out if bias is None else out + bias

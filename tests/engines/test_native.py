@@ -186,7 +186,10 @@ def test_a_row_of_the_small_operations_has_the_same_bits_in_any_batch_and_with_a
     x, residual, gate_up = (3 * normal(rows, n, dtype=dtype, seed=n) for n in (size, size + 1, 2 * size))
     residual = residual[:, :size].contiguous()
     heads = normal(rows, 5 + 2 * 2, size, dtype=dtype, seed=5)
-    norms, rotary = normal(2, size, dtype=dtype), (normal(rows, 1, size, dtype=dtype), normal(rows, 1, size, dtype=dtype))
+    norms, rotary = (
+        normal(2, size, dtype=dtype),
+        (normal(rows, 1, size, dtype=dtype), normal(rows, 1, size, dtype=dtype)),
+    )
 
     def run(start: int, stop: int) -> list[torch.Tensor]:
         cache = [torch.zeros(rows, 1, 2, size, dtype=dtype) for _ in range(2)]
