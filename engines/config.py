@@ -214,6 +214,9 @@ class EngineConfig:
     """Most bytes of a disk that a rank keeps, of KV that finds no room in host memory."""
     kv_disk_folder: str | None = None
     """Where; a folder that exists."""
+    batch_invariant: bool = False
+    """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
+    preempted, in any dtype. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
     seed: int = 0
     """The run's seed: the first part of every sequence's key."""
 
@@ -230,9 +233,14 @@ class EngineConfig:
         if not isinstance(self.memory_utilization, int | float) or not 0 < self.memory_utilization <= 1:
             raise ValueError(f"EngineConfig.memory_utilization={self.memory_utilization!r}: must be above 0, at most 1")
         self._check_tiers()
-        for name in ("prefix_caching", "cuda_graphs"):
+        for name in ("prefix_caching", "cuda_graphs", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}={getattr(self, name)!r}: must be True or False")
+        if self.batch_invariant and (self.kernels == "torch" or self.attention not in ("auto", "native")):
+            raise ValueError(
+                "EngineConfig.batch_invariant=True: needs kernels and attention 'auto' or 'native', not "
+                f"{self.kernels!r} and {self.attention!r}: torch's depend on the batch"
+            )
         if not is_int64(self.seed):
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
         if self.kernels not in ("auto", "torch", "native"):

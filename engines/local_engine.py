@@ -64,6 +64,7 @@ class LocalEngine:
             tensor_parallel=tensor_parallel,
             attention=choose_backend(config, local, device),
             kernels=config.kernels,
+            batch_invariant=config.batch_invariant,
         )
         try:
             self.kv = PagedKVCache(

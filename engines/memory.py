@@ -18,8 +18,8 @@ _SMALLEST_PACKED = 2**17
 """Elements of a float32 matrix that is packed: see `engines/models/projection.py`."""
 _LIBRARY_BYTES = {"cpu": 48 * MIB, "cuda": 256 * MIB}
 """What threads, matrix libraries and the allocator keep for themselves: measured on a CPU, assumed on CUDA."""
-_SAMPLED_BYTES = 256
-"""Per logit and beside it: of a row in which every token may still win, and gets noise, made of 64-bit numbers."""
+_SAMPLED_BYTES = {"cpu": 256, "cuda": 64}
+"""The most that sampling takes per logit of a piece: noise for all, and on a CPU lists of who may still win."""
 _TOKEN_BYTES = 256
 """Per token of a pass: ids, positions, slots and the rows of padded buckets."""
 _BLOCK_BYTES = 400
@@ -167,7 +167,7 @@ def plan_memory(
         loading=max(whole.vocab_size * whole.hidden_size, whole.hidden_size * whole.intermediate_size) * max(4, item),
         activations=tokens * _activation_bytes(local, item),
         attention=_attention_bytes(local, item, tokens, rows, longest + config.block_size),
-        logits=_logit_bytes(model, local, tp_size, item, tokens, rows),
+        logits=_logit_bytes(model, local, tp_size, item, tokens, rows, device_type),
         kv_cache=num_blocks * block_bytes,
         num_kv_tokens=num_kv_tokens,
         max_model_len=max_model_len,
@@ -233,9 +233,21 @@ def _attention_bytes(model: ModelConfig, item: int, tokens: int, num_seqs: int, 
     return gathered + mask + tokens * (_resident_bytes(model, item) + (3 * query + key_value) * item + padded)
 
 
-def _logit_bytes(model: ModelConfig, local: ModelConfig, tp_size: int, item: int, tokens: int, rows: int) -> int:
+def rows_sampled_at_once(vocab_size: int, device_type: str) -> int:
+    """Into pieces of so many rows the sampler cuts a batch."""
+    return max(1, _sampler_piece(device_type) // (_SAMPLED_BYTES[device_type] * vocab_size))
+
+
+def _sampler_piece(device_type: str) -> int:
+    return PIECE_BYTES if device_type == "cpu" else 16 * PIECE_BYTES  # there pieces cost launches
+
+
+def _logit_bytes(
+    model: ModelConfig, local: ModelConfig, tp_size: int, item: int, tokens: int, rows: int, device_type: str
+) -> int:
     logits = rows * model.vocab_size
     copies = 1 if tp_size == 1 else 3  # a shard's part, all parts, and those side by side
     hidden = (2 * tokens + rows) * local.hidden_size * item
-    sampled = min(logits * _SAMPLED_BYTES, max(PIECE_BYTES, model.vocab_size * _SAMPLED_BYTES))
+    per_logit = _SAMPLED_BYTES[device_type]
+    sampled = min(logits * per_logit, max(_sampler_piece(device_type), model.vocab_size * per_logit))
     return hidden + logits * item * copies + sampled

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.memory import rows_sampled_at_once
 from engines.native.library import Library, address
 from engines.noise import gumbel, gumbel_at
 
@@ -17,8 +18,6 @@ GUMBEL_MAX = 22.9
 # Below this vocabulary, drawing all noise costs less than finding who can still win.
 _DENSE_VOCAB = 4096
 _NUM_LEADERS = 8
-# Of the float64 [rows, vocabulary] that are sampled at a time: there are about six such tensors at once.
-_PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,11 @@ class SamplingBatch:
     """float64 [N], 1 where off."""
     min_p: Tensor | None
     """float64 [N], 0 where off."""
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether some row's logits are more than scaled."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
     def rows(self, part: slice) -> SamplingBatch:
         """Those rows alone."""
@@ -133,8 +137,8 @@ def sample(logits: Tensor, batch: SamplingBatch, library: Library | None = None)
     logits: [N, V] in any floating dtype. A row's result has the same bits whatever the others are, and is computed with
     memory for some rows at a time. With a `library` the draw is compiled, and gives the same tokens.
     """
-    step = max(1, _PIECE_BYTES // (8 * logits.shape[-1]))
-    if len(logits) <= step:
+    step = rows_sampled_at_once(logits.shape[-1], logits.device.type)
+    if len(logits) <= step or (library is not None and not batch.is_processed):
         return _sample(logits, batch, library)
     parts = [slice(start, start + step) for start in range(0, len(logits), step)]
     tokens, logprobs = zip(*(_sample(logits[part], batch.rows(part), library) for part in parts), strict=True)
@@ -148,7 +152,9 @@ def _sample(logits: Tensor, batch: SamplingBatch, library: Library | None) -> Sa
     if not batch.any_random:
         tokens = processed.argmax(dim=-1)
     else:
-        draw = _draw_dense if processed.shape[-1] <= _DENSE_VOCAB else _draw_sparse
+        # Elsewhere all noise costs less than asking the device who can still win.
+        is_dense = processed.shape[-1] <= _DENSE_VOCAB or processed.device.type != "cpu"
+        draw = _draw_dense if is_dense else _draw_sparse
         tokens = draw(processed, batch.keys, batch.positions)
         if batch.any_greedy:
             tokens = torch.where(batch.temperatures == 0, processed.argmax(dim=-1), tokens)
@@ -158,7 +164,7 @@ def _sample(logits: Tensor, batch: SamplingBatch, library: Library | None) -> Sa
 
 def _sample_native(logits: Tensor, batch: SamplingBatch, library: Library) -> Sampled:
     draw, temperatures = library.sample, batch.temperatures
-    if batch.top_k is not None or batch.top_p is not None or batch.min_p is not None:
+    if batch.is_processed:
         logits, draw = process_logits(logits, batch), library.sample_wide
         temperatures = temperatures.clamp(max=1).ceil_()  # scaled by now; 0 is still greedy
     dtype = torch.promote_types(logits.dtype, torch.float32)

@@ -177,7 +177,7 @@ def _compare(
     for name, side in here.items():
         if name == "vllm":
             side(cell)
-        elif name in ("hf", "hf_cb"):  # minutes in a long tail: it gets all cores, which it is faster with, and a short warm-up
+        elif name in ("hf", "hf_cb"):  # minutes in a long tail: all cores, which they are faster with, a short warm-up
             threads[name] = config.threads or launch.share_cores()
             torch.set_num_threads(threads[name])
             side(replace(cell, lengths=[min(8, length) for length in cell.lengths]))

@@ -11,12 +11,14 @@ from engines.attention.choose import ChosenAttention
 from engines.batch import ForwardBatch
 from engines.config import Kernels, ModelConfig
 from engines.kvcache.paged import PagedKVCache
+from engines.models.invariant import check_products, project_invariant, require_kernels
 from engines.models.operations import NativeOperations, Operations, TorchOperations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import FewRows, Project, pack, packs, project
 from engines.models.rope import RotaryTable
 from engines.native.library import choose_library
 from engines.parallel.collectives import Communicator
+from engines.parallel.ordered import in_rank_order
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
 from engines.weights import checksum_parts
 
@@ -35,9 +37,10 @@ class Decoder:
         tensor_parallel: Communicator,
         attention: ChosenAttention,
         kernels: Kernels = "auto",
+        batch_invariant: bool = False,
     ) -> None:
         """Rank i of `tensor_parallel` holds shard i. Raises ValueError when the model cannot be cut so, or native
-        kernels are asked for and cannot be had.
+        kernels or the same bits in any batch are asked for and cannot be had.
         """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
@@ -49,13 +52,17 @@ class Decoder:
         self.parameters = DecoderParameters.allocate(self.local, dtype, device)
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
-        self._tensor_parallel = tensor_parallel
         self.library = library = choose_library(kernels, dtype, device)
         """The compiled kernels, for whoever else works on what this gives."""
+        if batch_invariant:
+            require_kernels(library, device)
+        self._batch_invariant = batch_invariant
+        self._project: Project = project_invariant if batch_invariant else project
+        self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
         self.kernels = "torch" if library is None else "native"
         """Which small operations run: those of torch, or the compiled ones."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
-        self._few_rows = None if library is None else FewRows(library)
+        self._few_rows = None if library is None or batch_invariant else FewRows(library)
         self.attention_backend = attention.name
         """One of those that `EngineConfig.attention` names."""
         self._backend = attention.backend
@@ -79,6 +86,8 @@ class Decoder:
         if packs(self.dtype, self.device):
             self._forward_parameters = self.parameters  # the copies of before are given up first
             self._forward_parameters = pack(self.parameters)
+        if self._batch_invariant:
+            check_products(self._forward_parameters)
 
     def release(self) -> None:
         """Gives up what `prepare` has made."""
@@ -119,7 +128,7 @@ class Decoder:
         """The parameters, and how to multiply so many rows by them."""
         if self._few_rows is not None and num_rows <= self._few_rows.most_rows:
             return self.parameters, self._few_rows
-        return self._forward_parameters, project
+        return self._forward_parameters, self._project
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T, hidden]. A shard has the rows of some token ids; others are zero there, and the sum is the embedding."""

@@ -36,14 +36,15 @@ def pack(parameters: DecoderParameters) -> DecoderParameters:
     layers = [
         replace(
             layer,
-            **{name: _pack(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")},
+            **{name: pack_matrix(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")},
         )
         for layer in parameters.layers
     ]
-    return replace(parameters, layers=layers, head=_pack(parameters.head))
+    return replace(parameters, layers=layers, head=pack_matrix(parameters.head))
 
 
-def _pack(weight: Tensor) -> Tensor:
+def pack_matrix(weight: Tensor) -> Tensor:
+    """A packed copy, or the matrix itself where it gains nothing."""
     if weight.dtype is torch.float32 and weight.numel() < _SMALLEST_FLOAT32:
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)

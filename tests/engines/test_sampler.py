@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from engines import sampler
+from engines.memory import rows_sampled_at_once
 from engines.native.library import Library, choose_library
 from engines.sampler import SamplingBatch, make_sampling_batch, process_logits, sample
 
@@ -194,3 +195,58 @@ def test_bfloat16_logits_are_sampled_in_float32() -> None:
     low, high = sample(logits, columns(20)), sample(logits.float(), columns(20))
     assert low.logprobs.dtype == torch.float32
     assert torch.equal(low.tokens, high.tokens)
+
+
+def mixed(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Columns of rows that each use some of the processors."""
+    rng = np.random.default_rng(seed)
+    return {
+        "keys": rng.integers(-(2**62), 2**62, rows),
+        "positions": rng.integers(0, 1000, rows),
+        "temperature": rng.choice([0.0, 0.6, 1.0, 1.7], rows),
+        "top_k": rng.choice([-1, -1, 1, 20], rows),
+        "top_p": rng.choice([1.0, 1.0, 0.5, 0.95], rows),
+        "min_p": rng.choice([0.0, 0.0, 0.01, 0.2], rows),
+    }
+
+
+def draw_rows(
+    logits: torch.Tensor, columns: dict[str, np.ndarray], rows: list[int], library: Library | None
+) -> sampler.Sampled:
+    picked = {name: column[rows] for name, column in columns.items()}
+    return sample(logits[rows], make_sampling_batch(**picked, device=torch.device("cpu")), library)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("rows", "vocab"), [(60, 131), (60, 4097), (9, 40_001)])
+def test_a_row_has_the_same_bits_in_any_batch_and_piece_and_with_any_threads(
+    dtype: torch.dtype, rows: int, vocab: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = compiled(dtype) if is_compiled else None
+    logits = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(8)).to(dtype)
+    columns = mixed(rows)
+    whole = draw_rows(logits, columns, list(range(rows)), library)
+    rng, before = np.random.default_rng(1), torch.get_num_threads()
+    try:
+        for count in (1, 1, 1, 2, 3, 5, rows // 2, rows):
+            torch.set_num_threads(int(rng.integers(1, 4)))
+            step = int(rng.integers(1, 5))
+            monkeypatch.setattr(sampler, "rows_sampled_at_once", lambda vocab, device, step=step: step)
+            picked = rng.permutation(rows)[:count].tolist()
+            mine = draw_rows(logits, columns, picked, library)
+            assert torch.equal(mine.tokens, whole.tokens[picked])
+            assert torch.equal(mine.logprobs.view(torch.uint8), whole.logprobs[picked].view(torch.uint8))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_memory_is_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    process = sampler.process_logits
+    monkeypatch.setattr(
+        sampler, "process_logits", lambda logits, batch: seen.append(len(logits)) or process(logits, batch)
+    )
+    logits = torch.randn(100, 70_000, generator=torch.Generator().manual_seed(9))
+    sample(logits, columns(100, top_p=0.9))
+    assert sum(seen) == 100 and max(seen) == rows_sampled_at_once(70_000, "cpu") < 100
