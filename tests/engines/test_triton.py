@@ -96,7 +96,7 @@ def test_compiled(dtype: torch.dtype, shape: tuple[int, int, int], part_tokens: 
         check(dtype, shape, block_size, part_tokens, width)
 
 
-@pytest.mark.parametrize("part_tokens", [0, 64])
+@pytest.mark.parametrize("part_tokens", [0, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, on_gpu])])
 def test_a_row_has_the_same_bits_whatever_comes_with_it(dtype: torch.dtype, part_tokens: int) -> None:
     """Alone as a decode, in chunks, in a mixed batch; in a narrow block table, and in one wide enough for parts."""
