@@ -1,4 +1,4 @@
-"""Hugging Face as the other side of a benchmark, `generate` and continuous batching, and how many threads suit a side."""
+"""Hugging Face as a benchmark's other side, `generate` and continuous batching, and how many threads suit a side."""
 
 from __future__ import annotations
 
