@@ -68,6 +68,7 @@ class FewRows:
         """Rows up to which it is the faster way."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = x.contiguous()  # what attention gives may lie otherwise
         (rows, inputs), outputs = x.shape, len(weight)
         out = x.new_empty((rows, outputs))
         self._library.few_rows(address(x), address(weight), address(out), rows, inputs, outputs)
