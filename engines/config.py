@@ -189,7 +189,7 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
     kernels: Kernels = "auto"
-    """Small operations and decode attention: "native" is compiled C++, for CPUs; "auto" takes it where it can be had,
+    """Small operations and attention: "native" is compiled C++, for CPUs; "auto" takes it where it can be had,
     and else torch's."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is

@@ -59,7 +59,7 @@ class Decoder:
         self._project = project_invariant if batch_invariant else project
         self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
         self.kernels = "torch" if library is None else "native"
-        """Which small operations and decode attention run: those of torch, or the compiled ones."""
+        """Which small operations and attention run: those of torch, or the compiled ones."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
         self._backend: Any = sdpa if library is None else NativeAttention(library)
 
