@@ -24,6 +24,7 @@ class NativeAttention:
         return batch
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ForwardBatch) -> Tensor:
+        q = q.contiguous()  # torch's rotation gives a part of a larger tensor
         out = torch.empty_like(q)
         num_heads, dim = q.shape[1:]
         block_size, num_kv_heads = k_cache.shape[1:3]
