@@ -53,16 +53,18 @@ class Flip:
 
 
 def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
-    """Returns an `on_finished` that moves a few random sequences whenever one ends, with their KV or without."""
+    """Returns an `on_finished` that moves a few of the others whenever one ends, with their KV or without."""
     from engines.rollout.requests import RequestMove
 
     rng = random.Random(seed)
     left = num_moves
+    unfinished = list(ids)
 
-    def move(_: Any) -> None:
+    def move(finished: Any) -> None:
         nonlocal left
+        unfinished.remove(finished.state.sequence_id)
         coordinator = llm.rollout.coordinator
-        for sequence_id in rng.sample(ids, 6):
+        for sequence_id in rng.sample(unfinished, min(6, len(unfinished))):
             left -= 1
             if left >= 0:
                 target = rng.choice([spec.id for spec in coordinator.core.layout.replicas])
@@ -154,7 +156,7 @@ def test_tokens_are_those_of_one_process(world: list[dict[str, Any]], checkpoint
         assert world[rank][case]["steps"] > 0
         assert world[rank][case]["epoch"] == (3 if "regroup" in case else 0)
     if case == "DP4 moves/qwen3":
-        assert sum(world[rank][case]["imported"] for rank in range(4)) > 5, "no KV was moved"
+        assert sum(world[rank][case]["imported"] for rank in range(4)) > 0, "no KV was moved"
 
 
 def test_between_hosts_kv_moves_too(checkpoints: Path) -> None:
@@ -163,7 +165,7 @@ def test_between_hosts_kv_moves_too(checkpoints: Path) -> None:
     for case in TWO_HOSTS:
         for rank in range(4):
             assert world[rank][case]["tokens"] == [[c.token_ids for c in o.outputs] for o in alone]
-    assert sum(world[rank]["DP4 moves/qwen3"]["fetched"] for rank in range(4)) > 5, "no KV came from the other host"
+    assert sum(world[rank]["DP4 moves/qwen3"]["fetched"] for rank in range(4)) > 0, "no KV came from the other host"
 
 
 def fail_on_rank_0(directory: str, host_size: int) -> str:
