@@ -12,10 +12,10 @@ import secrets
 import threading
 from pathlib import Path
 
+from engines.host_memory import free_host_bytes
 from engines.parallel.segment import DEV_SHM, start_time
 
 _FEWEST_FILES = 64
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def family() -> str:
@@ -106,19 +106,10 @@ def free_memory_bytes() -> int:
 
     0 where there is no /dev/shm.
     """
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     try:
         shm = os.statvfs(DEV_SHM)
     except OSError:
         return 0
-    free = min(free, shm.f_bavail * shm.f_frsize)
-    try:  # cgroup v2; what was only read from files can be taken back
-        most = (_CGROUP / "memory.max").read_text().strip()
-        if most != "max":
-            used = int((_CGROUP / "memory.current").read_text())
-            stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-            free = min(free, int(most) - used + int(stat["inactive_file"]))
-    except (OSError, ValueError, KeyError):
-        pass
-    return max(0, free)
+    there = shm.f_bavail * shm.f_frsize
+    host = free_host_bytes()
+    return there if host is None else min(there, host)

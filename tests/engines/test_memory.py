@@ -14,7 +14,8 @@ import torch
 from engines import LLM, SamplingParams
 from engines.capacity import Capacity
 from engines.config import EngineConfig, ModelConfig
-from engines.free_memory import FreeMemory, free_host_bytes
+from engines.free_memory import FreeMemory
+from engines.host_memory import free_host_bytes
 from engines.memory import MIB, MemoryPlan, plan_memory
 from engines.models.parameters import DecoderParameters, logical_shapes
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
