@@ -29,11 +29,12 @@ from engines.parallel.collectives import Communicator
 
 _SHORT = 32  # tokens
 _LONGEST = 512
-_DEEPEST = 4096
-_PASS_S = 0.05  # a pass that takes longer is not doubled again
+_DEEPEST = 2048
+_PASS_S = 0.05  # after one that takes longer no longer one is timed
 _COPY_BYTES = 8 << 20
 _TIERS = ("none", "host", "disk")
 _UNUSABLE = CopyCost(bytes_per_token=1, out_bandwidth=1.0, in_bandwidth=1.0, latency=math.inf)
+_FREE = PrefillCost(latency=0.0, seconds_per_token=0.0, seconds_per_pair=0.0)
 
 _T = TypeVar("_T")
 
@@ -88,7 +89,7 @@ class SwapPolicy:
         with contextlib.suppress(RuntimeError):  # what torch's allocators raise: no memory is left to measure in
             scratch = scratch_cache(self._kv, min(_LONGEST, self._max_model_len))
         if not all(self._exchange(scratch is not None)):
-            return SwapCost(prefill=PrefillCost(seconds_per_token=0.0, seconds_per_pair=0.0), copy=_UNUSABLE)
+            return SwapCost(prefill=_FREE, copy=_UNUSABLE)
         assert scratch is not None
         if self._prefill is None:
             times = time_passes(self._decoder, scratch, self._max_model_len, lambda s: max(self._exchange(s)))
@@ -121,7 +122,7 @@ def scratch_cache(kv: PagedKVCache, num_tokens: int) -> PagedKVCache:
 
 def time_passes(
     decoder: Decoder, scratch: PagedKVCache, max_model_len: int, agree: Callable[[float], float]
-) -> tuple[PassTime, PassTime, PassTime]:
+) -> tuple[PassTime, PassTime, PassTime, PassTime]:
     """What `fit_prefill` takes. All ranks call it together; `agree` gives them one number for theirs."""
 
     def measure(num_tokens: int, context: int) -> PassTime:
@@ -130,10 +131,11 @@ def time_passes(
         return PassTime(num_tokens=num_tokens, context=context, seconds=agree(seconds))
 
     num_tokens = min(_SHORT, max_model_len)
+    one = measure(1, num_tokens)
     short = long = measure(num_tokens, num_tokens)
-    while long.seconds < _PASS_S and 2 * long.num_tokens <= min(_LONGEST, max_model_len):
-        long = measure(2 * long.num_tokens, 2 * long.num_tokens)
-    return short, long, measure(num_tokens, min(_DEEPEST, max_model_len))
+    while long.seconds < _PASS_S and 4 * long.num_tokens <= min(_LONGEST, max_model_len):
+        long = measure(4 * long.num_tokens, 4 * long.num_tokens)
+    return one, short, long, measure(num_tokens, min(_DEEPEST, max_model_len))
 
 
 def time_copies(scratch: PagedKVCache, tier: Tier, max_model_len: int) -> CopyCost:

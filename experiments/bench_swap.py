@@ -8,6 +8,9 @@ preemption to the next token, less that of the steps that the same sequence take
 taken in turn, one of them twice (A/A). `disk` is what a disk gives back just after it was written, mostly from memory;
 `cold-disk` has the file flushed and its pages dropped before it is read (outside of the time; the cost model is
 measured as for `disk`, and judged against both).
+
+With `--shared` a second sequence of the same prompt runs, whose blocks the first one finds again: recomputing is then
+little, and copying is not.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from experiments.random_model import save_random_model
 from research.workloads.shapes import SHAPES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-Way = Literal["swap", "recompute"]
+SIDES = ("swap", "recompute", "swap_again")
+MORE = 32
+"""Tokens that a sequence may grow by while it is preempted again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +54,13 @@ class BenchSwapConfig:
     """Tokens of the sequence."""
     tier: Literal["host", "disk", "cold-disk"] = "host"
     """Where its KV goes."""
+    shared: bool = False
+    """Whether another sequence of the same prompt runs, so that all full blocks are found again."""
     disk_folder: Path = Path(tempfile.gettempdir())
     """For the disk tiers; a folder on the disk to measure."""
     dtype: DType = "bfloat16"
     """Of weights, activations and KV."""
-    repeats: int = 7
+    repeats: int = 5
     """Interleaved measurements of each way and length; the median counts."""
     output: Path | None = None
     """Also write the JSON result there."""
@@ -73,19 +80,20 @@ def main() -> dict[str, Any]:
     config = tyro.cli(BenchSwapConfig)
     launch.share_cores()
     with tempfile.TemporaryDirectory(prefix="curtail-bench-") as folder:
-        save_random_model(Path(folder), SHAPES[config.shape], max_positions=max(config.lengths) + 8, dtype=config.dtype)
+        save_random_model(
+            Path(folder), SHAPES[config.shape], max_positions=max(config.lengths) + MORE, dtype=config.dtype
+        )
         llm = LLM(folder, device=DEVICE, dtype=config.dtype, preemption="auto", **_tiers(config))
-    sides: tuple[tuple[str, Way], ...] = (("swap", "swap"), ("recompute", "recompute"), ("swap_again", "swap"))
-    seconds: dict[int, dict[str, list[float]]] = {n: {name: [] for name, _ in sides} for n in config.lengths}
-    with tqdm(total=len(config.lengths) * len(sides) * (config.repeats + 1), desc="bench", unit="run") as progress:
+    seconds: dict[int, dict[str, list[float]]] = {n: {side: [] for side in SIDES} for n in config.lengths}
+    with tqdm(total=len(config.lengths) * (config.repeats + 1), desc="bench", unit="sequence") as progress:
         for repeat in range(config.repeats + 1):
             for num_tokens in config.lengths:
-                for name, way in sides:
-                    took = _preempt_once(llm, config, num_tokens, way, uid=repeat)
-                    if repeat:  # the first warms up
-                        seconds[num_tokens][name].append(took)
-                    progress.update()
-    picks = {n: _ask(llm, n) for n in config.lengths}
+                took = _preempt(llm, config, num_tokens, uid=repeat)
+                if repeat:  # the first warms up
+                    for side in SIDES:
+                        seconds[num_tokens][side].append(took[side])
+                progress.update()
+    picks = {n: _ask(llm, n, (n - 1) // 16 * 16 if config.shared else 0) for n in config.lengths}
     llm.close()
     result = {
         "experiment": "bench_swap",
@@ -106,36 +114,41 @@ def _tiers(config: BenchSwapConfig) -> dict[str, Any]:
     return {"kv_host_bytes": 0, "kv_disk_bytes": 2**30, "kv_disk_folder": str(config.disk_folder)}
 
 
-def _preempt_once(llm: LLM, config: BenchSwapConfig, num_tokens: int, way: Way, uid: int) -> float:
-    """Seconds that the way costs a sequence of so many computed tokens."""
-    replica, scheduler = llm.replica, llm.replica.scheduler
+def _preempt(llm: LLM, config: BenchSwapConfig, num_tokens: int, uid: int) -> dict[str, float]:
+    """Seconds that each way costs a sequence of so many computed tokens."""
     generator = torch.Generator().manual_seed(uid)
-    key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
-    state = SequenceState(
-        key=key,
-        group_id=uid,
-        tokens=torch.randint(2, 256, (num_tokens,), generator=generator).tolist(),
-        num_prompt_tokens=num_tokens,
-        params=SamplingParams(max_tokens=8, ignore_eos=True),
-    )
-    replica.submit(Work(state=state))
-    replica.step()
+    prompt = torch.randint(2, 256, (num_tokens,), generator=generator).tolist()
+    for index in range(2 if config.shared else 1):
+        key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index)
+        params = SamplingParams(max_tokens=MORE, ignore_eos=True)
+        state = SequenceState(key=key, group_id=uid, tokens=list(prompt), num_prompt_tokens=num_tokens, params=params)
+        llm.replica.submit(Work(state=state))
+        llm.replica.step()
     plain = statistics.median(_step(llm) for _ in range(3))
-    (sequence,) = scheduler.running
+    sequence = llm.replica.scheduler.running[-1]
+    took = {side: _come_back(llm, config, sequence, side) - plain for side in SIDES}
+    for left in llm.replica.states():
+        llm.replica.abort(left.sequence_id)
+    llm.replica.scheduler.blocks.forget()
+    return took
+
+
+def _come_back(llm: LLM, config: BenchSwapConfig, sequence: Sequence, side: str) -> float:
+    """Seconds from the preemption to the next token."""
+    scheduler = llm.replica.scheduler
     start = time.perf_counter()
-    if way == "swap":
+    if side.startswith("swap"):
         _swap_out(llm, sequence)
-    scheduler.preempt_all()
+    scheduler._preempt_latest()
     seconds = time.perf_counter() - start
-    scheduler.blocks.forget()  # somebody else has taken the blocks
+    if not config.shared:
+        scheduler.blocks.forget()  # somebody else has taken the blocks
     if config.tier == "cold-disk":
         _drop_pages(disk_folder(config.disk_folder).glob("*"))
-    num_before = len(state.tokens)
-    while len(state.tokens) == num_before:
+    num_before = len(sequence.state.tokens)
+    while len(sequence.state.tokens) == num_before:
         seconds += _step(llm)
-    replica.abort(state.sequence_id)
-    scheduler.blocks.forget()
-    return seconds - plain
+    return seconds
 
 
 def _swap_out(llm: LLM, sequence: Sequence) -> None:
@@ -163,18 +176,18 @@ def _drop_pages(paths: Iterable[Path]) -> None:
         os.close(descriptor)
 
 
-def _ask(llm: LLM, num_tokens: int) -> dict[str, Any]:
+def _ask(llm: LLM, num_tokens: int, num_known: int) -> dict[str, Any]:
     policy, store = llm.replica.swap_policy, llm.replica.kv_store
     assert policy is not None and store is not None
     start = time.perf_counter()
-    swaps = policy.swaps(num_tokens, 0, store)
+    swaps = policy.swaps(num_tokens, num_known, store)
     took = time.perf_counter() - start
     (cost,) = policy.costs.values()
     return {
         "picks": "swap" if swaps else "recompute",
         "model_ms": {
-            "swap": round(1e3 * cost.swap_seconds(num_tokens), 3),
-            "recompute": round(1e3 * cost.recompute_seconds(num_tokens), 3),
+            "swap": round(1e3 * cost.swap_seconds(num_tokens, num_known), 3),
+            "recompute": round(1e3 * cost.recompute_seconds(num_tokens, num_known), 3),
         },
         "asked_ms": round(1e3 * took, 1),
     }

@@ -9,17 +9,17 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillCost:
-    """Seconds that prefill adds to a forward pass: each token costs the same, and so does each pair of a token and one
-    that it attends to, itself included."""
+    """Seconds that a prefill adds to a forward pass: some by itself, some for each token, and some for each pair of a
+    token and one that it attends to, itself included."""
 
+    latency: float
     seconds_per_token: float
     seconds_per_pair: float
 
     def seconds(self, num_tokens: int, num_known: int = 0) -> float:
         """For the tokens after the first `num_known`, up to `num_tokens`."""
-        return self.seconds_per_token * (num_tokens - num_known) + self.seconds_per_pair * (
-            _pairs(num_tokens) - _pairs(num_known)
-        )
+        num_pairs = _pairs(num_tokens) - _pairs(num_known)
+        return self.latency + self.seconds_per_token * (num_tokens - num_known) + self.seconds_per_pair * num_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ def slowest_prefill(costs: Iterable[PrefillCost]) -> PrefillCost:
     """Of the ranks of a replica, which wait for each other."""
     costs = list(costs)
     return PrefillCost(
+        latency=max(cost.latency for cost in costs),
         seconds_per_token=max(cost.seconds_per_token for cost in costs),
         seconds_per_pair=max(cost.seconds_per_pair for cost in costs),
     )
@@ -93,10 +94,10 @@ class PassTime:
         return _pairs(self.context) - _pairs(self.context - self.num_tokens)
 
 
-def fit_prefill(short: PassTime, long: PassTime, deep: PassTime) -> PrefillCost:
-    """From three passes: of few tokens, of more, and of few with a long context. What every pass costs drops out.
+def fit_prefill(one: PassTime, short: PassTime, long: PassTime, deep: PassTime) -> PrefillCost:
+    """From four passes: of one token, of few, of more, and of few with a long context.
 
-    Noise may make a cost negative: it is 0 then.
+    What a pass of one token costs would be paid anyway. Noise may make a cost negative: it is 0 then.
     """
     pair_s = 0.0
     if deep.num_pairs > short.num_pairs:
@@ -106,7 +107,8 @@ def fit_prefill(short: PassTime, long: PassTime, deep: PassTime) -> PrefillCost:
         token_s = max(0.0, (long.seconds - short.seconds - pairs_s) / (long.num_tokens - short.num_tokens))
     else:
         token_s = short.seconds / short.num_tokens
-    return PrefillCost(seconds_per_token=token_s, seconds_per_pair=pair_s)
+    latency = short.seconds - one.seconds - token_s * short.num_tokens - pair_s * short.num_pairs
+    return PrefillCost(latency=max(0.0, latency), seconds_per_token=token_s, seconds_per_pair=pair_s)
 
 
 def _pairs(num_tokens: int) -> int:

@@ -48,7 +48,7 @@ def make_llm(model: str, folder: Path, **options: Any) -> LLM:
 
 def prefer_swap_beyond(llm: LLM, num_tokens: int) -> None:
     """Costs as if measured: that many tokens cost the same either way, more are cheaper to swap."""
-    prefill = PrefillCost(seconds_per_token=1.0, seconds_per_pair=0.0)
+    prefill = PrefillCost(latency=0.0, seconds_per_token=1.0, seconds_per_pair=0.0)
     copy_ = CopyCost(bytes_per_token=1, out_bandwidth=1e9, in_bandwidth=1e9, latency=float(num_tokens))
     assert llm.replica.swap_policy is not None
     llm.replica.swap_policy.costs.update({name: SwapCost(prefill=prefill, copy=copy_) for name in ("host", "disk")})
