@@ -200,6 +200,15 @@ class Faulty(OnDemand):
         return super().next(view)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT interrupts, also where a shell has started the tests in the background, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
     policy = Faulty()
     held = []
