@@ -353,7 +353,7 @@ class Replica:
         """Stores the KV of a sequence that is about to lose its blocks, where the policy says so and there is room."""
         if self.swap_policy is None or self.kv_store is None or not victim.num_computed:
             return
-        num_known = min(victim.num_computed, self.scheduler.num_common_tokens(victim))
+        num_known = self.scheduler.num_common_tokens(victim)
         if not self.swap_policy.swaps(victim.num_computed, num_known, self.kv_store):
             return
         victim.kv = self._export_kv([victim], self.kv_store).get(victim.state.sequence_id)

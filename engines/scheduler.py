@@ -203,8 +203,12 @@ class Scheduler:
         return True
 
     def num_common_tokens(self, sequence: Sequence) -> int:
-        """Of its first tokens, those in blocks that others hold, too: it finds them again while these stay."""
-        return self.blocks.num_common(sequence) * self.blocks.block_size
+        """Of its first computed tokens, those whose KV others hold, too: it finds them again while these stay."""
+        if not self._config.prefix_caching:
+            return 0
+        num_full = sequence.num_computed // self.blocks.block_size
+        keys = self._content_keys(sequence, num_full)[:num_full]
+        return self.blocks.num_common(sequence, keys) * self.blocks.block_size
 
     def preempt_all(self) -> None:
         """Sends every running sequence back to wait, in order, to be recomputed: nothing of them is stored."""

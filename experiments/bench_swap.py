@@ -93,7 +93,10 @@ def main() -> dict[str, Any]:
                     for side in SIDES:
                         seconds[num_tokens][side].append(took[side])
                 progress.update()
-    picks = {n: _ask(llm, n, (n - 1) // 16 * 16 if config.shared else 0) for n in config.lengths}
+    # The first member computes the prompt's last block, the second has one of its own, and finds the first's again.
+    picks = {
+        n: _ask(llm, n, n // llm.config.block_size * llm.config.block_size * config.shared) for n in config.lengths
+    }
     llm.close()
     result = {
         "experiment": "bench_swap",

@@ -107,10 +107,18 @@ class BlockManager:
         if blocks:
             self._tables[holder] = list(blocks)
 
-    def num_common(self, holder: object) -> int:
-        """How many of the holder's first blocks others hold, too."""
-        table = self.table(holder)
-        return next((i for i, block in enumerate(table) if self._num_holders[block] == 1), len(table))
+    def num_common(self, holder: object, keys: Items[bytes]) -> int:
+        """Of the holder's first blocks, which have these contents: how many others hold, too, in that block or another.
+
+        So many will be found again when the holder gives its own up, while those others stay.
+        """
+        mine = set(self.table(holder))
+        num_common = 0
+        for block in self.find(keys):
+            if self._num_holders[block] <= (block in mine):
+                break
+            num_common += 1
+        return num_common
 
     def publish(self, holder: object, index: int, key: bytes) -> None:
         """Makes block number `index` of the holder's table, which must be full, known by its content."""

@@ -78,6 +78,13 @@ def test_against_a_plain_record_of_who_holds_what(
         assert manager.num_free_blocks == num_blocks - len(in_use())
         for block, key in content.items():
             assert manager.find([key]) == [block]
+        for holder in held:  # what is found again when the holder is gone: what others hold
+            keys = [content[block] for block in held[holder] if block in content]
+            others = {block for other, blocks_ in held.items() if other != holder for block in blocks_}
+            kept = [key for key in keys if manager.find([key])[0] in others]
+            assert manager.num_common(holder, keys) == next(
+                (i for i, key in enumerate(keys) if key not in kept), len(keys)
+            )
 
 
 def test_a_key_names_its_tokens_and_all_before_them() -> None:

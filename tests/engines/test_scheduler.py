@@ -209,6 +209,19 @@ def test_without_the_switch_nothing_is_shared() -> None:
     assert scheduler.num_shared_tokens == 0
 
 
+def test_what_others_hold_is_found_again() -> None:
+    """Two of 14 tokens share three full blocks; two of 16 have a last block each, and find the other's."""
+    for prompt_len, num_common in ((14, 12), (16, 16)):
+        scheduler = make_scheduler(100, max_num_seqs=4)
+        for sequence in make_group(2, prompt_len, 9):
+            scheduler.add(sequence)
+        run_step(scheduler)
+        victim = scheduler.running[-1]
+        assert scheduler.num_common_tokens(victim) == num_common
+        scheduler._preempt_latest()
+        assert run_step(scheduler) == [(3, 1), (3, prompt_len + 1 - num_common)]
+
+
 def test_a_preempted_sequence_finds_what_is_left_of_its_blocks() -> None:
     scheduler = make_scheduler(100, max_num_seqs=4)
     scheduler.add(make_sequence(3, 14, 9))
