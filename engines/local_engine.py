@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from engines.attention.choose import choose_backend
 from engines.config import EngineConfig, ModelConfig
+from engines.free_memory import free_memory
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
 from engines.memory import kv_block_bytes
@@ -78,8 +78,8 @@ class LocalEngine:
             )
         except RuntimeError as error:  # what torch's allocators raise; on a CPU it has no narrower type
             raise ValueError(
-                f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: {device} has {_free_bytes(device)} bytes free; "
-                f"give less"
+                f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: {device} has {free_memory(device).free} bytes "
+                f"free; give less"
             ) from error
         blocks = BlockManager(num_blocks, config.block_size)
         self._runner = ModelRunner(self.decoder, self.kv, blocks, config, max_model_len)
@@ -158,9 +158,3 @@ def kv_capacity(model: ModelConfig, config: EngineConfig, tp_size: int) -> int:
             f"{block_bytes} bytes in a replica of {tp_size} ranks; give at least that"
         )
     return num_blocks * config.block_size
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -92,10 +92,9 @@ class Scheduler:
         `load_kv` gets those newly admitted that bring KV, their blocks reserved and the first `num_computed` tokens
         there already, and raises `num_computed` of each to what it has loaded, less than its tokens; what it brings is
         not looked at without. `store_kv` gets one that is to be preempted, still with its blocks, and may set its `kv`.
-        The caller advances `num_computed` when the
-        pass has run. Blocks of this pass are known and shared already, since a pass writes KV before it reads any, and
-        the members of a group share what one of them computes in it: when it fails, all are to be preempted, and the
-        blocks to `forget` their contents.
+        The caller advances `num_computed` when the pass has run. Blocks of this pass are known and shared already,
+        since a pass writes KV before it reads any, and the members of a group share what one of them computes in it:
+        when it fails, all are to be preempted, and the blocks to `forget` their contents.
         """
         budget = self._config.max_num_batched_tokens
         decodes: list[Scheduled] = []

@@ -1,7 +1,9 @@
-// The decoder's small operations on a CPU, each in one pass over its data, and attention over the paged cache. Twins, with the shapes and the meaning, are in engines/models/operations.py and engines/attention/sdpa.py.
-// They round to the storage type T where the twins do, and compute in A = max(float, T). What is done for a row depends
-// on nothing but the row: the same bits in any batch and with any number of threads. So sums are vectors whose lanes and
-// order are written out: left to the compiler, two copies of a loop may sum in two orders.
+// On a CPU: the decoder's small operations, each in one pass over its data, products of few rows, attention over the
+// paged cache, and the draw. Twins, with the shapes and the meaning, are in engines/models/operations.py and
+// projection.py, engines/attention/sdpa.py and engines/sampler.py. They round to the storage type T where the twins do,
+// and compute in A = max(float, T). What is done for a row depends on nothing but the row: the same bits in any batch
+// and with any number of threads. So sums are vectors whose lanes and order are written out: left to the compiler, two
+// copies of a loop may sum in two orders.
 
 #include <cmath>
 #include <cstdint>
@@ -105,7 +107,8 @@ template <class T>
 constexpr bool PAIRS = std::is_same_v<T, bf16>;
 
 inline void add_products(Vector<float>& sums, const bf16* x, const bf16* y) {
-    sums = (Vector<float>)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_loadu_si512(x), (__m512bh)_mm512_loadu_si512(y));
+    const __m512bh a = (__m512bh)_mm512_loadu_si512(x), b = (__m512bh)_mm512_loadu_si512(y);
+    sums = (Vector<float>)_mm512_dpbf16_ps((__m512)sums, a, b);
 }
 #else
 template <class T>
@@ -129,19 +132,29 @@ inline void add_products(Vector<Wide<T>>& sums, const T* x, const T* y) {
 template <class T>
 constexpr int64_t STEP = (PAIRS<T> ? 2 : 1) * LANES<Wide<T>>;  // elements that `add_products` takes
 
+#if defined(__has_builtin)
+#define HAS(WHAT) __has_builtin(WHAT)
+#else
+#define HAS(WHAT) 0
+#endif
+
 // The totals of four, the bits of `total`.
 template <class A>
 inline void four_totals(Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d, A* to) {
+#if HAS(__builtin_shufflevector)  // of GCC from version 12 on
     if constexpr (sizeof(A) == 4) {
-        const Vector<A, 16> w = fold<A, 32>(fold<A, 64>(a)), x = fold<A, 32>(fold<A, 64>(b)),
-                            y = fold<A, 32>(fold<A, 64>(c)), z = fold<A, 32>(fold<A, 64>(d));
-        const Vector<A, 16> wx = __builtin_shufflevector(w, x, 0, 4, 1, 5) + __builtin_shufflevector(w, x, 2, 6, 3, 7);
-        const Vector<A, 16> yz = __builtin_shufflevector(y, z, 0, 4, 1, 5) + __builtin_shufflevector(y, z, 2, 6, 3, 7);
-        const Vector<A, 16> all = __builtin_shufflevector(wx, yz, 0, 1, 4, 5) + __builtin_shufflevector(wx, yz, 2, 3, 6, 7);
+        using Quarter = Vector<A, 16>;
+        const Quarter w = fold<A, 32>(fold<A, 64>(a)), x = fold<A, 32>(fold<A, 64>(b)),
+                      y = fold<A, 32>(fold<A, 64>(c)), z = fold<A, 32>(fold<A, 64>(d));
+        const Quarter wx = __builtin_shufflevector(w, x, 0, 4, 1, 5) + __builtin_shufflevector(w, x, 2, 6, 3, 7);
+        const Quarter yz = __builtin_shufflevector(y, z, 0, 4, 1, 5) + __builtin_shufflevector(y, z, 2, 6, 3, 7);
+        const Quarter all =
+            __builtin_shufflevector(wx, yz, 0, 1, 4, 5) + __builtin_shufflevector(wx, yz, 2, 3, 6, 7);
         std::memcpy(to, &all, sizeof all);
-    } else {
-        to[0] = total<A>(a), to[1] = total<A>(b), to[2] = total<A>(c), to[3] = total<A>(d);
+        return;
     }
+#endif
+    to[0] = total<A>(a), to[1] = total<A>(b), to[2] = total<A>(c), to[3] = total<A>(d);
 }
 
 // `size` elements, wide, and zeros to whole vectors.
@@ -584,26 +597,26 @@ extern "C" int64_t most_rows_float32() { return 2; }
 extern "C" int64_t most_rows_float64() { return 0; }
 
 #define FOR_TYPE(SUFFIX, T)                                                                                            \
-    extern "C" void sample_##SUFFIX(const T* logits, int64_t stride, const int64_t* keys, const int64_t* positions,     \
+    extern "C" void sample_##SUFFIX(const T* logits, int64_t stride, const int64_t* keys, const int64_t* positions,    \
                                     const double* temperatures, int64_t* tokens, Wide<T>* logprobs, int64_t rows,      \
                                     int64_t vocabulary) {                                                              \
         sample<T>(logits, stride, keys, positions, temperatures, tokens, logprobs, rows, vocabulary);                  \
     }                                                                                                                  \
-    extern "C" void few_rows_##SUFFIX(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs,                \
+    extern "C" void few_rows_##SUFFIX(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs,               \
                                       int64_t outputs) {                                                               \
         few_rows<T>(x, weight, out, rows, inputs, outputs);                                                            \
     }                                                                                                                  \
-    extern "C" void rms_norm_##SUFFIX(const T* x, const T* weight, T* out, int64_t rows, int64_t size, double eps) {    \
+    extern "C" void rms_norm_##SUFFIX(const T* x, const T* weight, T* out, int64_t rows, int64_t size, double eps) {   \
         rms_norm<T>(x, weight, out, rows, size, eps);                                                                  \
     }                                                                                                                  \
-    extern "C" void add_rms_norm_##SUFFIX(const T* x, T* residual, const T* weight, T* out, int64_t rows,               \
+    extern "C" void add_rms_norm_##SUFFIX(const T* x, T* residual, const T* weight, T* out, int64_t rows,              \
                                           int64_t size, double eps) {                                                  \
         add_rms_norm<T>(x, residual, weight, out, rows, size, eps);                                                    \
     }                                                                                                                  \
-    extern "C" void silu_mul_##SUFFIX(const T* gate_up, T* out, int64_t rows, int64_t size) {                           \
+    extern "C" void silu_mul_##SUFFIX(const T* gate_up, T* out, int64_t rows, int64_t size) {                          \
         silu_mul<T>(gate_up, out, rows, size);                                                                         \
     }                                                                                                                  \
-    extern "C" void rotate_and_store_##SUFFIX(const T* heads, const T* norms, const T* cos, const T* sin,               \
+    extern "C" void rotate_and_store_##SUFFIX(const T* heads, const T* norms, const T* cos, const T* sin,              \
                                               const int64_t* slots, T* q, T* keys, T* values, int64_t tokens,          \
                                               int64_t num_q, int64_t num_kv, int64_t dim, double eps) {                \
         rotate_and_store<T>(heads, norms, cos, sin, slots, q, keys, values, tokens, num_q, num_kv, dim, eps);          \

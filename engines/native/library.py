@@ -20,8 +20,7 @@ from engines.config import Kernels
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp"),
-    *("-fno-math-errno", "-fno-trapping-math"),
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
 )
 COMPILE_S = 120.0
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
