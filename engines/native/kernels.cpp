@@ -5,6 +5,9 @@
 // and with any number of threads. So sums are vectors whose lanes and order are written out: left to the compiler, two
 // copies of a loop may sum in two orders.
 
+#include <omp.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -296,8 +299,9 @@ void few_rows(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs,
         BY_ROWS[rows - 1](x, weight, out, inputs, outputs, first, first + SHARE < outputs ? first + SHARE : outputs);
 }
 
-constexpr int TILE = 4;    // tokens at a time: their sums do not wait for each other
-constexpr int AHEAD = 16;  // tokens: so far ahead of its use a row of the cache, which lies anywhere, is asked for
+constexpr int64_t TILE = 4;     // tokens at a time: their sums do not wait for each other
+constexpr int64_t AHEAD = 32;   // tokens: so far ahead of its use a row of the cache, which lies anywhere, is asked for
+constexpr int INTO_L2 = 2;       // the cache that it is asked for into: more can be under way there than to the first
 
 // Where a layer's keys or values of a sequence are, for one KV head.
 template <class T>
@@ -306,15 +310,22 @@ struct Rows {
     const int32_t* table;
     int64_t block_size, stride;
 
-    void prefetch(int64_t token, int64_t size) const {
-        const T* row = cache + (table[token / block_size] * block_size + token % block_size) * stride;
-        for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+    // Asks for the tokens from `first` to `last`. Inlined by force: of a function that does nothing else, GCC drops the
+    // calls.
+    __attribute__((always_inline)) void prefetch(int64_t first, int64_t last, int64_t size) const {
+        int64_t block = first / block_size, offset = first % block_size;
+        for (int64_t token = first; token < last; token++) {
+            const T* row = cache + (table[block] * block_size + offset) * stride;
+            for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, INTO_L2);
+            if (++offset == block_size) block++, offset = 0;
+        }
     }
 
     // The first `count` tokens of a tile from `first` on, in whole vectors: as they lie, or copied to `memory` where
     // they end within one. What is beyond `count` is `nothing`.
     void tile(int64_t first, int64_t count, int64_t size, int64_t padded, T* memory, const T* nothing,
               const T* rows[TILE]) const {
+        prefetch(first + AHEAD, first + std::min(count, AHEAD + TILE), size);
         int64_t block = first / block_size, offset = first % block_size;
         for (int64_t t = 0; t < TILE; t++) {
             if (t >= count) {
@@ -323,7 +334,6 @@ struct Rows {
             }
             rows[t] = cache + (table[block] * block_size + offset) * stride;
             if (++offset == block_size) block++, offset = 0;
-            if (t + AHEAD < count) prefetch(first + t + AHEAD, size);
             if (size < padded) {
                 std::memcpy(memory + t * padded, rows[t], size * sizeof(T));
                 std::memset(memory + t * padded + size, 0, (padded - size) * sizeof(T));
@@ -384,7 +394,7 @@ void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t stride, in
     for (int64_t index = 0; index < end; index++)
         std::memcpy(queries + index * size, q + index / group * stride + index % group * dim, dim * sizeof(T));
     for (int64_t i = 0; i < end * size; i++) sums[i] = 0;
-    for (int64_t token = 0; token < AHEAD && token < longest; token++) values.prefetch(token, dim);
+    values.prefetch(0, std::min(longest, AHEAD), dim);
     for (int64_t first = 0; first < longest; first += TILE) {
         keys.tile(first, longest - first, dim, size, tile, nothing, from);
         for (int64_t index = first < length ? 0 : (first - length + 1) * group; index < end; index++) {
@@ -451,20 +461,28 @@ void paged_attention(const T* q, const T* keys, const T* values, T* out, const i
             for (int64_t head = 0; head < num_kv; head++)
                 parts.push_back({sequence, head, first, rows - first < step ? rows - first : step});
     }
+    const auto rows_of = [&](const T* cache, const Part& part) {
+        return Rows<T>{cache + part.head * dim, tables + part.sequence * table_stride, block_size, num_kv * dim};
+    };
+    // A thread takes a few sequences at a time where there are many: their heads lie side by side, and it knows the next.
+    const int64_t even = int64_t(parts.size()) / (8 * omp_get_max_threads());
+    const int64_t share = std::max<int64_t>(1, std::min(even, 4 * num_kv));
 #pragma omp parallel
     {
         Memory<T> memory;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, share)
         for (size_t index = 0; index < parts.size(); index++) {
             const Part part = parts[index];
+            if ((index + 1) % share && index + 1 < parts.size()) {
+                const Part& next = parts[index + 1];
+                rows_of(keys, next).prefetch(0, std::min<int64_t>(lengths[next.sequence], AHEAD), dim);
+            }
             const int64_t row = starts[part.sequence] + part.first;
             const int64_t new_tokens = starts[part.sequence + 1] - starts[part.sequence];
             const int64_t length = lengths[part.sequence] - new_tokens + part.first + 1;
             const int64_t at = (row * num_q + part.head * group) * dim;
-            const int32_t* table = tables + part.sequence * table_stride;
-            const Rows<T> key_rows{keys + part.head * dim, table, block_size, num_kv * dim};
-            const Rows<T> value_rows{values + part.head * dim, table, block_size, num_kv * dim};
-            run(q + at, key_rows, value_rows, out + at, num_q * dim, length, part.rows, group, dim, scale, memory);
+            run(q + at, rows_of(keys, part), rows_of(values, part), out + at, num_q * dim, length, part.rows, group, dim,
+                scale, memory);
         }
     }
 }
