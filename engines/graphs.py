@@ -67,10 +67,29 @@ class PaddedDecodes:
         """Makes these the rows, all [N], and returns the size they are padded to. `changes`: see
         `SlotTable.take_changes`.
         """
-        num_rows = len(tokens)
+        return self._fill(tokens, positions, slots, changes)
+
+    def fill_from(
+        self,
+        drawn: Tensor,
+        places: list[int],
+        positions: np.ndarray,
+        slots: np.ndarray,
+        changes: tuple[np.ndarray, np.ndarray],
+    ) -> int:
+        """As `fill`, with the tokens at `places` in `drawn`, int64 on the device: the host need not know them."""
+        size = self._fill(places, positions, slots, changes)
+        tokens = self._rows[0, : len(places)]
+        tokens.copy_(drawn.index_select(0, tokens))
+        return size
+
+    def _fill(
+        self, first: list[int], positions: np.ndarray, slots: np.ndarray, changes: tuple[np.ndarray, np.ndarray]
+    ) -> int:
+        num_rows = len(first)
         size = self.sizes[bisect_left(self.sizes, num_rows)]
         self._staging.wait()
-        self._fields[:, :num_rows] = tokens, positions, slots
+        self._fields[:, :num_rows] = first, positions, slots
         self._fields[:, num_rows:size] = [[0], [0], [self._padding_slot]]
         self._staging.move()
         flat, blocks = changes

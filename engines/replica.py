@@ -199,8 +199,11 @@ class Replica:
         swapped_out, swapped_in = moves.num_swapped_out, moves.num_swapped_in
         try:
             scheduled = self.scheduler.schedule(self._load_kv, self._swap_out)
-            tokens, logprobs = self._runner.run(scheduled) if scheduled else ([], [])
+            # What waits would come into the next pass, not beside it.
+            ahead = not self.scheduler.waiting
+            drawn = iter(self._runner.run(scheduled, ahead=ahead) if scheduled else [])
         except BaseException:
+            self._runner.drop_ahead()
             self.scheduler.preempt_all()
             self.scheduler.blocks.forget()
             raise
@@ -212,7 +215,6 @@ class Replica:
             num_swapped_out=moves.num_swapped_out - swapped_out,
             num_swapped_in=moves.num_swapped_in - swapped_in,
         )
-        drawn = iter(zip(tokens, logprobs, strict=True))
         leaving = []
         for sequence, num_tokens in scheduled:
             sequence.num_computed += num_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -74,24 +75,45 @@ class Staging:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What a pass has drawn, on its way to the host."""
+
+    tokens: Tensor
+    """int64 [N], on the device."""
+    _host: tuple[np.ndarray, np.ndarray]
+    _arrived: torch.cuda.Event | None
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, int64 [N], and log-probs, floating [N]. Waits for the device, for this pass and what came before."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, logprobs = self._host
+        return tokens.astype(np.int64, copy=False), logprobs
+
+
 class Readback:
     """Drawn tokens and their log-probs, to the host together."""
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         on_cuda = device.type == "cuda"
-        self._host = torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True) if on_cuda else None
-        self._done = torch.cuda.Event() if on_cuda else None
         self._device = device
+        # Two, in turn: a pass may be under way while the one before is read.
+        self._free = [
+            (torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True), torch.cuda.Event())
+            for _ in range(2 * on_cuda)
+        ]
 
-    def __call__(self, sampled: Sampled) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, int64 [N], and log-probs, floating [N]. Waits for the device, once."""
-        if self._host is None or self._done is None:
-            return sampled.tokens.numpy(), sampled.logprobs.numpy()
+    def begin(self, sampled: Sampled) -> Drawn:
+        """What is drawn next but one takes the same memory: read this before."""
+        if not self._free:
+            return Drawn(tokens=sampled.tokens, _host=(sampled.tokens.numpy(), sampled.logprobs.numpy()), _arrived=None)
+        host, arrived = self._free[0]
+        self._free.reverse()
         count = len(sampled.tokens)
         # float64 holds every token id and every float32.
         both = torch.cat((sampled.tokens.double(), sampled.logprobs.double()))
-        here = self._host[: 2 * count]
-        here.copy_(both, non_blocking=True)
-        self._done.record(torch.cuda.current_stream(self._device))
-        self._done.synchronize()
-        return here[:count].numpy().astype(np.int64), here[count:].numpy()
+        host[: 2 * count].copy_(both, non_blocking=True)
+        arrived.record(torch.cuda.current_stream(self._device))
+        numbers = host.numpy()
+        return Drawn(tokens=sampled.tokens, _host=(numbers[:count], numbers[count : 2 * count]), _arrived=arrived)
