@@ -1,4 +1,4 @@
-"""Products that give a row the same bits whatever other rows are there: `project`, in checked numbers of rows.
+"""Products that give a row the same bits whatever other rows are there, on a CPU: `project`, in checked numbers of rows.
 
 A matrix library picks the kernel, and with it the order of each sum, by the number of rows: oneDNN cuts the sums of a
 single row of more than 1024 elements in parts, MKL has kernels of their own for few rows and for the last of an odd
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from engines.models.parameters import DecoderParameters
 from engines.models.projection import pack_matrix, project
-from engines.native.library import Library
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that are tried."""
@@ -35,16 +34,6 @@ class Product(NamedTuple):
     packed: bool
     biased: bool
     threads: int
-
-
-def require_kernels(library: Library | None, device: torch.device) -> None:
-    """Raises ValueError where the small operations and attention are torch's, whose sums depend on the batch."""
-    if library is None:
-        fix = "install a C++ compiler (g++, clang++, or $CXX)" if device.type == "cpu" else "it is not built there yet"
-        raise ValueError(
-            f"EngineConfig.batch_invariant=True: needs the compiled kernels of a CPU, and {device.type} has none here; "
-            f"{fix}, or switch it off"
-        )
 
 
 def check_products(parameters: DecoderParameters) -> None:
