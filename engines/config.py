@@ -216,8 +216,8 @@ class EngineConfig:
     """Where; a folder that exists."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
-    preempted. For one machine, number of threads and tensor-parallel size: on CPUs with a compiler in any dtype, on CUDA
-    with Triton in float32 and bfloat16."""
+    preempted. For one machine, number of threads and tensor-parallel size: on CPUs with a compiler in any dtype, on
+    CUDA with Triton in float32 and bfloat16."""
     seed: int = 0
     """The run's seed: the first part of every sequence's key."""
 

@@ -134,9 +134,9 @@ def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> 
 def _masses(logits: Tensor, highest: Tensor) -> Tensor:
     """exp(logits - highest), [N, V], as multiples of a power of two: int64, so that sums of a row are exact.
 
-    Sums of integers have no order. Those of floats have that of the kernel, which torch chooses on CUDA by the number
-    of rows (`cumsum`), and starts for each row by where it lies in memory (`softmax`). A sum is off by less than 1e-8 of
-    itself up to a vocabulary of 2^18.
+    Sums of integers have no order. Those of floats have the kernel's, which on CUDA depends on the number of rows in
+    torch's `cumsum`, and on where a row lies in memory in its `softmax`. A sum is off by less than 1e-8 of itself up to
+    a vocabulary of 2^18.
     """
     scale = 2.0 ** (62 - (logits.shape[-1] - 1).bit_length())
     return (logits.double() - highest.double()).exp_().mul_(scale).round_().long()

@@ -85,7 +85,7 @@ def choose_attention(
 
 def _choose_invariant(asked: Attention, setting: Setting, without: Callable[[str], str | None]) -> str:
     name = asked if asked != "auto" else "native" if setting.device.type == "cpu" else "triton"
-    bits = "its bits depend on the batch" if name not in ("native", "triton") else None
+    bits = "gives a row other bits in another batch" if name not in ("native", "triton") else None
     reason = bits or refusal(name, setting) or without(name)
     if reason is not None:
         why = reason.removesuffix("; use 'sdpa'")

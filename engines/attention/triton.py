@@ -103,8 +103,8 @@ class TritonAttention:
         what shares the batch. With a number they are cut at its multiples, with 0 never, and all tiles have one shape:
         the bits of a row depend on its query and the keys and values before it alone, not on other rows, on how many
         tokens of its sequence came with it, on where its blocks lie, or on the width of the block table. A context of
-        up to `part_tokens` has the same bits as with 0. Whether the parts are programs of their own, or are one program's
-        in turn, changes no bit: they are where tiles are few, and what they give fits into PIECE_BYTES.
+        up to `part_tokens` has the same bits as with 0. Whether the parts are programs of their own or one program's in
+        turn changes no bit: the former where tiles are few, and what they give fits into PIECE_BYTES.
 
         Raises ValueError for a number that is no multiple of 64, the most keys of a tile.
         """
@@ -139,9 +139,7 @@ class TritonAttention:
     def _tile(self, rows: int) -> Tile:
         return choose_tile(64 if self._part_tokens is not None else rows, self._head_dim, self._itemsize)
 
-    def _launch(
-        self, num_tiles: int, tile: Tile, places: Tensor | None, max_context: int, part_bytes: int
-    ) -> _Launch:
+    def _launch(self, num_tiles: int, tile: Tile, places: Tensor | None, max_context: int, part_bytes: int) -> _Launch:
         num_parts = count_parts(num_tiles * self._num_kv_heads, self._num_processors, max_context)
         if self._part_tokens is not None and num_parts > 1:
             num_parts = -(-max_context // self._part_tokens) if self._part_tokens else 1

@@ -1,10 +1,10 @@
-"""Products that give a row the same bits whatever other rows are there, on a CPU: `project`, in checked numbers of rows.
+"""Products that give a row the same bits whatever other rows are there: `project`, in checked numbers of rows.
 
 A matrix library picks the kernel, and with it the order of each sum, by the number of rows: oneDNN cuts the sums of a
 single row of more than 1024 elements in parts, MKL has kernels of their own for few rows and for the last of an odd
 number. The choice depends on shapes and threads, never on values. So each number of rows is tried once per kind of
 matrix, on sums that show their order; only those that agree, in all their rows, are run. Others are padded to the next,
-or split.
+or split. For CPUs; `triton_products.py` is for CUDA.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ import pytest
 import torch
 
 from engines import LLM
+from engines.attention.choose import Setting, choose_attention
+from engines.batch import ForwardBatch
 from engines.models.operations import TorchOperations
 from engines.sampler import _chosen_logprobs, process_logits
-from tests.engines.test_batch_invariant import alone, beside_others, make_states
+from tests.checkpoints import save_checkpoint
+from tests.engines.test_batch_invariant import alone, beside_others, finish, fresh, make_states
 from tests.engines.test_sampler import columns
 from tests.worlds import ROOT
 
 pytest.importorskip("triton")
 
+from engines.attention.triton import TritonAttention
 from engines.models.triton_operations import TritonOperations
 from engines.models.triton_products import project_in_triton
 
@@ -56,6 +61,22 @@ def test_a_row_of_a_product(dtype: torch.dtype, biased: bool, inputs: int, outpu
     others = torch.where(torch.arange(70, device=DEVICE)[:, None] == 40, x, 100.0)
     assert torch.equal(project_in_triton(others, weight, bias)[40], whole[40])
     assert project_in_triton(x[:0], weight, bias).shape == (0, outputs)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (14336, 4096), (1000, 20_001)])
+def test_a_row_of_a_large_product(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    """Every place in a tile gives one row the same bits, where the order of a sum shows."""
+    row, weight = (normal(count, inputs, dtype=dtype, seed=count) for count in (1, outputs))
+    expected = project_in_triton(row, weight)
+    torch.testing.assert_close(expected.double(), row.double() @ weight.double().T, rtol=1e-2, atol=1e-1)
+    for count in (2, 64, 65, 200, 4097):
+        assert torch.equal(project_in_triton(row.expand(count, -1), weight), expected.expand(count, -1))
+    x = normal(300, inputs, dtype=dtype, seed=3)
+    x[123] = row
+    assert torch.equal(project_in_triton(x, weight)[123:124], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
@@ -115,6 +136,121 @@ def test_a_token_that_is_rotated_and_stored(
         assert int((keys.flatten(0, 1).flatten(1).abs().sum(1) > 0).sum()) == len(rows), "nothing else is touched"
 
 
+def test_the_same_bits_in_a_few_batches(tmp_path: Path) -> None:
+    """A whole engine; many more batches, and bfloat16: `test_gpu.test_the_same_bits_in_twenty_batches`."""
+    save_checkpoint(tmp_path, "qwen3-odd")
+    model, states = str(tmp_path), make_states(longest=16, max_tokens=6, count=6)
+    options: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "attention": "triton"}
+    expected = alone(model, states, **options)
+    num_compared = 0
+    for seed in (3, 6):  # with the prefix cache and chunks of 3 tokens; without either
+        done, _ = beside_others(model, states, seed, kv_cache_bytes=512 * 400, **options)
+        assert done == {sequence_id: expected[sequence_id] for sequence_id in done}
+        num_compared += len(done)
+    assert num_compared > 3
+    # Padded, as CUDA graphs replay them.
+    llm = LLM(model, batch_invariant=True, kv_cache_bytes=2**20, max_num_seqs=6, **options)
+    assert (llm.attention, llm.kernels) == ("triton", "triton")
+    llm._engine._runner.pad_decodes()
+    for state in states:
+        llm.replica.submit(fresh(state))
+    assert finish(llm.replica) == expected
+
+
+def test_parts_that_take_too_much_memory_are_one_program_s() -> None:
+    attention = TritonAttention(
+        num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, device=DEVICE, part_tokens=512
+    )
+    table = torch.zeros((1, 2**13), dtype=torch.int32, device=DEVICE)
+    num_parts = []
+    for new in (1, 4, 40):  # parts of 2^17 tokens are 256, of 16.6 KB for a token
+        tokens = torch.zeros(new, dtype=torch.int64, device=DEVICE)
+        batch = ForwardBatch(
+            tokens=tokens,
+            positions=tokens,
+            cu_seqlens_q=torch.tensor([0, new], dtype=torch.int32, device=DEVICE),
+            context_lens=torch.tensor([2**17], dtype=torch.int32, device=DEVICE),
+            block_table=table,
+            slot_mapping=tokens,
+            logit_rows=tokens,
+            seqlens_q=[new],
+        )
+        num_parts.append(attention.plan(batch, 16).launches[0].num_parts)
+    assert num_parts == [256, 256, 1]
+
+
+@pytest.mark.parametrize("vocab", [1, 131, 5003])
+def test_log_probs_by_sums_that_have_no_order(vocab: int) -> None:
+    logits = 5 * normal(40, vocab, dtype=torch.float32, seed=0)
+    logits[:, 1::3] = -torch.inf
+    tokens = logits.argmax(-1)
+    tokens[::2] = 0
+    mine = _chosen_logprobs(logits, tokens)
+    exact = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(mine, exact.float(), rtol=2e-7, atol=1e-7)
+    mixed = torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    assert torch.equal(_chosen_logprobs(logits[:, mixed], mixed.argsort()[tokens]), mine)
+    for row, bad in enumerate((torch.nan, torch.inf)):
+        logits[row, -1] = bad
+    assert _chosen_logprobs(logits, tokens).isfinite().tolist() == [False] * 2 + [True] * 38
+
+
+def test_top_p_by_sums_that_have_no_order() -> None:
+    """Tokens are left out or kept alike in any order of the vocabulary, where sums of floats are at their limits."""
+    logits = normal(1, 1024, dtype=torch.float32, seed=0).cpu()
+    masses = logits.double().softmax(-1).sort(descending=True).values.cumsum(-1)[0]
+    mixed = torch.randperm(1024, generator=torch.Generator().manual_seed(1))
+    for rank in range(0, 700, 7):
+        batch = columns(1, top_p=float(masses[rank]))
+        kept, kept_mixed = (process_logits(some, batch).isfinite()[0] for some in (logits, logits[:, mixed]))
+        assert torch.equal(kept[mixed], kept_mixed)
+        assert abs(int(kept.sum()) - rank - 1) <= 1
+
+
+CUDA = Setting(
+    device=torch.device("cuda"), capability=(9, 0), dtype=torch.bfloat16, head_dim=128, block_size=256,
+    batch_invariant=True,
+)  # fmt: skip
+
+
+def test_which_attention_gives_the_same_bits() -> None:
+    on_cpu = replace(CUDA, device=torch.device("cpu"), dtype=torch.float32)
+    interpreted = replace(on_cpu, is_interpreted=True)
+    for setting, asked, expected in (
+        (CUDA, "auto", "triton"),
+        (replace(CUDA, dtype=torch.float32), "triton", "triton"),
+        (on_cpu, "auto", "native"),
+        (replace(on_cpu, dtype=torch.float64), "native", "native"),
+        (interpreted, "auto", "native"),
+        (interpreted, "triton", "triton"),
+    ):
+        assert choose_attention(asked, setting, lambda name: None) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "message"),
+    [
+        ("auto", {"dtype": torch.float64}, "attention='triton' computes in float32, so dtype='float64' .* bits"),
+        ("flash_attn", {}, "attention='flash_attn' gives a row other bits in another batch"),
+        ("sdpa", {}, "attention='sdpa' gives a row other bits in another batch"),
+        ("native", {}, "attention='native' runs on a CPU, not on cuda"),
+        ("auto", {"capability": (7, 5)}, r"attention='triton' needs compute capability 8.0 \(Ampere\), .* has 7.5"),
+        ("auto", {"head_dim": 288}, "attention='triton' takes heads of up to 256, the model's are of head_dim=288"),
+        ("auto", {"device": torch.device("mps")}, "attention='triton' needs a CUDA device, not mps"),
+        ("triton", {"device": torch.device("cpu")}, "attention='triton' needs a CUDA device, not cpu"),
+    ],
+)
+def test_what_cannot_give_the_same_bits(asked: Any, changes: dict[str, Any], message: str) -> None:
+    said = f"^EngineConfig.batch_invariant=True: {message}; change that, or set batch_invariant=False$"
+    with pytest.raises(ValueError, match=said):
+        choose_attention(asked, replace(CUDA, **changes), lambda name: None)
+
+
+def test_without_triton_there_is_no_other_way() -> None:
+    with pytest.raises(ValueError, match="batch_invariant=True: attention='triton' cannot be imported; change that"):
+        choose_attention("auto", CUDA, lambda name: "cannot be imported" if name == "triton" else None)
+
+
 COMPILE = """
 import itertools
 
@@ -139,7 +275,7 @@ for capability, dtype in itertools.product((80, 90), ("bf16", "fp32")):
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
         built = build(capability, dtype, triton_products._project, constants, **options)
         assert built.metadata.shared <= 99 * 1024, (outputs, dtype, built.metadata.shared)
-        on_tensor_cores = any(name in built.asm["ptx"] for name in ("mma.sync", "wgmma"))
+        on_tensor_cores = any(name in built.asm["ptx"] for name in ("mma.sync", "wgmma", "tcgen05"))
         assert on_tensor_cores == (dtype == "bf16"), (outputs, dtype)
         assert "tf32" not in built.asm["ptx"]
     for adds in (False, True):
