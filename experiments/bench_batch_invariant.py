@@ -53,6 +53,8 @@ class BenchBatchInvariantConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: give one of {', '.join(SHAPES)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda': torch sees no CUDA device here; use 'cpu'")
         for name, least in (("batch", 1), ("prompt", 1), ("length", 2), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")

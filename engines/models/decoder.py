@@ -56,17 +56,18 @@ class Decoder:
         self.library = library = choose_library(kernels, dtype, device)
         """The compiled kernels, for whoever else works on what this gives."""
         self._in_triton = batch_invariant and attention.name == "triton"
-        self._checks_products = batch_invariant and not self._in_triton
         self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
         self.kernels = "triton" if self._in_triton else "torch" if library is None else "native"
         """Which small operations run: those of torch, the compiled ones, or Triton's."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
         self._project: Project = project_invariant if batch_invariant else project
+        self._check_products = check_products if batch_invariant else None
         if self._in_triton:
             from engines.models.triton_operations import TritonOperations
-            from engines.models.triton_products import project_in_triton
+            from engines.models.triton_products import check_products_in_triton, project_in_triton
 
             self._operations, self._project = TritonOperations(), project_in_triton
+            self._check_products = check_products_in_triton
         self._few_rows = None if library is None or batch_invariant else FewRows(library)
         self.attention_backend = attention.name
         """One of those that `EngineConfig.attention` names."""
@@ -91,8 +92,8 @@ class Decoder:
         if packs(self.dtype, self.device) and not self._in_triton:
             self._forward_parameters = self.parameters  # the copies of before are given up first
             self._forward_parameters = pack(self.parameters)
-        if self._checks_products:
-            check_products(self._forward_parameters)
+        if self._check_products is not None:
+            self._check_products(self._forward_parameters)
 
     def release(self) -> None:
         """Gives up what `prepare` has made."""

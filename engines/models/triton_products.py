@@ -8,8 +8,8 @@ Why a row's bits are its own: the number of rows decides how many programs there
 and nothing else; Triton is told not to compile another kernel for it (it would for 1, and for multiples of 16). An
 element of a tile is summed over its own row and column: on CUDA cores (float32) by one thread, one fused product after
 the other; on tensor cores (bfloat16) by a sequence of matrix instructions that is the same in all tiles. NVIDIA does
-not write down in which order one such instruction adds, but it is the same instruction for all rows of a tile. That its
-rows are all treated alike is what a GPU has to show: `tests/engines/test_triton_invariant.py`.
+not write down in which order one such instruction adds, nor that it adds alike for all of its rows: so that is tried on
+the device, for every kind of matrix, when weights are loaded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from engines.models.parameters import DecoderParameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,26 @@ def project_in_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
             *(x, weight, weight if bias is None else bias, out, rows), **constants(outputs, inputs, bias, tile)
         )
     return out
+
+
+def check_products_in_triton(parameters: DecoderParameters) -> None:
+    """Tries every kind of matrix, before the first pass: a row by itself, and at each place of two tiles and a bit.
+
+    Raises ValueError where it has other bits. A few sums might agree by chance; these are some thousands each time.
+    """
+    layer = parameters.layers[0]  # the others are of the same kinds
+    biased = ((layer.qkv, layer.qkv_bias), (layer.gate_up, layer.gate_up_bias))
+    for weight, bias in (*biased, (layer.output, None), (layer.down, None), (parameters.head, None)):
+        outputs, inputs = weight.shape
+        row = torch.randn(1, inputs, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+        places = 2 * choose_product_tile(outputs, weight.element_size()).rows + 1
+        alone = project_in_triton(row, weight, bias)
+        results = project_in_triton(row.expand(places, -1), weight, bias)
+        if not torch.equal(results.view(torch.uint8), alone.expand(places, -1).contiguous().view(torch.uint8)):
+            raise ValueError(
+                f"EngineConfig.batch_invariant=True: on {weight.device} a row's product with a matrix of {outputs} x "
+                f"{inputs} has other bits at another place; switch it off"
+            )
 
 
 def constants(outputs: int, inputs: int, bias: Tensor | None, tile: ProductTile) -> dict[str, Any]:
