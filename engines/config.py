@@ -219,7 +219,8 @@ class EngineConfig:
     """Where; a folder that exists."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
-    preempted, in any dtype. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
+    preempted. For one machine, number of threads and tensor-parallel size: on CPUs with a compiler in any dtype, on
+    CUDA with Triton in float32 and bfloat16."""
     seed: int = 0
     """The run's seed: the first part of every sequence's key."""
 
@@ -239,10 +240,10 @@ class EngineConfig:
         for name in ("prefix_caching", "cuda_graphs", "async_scheduling", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}={getattr(self, name)!r}: must be True or False")
-        if self.batch_invariant and (self.kernels == "torch" or self.attention not in ("auto", "native")):
+        if self.batch_invariant and (self.kernels == "torch" or self.attention in ("flash_attn", "sdpa")):
             raise ValueError(
-                "EngineConfig.batch_invariant=True: needs kernels and attention 'auto' or 'native', not "
-                f"{self.kernels!r} and {self.attention!r}: torch's depend on the batch"
+                "EngineConfig.batch_invariant=True: needs kernels 'auto' or 'native' and attention 'auto', 'native' or "
+                f"'triton', not {self.kernels!r} and {self.attention!r}, whose bits depend on the batch"
             )
         if not is_int64(self.seed):
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")

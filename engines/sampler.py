@@ -121,14 +121,34 @@ def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> 
         kth = ranked.gather(1, (top_k.clamp(max=logits.shape[-1]) - 1)[:, None])
         ranked = ranked.masked_fill(ranked < kth, -torch.inf)
     if top_p is not None:
-        # A token stays while the mass *before* it is below top_p: so the first always stays. In float64, for
-        # the sum of a large vocabulary.
-        probabilities = ranked.to(torch.float64).softmax(dim=-1)
-        mass_before = probabilities.cumsum(dim=-1) - probabilities
-        drop = (mass_before >= top_p[:, None]) & (top_p[:, None] < 1)
+        # A token stays while the mass *before* it is below top_p: so the first always stays.
+        masses = _masses(ranked, ranked[:, :1])
+        up_to = masses.cumsum(dim=-1)
+        least_dropped = top_p[:, None] * up_to[:, -1:].double()
+        drop = (up_to.sub_(masses).double() >= least_dropped) & (top_p[:, None] < 1)
         drop[:, 0] = False
         ranked = ranked.masked_fill(drop, -torch.inf)
     return torch.empty_like(logits).scatter_(1, order, ranked)
+
+
+def _masses(logits: Tensor, highest: Tensor) -> Tensor:
+    """exp(logits - highest), [N, V], as multiples of a power of two: int64, so that sums of a row are exact.
+
+    Sums of integers have no order. Those of floats have the kernel's, which on CUDA depends on the number of rows in
+    torch's `cumsum`, and on where a row lies in memory in its `softmax`. A sum is off by less than 1e-8 of itself up to
+    a vocabulary of 2^18.
+    """
+    scale = 2.0 ** (62 - (logits.shape[-1] - 1).bit_length())
+    return (logits.double() - highest.double()).exp_().mul_(scale).round_().long()
+
+
+def _chosen_logprobs(processed: Tensor, tokens: Tensor) -> Tensor:
+    """log_softmax(processed) [N, V] at tokens [N], by exact sums. Not finite where a logit is NaN or infinite."""
+    highest = processed.amax(dim=-1, keepdim=True)
+    total = _masses(processed, highest).sum(dim=-1).double()
+    total *= 2.0 ** ((processed.shape[-1] - 1).bit_length() - 62)
+    chosen = processed.gather(1, tokens[:, None]).double() - highest.double()
+    return (chosen.squeeze(1) - total.log_()).to(processed.dtype)
 
 
 def sample(logits: Tensor, batch: SamplingBatch, library: Library | None = None) -> Sampled:
@@ -158,6 +178,8 @@ def _sample(logits: Tensor, batch: SamplingBatch, library: Library | None) -> Sa
         tokens = draw(processed, batch.keys, batch.positions)
         if batch.any_greedy:
             tokens = torch.where(batch.temperatures == 0, processed.argmax(dim=-1), tokens)
+    if processed.device.type != "cpu" and processed.dtype is torch.float32:
+        return Sampled(tokens=tokens, logprobs=_chosen_logprobs(processed, tokens))
     # Not logsumexp: torch sums a single row in parts, one per thread.
     return Sampled(tokens=tokens, logprobs=processed.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1))
 

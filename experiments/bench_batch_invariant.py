@@ -2,6 +2,7 @@
 
     python experiments/bench_batch_invariant.py
     python experiments/bench_batch_invariant.py --dtype float32 --batch 7
+    python experiments/bench_batch_invariant.py --device cuda --shape 8b
 
 Both engines run the same sequences, in turn; the one without runs twice (A/A). Prompts are computed in one pass, and
 each sequence then decodes `length` tokens.
@@ -15,7 +16,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -31,7 +32,7 @@ from research.workloads.shapes import SHAPES
 
 @dataclass(frozen=True, kw_only=True)
 class BenchBatchInvariantConfig:
-    """Time prefills and decodes, with the same bits in any batch and without that promise; on a CPU."""
+    """Time prefills and decodes, with the same bits in any batch and without that promise."""
 
     shape: str = "25m"
     """A name in research/workloads/shapes.py."""
@@ -41,6 +42,7 @@ class BenchBatchInvariantConfig:
     """Tokens of each prompt."""
     length: int = 64
     """Tokens that each sequence generates."""
+    device: Literal["cpu", "cuda"] = "cpu"
     dtype: DType = "bfloat16"
     """Of weights and activations."""
     repeats: int = 5
@@ -51,6 +53,8 @@ class BenchBatchInvariantConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: give one of {', '.join(SHAPES)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda': torch sees no CUDA device here; use 'cpu'")
         for name, least in (("batch", 1), ("prompt", 1), ("length", 2), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
@@ -67,7 +71,7 @@ def main() -> dict[str, Any]:
             start = time.perf_counter()
             engines[name] = LLM(
                 folder,
-                device="cpu",
+                device=config.device,
                 dtype=config.dtype,
                 batch_invariant=name == "invariant",
                 prefix_caching=False,
@@ -90,8 +94,8 @@ def main() -> dict[str, Any]:
     }
     result: dict[str, Any] = {
         "experiment": "bench_batch_invariant",
-        "tier": "live",
-        "device": "cpu",
+        "tier": "gpu" if config.device == "cuda" else "live",
+        "device": torch.cuda.get_device_name() if config.device == "cuda" else "cpu",
         "threads": threads,
         "workload": {**asdict(config), "output": None},
         "load_seconds": {name: round(value, 2) for name, value in load_s.items()},

@@ -20,6 +20,9 @@ from engines.native.library import choose_library
 
 Plan = TypeVar("Plan")
 HALVES = (torch.bfloat16, torch.float16)
+PART_TOKENS = 512
+"""Where Triton cuts contexts for the same bits in any batch. Long enough that merging the parts costs a program that
+has several of them little; short enough that a few long contexts still make work for a whole device."""
 
 
 class AttentionBackend(Protocol[Plan]):
@@ -49,6 +52,8 @@ class Setting:
     block_size: int
     is_interpreted: bool = False
     """Whether Triton's kernels run in its interpreter, and so on a CPU."""
+    batch_invariant: bool = False
+    """Whether a row must have the same bits in any batch."""
 
 
 def choose_attention(
@@ -57,9 +62,12 @@ def choose_attention(
     """The name of the backend to run. `without(name)` says why one cannot be had here at all, None if it can; only
     those are asked after that could take the setting.
 
-    "auto" takes the fastest: flash_attn, triton, sdpa on CUDA, native, sdpa on a CPU. Raises ValueError when another
-    one is asked for and cannot be had, or cannot take the setting.
+    "auto" takes the fastest: flash_attn, triton, sdpa on CUDA, native, sdpa on a CPU. For the same bits in any batch it
+    takes triton on CUDA and native on a CPU, nothing else. Raises ValueError when that one, or one that is asked for,
+    cannot be had, or cannot take the setting.
     """
+    if setting.batch_invariant:
+        return _choose_invariant(asked, setting, without)
     if asked != "auto":
         reason = refusal(asked, setting) or without(asked)
         if reason is not None:
@@ -73,6 +81,18 @@ def choose_attention(
         if refusal(name, setting) is None and without(name) is None:
             return name
     return "sdpa"
+
+
+def _choose_invariant(asked: Attention, setting: Setting, without: Callable[[str], str | None]) -> str:
+    name = asked if asked != "auto" else "native" if setting.device.type == "cpu" else "triton"
+    bits = "gives a row other bits in another batch" if name not in ("native", "triton") else None
+    reason = bits or refusal(name, setting) or without(name)
+    if reason is not None:
+        why = reason.removesuffix("; use 'sdpa'")
+        raise ValueError(
+            f"EngineConfig.batch_invariant=True: attention={name!r} {why}; change that, or set batch_invariant=False"
+        )
+    return name
 
 
 def refusal(name: str, setting: Setting) -> str | None:
@@ -136,12 +156,14 @@ def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.devic
         head_dim=shard.head_dim,
         block_size=config.block_size,
         is_interpreted=os.environ.get("TRITON_INTERPRET") == "1",
+        batch_invariant=config.batch_invariant,
     )
     name = choose_attention(config.attention, setting, without, allow_native=config.kernels != "torch")
-    return ChosenAttention(name=name, backend=_make(name, shard, dtype, device))
+    return ChosenAttention(name=name, backend=_make(name, shard, setting))
 
 
-def _make(name: str, shard: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend[Any]:
+def _make(name: str, shard: ModelConfig, setting: Setting) -> AttentionBackend[Any]:
+    dtype, device = setting.dtype, setting.device
     if name == "flash_attn":
         from flash_attn import flash_attn_varlen_func
 
@@ -155,6 +177,7 @@ def _make(name: str, shard: ModelConfig, dtype: torch.dtype, device: torch.devic
             head_dim=shard.head_dim,
             dtype=dtype,
             device=device,
+            part_tokens=PART_TOKENS if setting.batch_invariant else None,
         )
     if name == "native":
         library = choose_library("auto", dtype, device)

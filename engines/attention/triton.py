@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engines.batch import ForwardBatch
+from engines.memory import PIECE_BYTES
 
 MIN_PART = 256
 """Tokens of context that are worth a program of their own."""
@@ -102,7 +103,8 @@ class TritonAttention:
         what shares the batch. With a number they are cut at its multiples, with 0 never, and all tiles have one shape:
         the bits of a row depend on its query and the keys and values before it alone, not on other rows, on how many
         tokens of its sequence came with it, on where its blocks lie, or on the width of the block table. A context of
-        up to `part_tokens` has the same bits as with 0.
+        up to `part_tokens` has the same bits as with 0. Whether the parts are programs of their own or one program's in
+        turn changes no bit: the former where tiles are few, and what they give fits into PIECE_BYTES.
 
         Raises ValueError for a number that is no multiple of 64, the most keys of a tile.
         """
@@ -118,17 +120,18 @@ class TritonAttention:
     def plan(self, batch: ForwardBatch, block_size: int) -> TritonPlan:
         num_decodes = sum(length == 1 for length in batch.seqlens_q)
         max_context = batch.block_table.shape[1] * block_size
+        part_bytes = 4 * sum(batch.seqlens_q) * self._group * self._num_kv_heads * (self._head_dim + 2)
         launches = []
         if num_decodes:
             tile = self._tile(self._group)
             num_tiles = num_decodes * -(-self._group // tile.rows)
-            launches.append(self._launch(num_tiles, tile, None, max_context))
+            launches.append(self._launch(num_tiles, tile, None, max_context, part_bytes))
         several = batch.seqlens_q[num_decodes:]
         if several:
             tile = self._tile(max(several) * self._group)
             places = place_tiles(several, num_decodes, self._group, tile.rows)
             on_device = torch.from_numpy(places).to(batch.block_table.device, non_blocking=True)
-            launches.append(self._launch(len(places), tile, on_device, max_context))
+            launches.append(self._launch(len(places), tile, on_device, max_context, part_bytes))
         return TritonPlan(
             starts=batch.cu_seqlens_q, contexts=batch.context_lens, table=batch.block_table, launches=launches
         )
@@ -136,10 +139,11 @@ class TritonAttention:
     def _tile(self, rows: int) -> Tile:
         return choose_tile(64 if self._part_tokens is not None else rows, self._head_dim, self._itemsize)
 
-    def _launch(self, num_tiles: int, tile: Tile, places: Tensor | None, max_context: int) -> _Launch:
+    def _launch(self, num_tiles: int, tile: Tile, places: Tensor | None, max_context: int, part_bytes: int) -> _Launch:
         num_parts = count_parts(num_tiles * self._num_kv_heads, self._num_processors, max_context)
         if self._part_tokens is not None and num_parts > 1:
             num_parts = -(-max_context // self._part_tokens) if self._part_tokens else 1
+            num_parts = num_parts if num_parts * part_bytes <= PIECE_BYTES else 1
         return _Launch(num_tiles=num_tiles, tile=tile, places=places, num_parts=num_parts)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan) -> Tensor:

@@ -11,7 +11,7 @@ from engines.attention.choose import ChosenAttention
 from engines.batch import ForwardBatch
 from engines.config import Kernels, ModelConfig
 from engines.kvcache.paged import PagedKVCache
-from engines.models.invariant import check_products, project_invariant, require_kernels
+from engines.models.invariant import check_products, project_invariant
 from engines.models.operations import NativeOperations, Operations, TorchOperations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import FewRows, Project, pack, packs, project
@@ -39,8 +39,9 @@ class Decoder:
         kernels: Kernels = "auto",
         batch_invariant: bool = False,
     ) -> None:
-        """Rank i of `tensor_parallel` holds shard i. Raises ValueError when the model cannot be cut so, or native
-        kernels or the same bits in any batch are asked for and cannot be had.
+        """Rank i of `tensor_parallel` holds shard i; with `batch_invariant` attention is native or Triton's, as
+        `choose_backend` has it. Raises ValueError when the model cannot be cut so, or native kernels are asked for and
+        cannot be had.
         """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
@@ -54,14 +55,19 @@ class Decoder:
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
         self.library = library = choose_library(kernels, dtype, device)
         """The compiled kernels, for whoever else works on what this gives."""
-        if batch_invariant:
-            require_kernels(library, device)
-        self._batch_invariant = batch_invariant
-        self._project: Project = project_invariant if batch_invariant else project
+        self._in_triton = batch_invariant and attention.name == "triton"
         self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
-        self.kernels = "torch" if library is None else "native"
-        """Which small operations run: those of torch, or the compiled ones."""
+        self.kernels = "triton" if self._in_triton else "torch" if library is None else "native"
+        """Which small operations run: those of torch, the compiled ones, or Triton's."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
+        self._project: Project = project_invariant if batch_invariant else project
+        self._check_products = check_products if batch_invariant else None
+        if self._in_triton:
+            from engines.models.triton_operations import TritonOperations
+            from engines.models.triton_products import check_products_in_triton, project_in_triton
+
+            self._operations, self._project = TritonOperations(), project_in_triton
+            self._check_products = check_products_in_triton
         self._few_rows = None if library is None or batch_invariant else FewRows(library)
         self.attention_backend = attention.name
         """One of those that `EngineConfig.attention` names."""
@@ -83,11 +89,11 @@ class Decoder:
     @torch.inference_mode()
     def prepare(self) -> None:
         """To be called when the parameters have changed, before the next forward pass."""
-        if packs(self.dtype, self.device):
+        if packs(self.dtype, self.device) and not self._in_triton:
             self._forward_parameters = self.parameters  # the copies of before are given up first
             self._forward_parameters = pack(self.parameters)
-        if self._batch_invariant:
-            check_products(self._forward_parameters)
+        if self._check_products is not None:
+            self._check_products(self._forward_parameters)
 
     def release(self) -> None:
         """Gives up what `prepare` has made."""

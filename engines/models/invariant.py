@@ -4,7 +4,7 @@ A matrix library picks the kernel, and with it the order of each sum, by the num
 single row of more than 1024 elements in parts, MKL has kernels of their own for few rows and for the last of an odd
 number. The choice depends on shapes and threads, never on values. So each number of rows is tried once per kind of
 matrix, on sums that show their order; only those that agree, in all their rows, are run. Others are padded to the next,
-or split.
+or split. For CPUs; `triton_products.py` is for CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from engines.models.parameters import DecoderParameters
 from engines.models.projection import pack_matrix, project
-from engines.native.library import Library
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that are tried."""
@@ -35,16 +34,6 @@ class Product(NamedTuple):
     packed: bool
     biased: bool
     threads: int
-
-
-def require_kernels(library: Library | None, device: torch.device) -> None:
-    """Raises ValueError where the small operations and attention are torch's, whose sums depend on the batch."""
-    if library is None:
-        fix = "install a C++ compiler (g++, clang++, or $CXX)" if device.type == "cpu" else "it is not built there yet"
-        raise ValueError(
-            f"EngineConfig.batch_invariant=True: needs the compiled kernels of a CPU, and {device.type} has none here; "
-            f"{fix}, or switch it off"
-        )
 
 
 def check_products(parameters: DecoderParameters) -> None:

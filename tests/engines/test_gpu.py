@@ -1,15 +1,19 @@
-"""The engine on CUDA: the CPU's tokens in float64, transformers' logits, low precision, memory given back, graphs."""
+"""The engine on CUDA: the CPU's tokens in float64, transformers' logits, low precision, memory, graphs, same bits."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engines import LLM, SamplingParams
 from engines.attention import sdpa
+from experiments.random_model import save_random_model
+from research.workloads.shapes import SHAPES
 from tests.checkpoints import FAMILIES, save_checkpoint
+from tests.engines.test_batch_invariant import alone, beside_others, make_states
 from tests.engines.test_token_equality import PARAMS, PROMPTS, tokens_of
 
 pytestmark = [
@@ -79,3 +83,29 @@ def test_graphs_replay_the_same_tokens(
     llm.update_weights(weights.items(), version=1)
     same_tokens()
     del moved
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["qwen3-odd", "llama-biases", "25m"])
+def test_the_same_bits_in_twenty_batches(model: str, dtype: str, tmp_path: Path) -> None:
+    """`batch_invariant`: each sequence alone, without graphs, against 20 random batches, every other with graphs."""
+    if model in SHAPES:
+        save_random_model(tmp_path, SHAPES[model], max_positions=1024)
+    else:
+        save_checkpoint(tmp_path, model)
+    # Contexts of more than one part where the model takes them.
+    states = make_states(longest=700 if model in SHAPES else 100, max_tokens=32)
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    expected = alone(str(tmp_path), states, cuda_graphs=False, **options)
+    num_compared = 0
+    for seed in range(20):
+        options |= {"cuda_graphs": seed % 2 == 0, "kv_cache_bytes": 2**25}
+        done, _ = beside_others(str(tmp_path), states, seed, **options)
+        assert done == {sequence_id: expected[sequence_id] for sequence_id in done}
+        num_compared += len(done)
+    assert num_compared > 100
+
+
+def test_the_same_bits_are_not_to_be_had_in_float64(qwen3: str) -> None:
+    with pytest.raises(ValueError, match="batch_invariant=True: attention='triton' computes in float32, so dtype="):
+        LLM(qwen3, device="cuda", dtype="float64", batch_invariant=True)
