@@ -18,6 +18,8 @@ GUMBEL_MAX = 22.9
 # Below this vocabulary, drawing all noise costs less than finding who can still win.
 _DENSE_VOCAB = 4096
 _NUM_LEADERS = 8
+# Elements of float32 that torch's softmax loads at once on a GPU: a row that begins within is summed in another order.
+_VECTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,7 @@ def _sample(logits: Tensor, batch: SamplingBatch, library: Library | None) -> Sa
         tokens = draw(processed, batch.keys, batch.positions)
         if batch.any_greedy:
             tokens = torch.where(batch.temperatures == 0, processed.argmax(dim=-1), tokens)
-    if processed.device.type != "cpu" and processed.dtype is torch.float32:
+    if processed.device.type != "cpu" and processed.dtype is torch.float32 and processed.shape[-1] % _VECTOR:
         return Sampled(tokens=tokens, logprobs=_chosen_logprobs(processed, tokens))
     # Not logsumexp: torch sums a single row in parts, one per thread.
     return Sampled(tokens=tokens, logprobs=processed.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1))

@@ -161,10 +161,10 @@ def test_the_same_bits_in_a_few_batches(tmp_path: Path) -> None:
         assert done == {sequence_id: expected[sequence_id] for sequence_id in done}
         num_compared += len(done)
     assert num_compared > 3
-    # Padded, as CUDA graphs replay them.
+    # Padded and ahead, as CUDA graphs replay them.
     llm = LLM(model, batch_invariant=True, kv_cache_bytes=2**20, max_num_seqs=6, **options)
     assert (llm.attention, llm.kernels) == ("triton", "triton")
-    llm._engine._runner.pad_decodes()
+    llm._engine._runner.pad_decodes(run_ahead=True)
     for state in states:
         llm.replica.submit(fresh(state))
     assert finish(llm.replica) == expected
