@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from engines.sequence import is_int64
 
 DType = Literal["float64", "float32", "bfloat16"]
-Kernels = Literal["auto", "torch", "native"]
+Kernels = Literal["auto", "torch", "native", "triton"]
 Preemption = Literal["auto", "swap", "recompute"]
 Attention = Literal["auto", "flash_attn", "triton", "native", "sdpa"]
 
@@ -195,8 +195,8 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
     kernels: Kernels = "auto"
-    """Small operations: "native" is compiled C++, for CPUs; "auto" takes it where it can be had, and else torch's. With
-    "torch", `attention="auto"` is not native either."""
+    """Small operations: "native" is compiled C++, for CPUs, "triton" is for CUDA; "auto" takes them where they can be
+    had, and else torch's. With "torch", `attention="auto"` is not native either."""
     attention: Attention = "auto"
     """"auto" takes the fastest that can be had and takes dtype, head size and block size: on CUDA "flash_attn" (blocks
     of multiples of 256 tokens), "triton" or "sdpa", on a CPU "native" or "sdpa"; float64 on CUDA is "sdpa" always."""
@@ -240,15 +240,15 @@ class EngineConfig:
         for name in ("prefix_caching", "cuda_graphs", "async_scheduling", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}={getattr(self, name)!r}: must be True or False")
-        if self.batch_invariant and (self.kernels == "torch" or self.attention in ("flash_attn", "sdpa")):
+        if self.batch_invariant and {self.kernels, self.attention} - {"auto"} not in (set(), {"native"}, {"triton"}):
             raise ValueError(
-                "EngineConfig.batch_invariant=True: needs kernels 'auto' or 'native' and attention 'auto', 'native' or "
-                f"'triton', not {self.kernels!r} and {self.attention!r}, whose bits depend on the batch"
+                "EngineConfig.batch_invariant=True: needs kernels and attention both 'auto' or 'native', or 'auto' or "
+                f"'triton', not {self.kernels!r} and {self.attention!r}: other bits depend on the batch"
             )
         if not is_int64(self.seed):
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
-        if self.kernels not in ("auto", "torch", "native"):
-            raise ValueError(f"EngineConfig.kernels={self.kernels!r}: use 'auto', 'torch' or 'native'")
+        if self.kernels not in get_args(Kernels):
+            raise ValueError(f"EngineConfig.kernels={self.kernels!r}: use one of {list(get_args(Kernels))}")
         if self.attention not in get_args(Attention):
             raise ValueError(f"EngineConfig.attention={self.attention!r}: use one of {list(get_args(Attention))}")
         if self.dtype not in ("float64", "float32", "bfloat16"):

@@ -258,7 +258,7 @@ class LLM:
 
     @property
     def kernels(self) -> str:
-        """ "native" or "torch": see `EngineConfig.kernels`; "triton" for the same bits in any batch on CUDA."""
+        """ "native", "triton" or "torch": see `EngineConfig.kernels`."""
         return self._engine.decoder.kernels
 
     @property

@@ -140,24 +140,29 @@ class ChosenAttention:
     backend: AttentionBackend[Any]
 
 
-def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.device) -> ChosenAttention:
-    """For a shard of a model, of these sizes. Raises ValueError as `choose_attention` does."""
-    dtype: torch.dtype = getattr(torch, config.dtype)
-
-    def without(name: str) -> str | None:
-        if name == "native":
-            return None if choose_library("auto", dtype, device) else "needs a C++ compiler, see the log; use 'sdpa'"
-        return why_not_importable(name)
-
-    setting = Setting(
+def setting_of(config: EngineConfig, shard: ModelConfig, device: torch.device) -> Setting:
+    """For a shard of a model, of these sizes."""
+    return Setting(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
-        dtype=dtype,
+        dtype=getattr(torch, config.dtype),
         head_dim=shard.head_dim,
         block_size=config.block_size,
         is_interpreted=os.environ.get("TRITON_INTERPRET") == "1",
         batch_invariant=config.batch_invariant,
     )
+
+
+def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.device) -> ChosenAttention:
+    """For a shard of a model, of these sizes. Raises ValueError as `choose_attention` does."""
+    setting = setting_of(config, shard, device)
+
+    def without(name: str) -> str | None:
+        if name == "native":
+            library = choose_library("auto", setting.dtype, device)
+            return None if library is not None else "needs a C++ compiler, see the log; use 'sdpa'"
+        return why_not_importable(name)
+
     name = choose_attention(config.attention, setting, without, allow_native=config.kernels != "torch")
     return ChosenAttention(name=name, backend=_make(name, shard, setting))
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from engines.attention.choose import ChosenAttention
 from engines.batch import ForwardBatch
-from engines.config import Kernels, ModelConfig
+from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.invariant import check_products, project_invariant
-from engines.models.operations import NativeOperations, Operations, TorchOperations
+from engines.models.kernels import make_operations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import FewRows, Project, pack, packs, project
 from engines.models.rope import RotaryTable
@@ -36,12 +36,11 @@ class Decoder:
         shard: Shard,
         tensor_parallel: Communicator,
         attention: ChosenAttention,
-        kernels: Kernels = "auto",
+        kernels: str = "torch",
         batch_invariant: bool = False,
     ) -> None:
-        """Rank i of `tensor_parallel` holds shard i; with `batch_invariant` attention is native or Triton's, as
-        `choose_backend` has it. Raises ValueError when the model cannot be cut so, or native kernels are asked for and
-        cannot be had.
+        """Rank i of `tensor_parallel` holds shard i. `kernels`: as `choose_kernels` has them; with `batch_invariant`
+        they are native or Triton's, and attention alike. Raises ValueError when the model cannot be cut so.
         """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
@@ -53,21 +52,19 @@ class Decoder:
         self.parameters = DecoderParameters.allocate(self.local, dtype, device)
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
-        self.library = library = choose_library(kernels, dtype, device)
-        """The compiled kernels, for whoever else works on what this gives."""
-        self._in_triton = batch_invariant and attention.name == "triton"
+        self.kernels = kernels
+        """Which small operations run: "native", "triton" or "torch"."""
+        self.library = library = choose_library("native", dtype, device) if kernels == "native" else None
+        """The native kernels, for whoever else works on what this gives."""
+        self._operations = make_operations(kernels, library)
         self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
-        self.kernels = "triton" if self._in_triton else "torch" if library is None else "native"
-        """Which small operations run: those of torch, the compiled ones, or Triton's."""
-        self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
         self._project: Project = project_invariant if batch_invariant else project
         self._check_products = check_products if batch_invariant else None
-        if self._in_triton:
-            from engines.models.triton_operations import TritonOperations
+        self._packs = packs(dtype, device)
+        if batch_invariant and kernels == "triton":
             from engines.models.triton_products import check_products_in_triton, project_in_triton
 
-            self._operations, self._project = TritonOperations(), project_in_triton
-            self._check_products = check_products_in_triton
+            self._project, self._check_products, self._packs = project_in_triton, check_products_in_triton, False
         self._few_rows = None if library is None or batch_invariant else FewRows(library)
         self.attention_backend = attention.name
         """One of those that `EngineConfig.attention` names."""
@@ -89,7 +86,7 @@ class Decoder:
     @torch.inference_mode()
     def prepare(self) -> None:
         """To be called when the parameters have changed, before the next forward pass."""
-        if packs(self.dtype, self.device) and not self._in_triton:
+        if self._packs:
             self._forward_parameters = self.parameters  # the copies of before are given up first
             self._forward_parameters = pack(self.parameters)
         if self._check_products is not None:

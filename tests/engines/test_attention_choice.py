@@ -12,6 +12,7 @@ import torch
 
 from engines import LLM
 from engines.attention.choose import Setting, choose_attention, refusal, why_not_importable
+from engines.models.kernels import choose_kernels
 from engines.native.library import choose_library
 
 H200 = Setting(
@@ -149,3 +150,32 @@ def test_native_attention_needs_a_compiler(qwen3: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("engines.native.library._build", lambda: None)
     with pytest.raises(ValueError, match=r"attention='native': needs a C\+\+ compiler, see the log; use"):
         LLM(qwen3, device="cpu", kv_cache_bytes=2**20, attention="native")
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "expected"),
+    [
+        ("auto", {}, "triton"),
+        ("auto", {"dtype": torch.float64}, "torch"),
+        ("auto", {"capability": (7, 5)}, "torch"),
+        ("torch", {}, "torch"),
+        ("triton", {}, "triton"),
+        ("auto", {"device": torch.device("mps")}, "torch"),
+    ],
+)
+def test_which_kernels_run_on_a_gpu(asked: Any, changes: dict[str, Any], expected: str) -> None:
+    pytest.importorskip("triton")
+    assert choose_kernels(asked, replace(H200, **changes), attention="flash_attn") == expected
+
+
+def test_kernels_that_cannot_be_had() -> None:
+    with pytest.raises(ValueError, match=r"EngineConfig.kernels='triton': computes in .* lose bits; use 'auto'"):
+        choose_kernels("triton", replace(H200, dtype=torch.float64), attention="sdpa")
+    with pytest.raises(ValueError, match=r"EngineConfig.kernels='native': cannot be had on cuda here"):
+        choose_kernels("native", H200, attention="sdpa")
+
+
+def test_triton_s_kernels_are_not_for_a_cpu(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"EngineConfig.kernels='triton': needs a CUDA device, not cpu; use 'auto'"):
+        LLM(qwen3, device="cpu", kv_cache_bytes=2**20, kernels="triton")

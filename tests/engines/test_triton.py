@@ -194,12 +194,15 @@ def test_tiles_and_parts() -> None:
         backend(2, 2, 16, torch.float32, part_tokens=100)
 
 
-def test_the_same_tokens(qwen3: str) -> None:
+@pytest.mark.parametrize("triton", [{"attention": "triton"}, {"kernels": "triton"}])
+def test_the_same_tokens(qwen3: str, triton: dict[str, Any]) -> None:
     prompts, params = [[5, 6, 7], list(range(2, 40)), [9]], SamplingParams(max_tokens=8, ignore_eos=True)
     options: dict[str, Any] = {"device": DEVICE, "kv_cache_bytes": 2**20, "prefill_chunk_size": 16}
-    triton, plain = (LLM(qwen3, attention=name, **options) for name in ("triton", "sdpa"))
-    assert (triton.attention, plain.attention) == ("triton", "sdpa")
-    for one, other in zip(*(llm.generate(prompts, params) for llm in (triton, plain)), strict=True):
+    plain = {"attention": "sdpa", "kernels": "torch"}
+    engines = [LLM(qwen3, **options, **{**plain, **named}) for named in (triton, {})]
+    told = [{"attention": llm.attention, "kernels": llm.kernels} for llm in engines]
+    assert told == [{**plain, **triton}, plain]
+    for one, other in zip(*(llm.generate(prompts, params) for llm in engines), strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.outputs[0].logprobs == pytest.approx(other.outputs[0].logprobs, abs=1e-4)
 
