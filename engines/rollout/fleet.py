@@ -30,6 +30,7 @@ from engines.local_engine import kv_capacity
 from engines.models.loader import checked_weights
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.parallel.segment import start_time
+from engines.preflight import check_engine, check_policy, usable_device
 from engines.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
 from engines.rollout.core import RolloutCore
@@ -56,7 +57,7 @@ class Fleet:
         *,
         num_replicas: int,
         schedule_policy: SchedulePolicy | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         num_threads: int = 1,
         weights_folder: Path | None = None,
         log_folder: Path | None = None,
@@ -78,12 +79,11 @@ class Fleet:
         _check_counts(num_replicas=(num_replicas, 0), num_threads=(num_threads, 1), kv_store_bytes=(kv_store_bytes, 0))
         _check_seconds(timeout_s, patience_s, min_step_s)
         _check_folders(weights_folder=weights_folder, log_folder=log_folder)
-        try:
-            torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f"Fleet.device={device!r}: {error}") from None
+        schedule_policy = OnDemand() if schedule_policy is None else schedule_policy
+        check_policy("schedule_policy", schedule_policy, "next")
+        where = usable_device("Fleet", device)
         self._model = Path(model).resolve()  # replicas run in another folder
-        capacity = _capacity(self._model, engine_config("Fleet", options), torch.device(device), max(1, num_replicas))
+        capacity = _capacity(self._model, engine_config("Fleet", options), where, max(1, num_replicas))
         config = capacity.config
         if config.kv_host_bytes is not None:
             kv_store_bytes = host_pool_bytes(config.kv_host_bytes, num_ranks=max(1, num_replicas))
@@ -109,7 +109,7 @@ class Fleet:
                 token=token,
                 model=self._model,
                 config=config,
-                device=device,
+                device=str(where),
                 num_threads=num_threads,
                 kv_token=kv_token,
                 kv_store_bytes=kv_store_bytes,
@@ -122,7 +122,7 @@ class Fleet:
             core = RolloutCore(
                 layout=Layout(epoch=0, replicas=()),
                 world_size=0,
-                schedule_policy=schedule_policy or OnDemand(),
+                schedule_policy=schedule_policy,
                 timeout_s=timeout_s,
             )
             self.coordinator = Coordinator(
@@ -271,13 +271,14 @@ class Fleet:
 
 
 def _capacity(model: Path, config: EngineConfig, device: torch.device, num_replicas: int) -> Capacity:
-    """Of replicas of one rank. Raises ValueError where they do not fit into this host together.
+    """Of replicas of one rank. Raises ValueError where none could be made here, or not all fit together.
 
     What an accelerator has free is not asked here, where no engine runs: each replica does, for itself.
     """
+    sizes = ModelConfig.from_pretrained(model)
+    check_engine(config, sizes, device)
     mine = free_memory(device) if device.type == "cpu" else Memory(str(device), None)
     free = FreeMemory(names=(mine.name,) * num_replicas, num_bytes={mine.name: mine.free})
-    sizes = ModelConfig.from_pretrained(model)
     capacity = Capacity(model=sizes, config=config, device=device, free=free).with_kv_bytes([1])
     kv_capacity(sizes, capacity.config, 1)
     capacity.check(nested_layout(range(num_replicas), 1))

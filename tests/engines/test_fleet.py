@@ -270,6 +270,14 @@ def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list
         ({"log_folder": Path("/nowhere")}, r"Fleet.log_folder='/nowhere': is no folder"),
         ({"weights_folder": Path("/nowhere")}, r"Fleet.weights_folder='/nowhere': is no folder"),
         ({"device": "abacus"}, r"Fleet.device='abacus'"),
+        ({"device": "meta"}, r"Fleet.device='meta': the engine runs on 'cpu' and 'cuda'; give one of them"),
+        ({"schedule_policy": OnDemand}, r"schedule_policy=<class .*OnDemand'>: give an object with the method `next`"),
+        ({"attention": "triton"}, r"EngineConfig.attention='triton': computes in float32, so dtype='float64'"),
+        ({"attention": "flash_attn", "dtype": "bfloat16"}, r"EngineConfig.attention='flash_attn': takes blocks of"),
+        (
+            {"kv_disk_bytes": 2**20, "kv_disk_folder": "/nowhere"},
+            r"EngineConfig.kv_disk_folder='/nowhere': cannot be written to \(No such file",
+        ),
     ],
 )
 def test_bad_arguments_leave_nothing(
