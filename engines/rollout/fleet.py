@@ -38,7 +38,7 @@ from engines.rollout.launcher import ReplicaLauncher
 from engines.rollout.policies import OnDemand, SchedulePolicy
 from engines.rollout.worker import NO_WEIGHTS
 from engines.sequence import Finished, SequenceState, is_int64
-from engines.tokenizer import has_tokenizer
+from engines.tokenizer import load_tokenizer
 
 SHARD_BYTES = 2**30
 _GRACE_S = 5.0  # that replicas get to end by themselves
@@ -59,8 +59,8 @@ class Fleet:
         schedule_policy: SchedulePolicy | None = None,
         device: str | torch.device = "cpu",
         num_threads: int = 1,
-        weights_folder: Path | None = None,
-        log_folder: Path | None = None,
+        weights_folder: str | Path | None = None,
+        log_folder: str | Path | None = None,
         kv_store_bytes: int = 2**30,
         timeout_s: float = 60.0,
         patience_s: float = 10.0,
@@ -82,6 +82,7 @@ class Fleet:
         schedule_policy = OnDemand() if schedule_policy is None else schedule_policy
         check_policy("schedule_policy", schedule_policy, "next")
         where = usable_device("Fleet", device)
+        ModelConfig.from_pretrained(model)
         self._model = Path(model).resolve()  # replicas run in another folder
         capacity = _capacity(self._model, engine_config("Fleet", options), where, max(1, num_replicas))
         config = capacity.config
@@ -116,7 +117,7 @@ class Fleet:
                 interval_s=interval_s,
                 patience_s=patience_s,
                 min_step_s=min_step_s,
-                log_folder=log_folder,
+                log_folder=None if log_folder is None else Path(log_folder),
             )
             undo.callback(self.launcher.close)
             core = RolloutCore(
@@ -286,13 +287,13 @@ def _capacity(model: Path, config: EngineConfig, device: torch.device, num_repli
 
 
 def _limits(model: Path, config: EngineConfig) -> Limits:
-    """Of replicas of one rank. Raises FileNotFoundError or ValueError for a checkpoint or a config that cannot run."""
+    """Of replicas of one rank. Raises ValueError for a tokenizer or a config that cannot run."""
     sizes = ModelConfig.from_pretrained(model)
     return Limits(
         vocab_size=sizes.vocab_size,
         max_model_len=longest_sequence(config, sizes),
         num_kv_tokens=kv_capacity(sizes, config, 1),
-        has_tokenizer=has_tokenizer(model),
+        has_tokenizer=load_tokenizer(model, sizes) is not None,
     )
 
 
@@ -305,19 +306,34 @@ def _check_counts(**counts: tuple[int, int]) -> None:
 
 def _check_seconds(timeout_s: float, patience_s: float, min_step_s: float) -> None:
     for name, seconds in (("timeout_s", timeout_s), ("patience_s", patience_s)):
-        if not 0 < seconds < math.inf:
+        if not _is_number(seconds) or not 0 < seconds < math.inf:
             raise ValueError(f"Fleet.{name}={seconds!r}: must be a number of seconds above 0")
-    if not 0 <= min_step_s < math.inf:
+    if not _is_number(min_step_s) or not 0 <= min_step_s < math.inf:
         raise ValueError(f"Fleet.min_step_s={min_step_s!r}: must be a number of seconds, 0 for none")
 
 
-def _check_folders(**folders: Path | None) -> None:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_folders(**folders: str | Path | None) -> None:
     for name, folder in folders.items():
-        if folder is not None and not Path(folder).is_dir():
+        if folder is None:
+            continue
+        if not isinstance(folder, str | os.PathLike):
+            raise ValueError(f"Fleet.{name}={folder!r}: must be a path")
+        if not Path(folder).is_dir():
             raise ValueError(f"Fleet.{name}={str(folder)!r}: is no folder; make it first")
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"Fleet.{name}={str(folder)!r}: cannot be written to ({error.strerror}); give another"
+            ) from None
 
 
-def _make_weights_folder(parent: Path | None) -> Path:
+def _make_weights_folder(parent: str | Path | None) -> Path:
     """A new folder in `parent`, by default the temporary one. Those there that a kill has left behind are removed."""
     parent = Path(parent or tempfile.gettempdir()).resolve()
     # A process id means something within its namespace only; with the start time it does not come again.
