@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -12,6 +12,12 @@ from engines.config import EngineConfig
 from engines.sequence import is_int64
 
 MIB = 2**20
+
+
+def _bytes_in_mib(value: Any) -> Any:
+    if not isinstance(value, int):
+        return value
+    return value / MIB if value % MIB else value // MIB
 
 
 def _mib(name: str, word: Literal["auto", "None"] | None = None) -> tuple[PrimitiveConstructorSpec[Any], object]:
@@ -31,7 +37,7 @@ def _mib(name: str, word: Literal["auto", "None"] | None = None) -> tuple[Primit
         metavar="MIB" if word is None else f"{{{word}}}|MIB",
         instance_from_str=read,
         is_instance=lambda value: value is None or isinstance(value, int | str),
-        str_from_instance=lambda value: [f"{value / MIB:g}" if isinstance(value, int) else str(value)],
+        str_from_instance=lambda value: [str(_bytes_in_mib(value))],
     )
     return spec, tyro.conf.arg(name=name)
 
@@ -51,3 +57,11 @@ class EngineOptions(EngineConfig):
             # Every running sequence must be able to decode; a budget that was given is not changed.
             object.__setattr__(self, "max_num_batched_tokens", max(tokens, self.max_num_seqs))
         super().__post_init__()
+
+    def as_given(self) -> dict[str, Any]:
+        """The options by their names on the command line, and in its units."""
+        options = asdict(self)
+        del options["seed"]
+        for name in ("kv_cache", "kv_host", "kv_disk"):
+            options[f"{name}_mib"] = _bytes_in_mib(options.pop(f"{name}_bytes"))
+        return options

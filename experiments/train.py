@@ -107,7 +107,8 @@ def _check_same_run(config: TrainConfig) -> None:
     """A resumed run must be the run that was started, but for what MAY_CHANGE names."""
     assert config.name is not None
     path = config.runs / config.name / "config.json"
-    before = json.loads(path.read_text())
+    # An option that was not there yet had what is now its default.
+    before = _filled(json.loads(path.read_text()), _as_json(parse(["--algo", config.algo])))
     now = {field: value for field, value in _as_json(config).items() if field not in MAY_CHANGE}
     differ = [
         f"{name}={value} now, {then} in {path}"
@@ -118,6 +119,15 @@ def _check_same_run(config: TrainConfig) -> None:
         raise ValueError(
             f"resume: {'; '.join(differ)}; go on with the same options (only {', '.join(MAY_CHANGE)} may change)"
         )
+
+
+def _filled(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """`given`, with what only `default` has, at every depth."""
+    filled = {**default, **given}
+    for name, value in given.items():
+        if isinstance(value, dict) and isinstance(default.get(name), dict):
+            filled[name] = _filled(value, default[name])
+    return filled
 
 
 def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -131,9 +141,8 @@ def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, A
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    rollout = told["rollout"]
-    rollout |= rollout.pop("engine")  # as they are named on the command line
-    del rollout["seed"]  # `config.seed` stands in for it
+    del told["rollout"]["engine"]
+    told["rollout"] |= config.rollout.engine.as_given()
     return told
 
 

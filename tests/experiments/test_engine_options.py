@@ -26,18 +26,18 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "max_num_seqs": (["max-num-seqs", "7"], 7),
     "max_num_batched_tokens": (["max-num-batched-tokens", "70"], 70),
     "prefill_chunk_size": (["prefill-chunk-size", "5"], 5),
-    "prefix_caching": (["no-prefix-caching"], False),
     "max_model_len": (["max-model-len", "99"], 99),
     "kernels": (["kernels", "native"], "native"),
     "attention": (["attention", "native"], "native"),
-    "cuda_graphs": (["no-cuda-graphs"], False),
     "preemption": (["preemption", "swap"], "swap"),
     "kv_host_bytes": (["kv-host-mib", "3"], 3 * 2**20),
     "kv_disk_bytes": (["kv-disk-mib", "5"], 5 * 2**20),
     "kv_disk_folder": (["kv-disk-folder", "/kv"], "/kv"),
-    "batch_invariant": (["batch-invariant"], True),
 }
 """A value that is not the default, and how it is given."""
+SWITCHES = {name: value for name, value in asdict(EngineConfig()).items() if isinstance(value, bool)}
+for switch, is_on in SWITCHES.items():
+    GIVEN[switch] = ([("no-" if is_on else "") + switch.replace("_", "-")], not is_on)
 
 
 def arguments(prefix: str) -> list[str]:
@@ -108,7 +108,24 @@ def test_a_resumed_run_keeps_to_them(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     written = _as_json(parse(same))
     (tmp_path / "a/config.json").write_text(json.dumps(written))
-    assert written["rollout"]["block_size"] == 32 and "seed" not in written["rollout"]
+    assert written["rollout"]["block_size"] == 32 and written["rollout"]["kv_cache_mib"] == 256
+    assert not {"seed", "engine"} & {*written["rollout"]}
     _check_same_run(parse([*same, "--resume"]))
     with pytest.raises(ValueError, match=r"resume: rollout\.attention=sdpa now, auto in .*config.json; go on with"):
         _check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
+
+
+def test_a_run_of_before_an_option_goes_on(tmp_path: Path) -> None:
+    """Its folder does not name it: the default held."""
+    same = ["--runs", str(tmp_path), "--name", "a", "--algo", "dapo", "--rollout.kv-cache-mib", "8"]
+    (tmp_path / "a").mkdir()
+    written = _as_json(parse(same))
+    for name in ("attention", "block_size", "memory_utilization"):
+        del written["rollout"][name]
+    del written["rank_timeout_s"], written["trainer"]["zero_stage"]
+    (tmp_path / "a/config.json").write_text(json.dumps(written))
+    _check_same_run(parse([*same, "--resume"]))
+    with pytest.raises(ValueError, match=r"resume: rollout\.attention=sdpa now, auto in .*config.json; go on with"):
+        _check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
+    with pytest.raises(ValueError, match=r"resume: rollout\.kv_cache_mib=9 now, 8 in .*config.json; go on with"):
+        _check_same_run(parse([*same, "--resume", "--rollout.kv-cache-mib", "9"]))
