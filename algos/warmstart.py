@@ -92,9 +92,10 @@ def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:
     return target
 
 
-def new_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
-    """A random fp32 model; the caller's random state is left as it was."""
-    config = Qwen3Config(
+def new_config(size: ModelSize) -> Qwen3Config:
+    """The shape of an embedded model."""
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
         **MODEL_SIZES[size],
         num_key_value_heads=MODEL_SIZES[size]["num_attention_heads"] // 2,
         head_dim=32,
@@ -106,6 +107,11 @@ def new_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
         pad_token_id=PAD_TOKEN_ID,
         dtype="float32",
     )
+
+
+def new_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
+    """A random fp32 model; the caller's random state is left as it was."""
+    config = new_config(size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config).float()

@@ -62,6 +62,8 @@ class ModelConfig:
 
         Raises FileNotFoundError when there is none, ValueError for an architecture or option not supported.
         """
+        if not isinstance(directory, str | os.PathLike):
+            raise ValueError(f"model={directory!r}: give the path of a Hugging Face checkpoint")
         path = Path(directory) / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"model={str(directory)!r}: no config.json there; give a Hugging Face checkpoint")
@@ -179,10 +181,10 @@ class EngineConfig:
     block_size: int = 16
     """Tokens per KV block."""
     kv_cache_bytes: int | Literal["auto"] = 512 * 2**20
-    """Bytes for the KV cache, over all layers. "auto" takes what is left of the free memory, beside all else that the
-    engine takes, and no more than `max_num_seqs` of the longest sequences fill."""
+    """Memory of each rank for the KV cache, over all layers. "auto" takes what is left of the free memory, beside all
+    else that the engine takes, and no more than `max_num_seqs` of the longest sequences fill."""
     memory_utilization: float = 0.9
-    """Part of the free memory that the engine may take where kv_cache_bytes is "auto"."""
+    """Part of the free memory that the engine may take where the KV cache's size is "auto"."""
     max_num_seqs: int = 256
     """Most sequences in one forward pass."""
     max_num_batched_tokens: int = 4096
@@ -211,12 +213,12 @@ class EngineConfig:
     they have room; "recompute" keeps nothing; "auto" does what is faster by costs measured in the run. Where tokens of
     low precision are to repeat bit for bit it must not depend on time: give one of the two others."""
     kv_host_bytes: int | None = None
-    """Most bytes of host memory (/dev/shm) that a rank keeps of KV outside its cache; None: 1 GiB, or less where little
-    is free."""
+    """Most host memory (/dev/shm) that a rank fills with KV outside its cache; None: 1 GiB, or less where little is
+    free."""
     kv_disk_bytes: int = 0
-    """Most bytes of a disk that a rank keeps, of KV that finds no room in host memory."""
+    """Most of a disk that a rank fills with KV that finds no room in host memory."""
     kv_disk_folder: str | None = None
-    """Where; a folder that exists."""
+    """Where that disk is: a folder that exists and can be written to."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
     preempted. For one machine, number of threads and tensor-parallel size: on CPUs with a compiler in any dtype, on
@@ -233,8 +235,10 @@ class EngineConfig:
             is_off = value is None and name in ("prefill_chunk_size", "max_model_len")
             is_off |= value == "auto" and name == "kv_cache_bytes"
             if not is_off and not (is_int64(value) and value >= 1):
-                raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1")
-        if not isinstance(self.memory_utilization, int | float) or not 0 < self.memory_utilization <= 1:
+                or_auto = ', or "auto"' if name == "kv_cache_bytes" else ""
+                raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1 (64 bits){or_auto}")
+        is_number = isinstance(self.memory_utilization, int | float) and not isinstance(self.memory_utilization, bool)
+        if not is_number or not 0 < self.memory_utilization <= 1:
             raise ValueError(f"EngineConfig.memory_utilization={self.memory_utilization!r}: must be above 0, at most 1")
         self._check_tiers()
         for name in ("prefix_caching", "cuda_graphs", "async_scheduling", "batch_invariant"):
@@ -265,9 +269,10 @@ class EngineConfig:
         for name in ("kv_host_bytes", "kv_disk_bytes"):
             value = getattr(self, name)
             if not (value is None and name == "kv_host_bytes") and not (is_int64(value) and value >= 0):
-                raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 0")
+                raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 0 (64 bits)")
         if self.kv_disk_folder is not None:
-            if not isinstance(self.kv_disk_folder, str | os.PathLike) or not str(self.kv_disk_folder):
+            is_path = isinstance(self.kv_disk_folder, str | os.PathLike) and str(self.kv_disk_folder)
+            if not is_path or "\0" in str(self.kv_disk_folder):
                 raise ValueError(f"EngineConfig.kv_disk_folder={self.kv_disk_folder!r}: must be a path")
             # Replicas outside the world run elsewhere.
             object.__setattr__(self, "kv_disk_folder", os.path.abspath(self.kv_disk_folder))

@@ -31,6 +31,7 @@ from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, nested_layout
 from engines.parallel.sharding import check_shardable
+from engines.preflight import check_engine, check_policy, usable_device
 from engines.replica import HiddenStop, Replica
 from engines.rollout.policies import LayoutPolicy, SchedulePolicy
 from engines.rollout.telemetry import StepRecord
@@ -96,9 +97,20 @@ class LLM:
         with together(self._world, "LLM"):
             self.config = engine_config("LLM", options)
             self.model_config = ModelConfig.from_pretrained(model)
-            self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            self.device = usable_device("LLM", device)
             self.max_model_len = longest_sequence(self.config, self.model_config)
             self.tokenizer = load_tokenizer(model, self.model_config)
+            if schedule is not None:
+                check_policy("schedule", schedule, "next")
+            if layout_policy is not None:
+                check_policy("layout_policy", layout_policy, "decide")
+            for name, function in (("pace", pace), ("hidden_stop", hidden_stop)):
+                if function is not None and not callable(function):
+                    raise ValueError(f"{name}={function!r}: give a function")
+            if not isinstance(load, bool):
+                raise ValueError(f"load={load!r}: must be True or False")
+            if layout is not None and not isinstance(layout, Layout):
+                raise ValueError(f"layout={layout!r}: give a Layout, as `nested_layout` makes them")
             if layout is not None and tensor_parallel_size != 1:
                 raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: the layout says it; leave one out")
             if world is None and tensor_parallel_size != 1:
@@ -116,6 +128,7 @@ class LLM:
                 )
             if schedule is None and (layout_policy is not None or pace is not None):
                 raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
+            check_engine(self.config, self.model_config, self.device)
             memory = free_memory(self.device, world.hosts[self._world.rank] if world is not None else "this host")
         self._check_same_options(load=load, **{name: value is not None for name, value in given.items()})
         sizes = self._replica_sizes(with_policy=layout_policy is not None)

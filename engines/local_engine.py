@@ -157,6 +157,6 @@ def kv_capacity(model: ModelConfig, config: EngineConfig, tp_size: int) -> int:
     if num_blocks < 1:
         raise ValueError(
             f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: one block of {config.block_size} tokens takes "
-            f"{block_bytes} bytes in a replica of {tp_size} ranks; give at least that"
+            f"{block_bytes} bytes in a replica of {tp_size} ranks; give at least that, or lower block_size"
         )
     return num_blocks * config.block_size

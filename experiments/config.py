@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +17,8 @@ from algos.tasks.arithmetic import ArithmeticTask
 from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.task import Task
 from algos.warmstart import MODEL_SIZES
-from engines.config import DType, EngineConfig, Preemption
+from engines.config import EngineConfig
+from experiments.engine_options import MIB, EngineOptions
 
 Flat = tyro.conf.arg(name="")
 ALGORITHMS: dict[str, type[GRPO] | type[DAPO]] = {"grpo": GRPO, "dapo": DAPO}
@@ -41,24 +42,10 @@ class RolloutConfig:
     """Must stay off, as top_k."""
     min_p: float = 0.0
     """Must stay off, as top_k."""
-    dtype: DType = "float32"
-    """Of the rollout engine's weights, activations and KV cache."""
-    kv_cache_mib: int = 256
-    """MiB of KV cache per rank."""
-    max_num_seqs: int = 256
-    """Most sequences of a rank in one forward pass."""
-    preemption: Preemption = "auto"
-    """What becomes of the KV cache of a sequence that must make room: swap stores it in host memory or on disk,
-    recompute drops it, auto does what is faster by measured costs; with `--deterministic` auto means recompute."""
-    kv_host_mib: int | None = None
-    """Most MiB of host memory per rank for KV outside the cache; by default 1 GiB, or less where little is free."""
-    kv_disk_mib: int = 0
-    """Most MiB of disk per rank for KV that finds no room in host memory."""
-    kv_disk_folder: Path | None = None
-    """Where; a folder that exists, on a fast disk."""
+    engine: Annotated[EngineOptions, Flat] = field(default_factory=lambda: EngineOptions(kv_cache_bytes=256 * MIB))
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts_per_step", 1), ("group_size", 2), ("kv_cache_mib", 1)):
+        for name, least in (("prompts_per_step", 1), ("group_size", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"rollout.{name}={getattr(self, name)}: must be at least {least}")
         if self.temperature <= 0:
@@ -75,17 +62,8 @@ class RolloutConfig:
 
         In a deterministic run nothing may depend on what was timed, as "auto" does, or on how much room there is.
         """
-        return EngineConfig(
-            dtype=self.dtype,
-            seed=seed,
-            kv_cache_bytes=self.kv_cache_mib * 2**20,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max(4096, self.max_num_seqs),
-            preemption="recompute" if deterministic else self.preemption,
-            kv_host_bytes=None if self.kv_host_mib is None else self.kv_host_mib * 2**20,
-            kv_disk_bytes=self.kv_disk_mib * 2**20,
-            kv_disk_folder=None if self.kv_disk_folder is None else str(self.kv_disk_folder),
-        )
+        preemption = "recompute" if deterministic else self.engine.preemption
+        return replace(self.engine, seed=seed, preemption=preemption)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +96,8 @@ class TrainConfig:
     seed: int = 0
     """Of the problems' order and of every sampled token."""
     deterministic: bool = False
-    """Only deterministic kernels, static dispatch, and rewards after the rollout: nothing depends on timing, and two
-    runs give the same metrics bit for bit, but for times."""
+    """Only deterministic kernels, static dispatch, KV of preempted sequences computed again, and rewards after the
+    rollout: nothing depends on timing, and two runs give the same metrics bit for bit, but for times."""
     eval_every: int = 10
     """Steps between evaluations on held-out problems, beside one before the first step and one after the last."""
     eval_problems: int = 128
@@ -161,10 +139,15 @@ class TrainConfig:
                 "dispatch='on-demand': depends on timing, which --deterministic rules out; give --dispatch static, or "
                 "leave --dispatch or --deterministic out"
             )
-        if self.deterministic and self.rollout.preemption == "swap":
+        if self.deterministic and self.rollout.engine.preemption == "swap":
             raise ValueError(
                 "rollout.preemption='swap': depends on how much memory and disk is free, which --deterministic rules "
                 "out; give recompute, or leave --rollout.preemption or --deterministic out"
+            )
+        if self.deterministic and self.rollout.engine.kv_cache_bytes == "auto":
+            raise ValueError(
+                "rollout.kv_cache_mib='auto': depends on how much memory is free, which --deterministic rules out; "
+                "give a number, or leave --deterministic out"
             )
         if self.resume and self.name is None:
             raise ValueError("resume=True: name the run to go on with, by --name")

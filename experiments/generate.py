@@ -16,9 +16,9 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,12 @@ import tyro
 from tqdm import tqdm
 
 from engines import LLM, RequestOutput, SamplingParams
-from engines.config import DType
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished
 from experiments import launch
+from experiments.engine_options import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +46,11 @@ class GenerateConfig:
     """JSONL file of prompts."""
     output: Path | None = None
     """JSONL file for the completions; stdout by default."""
-    dtype: DType = "float32"
-    """Of weights, activations and KV cache."""
     run_seed: int = 0
     """Of every sampled token, together with the prompt's place; --seed makes tokens independent of the place."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model, in shards; the rest is data parallel."""
-    kv_cache_mib: int | Literal["auto"] = 512
-    """MiB of KV cache per rank; auto takes what is left of the free memory."""
-    max_num_seqs: int = 256
-    """Most sequences in one forward pass."""
-    max_model_len: int | None = None
-    """Longest sequence, prompt included; the model's own context by default."""
+    engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(
         default_factory=lambda: SamplingParams(max_tokens=128)
     )
@@ -155,12 +148,7 @@ def main() -> dict[str, Any]:
         device=device,
         world=groups,
         layout=layout,
-        dtype=config.dtype,
-        seed=config.run_seed,
-        kv_cache_bytes="auto" if config.kv_cache_mib == "auto" else config.kv_cache_mib * 2**20,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(4096, config.max_num_seqs),
-        max_model_len=config.max_model_len,
+        **asdict(replace(config.engine, seed=config.run_seed)),
     )
     launch.tell_engine(llm)
     start = time.perf_counter()

@@ -68,6 +68,12 @@ def start_under_torchrun(num_ranks: int) -> None:
     os.execv(sys.executable, [*command, "--", *sys.argv])  # without the `--` it takes our options for its own
 
 
+def _let_rank_0_speak() -> None:
+    """Most errors come on all ranks alike. Rank 0 tells it, and torchrun then ends the others while they wait."""
+    if rank() > 0:
+        time.sleep(3)
+
+
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """Runs an experiment; its result is the last line of rank 0's stdout, as one JSON object.
 
@@ -75,10 +81,12 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """
     try:
         result = main()
+    except SystemExit as ended:  # of the command line's parser, which has told it
+        if ended.code:
+            _let_rank_0_speak()
+        raise
     except USER_ERRORS as error:
-        if rank() > 0:
-            # Most errors come on all ranks alike. Rank 0 tells it, and torchrun then ends the others while they wait.
-            time.sleep(3)
+        _let_rank_0_speak()
         sys.stdout.flush()
         where = f" (rank {rank()})" if rank() > 0 else ""
         print(f"error{where}: {error}", file=sys.stderr, flush=True)

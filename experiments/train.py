@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from algos.publish import read_record
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
 from algos.trainer import Trainer
-from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
+from algos.warmstart import MODEL_SIZES, WarmStartConfig, new_config, warm_start
 from engines import LLM, SamplingParams
 from engines.config import ModelConfig
 from engines.journal import Journal
@@ -40,6 +41,7 @@ from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.parallel.sharding import check_shardable
+from engines.preflight import check_engine, usable_device
 from engines.rollout.policies import OnDemand
 from engines.rollout.telemetry import StepRecord, chrome_trace
 from engines.sequence import Finished
@@ -78,12 +80,12 @@ def main() -> dict[str, Any]:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # All that can be wrong without a process group is looked at first: it costs nothing, and every rank sees it.
     task = make_task(config)
-    config.rollout.engine_config(config.seed, deterministic=config.deterministic)
     resolve(config.trainer, num_ranks=launch.num_ranks())
     check_run_folder(config.runs, config.name, resume=config.resume)
     if config.resume:
         _check_same_run(config)
     layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
+    _check_engine(config)
     limits = config.reward_limits
     if config.deterministic:
         limits = replace(limits, beside_rollout=False)
@@ -105,7 +107,8 @@ def _check_same_run(config: TrainConfig) -> None:
     """A resumed run must be the run that was started, but for what MAY_CHANGE names."""
     assert config.name is not None
     path = config.runs / config.name / "config.json"
-    before = json.loads(path.read_text())
+    # An option that was not there yet had what is now its default.
+    before = _filled(json.loads(path.read_text()), _as_json(parse(["--algo", config.algo])))
     now = {field: value for field, value in _as_json(config).items() if field not in MAY_CHANGE}
     differ = [
         f"{name}={value} now, {then} in {path}"
@@ -118,6 +121,15 @@ def _check_same_run(config: TrainConfig) -> None:
         )
 
 
+def _filled(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """`given`, with what only `default` has, at every depth."""
+    filled = {**default, **given}
+    for name, value in given.items():
+        if isinstance(value, dict) and isinstance(default.get(name), dict):
+            filled[name] = _filled(value, default[name])
+    return filled
+
+
 def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
     """(option, its value now, its value before) of each single option that differs."""
     if isinstance(now, dict) and isinstance(before, dict):
@@ -128,11 +140,30 @@ def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, A
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(config), default=str))
+    told: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    del told["rollout"]["engine"]
+    told["rollout"] |= config.rollout.engine.as_given()
+    return told
+
+
+def _check_engine(config: TrainConfig) -> None:
+    """Raises ValueError for options that the rollout engine would refuse, before a model is warm-started for it."""
+    model = Path(config.model)
+    with tempfile.TemporaryDirectory() as folder:
+        if config.is_embedded_model:
+            model = Path(folder)
+            new_config(config.model).save_pretrained(model)  # type: ignore[arg-type]
+        elif not model.is_dir():
+            raise FileNotFoundError(f"model={config.model!r}: no such folder, nor one of {list(MODEL_SIZES)}")
+        sizes = ModelConfig.from_pretrained(model)
+    check_shardable(sizes, config.tensor_parallel_size)
+    device = torch.device("cuda", launch.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    options = config.rollout.engine_config(config.seed, deterministic=config.deterministic)
+    check_engine(options, sizes, usable_device("train", device))
 
 
 def _prepare_model(config: TrainConfig, threads: int) -> Path:
-    """The policy's checkpoint, warm-started when it is an embedded one; what can be checked cheaply is checked."""
+    """The policy's checkpoint, warm-started when it is an embedded one."""
     model = Path(config.model)
     if config.is_embedded_model:
         model = config.runs / "models" / config.model
@@ -145,9 +176,6 @@ def _prepare_model(config: TrainConfig, threads: int) -> Path:
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # the host's other ranks wait for the first
         warm_start(model, recipe)
         torch.set_num_threads(threads)
-    elif not model.is_dir():
-        raise FileNotFoundError(f"model={config.model!r}: no such folder, nor one of {list(MODEL_SIZES)}")
-    check_shardable(ModelConfig.from_pretrained(model), config.tensor_parallel_size)
     return model
 
 

@@ -30,6 +30,7 @@ from engines.local_engine import kv_capacity
 from engines.models.loader import checked_weights
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.parallel.segment import start_time
+from engines.preflight import check_engine, check_policy, usable_device
 from engines.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
 from engines.rollout.core import RolloutCore
@@ -37,7 +38,7 @@ from engines.rollout.launcher import ReplicaLauncher
 from engines.rollout.policies import OnDemand, SchedulePolicy
 from engines.rollout.worker import NO_WEIGHTS
 from engines.sequence import Finished, SequenceState, is_int64
-from engines.tokenizer import has_tokenizer
+from engines.tokenizer import load_tokenizer
 
 SHARD_BYTES = 2**30
 _GRACE_S = 5.0  # that replicas get to end by themselves
@@ -56,10 +57,10 @@ class Fleet:
         *,
         num_replicas: int,
         schedule_policy: SchedulePolicy | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         num_threads: int = 1,
-        weights_folder: Path | None = None,
-        log_folder: Path | None = None,
+        weights_folder: str | Path | None = None,
+        log_folder: str | Path | None = None,
         kv_store_bytes: int = 2**30,
         timeout_s: float = 60.0,
         patience_s: float = 10.0,
@@ -78,12 +79,12 @@ class Fleet:
         _check_counts(num_replicas=(num_replicas, 0), num_threads=(num_threads, 1), kv_store_bytes=(kv_store_bytes, 0))
         _check_seconds(timeout_s, patience_s, min_step_s)
         _check_folders(weights_folder=weights_folder, log_folder=log_folder)
-        try:
-            torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f"Fleet.device={device!r}: {error}") from None
+        schedule_policy = OnDemand() if schedule_policy is None else schedule_policy
+        check_policy("schedule_policy", schedule_policy, "next")
+        where = usable_device("Fleet", device)
+        ModelConfig.from_pretrained(model)
         self._model = Path(model).resolve()  # replicas run in another folder
-        capacity = _capacity(self._model, engine_config("Fleet", options), torch.device(device), max(1, num_replicas))
+        capacity = _capacity(self._model, engine_config("Fleet", options), where, max(1, num_replicas))
         config = capacity.config
         if config.kv_host_bytes is not None:
             kv_store_bytes = host_pool_bytes(config.kv_host_bytes, num_ranks=max(1, num_replicas))
@@ -109,20 +110,20 @@ class Fleet:
                 token=token,
                 model=self._model,
                 config=config,
-                device=device,
+                device=str(where),
                 num_threads=num_threads,
                 kv_token=kv_token,
                 kv_store_bytes=kv_store_bytes,
                 interval_s=interval_s,
                 patience_s=patience_s,
                 min_step_s=min_step_s,
-                log_folder=log_folder,
+                log_folder=None if log_folder is None else Path(log_folder),
             )
             undo.callback(self.launcher.close)
             core = RolloutCore(
                 layout=Layout(epoch=0, replicas=()),
                 world_size=0,
-                schedule_policy=schedule_policy or OnDemand(),
+                schedule_policy=schedule_policy,
                 timeout_s=timeout_s,
             )
             self.coordinator = Coordinator(
@@ -271,13 +272,14 @@ class Fleet:
 
 
 def _capacity(model: Path, config: EngineConfig, device: torch.device, num_replicas: int) -> Capacity:
-    """Of replicas of one rank. Raises ValueError where they do not fit into this host together.
+    """Of replicas of one rank. Raises ValueError where none could be made here, or not all fit together.
 
     What an accelerator has free is not asked here, where no engine runs: each replica does, for itself.
     """
+    sizes = ModelConfig.from_pretrained(model)
+    check_engine(config, sizes, device)
     mine = free_memory(device) if device.type == "cpu" else Memory(str(device), None)
     free = FreeMemory(names=(mine.name,) * num_replicas, num_bytes={mine.name: mine.free})
-    sizes = ModelConfig.from_pretrained(model)
     capacity = Capacity(model=sizes, config=config, device=device, free=free).with_kv_bytes([1])
     kv_capacity(sizes, capacity.config, 1)
     capacity.check(nested_layout(range(num_replicas), 1))
@@ -285,13 +287,13 @@ def _capacity(model: Path, config: EngineConfig, device: torch.device, num_repli
 
 
 def _limits(model: Path, config: EngineConfig) -> Limits:
-    """Of replicas of one rank. Raises FileNotFoundError or ValueError for a checkpoint or a config that cannot run."""
+    """Of replicas of one rank. Raises ValueError for a tokenizer or a config that cannot run."""
     sizes = ModelConfig.from_pretrained(model)
     return Limits(
         vocab_size=sizes.vocab_size,
         max_model_len=longest_sequence(config, sizes),
         num_kv_tokens=kv_capacity(sizes, config, 1),
-        has_tokenizer=has_tokenizer(model),
+        has_tokenizer=load_tokenizer(model, sizes) is not None,
     )
 
 
@@ -304,19 +306,34 @@ def _check_counts(**counts: tuple[int, int]) -> None:
 
 def _check_seconds(timeout_s: float, patience_s: float, min_step_s: float) -> None:
     for name, seconds in (("timeout_s", timeout_s), ("patience_s", patience_s)):
-        if not 0 < seconds < math.inf:
+        if not _is_number(seconds) or not 0 < seconds < math.inf:
             raise ValueError(f"Fleet.{name}={seconds!r}: must be a number of seconds above 0")
-    if not 0 <= min_step_s < math.inf:
+    if not _is_number(min_step_s) or not 0 <= min_step_s < math.inf:
         raise ValueError(f"Fleet.min_step_s={min_step_s!r}: must be a number of seconds, 0 for none")
 
 
-def _check_folders(**folders: Path | None) -> None:
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_folders(**folders: str | Path | None) -> None:
     for name, folder in folders.items():
-        if folder is not None and not Path(folder).is_dir():
+        if folder is None:
+            continue
+        if not isinstance(folder, str | os.PathLike):
+            raise ValueError(f"Fleet.{name}={folder!r}: must be a path")
+        if not Path(folder).is_dir():
             raise ValueError(f"Fleet.{name}={str(folder)!r}: is no folder; make it first")
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"Fleet.{name}={str(folder)!r}: cannot be written to ({error.strerror}); give another"
+            ) from None
 
 
-def _make_weights_folder(parent: Path | None) -> Path:
+def _make_weights_folder(parent: str | Path | None) -> Path:
     """A new folder in `parent`, by default the temporary one. Those there that a kill has left behind are removed."""
     parent = Path(parent or tempfile.gettempdir()).resolve()
     # A process id means something within its namespace only; with the start time it does not come again.

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -270,6 +271,20 @@ def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list
         ({"log_folder": Path("/nowhere")}, r"Fleet.log_folder='/nowhere': is no folder"),
         ({"weights_folder": Path("/nowhere")}, r"Fleet.weights_folder='/nowhere': is no folder"),
         ({"device": "abacus"}, r"Fleet.device='abacus'"),
+        ({"patience_s": True}, r"Fleet.patience_s=True: must be"),
+        ({"timeout_s": "60"}, r"Fleet.timeout_s='60': must be"),
+        ({"min_step_s": None}, r"Fleet.min_step_s=None: must be"),
+        ({"log_folder": 5}, r"Fleet.log_folder=5: must be a path"),
+        ({"weights_folder": Path("/proc")}, r"Fleet.weights_folder='/proc': cannot be written to"),
+        ({"model": 5}, r"model=5: give the path"),
+        ({"device": "meta"}, r"Fleet.device='meta': the engine runs on 'cpu' and 'cuda'; give one of them"),
+        ({"schedule_policy": OnDemand}, r"schedule_policy=<class .*OnDemand'>: give an object with the method `next`"),
+        ({"attention": "triton"}, r"EngineConfig.attention='triton': computes in float32, so dtype='float64'"),
+        ({"attention": "flash_attn", "dtype": "bfloat16"}, r"EngineConfig.attention='flash_attn': takes blocks of"),
+        (
+            {"kv_disk_bytes": 2**20, "kv_disk_folder": "/nowhere"},
+            r"EngineConfig.kv_disk_folder='/nowhere': cannot be written to \(No such file",
+        ),
     ],
 )
 def test_bad_arguments_leave_nothing(
@@ -278,9 +293,17 @@ def test_bad_arguments_leave_nothing(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = (threading.enumerate(), os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=message):
-        Fleet(qwen3, **{"num_replicas": 1, **OPTIONS, **arguments})
+        Fleet(**{"model": qwen3, "num_replicas": 1, **OPTIONS, **arguments})
     assert list(tmp_path.iterdir()) == []
     assert (threading.enumerate(), os.listdir("/proc/self/fd")) == before
+
+
+def test_a_broken_tokenizer_is_told_by_the_parent(qwen3: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(qwen3, model)
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="its tokenizer cannot be read"):
+        Fleet(model, num_replicas=1, **OPTIONS)
 
 
 def parent_of(pid: int) -> int:
@@ -293,7 +316,7 @@ def test_a_launch_that_fails_leaves_nothing(qwen3: str, tmp_path: Path) -> None:
     (logs / "replica-1.log").mkdir(parents=True)
     before = threading.enumerate()
     with pytest.raises(IsADirectoryError):
-        Fleet(qwen3, num_replicas=2, weights_folder=weights, log_folder=logs, **OPTIONS)
+        Fleet(qwen3, num_replicas=2, weights_folder=weights, log_folder=str(logs), **OPTIONS)
     assert (logs / "replica-0.log").exists(), "the first was to be launched"
     assert list(weights.iterdir()) == []
     assert threading.enumerate() == before

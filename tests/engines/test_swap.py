@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -192,17 +191,6 @@ def test_a_disk_that_goes_away_in_the_middle(qwen3: str, plain: dict[SequenceId,
     assert moves.num_swapped_in < moves.num_swapped_out < llm.replica.scheduler.num_preemptions
 
 
-def test_a_disk_that_was_never_there(qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="cannot write 512 bytes in .*missing"):
-        llm = make_llm(qwen3, tmp_path / "missing", **TIERS["disk"])
-    rollout = begun(llm.replica, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it was told
-        rollout.finish(llm.replica)
-    rollout.check(plain)
-    assert llm.replica.kv_moves.num_swapped_out == 0 < llm.replica.scheduler.num_preemptions
-
-
 def test_a_pass_that_fails_leaves_no_wrong_kv(
     qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,8 +327,6 @@ def test_new_weights_take_no_kv_that_was_swapped_out(qwen3: str, tmp_path: Path,
 def test_a_deterministic_run_depends_on_nothing_measured() -> None:
     assert RolloutConfig().engine_config(0).preemption == "auto"
     assert RolloutConfig().engine_config(0, deterministic=True).preemption == "recompute"
-    tiers = RolloutConfig(kv_host_mib=3, kv_disk_mib=5, kv_disk_folder=Path("/kv")).engine_config(0)
-    assert (tiers.kv_host_bytes, tiers.kv_disk_bytes, tiers.kv_disk_folder) == (3 * 2**20, 5 * 2**20, "/kv")
 
 
 # -- shards

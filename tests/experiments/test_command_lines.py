@@ -82,6 +82,27 @@ def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: s
     assert message in " ".join(done.stderr.replace("│", " ").split())
 
 
+def test_generate_by_another_engine_is_the_same(model: str) -> None:
+    sampling = ["--n", "3", "--max-tokens", "20", "--dtype", "float64"]
+    engine = [
+        "--attention", "sdpa", "--kernels", "torch", "--block-size", "8", "--no-prefix-caching", "--kv-cache-mib", "1",
+        "--max-num-seqs", "2", "--max-num-batched-tokens", "7", "--prefill-chunk-size", "3", "--preemption", "swap",
+    ]  # fmt: skip
+    plain = start("generate.py", model, "1+2=", "5+6+7=", *sampling)
+    other = start("generate.py", model, "1+2=", "5+6+7=", *sampling, *engine)
+    assert "engine: attention sdpa, kernels torch, float64 on cpu" in other.stderr
+    tokens = [[row["token_ids"] for row in lines(done)[:-1]] for done in (plain, other)]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 6
+
+
+def test_one_error_under_torchrun(model: str) -> None:
+    done = start("generate.py", model, "1+2=", "--attention", "flash_attn", ranks=2)
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert len(told) == 1, done.stderr[-2000:]
+    assert told[0].startswith("error: EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use")
+
+
 def test_bench_rollout_runs_both_sides(model: str) -> None:
     arguments = ["--model", model, "--batch", "6", "--median", "8", "--cap", "30", "--repeats", "1"]
     (result,) = lines(start("bench_rollout.py", *arguments))

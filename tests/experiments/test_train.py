@@ -253,6 +253,10 @@ class TestBadInput:
             (["--reward-limits.timeout-s", "inf"], "RewardConfig.timeout_s=inf"),
             (["--deterministic", "--dispatch", "on-demand"], "dispatch='on-demand': depends on timing"),
             (["--deterministic", "--rollout.preemption", "swap"], "rollout.preemption='swap': depends on how much"),
+            (["--deterministic", "--rollout.kv-cache-mib", "auto"], "rollout.kv_cache_mib='auto': depends on how much"),
+            (["--rollout.kv-cache-mib", "0"], "EngineConfig.kv_cache_bytes=0: must be"),
+            (["--rollout.batch-invariant", "--rollout.kernels", "torch"], "EngineConfig.batch_invariant=True: needs"),
+            (["--rollout.seed", "1"], "rollout.seed"),
             (["--resume"], "name the run"),
             (["--zero-stage", "4"], "zero-stage"),
             (["--no-such-option", "1"], "no-such-option"),
@@ -272,6 +276,11 @@ class TestBadInput:
 
     def test_missing_model(self) -> None:
         assert "error: model='/nowhere': no such folder" in self.refuse("--model", "/nowhere")
+
+    def test_what_the_engine_cannot_have(self, tmp_path: Path) -> None:
+        errors = self.refuse("--rollout.attention", "flash_attn", "--runs", str(tmp_path))
+        assert "error: EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use" in errors
+        assert not list(tmp_path.iterdir()), "no model was warm-started"
 
     def test_unreadable_data_line(self, model: Path, tmp_path: Path) -> None:
         data = tmp_path / "data.jsonl"
@@ -295,6 +304,6 @@ class TestBadInput:
             capture_output=True, text=True, timeout=120, env=environment(),
         )  # fmt: skip
         assert done.returncode != 0 and time.monotonic() - start < 60
-        told = [line for line in done.stderr.splitlines() if line.startswith("error")]
+        told = [line for line in done.stderr.splitlines() if "EngineConfig.max_num_seqs=0: must be" in line]
         assert len(told) == 1, done.stderr[-2000:]
         assert not (runs / "long").exists()

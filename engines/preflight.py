@@ -1,0 +1,68 @@
+"""What can be known to be wrong before memory is taken or a process started: a ValueError, by field, value and fix."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from pathlib import Path
+
+import torch
+
+from engines.attention.choose import choose_backend
+from engines.config import EngineConfig, ModelConfig, longest_sequence
+from engines.kvcache.disk import disk_folder
+from engines.native.library import choose_library
+
+
+def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Raises ValueError where an engine on `device` could not have the length, disk, kernels or attention asked for.
+
+    Takes no memory of the device; compiles the kernels where this machine has not yet.
+    """
+    longest_sequence(config, model)
+    _check_disk_folder(config)
+    choose_library(config.kernels, getattr(torch, config.dtype), device)
+    choose_backend(config, model, device)
+
+
+def _check_disk_folder(config: EngineConfig) -> None:
+    """A disk that is only full is no error: KV is then recomputed, and the store tells so."""
+    if config.kv_disk_folder is None:
+        return
+    try:
+        folder = disk_folder(Path(config.kv_disk_folder))
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(
+                f"EngineConfig.kv_disk_folder={config.kv_disk_folder!r}: cannot be written to ({error.strerror}); give "
+                f"a folder that exists and can be"
+            ) from None
+
+
+def usable_device(owner: str, device: str | torch.device | None) -> torch.device:
+    """The device of that name; None is the GPU where there is one. Raises ValueError for one that is not here."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    told = f"{owner}.device={str(device)!r}"
+    if not isinstance(device, str | torch.device):
+        raise ValueError(f"{owner}.device={device!r}: give 'cpu', 'cuda' or 'cuda:<index>'")
+    try:
+        named = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{told}: names no device; give 'cpu', 'cuda' or 'cuda:<index>'") from None
+    if named.type not in ("cpu", "cuda"):
+        raise ValueError(f"{told}: the engine runs on 'cpu' and 'cuda'; give one of them")
+    if named.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{told}: torch sees no GPU here; give 'cpu', or install a driver and torch's build for it")
+    if named.type == "cuda" and named.index is not None and named.index >= torch.cuda.device_count():
+        raise ValueError(f"{told}: there are {torch.cuda.device_count()} GPUs here, counted from 0")
+    return named
+
+
+def check_policy(name: str, policy: object, method: str) -> None:
+    """Raises ValueError for one that does not have the method, as a class in place of an object has not."""
+    if isinstance(policy, type) or not callable(getattr(policy, method, None)):
+        raise ValueError(f"{name}={policy!r}: give an object with the method `{method}`")

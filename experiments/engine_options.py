@@ -1,0 +1,67 @@
+"""The engine's options on a command line: `EngineConfig`, each option with its own words; sizes are in MiB there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from engines.config import EngineConfig
+from engines.sequence import is_int64
+
+MIB = 2**20
+
+
+def _bytes_in_mib(value: Any) -> Any:
+    if not isinstance(value, int):
+        return value
+    return value / MIB if value % MIB else value // MIB
+
+
+def _mib(name: str, word: Literal["auto", "None"] | None = None) -> tuple[PrimitiveConstructorSpec[Any], object]:
+    """An option `name` of whole MiB, or of that word, for a field of bytes."""
+
+    def read(told: list[str]) -> int | str | None:
+        if word is not None and told[0] == word:
+            return None if word == "None" else word
+        try:
+            return int(told[0]) * MIB
+        except ValueError:
+            or_word = "" if word is None else f", or {word}"
+            raise ValueError(f"{told[0]!r}: give a whole number of MiB{or_word}") from None
+
+    spec: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="MIB" if word is None else f"{{{word}}}|MIB",
+        instance_from_str=read,
+        is_instance=lambda value: value is None or isinstance(value, int | str),
+        str_from_instance=lambda value: [str(_bytes_in_mib(value))],
+    )
+    return spec, tyro.conf.arg(name=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(EngineConfig):
+    """How a rank's engine runs."""
+
+    kv_cache_bytes: Annotated[int | Literal["auto"], *_mib("kv-cache-mib", "auto")] = EngineConfig.kv_cache_bytes
+    kv_host_bytes: Annotated[int | None, *_mib("kv-host-mib", "None")] = EngineConfig.kv_host_bytes
+    kv_disk_bytes: Annotated[int, *_mib("kv-disk-mib")] = EngineConfig.kv_disk_bytes
+    seed: tyro.conf.Suppress[int] = EngineConfig.seed  # each command has one of its own
+
+    def __post_init__(self) -> None:
+        tokens = self.max_num_batched_tokens
+        if tokens == EngineConfig.max_num_batched_tokens and is_int64(self.max_num_seqs):
+            # Every running sequence must be able to decode; a budget that was given is not changed.
+            object.__setattr__(self, "max_num_batched_tokens", max(tokens, self.max_num_seqs))
+        super().__post_init__()
+
+    def as_given(self) -> dict[str, Any]:
+        """The options by their names on the command line, and in its units."""
+        options = asdict(self)
+        del options["seed"]
+        for name in ("kv_cache", "kv_host", "kv_disk"):
+            options[f"{name}_mib"] = _bytes_in_mib(options.pop(f"{name}_bytes"))
+        return options

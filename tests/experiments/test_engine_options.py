@@ -1,0 +1,131 @@
+"""Every option of the engine is a command line's, too, by one definition; and a resumed run keeps to it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from engines.config import EngineConfig
+from experiments.config import RolloutConfig, parse
+from experiments.generate import GenerateConfig
+from experiments.train import _as_json, _check_same_run
+
+GIVEN: dict[str, tuple[list[str], Any]] = {
+    "dtype": (["dtype", "bfloat16"], "bfloat16"),
+    "block_size": (["block-size", "32"], 32),
+    "kv_cache_bytes": (["kv-cache-mib", "auto"], "auto"),
+    "memory_utilization": (["memory-utilization", "0.25"], 0.25),
+    "max_num_seqs": (["max-num-seqs", "7"], 7),
+    "max_num_batched_tokens": (["max-num-batched-tokens", "70"], 70),
+    "prefill_chunk_size": (["prefill-chunk-size", "5"], 5),
+    "max_model_len": (["max-model-len", "99"], 99),
+    "kernels": (["kernels", "native"], "native"),
+    "attention": (["attention", "native"], "native"),
+    "preemption": (["preemption", "swap"], "swap"),
+    "kv_host_bytes": (["kv-host-mib", "3"], 3 * 2**20),
+    "kv_disk_bytes": (["kv-disk-mib", "5"], 5 * 2**20),
+    "kv_disk_folder": (["kv-disk-folder", "/kv"], "/kv"),
+}
+"""A value that is not the default, and how it is given."""
+SWITCHES = {name: value for name, value in asdict(EngineConfig()).items() if isinstance(value, bool)}
+for switch, is_on in SWITCHES.items():
+    GIVEN[switch] = ([("no-" if is_on else "") + switch.replace("_", "-")], not is_on)
+
+
+def arguments(prefix: str) -> list[str]:
+    return [word for (name, *value), _ in GIVEN.values() for word in (f"--{prefix}{name}", *value)]
+
+
+def test_each_is_reachable() -> None:
+    expected = {name: value for name, (_, value) in GIVEN.items()}
+    assert set(expected) == {field.name for field in fields(EngineConfig)} - {"seed"}
+    assert all(value != getattr(EngineConfig(), name) for name, value in expected.items())
+    trained = parse([*arguments("rollout."), "--seed", "3"])
+    assert asdict(trained.rollout.engine_config(trained.seed)) == {**expected, "seed": 3}
+    assert trained.trainer.dtype == "float32", "another option"
+    generated = tyro.cli(GenerateConfig, args=["model", *arguments("")])
+    assert asdict(generated.engine) == {**expected, "seed": 0}
+
+
+def test_each_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        tyro.cli(GenerateConfig, args=["--help"])
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(EngineConfig))).body
+    assert isinstance(definition, ast.ClassDef)
+    explained = {}
+    for field, text in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            explained[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    del explained["seed"]
+    assert set(explained) == set(GIVEN)
+    for name, ((option, *_), _) in GIVEN.items():
+        assert f"--{option}" in told and explained[name] in told
+
+
+def test_defaults_are_the_engines() -> None:
+    assert asdict(tyro.cli(GenerateConfig, args=["model"]).engine) == asdict(EngineConfig())
+    assert asdict(parse([]).rollout.engine) == asdict(EngineConfig(kv_cache_bytes=256 * 2**20))
+    assert RolloutConfig().engine_config(0, deterministic=True).preemption == "recompute"
+
+
+def test_many_sequences_raise_the_budget_unless_one_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["--rollout.max-num-seqs", "5000"]).rollout.engine.max_num_batched_tokens == 5000
+    with pytest.raises(SystemExit):
+        parse(["--rollout.max-num-seqs", "5000", "--rollout.max-num-batched-tokens", "4999"])
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "EngineConfig.max_num_batched_tokens=4999: must be at least max_num_seqs=5000" in told
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("kv-disk-mib", "1.5", "'1.5': give a whole number of MiB"),
+        ("kv-disk-mib", "None", "'None': give a whole number of MiB"),
+        ("kv-host-mib", "much", "'much': give a whole number of MiB, or None"),
+        ("kv-cache-mib", "None", "'None': give a whole number of MiB, or auto"),
+        ("kv-disk-mib", "-1", "EngineConfig.kv_disk_bytes=-1048576: must be an integer of at least 0"),
+    ],
+)
+def test_sizes_that_are_none(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([f"--rollout.{option}", value])
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_resumed_run_keeps_to_them(tmp_path: Path) -> None:
+    same = ["--runs", str(tmp_path), "--name", "a", "--rollout.block-size", "32"]
+    (tmp_path / "a").mkdir()
+    written = _as_json(parse(same))
+    (tmp_path / "a/config.json").write_text(json.dumps(written))
+    assert written["rollout"]["block_size"] == 32 and written["rollout"]["kv_cache_mib"] == 256
+    assert not {"seed", "engine"} & {*written["rollout"]}
+    _check_same_run(parse([*same, "--resume"]))
+    with pytest.raises(ValueError, match=r"resume: rollout\.attention=sdpa now, auto in .*config.json; go on with"):
+        _check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
+
+
+def test_a_run_of_before_an_option_goes_on(tmp_path: Path) -> None:
+    """Its folder does not name it: the default held."""
+    same = ["--runs", str(tmp_path), "--name", "a", "--algo", "dapo", "--rollout.kv-cache-mib", "8"]
+    (tmp_path / "a").mkdir()
+    written = _as_json(parse(same))
+    for name in ("attention", "block_size", "memory_utilization"):
+        del written["rollout"][name]
+    del written["rank_timeout_s"], written["trainer"]["zero_stage"]
+    (tmp_path / "a/config.json").write_text(json.dumps(written))
+    _check_same_run(parse([*same, "--resume"]))
+    with pytest.raises(ValueError, match=r"resume: rollout\.attention=sdpa now, auto in .*config.json; go on with"):
+        _check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
+    with pytest.raises(ValueError, match=r"resume: rollout\.kv_cache_mib=9 now, 8 in .*config.json; go on with"):
+        _check_same_run(parse([*same, "--resume", "--rollout.kv-cache-mib", "9"]))
