@@ -51,7 +51,7 @@ def compiled(dtype: torch.dtype) -> Draw:
     library = choose_library("auto", dtype, torch.device("cpu"))
     if library is None:
         pytest.skip("no C++ compiler here")
-    return partial(draw_natively, draw)
+    return partial(draw_natively, library)
 
 
 def huggingface(logits: torch.Tensor, setting: dict[str, float]) -> torch.Tensor:
