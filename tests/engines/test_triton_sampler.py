@@ -107,10 +107,18 @@ def test_ties_go_to_the_lowest_id() -> None:
         assert drawn.tokens.tolist() == [6, PART + 2, PART - 1, 0]
 
 
+def test_scores_that_float64_rounds_into_ties() -> None:
+    """Where logits are so large that the steps of float64 are near those of the noise."""
+    logits, batch = torch.full((60, PART), 1e15, device=DEVICE), batch_of([1.0] * 60)
+    most = gumbel(batch.keys, batch.positions, PART).argmax(-1)
+    drawn = sample(logits, batch, draw_in_triton)
+    assert torch.equal(drawn.tokens, sample(logits, batch).tokens) and not torch.equal(drawn.tokens, most)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_logits_show_in_the_log_prob(temperature: float) -> None:
-    for vocab, token in ((131, 0), (PART + 9, 8), (PART + 9, PART + 8)):
+    for vocab, token in ((131, 0), (PART, 7), (PART + 9, 8), (PART + 9, PART + 8)):
         logits = normal(6, vocab)
         logits[1] = torch.nan
         logits[2, token] = torch.nan
