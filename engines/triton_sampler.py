@@ -6,7 +6,8 @@ kernels are compiled for the vocabulary alone, never for number, stride or place
 sum is the same for a row in any batch.
 
 Float64 logarithms are slow on most GPUs, and noise takes two. So each token's noise is bounded in float32 first, and
-computed one token after the other, the highest bound first, while a bound reaches the best score: 1.0 to 1.2 times a part.
+computed one token after the other, the highest bound first, while a bound reaches the best score: 1.0 to 1.2 times a
+part.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -219,7 +218,9 @@ for capability, dtype in itertools.product((80, 90), ("bf16", "fp32")):
 
 
 def test_compiles_without_a_gpu(tmp_path: Path) -> None:
+    """As `test_triton.test_compiles_without_a_gpu`."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command: list[Any] = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
