@@ -15,7 +15,7 @@ from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, to_host, tokens_digest
 from engines.models.decoder import Decoder
 from engines.parallel.sharding import kv_heads
-from engines.sampler import sample
+from engines.sampler import make_draw, sample
 from engines.scheduler import Scheduled, Sequence
 from engines.sequence import KVPart
 from engines.slot_table import SlotTable
@@ -57,6 +57,7 @@ class ModelRunner:
         self, decoder: Decoder, kv: PagedKVCache, blocks: BlockManager, config: EngineConfig, max_model_len: int
     ) -> None:
         self._decoder = decoder
+        self._draw_tokens = make_draw(decoder.kernels, decoder.library)
         self._kv = kv
         self._blocks = blocks
         self._slots = SlotTable(config.max_num_seqs, blocks.blocks_for(max_model_len))
@@ -172,7 +173,7 @@ class ModelRunner:
 
     def _draw(self, logits: Tensor, what: _Pass) -> Drawn:
         batch = self._slots.sampling_batch(what.slots, what.positions)
-        return self._readback.begin(sample(logits, batch, self._decoder.library))
+        return self._readback.begin(sample(logits, batch, self._draw_tokens))
 
     def _read(self, drawn: Drawn, rows: list[int]) -> list[tuple[int, float]]:
         """Tokens and log-probs of these rows. Waits for the device only if there are any."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +20,10 @@ GUMBEL_MAX = 22.9
 # Below this vocabulary, drawing all noise costs less than finding who can still win.
 _DENSE_VOCAB = 4096
 _NUM_LEADERS = 8
-# Elements of float32 that torch's softmax loads at once on a GPU: a row that begins within is summed in another order.
-_VECTOR = 4
+
+Draw = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(logits [N, V], keys, positions, temperatures [N]) to tokens and log-probs as in `Sampled`: what `sample` gives of
+logits that are to be scaled and nothing else. Rows of logits may lie apart; a temperature of 0 is greedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,61 +148,64 @@ def _masses(logits: Tensor, highest: Tensor) -> Tensor:
     return (logits.double() - highest.double()).exp_().mul_(scale).round_().long()
 
 
-def _chosen_logprobs(processed: Tensor, tokens: Tensor) -> Tensor:
-    """log_softmax(processed) [N, V] at tokens [N], by exact sums. Not finite where a logit is NaN or infinite."""
-    highest = processed.amax(dim=-1, keepdim=True)
-    total = _masses(processed, highest).sum(dim=-1).double()
-    total *= 2.0 ** ((processed.shape[-1] - 1).bit_length() - 62)
-    chosen = processed.gather(1, tokens[:, None]).double() - highest.double()
-    return (chosen.squeeze(1) - total.log_()).to(processed.dtype)
+def make_draw(kernels: str, library: Library | None) -> Draw | None:
+    """What draws beside those kernels, as `choose_kernels` names them; None for torch."""
+    if kernels == "triton":
+        from engines.triton_sampler import draw_in_triton
+
+        return draw_in_triton
+    return None if library is None else partial(draw_natively, library)
 
 
-def sample(logits: Tensor, batch: SamplingBatch, library: Library | None = None) -> Sampled:
+def sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None = None) -> Sampled:
     """Draws one token per row: argmax(processed logits + Gumbel noise), ties to the lowest id.
 
-    logits: [N, V] in any floating dtype. A row's result has the same bits whatever the others are, and is computed with
-    memory for some rows at a time. With a `library` the draw is compiled, and gives the same tokens.
+    logits: [N, V] in any floating dtype. A row's result has the same bits whatever the others are, but for log-probs of
+    torch on CUDA, whose last bits may go by where the row lies; it is computed with memory for some rows at a time. A
+    compiled `draw` gives the same tokens.
     """
     step = rows_sampled_at_once(logits.shape[-1], logits.device.type)
-    if len(logits) <= step or (library is not None and not batch.is_processed):
-        return _sample(logits, batch, library)
+    if len(logits) <= step or (draw is not None and not batch.is_processed):
+        return _sample(logits, batch, draw)
     parts = [slice(start, start + step) for start in range(0, len(logits), step)]
-    tokens, logprobs = zip(*(_sample(logits[part], batch.rows(part), library) for part in parts), strict=True)
+    tokens, logprobs = zip(*(_sample(logits[part], batch.rows(part), draw) for part in parts), strict=True)
     return Sampled(tokens=torch.cat(tokens), logprobs=torch.cat(logprobs))
 
 
-def _sample(logits: Tensor, batch: SamplingBatch, library: Library | None) -> Sampled:
-    if library is not None:
-        return _sample_native(logits, batch, library)
+def _sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None) -> Sampled:
+    if draw is not None:
+        temperatures = batch.temperatures
+        if batch.is_processed:
+            logits = process_logits(logits, batch)
+            temperatures = temperatures.clamp(max=1).ceil_()  # scaled by now; 0 is still greedy
+        return Sampled(*draw(logits, batch.keys, batch.positions, temperatures))
     processed = process_logits(logits, batch)
     if not batch.any_random:
         tokens = processed.argmax(dim=-1)
     else:
         # Elsewhere all noise costs less than asking the device who can still win.
         is_dense = processed.shape[-1] <= _DENSE_VOCAB or processed.device.type != "cpu"
-        draw = _draw_dense if is_dense else _draw_sparse
-        tokens = draw(processed, batch.keys, batch.positions)
+        find = _draw_dense if is_dense else _draw_sparse
+        tokens = find(processed, batch.keys, batch.positions)
         if batch.any_greedy:
             tokens = torch.where(batch.temperatures == 0, processed.argmax(dim=-1), tokens)
-    if processed.device.type != "cpu" and processed.dtype is torch.float32 and processed.shape[-1] % _VECTOR:
-        return Sampled(tokens=tokens, logprobs=_chosen_logprobs(processed, tokens))
     # Not logsumexp: torch sums a single row in parts, one per thread.
     return Sampled(tokens=tokens, logprobs=processed.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1))
 
 
-def _sample_native(logits: Tensor, batch: SamplingBatch, library: Library) -> Sampled:
-    draw, temperatures = library.sample, batch.temperatures
-    if batch.is_processed:
-        logits, draw = process_logits(logits, batch), library.sample_wide
-        temperatures = temperatures.clamp(max=1).ceil_()  # scaled by now; 0 is still greedy
+def draw_natively(
+    library: Library, logits: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A `Draw`, of the library's dtype or of logits that have been processed."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     logprobs = torch.empty(len(logits), dtype=dtype)
+    draw = library.sample_wide if logits.dtype is dtype else library.sample
     draw(
-        *(logits.data_ptr(), logits.stride(0), address(batch.keys), address(batch.positions)),
+        *(logits.data_ptr(), logits.stride(0), address(keys), address(positions)),
         *(address(temperatures), address(tokens), address(logprobs), *logits.shape),
     )
-    return Sampled(tokens=tokens, logprobs=logprobs)
+    return tokens, logprobs
 
 
 def _draw_dense(processed: Tensor, keys: Tensor, positions: Tensor) -> Tensor:

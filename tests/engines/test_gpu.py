@@ -1,15 +1,17 @@
-"""The engine on CUDA: the CPU's tokens in float64, transformers' logits, low precision, memory, graphs, same bits."""
+"""The engine on CUDA: the CPU's tokens in float64, transformers' logits, low precision, memory, graphs, draw, bits."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engines import LLM, SamplingParams
 from engines.attention import sdpa
+from engines.sampler import make_draw, make_sampling_batch, process_logits, sample
 from experiments.random_model import save_random_model
 from research.workloads.shapes import SHAPES
 from tests.checkpoints import FAMILIES, save_checkpoint
@@ -83,6 +85,26 @@ def test_graphs_replay_the_same_tokens(
     llm.update_weights(weights.items(), version=1)
     same_tokens()
     del moved
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+def test_the_draw_of_a_large_vocabulary(dtype: torch.dtype, scale: float) -> None:
+    rows, vocab = 64, 151_936
+    logits = (scale * torch.randn(rows, vocab, device="cuda")).to(dtype)
+    temperatures, rng = np.resize([1.0, 0.6, 0.0, 5.0], rows), np.random.default_rng(0)
+    off = {"top_k": np.full(rows, -1), "top_p": np.ones(rows), "min_p": np.zeros(rows)}
+    keys, positions = rng.integers(-(2**62), 2**62, rows), rng.integers(0, 10**5, rows)
+    named = {"keys": keys, "positions": positions, "temperature": temperatures, **off}
+    batch = make_sampling_batch(**named, device=torch.device("cuda"))
+    draw = make_draw("triton", None)
+    drawn, torch_s = sample(logits, batch, draw), sample(logits, batch)
+    assert torch.equal(drawn.tokens, torch_s.tokens)
+    exact = process_logits(logits, batch).double().log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
+    torch.testing.assert_close(drawn.logprobs.double(), exact, rtol=1e-6, atol=2e-6)
+    for row in (0, 1, 2, 63):
+        alone = sample(logits[row : row + 1], batch.rows(slice(row, row + 1)), draw)
+        assert torch.equal(alone.logprobs, drawn.logprobs[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ from transformers import (
 
 from engines import sampler
 from engines.memory import rows_sampled_at_once
-from engines.native.library import Library, choose_library
-from engines.sampler import SamplingBatch, make_sampling_batch, process_logits, sample
+from engines.native.library import choose_library
+from engines.sampler import Draw, SamplingBatch, draw_natively, make_sampling_batch, process_logits, sample
 
 SETTINGS = [
     {},
@@ -46,11 +47,11 @@ def columns(rows: int, start: int = 0, **setting: float) -> SamplingBatch:
     )
 
 
-def compiled(dtype: torch.dtype) -> Library:
+def compiled(dtype: torch.dtype) -> Draw:
     library = choose_library("auto", dtype, torch.device("cpu"))
     if library is None:
         pytest.skip("no C++ compiler here")
-    return library
+    return partial(draw_natively, library)
 
 
 def huggingface(logits: torch.Tensor, setting: dict[str, float]) -> torch.Tensor:
@@ -97,11 +98,11 @@ def test_draws_follow_the_exact_distribution(
 ) -> None:
     if way == "sparse":
         monkeypatch.setattr(sampler, "_DENSE_VOCAB", 0)
-    library = compiled(torch.float32) if way == "compiled" else None
+    draw = compiled(torch.float32) if way == "compiled" else None
     rows = 100_000
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3)) * 2
     exact = huggingface(logits, setting).softmax(-1)[0].double().numpy()
-    drawn = sample(logits.expand(rows, -1), columns(rows, **setting), library)
+    drawn = sample(logits.expand(rows, -1), columns(rows, **setting), draw)
     counts = np.bincount(drawn.tokens.numpy(), minlength=40)
     assert not counts[exact == 0].any(), "an excluded token was drawn"
     expected = exact * rows
@@ -129,21 +130,21 @@ def test_leaving_out_hopeless_candidates_changes_no_token(scale: float) -> None:
 @pytest.mark.parametrize("vocab", [1, 2, 17, 131, 5000, 8192, 8193, 30000])
 @pytest.mark.parametrize("scale", [0.01, 3.0, 30.0])
 def test_the_compiled_draw_gives_the_same_tokens(dtype: torch.dtype, vocab: int, scale: float) -> None:
-    library, rows = compiled(dtype), 60
+    draw, rows = compiled(dtype), 60
     logits = (torch.randn(rows, vocab + 3, generator=torch.Generator().manual_seed(8)) * scale).to(dtype)[:, :vocab]
     for setting in ({}, {"temperature": 0.7}, {"top_k": 20, "min_p": 0.01}, {"top_p": 0.9, "temperature": 2.0}):
         batch = replace(columns(rows, **setting), any_greedy=True)
         batch.temperatures[::7] = 0
-        theirs, mine = sample(logits, batch), sample(logits, batch, library)
+        theirs, mine = sample(logits, batch), sample(logits, batch, draw)
         assert torch.equal(mine.tokens, theirs.tokens)
         assert mine.logprobs.dtype == theirs.logprobs.dtype
         tolerance = 1e-12 if dtype is torch.float64 else 2e-5
         torch.testing.assert_close(mine.logprobs, theirs.logprobs, rtol=tolerance, atol=tolerance)
-        alone = [sample(logits[i : i + 1], batch.rows(slice(i, i + 1)), library) for i in range(rows)]
+        alone = [sample(logits[i : i + 1], batch.rows(slice(i, i + 1)), draw) for i in range(rows)]
         assert torch.equal(mine.logprobs, torch.cat([one.logprobs for one in alone]))
     ties = torch.zeros(2, vocab, dtype=dtype)
     ties[:, vocab // 2 :] = 5.0
-    assert sample(ties, columns(2, temperature=0.0), library).tokens.tolist() == [vocab // 2] * 2
+    assert sample(ties, columns(2, temperature=0.0), draw).tokens.tolist() == [vocab // 2] * 2
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -151,8 +152,8 @@ def test_the_compiled_draw_gives_the_same_tokens(dtype: torch.dtype, vocab: int,
 def test_extreme_temperatures_keep_to_the_vocabulary(temperature: float, is_compiled: bool) -> None:
     """Large logits swallow the noise's bound in float32: the leaders must stay candidates."""
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(7)) * 5 + 10
-    library = compiled(torch.float32) if is_compiled else None
-    drawn = sample(logits * 100, columns(64, temperature=temperature), library)
+    draw = compiled(torch.float32) if is_compiled else None
+    drawn = sample(logits * 100, columns(64, temperature=temperature), draw)
     assert int(drawn.tokens.min()) >= 0 and int(drawn.tokens.max()) < 5000
     assert drawn.logprobs.isfinite().all()
     if temperature < 1:
@@ -211,10 +212,10 @@ def mixed(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def draw_rows(
-    logits: torch.Tensor, columns: dict[str, np.ndarray], rows: list[int], library: Library | None
+    logits: torch.Tensor, columns: dict[str, np.ndarray], rows: list[int], draw: Draw | None
 ) -> sampler.Sampled:
     picked = {name: column[rows] for name, column in columns.items()}
-    return sample(logits[rows], make_sampling_batch(**picked, device=torch.device("cpu")), library)
+    return sample(logits[rows], make_sampling_batch(**picked, device=torch.device("cpu")), draw)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -223,10 +224,10 @@ def draw_rows(
 def test_a_row_has_the_same_bits_in_any_batch_and_piece_and_with_any_threads(
     dtype: torch.dtype, rows: int, vocab: int, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = compiled(dtype) if is_compiled else None
+    draw = compiled(dtype) if is_compiled else None
     logits = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(8)).to(dtype)
     columns = mixed(rows)
-    whole = draw_rows(logits, columns, list(range(rows)), library)
+    whole = draw_rows(logits, columns, list(range(rows)), draw)
     rng, before = np.random.default_rng(1), torch.get_num_threads()
     try:
         for count in (1, 1, 1, 2, 3, 5, rows // 2, rows):
@@ -234,7 +235,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_piece_and_with_any_threads(
             step = int(rng.integers(1, 5))
             monkeypatch.setattr(sampler, "rows_sampled_at_once", lambda vocab, device, step=step: step)
             picked = rng.permutation(rows)[:count].tolist()
-            mine = draw_rows(logits, columns, picked, library)
+            mine = draw_rows(logits, columns, picked, draw)
             assert torch.equal(mine.tokens, whole.tokens[picked])
             assert torch.equal(mine.logprobs.view(torch.uint8), whole.logprobs[picked].view(torch.uint8))
     finally:

@@ -17,7 +17,7 @@ from engines import LLM
 from engines.attention.choose import Setting, choose_attention
 from engines.batch import ForwardBatch
 from engines.models.operations import TorchOperations
-from engines.sampler import _chosen_logprobs, process_logits
+from engines.sampler import process_logits
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_batch_invariant import alone, beside_others, finish, fresh, make_states
 from tests.engines.test_sampler import columns
@@ -190,22 +190,6 @@ def test_parts_that_take_too_much_memory_are_one_program_s() -> None:
         )
         num_parts.append(attention.plan(batch, 16).launches[0].num_parts)
     assert num_parts == [256, 256, 1]
-
-
-@pytest.mark.parametrize("vocab", [1, 131, 5003])
-def test_log_probs_by_sums_that_have_no_order(vocab: int) -> None:
-    logits = 5 * normal(40, vocab, dtype=torch.float32, seed=0)
-    logits[:, 1::3] = -torch.inf
-    tokens = logits.argmax(-1)
-    tokens[::2] = 0
-    mine = _chosen_logprobs(logits, tokens)
-    exact = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(mine, exact.float(), rtol=2e-7, atol=1e-7)
-    mixed = torch.randperm(vocab, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    assert torch.equal(_chosen_logprobs(logits[:, mixed], mixed.argsort()[tokens]), mine)
-    for row, bad in enumerate((torch.nan, torch.inf)):
-        logits[row, -1] = bad
-    assert _chosen_logprobs(logits, tokens).isfinite().tolist() == [False] * 2 + [True] * 38
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 1000, 150_000, 2**18])
