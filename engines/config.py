@@ -218,7 +218,7 @@ class EngineConfig:
     kv_disk_bytes: int = 0
     """Most of a disk that a rank fills with KV that finds no room in host memory."""
     kv_disk_folder: str | None = None
-    """Where that disk is: a folder that exists and can be written to."""
+    """Where that disk is: a folder that exists. While it cannot be written to, KV is computed again instead."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
     preempted. For one machine, number of threads and tensor-parallel size: on CPUs with a compiler in any dtype, on

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import tempfile
-from pathlib import Path
+import os
+import stat
 
 import torch
 
-from engines.attention.choose import choose_backend
+from engines.attention.choose import choose_backend, setting_of
 from engines.config import EngineConfig, ModelConfig, longest_sequence
-from engines.kvcache.disk import disk_folder
-from engines.native.library import choose_library
+from engines.models.kernels import choose_kernels
 
 
 def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -21,25 +19,23 @@ def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device)
     """
     longest_sequence(config, model)
     _check_disk_folder(config)
-    choose_library(config.kernels, getattr(torch, config.dtype), device)
-    choose_backend(config, model, device)
+    attention = choose_backend(config, model, device)
+    choose_kernels(config.kernels, setting_of(config, model, device), attention=attention.name)
 
 
 def _check_disk_folder(config: EngineConfig) -> None:
-    """A disk that is only full is no error: KV is then recomputed, and the store tells so."""
+    """One that is there but full, or cannot be written to, is no error: KV is then recomputed, as the store tells."""
     if config.kv_disk_folder is None:
         return
+    why = "it is no folder"
     try:
-        folder = disk_folder(Path(config.kv_disk_folder))
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        if stat.S_ISDIR(os.stat(config.kv_disk_folder).st_mode):
+            return
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise ValueError(
-                f"EngineConfig.kv_disk_folder={config.kv_disk_folder!r}: cannot be written to ({error.strerror}); give "
-                f"a folder that exists and can be"
-            ) from None
+        why = str(error.strerror)
+    raise ValueError(
+        f"EngineConfig.kv_disk_folder={config.kv_disk_folder!r}: cannot be used ({why}); give a folder that exists"
+    )
 
 
 def usable_device(owner: str, device: str | torch.device | None) -> torch.device:

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -98,7 +99,7 @@ def _build() -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 built = Path(work) / "kernels.so"
-                command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+                command = [*shlex.split(compiler), *FLAGS, str(SOURCE), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
                 built.replace(path)  # whole or absent, whoever else compiles it now
         ctypes.CDLL(str(path))

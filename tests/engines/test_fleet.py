@@ -283,7 +283,7 @@ def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list
         ({"attention": "flash_attn", "dtype": "bfloat16"}, r"EngineConfig.attention='flash_attn': takes blocks of"),
         (
             {"kv_disk_bytes": 2**20, "kv_disk_folder": "/nowhere"},
-            r"EngineConfig.kv_disk_folder='/nowhere': cannot be written to \(No such file",
+            r"EngineConfig.kv_disk_folder='/nowhere': cannot be used \(No such file",
         ),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -239,6 +241,14 @@ def test_compiled_once(no_cache: Path) -> None:
     written = built.stat().st_mtime_ns
     assert choose_library("auto", torch.float32, CPU) is not None
     assert [path.stat().st_mtime_ns for path in no_cache.iterdir()] == [written]
+
+
+def test_a_compiler_with_arguments(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `CXX="ccache g++"`."""
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    monkeypatch.setenv("CXX", f"env A=b {compiler}")
+    assert choose_library("native", torch.float32, CPU) is not None
+    assert len(list(no_cache.iterdir())) == 1
 
 
 def test_a_damaged_library_is_compiled_anew(no_cache: Path) -> None:

@@ -51,11 +51,17 @@ def test_odd_arguments(qwen3: str, options: dict[str, Any], message: str) -> Non
         LLM(**{"model": qwen3, "load": False, **options})
 
 
-@pytest.mark.parametrize("folder", ["missing", "a file", "/proc", "x" * 300, "zero\0byte"])
+@pytest.mark.parametrize("folder", ["missing", "a file", "x" * 300, "zero\0byte"])
 def test_a_disk_folder_that_cannot_be_used(qwen3: str, tmp_path: Path, folder: str) -> None:
     (tmp_path / "a file").write_text("")
-    with pytest.raises(ValueError, match=r"EngineConfig.kv_disk_folder=.*: (cannot be written to|must be a path)"):
+    with pytest.raises(ValueError, match=r"EngineConfig.kv_disk_folder=.*: (cannot be used|must be a path)"):
         LLM(qwen3, kv_disk_bytes=2**20, kv_disk_folder=str(tmp_path / folder))
+
+
+def test_a_disk_folder_that_cannot_be_written_to_is_done_without(qwen3: str) -> None:
+    with pytest.warns(UserWarning, match="KV disk tier: cannot write 512 bytes in /proc .* is recomputed"):
+        llm = LLM(qwen3, kv_cache_bytes=2**20, kv_disk_bytes=2**20, kv_disk_folder="/proc")
+    assert llm.generate([[5, 6]])[0].outputs[0].token_ids
 
 
 @pytest.fixture
@@ -72,13 +78,15 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         ({"kernels": "native"}, r"EngineConfig.kernels='native': cannot be had on cpu here .*; use 'auto' or 'torch'"),
         ({"attention": "native"}, r"EngineConfig.attention='native': needs a C\+\+ compiler, see the log; use 'sdpa'"),
+        ({"batch_invariant": True}, r"EngineConfig.batch_invariant=True: attention='native' needs a C\+\+ compiler"),
+        ({"kernels": "triton"}, r"EngineConfig.kernels='triton': computes in float32, so dtype='float64' would lose"),
     ],
 )
 def test_without_a_compiler(qwen3: str, no_compiler: None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LLM(qwen3, **options)
+        LLM(qwen3, dtype="float64", **options)
     with pytest.raises(ValueError, match=message):
-        Fleet(qwen3, num_replicas=1, **options)
+        Fleet(qwen3, num_replicas=1, dtype="float64", **options)
 
 
 @pytest.mark.skipif(why_not_importable("flash_attn") is None, reason="flash-attn is installed here")
@@ -115,5 +123,5 @@ def test_every_rank_of_a_world_is_told(qwen3: str, tmp_path: Path) -> None:
     assert first[:2] == second[:2]
     assert first[0].startswith("ValueError: schedule=<class")
     assert first[1].startswith("ValueError: EngineConfig.attention='flash_attn': takes bfloat16, not")
-    assert second[2].startswith(f"ValueError: EngineConfig.kv_disk_folder='{tmp_path}/missing': cannot be written to")
+    assert second[2].startswith(f"ValueError: EngineConfig.kv_disk_folder='{tmp_path}/missing': cannot be used")
     assert first[2].startswith("RuntimeError: LLM: failed on ranks [1]; on rank 1: ValueError: EngineConfig.kv_disk_")
