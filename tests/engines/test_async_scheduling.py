@@ -104,7 +104,7 @@ def compare(outputs: tuple[StepOutput, StepOutput], replicas: tuple[Replica, Rep
         torch.testing.assert_close(states[0].logprobs, states[1].logprobs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_step_by_step_whatever_comes_between(
     qwen3: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
