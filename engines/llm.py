@@ -315,6 +315,8 @@ class LLM:
             states = self._make_states(token_lists, params, prompt_uids)
             for tokens, one in zip(token_lists, params, strict=True):
                 self.replica.check(tokens, one)
+        if prompt_uids is None:
+            self._next_uid += len(prompts)
         if self._world.size > 1:
             self._check_same_request(states)
         done = journal.find(states, len(self.layout.replicas)) if journal is not None else {}
@@ -365,7 +367,6 @@ class LLM:
     ) -> list[SequenceState]:
         if uids is None:
             uids = range(self._next_uid, self._next_uid + len(token_lists))
-            self._next_uid += len(token_lists)
         wrong = [uid for uid in uids if not is_int64(uid)]
         if wrong:
             raise ValueError(f"prompt_uids: {wrong[0]!r} is not an integer of 64 bits")

@@ -12,7 +12,7 @@ from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.transfer import KVStore
 from engines.parallel.collectives import Communicator, SingleRank
 from engines.runner import ModelRunner
-from engines.scheduler import Scheduler, Sequence
+from engines.scheduler import Scheduled, Scheduler, Sequence
 from engines.sequence import (
     Completion,
     Finished,
@@ -193,40 +193,47 @@ class Replica:
     def step(self) -> StepOutput:
         """One forward pass over the sequences whose turn it is.
 
-        After an error or an interrupt (for one see `ModelRunner.run`) every sequence waits to be recomputed.
+        After an error (see `ModelRunner.run`; one of `hidden_stop`) or an interrupt every sequence is as it was before,
+        and waits to be recomputed.
         """
         moves, preempted = self.kv_moves, self.scheduler.num_preemptions
         swapped_out, swapped_in = moves.num_swapped_out, moves.num_swapped_in
+        lengths: list[int] = []
+        scheduled: list[Scheduled] = []
+        output = StepOutput(num_running=0, num_tokens=0, num_context_tokens=0)
+        ended: list[Sequence] = []
+        leaving: list[Sequence] = []
         try:
             scheduled = self.scheduler.schedule(self._load_kv, self._swap_out)
             # What waits would come into the next pass, not beside it.
             ahead = not self.scheduler.waiting
             drawn = iter(self._runner.run(scheduled, ahead=ahead) if scheduled else [])
+            lengths = [len(item.sequence.state.tokens) for item in scheduled]
+            for sequence, num_tokens in scheduled:
+                sequence.num_computed += num_tokens
+                output.num_tokens += num_tokens
+                output.num_context_tokens += sequence.num_computed
+                if sequence.num_computed == len(sequence.state.tokens):  # as `Scheduled.samples` before the pass
+                    token, logprob = next(drawn)
+                    finished = self._append(sequence, token, logprob)
+                    if finished is not None:
+                        output.finished.append(finished)
+                        ended.append(sequence)
+                    elif len(sequence.state.tokens) >= sequence.release_len:
+                        leaving.append(sequence)
         except BaseException:
+            for item, length in zip(scheduled, lengths, strict=False):
+                item.sequence.state.cut(length)
             self._runner.drop_ahead()
             self.scheduler.preempt_all()
             self.scheduler.blocks.forget()
             raise
-        output = StepOutput(
-            num_running=len(scheduled),
-            num_tokens=0,
-            num_context_tokens=0,
-            num_preempted=self.scheduler.num_preemptions - preempted,
-            num_swapped_out=moves.num_swapped_out - swapped_out,
-            num_swapped_in=moves.num_swapped_in - swapped_in,
-        )
-        leaving = []
-        for sequence, num_tokens in scheduled:
-            sequence.num_computed += num_tokens
-            output.num_tokens += num_tokens
-            output.num_context_tokens += sequence.num_computed
-            if sequence.num_computed == len(sequence.state.tokens):  # as `Scheduled.samples` before the pass
-                token, logprob = next(drawn)
-                finished = self._append(sequence, token, logprob)
-                if finished is not None:
-                    output.finished.append(finished)
-                elif len(sequence.state.tokens) >= sequence.release_len:
-                    leaving.append(sequence)
+        output.num_running = len(scheduled)
+        output.num_preempted = self.scheduler.num_preemptions - preempted
+        output.num_swapped_out = moves.num_swapped_out - swapped_out
+        output.num_swapped_in = moves.num_swapped_in - swapped_in
+        for sequence in ended:
+            self._leave(sequence)
         if leaving:
             output.released = self._release(leaving, self.kv_store)
         return output
@@ -239,7 +246,6 @@ class Replica:
         reason = self._finish_reason(sequence, token)
         if reason is None:
             return None
-        self._leave(sequence)
         return Finished(state=state, completion=self._completion(state, reason))
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:

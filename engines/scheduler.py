@@ -53,8 +53,9 @@ class Scheduler:
     """Running sequences first, then waiting ones while slots, blocks and the token budget last.
 
     A waiting sequence is admitted when the blocks for all its tokens are there or free, plus one for each running
-    sequence to grow into; it shares those whose content is known. When a running one cannot grow, the latest admitted
-    is preempted: its blocks are given up, and what was not stored before is recomputed when it is admitted again.
+    sequence that may yet need another; it shares those whose content is known. When a running one cannot grow, the
+    latest admitted is preempted: its blocks are given up, and what was not stored before is recomputed when it is
+    admitted again.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -129,6 +130,7 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Scheduled], load_kv: Callable[[list[Sequence]], None] | None) -> None:
         bringing = []
+        num_growing = sum(self._may_grow(sequence) for sequence in self.running) if self.waiting else 0
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             if self._config.prefix_caching and any(
@@ -138,7 +140,7 @@ class Scheduler:
             num_tokens = len(sequence.state.tokens)
             shared = self._find_prefix(sequence)
             num_taken = self.blocks.blocks_for(num_tokens) - len(shared) + self.blocks.num_free_of(shared)
-            if num_taken + len(self.running) > self.blocks.num_free_blocks:
+            if num_taken + num_growing > self.blocks.num_free_blocks:
                 break
             self.waiting.popleft()
             self.blocks.share(sequence, shared)
@@ -147,6 +149,7 @@ class Scheduler:
             self.num_shared_tokens += sequence.num_computed
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
+            num_growing += self._may_grow(sequence)
             if load_kv is not None and sequence.kv is not None:
                 bringing.append(sequence)
             else:
@@ -155,6 +158,10 @@ class Scheduler:
             load_kv(bringing)
         for sequence in bringing:
             budget -= self._chunk(sequence, budget, chunks)
+
+    def _may_grow(self, sequence: Sequence) -> bool:
+        """Whether its blocks do not yet hold all the tokens that are computed here: all but the last."""
+        return self.blocks.blocks_for(sequence.release_len - 1) > len(self.blocks.table(sequence))
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the KV of the sequence's first tokens; its last token is always left to be computed."""

@@ -127,6 +127,12 @@ class SequenceState:
     def sequence_id(self) -> SequenceId:
         return (self.key.policy_step, self.key.prompt_uid, self.key.sample_index)
 
+    def cut(self, length: int) -> None:
+        """Takes back generated tokens beyond so many tokens, prompt included."""
+        del self.tokens[length:]
+        del self.logprobs[length - self.num_prompt_tokens :]
+        del self.versions[length - self.num_prompt_tokens :]
+
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
 

@@ -54,7 +54,7 @@ class EngineOptions(EngineConfig):
     def __post_init__(self) -> None:
         tokens = self.max_num_batched_tokens
         if tokens == EngineConfig.max_num_batched_tokens and is_int64(self.max_num_seqs):
-            # Every running sequence must be able to decode; a budget that was given is not changed.
+            # Every running sequence must be able to decode; another budget than the default is not changed.
             object.__setattr__(self, "max_num_batched_tokens", max(tokens, self.max_num_seqs))
         super().__post_init__()
 

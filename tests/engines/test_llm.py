@@ -15,6 +15,7 @@ from engines import LLM, SamplingParams
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import nested_layout
+from engines.sequence import SequenceKey, SequenceState, Work
 from engines.weights import checksum
 from tests.checkpoints import EOS, save_checkpoint, save_text_checkpoint
 
@@ -364,3 +365,44 @@ class TestChecksum:
             assert checksum({"a": tensor}) == whole
         finally:
             module._CHUNK = original
+
+
+@pytest.mark.parametrize("fails_at", [(0, 6), (2, 6), (2, 4), (1, 3)])
+def test_what_a_hidden_stop_raises_loses_and_adds_nothing(qwen3: str, fails_at: tuple[int, int]) -> None:
+    """At a step in which others end, or none does: on going on, everything is as if nothing had happened."""
+    pending = [fails_at]
+
+    def stop(state: SequenceState) -> bool:
+        if pending and (state.key.prompt_uid, state.num_generated) == pending[0]:
+            pending.clear()
+            raise RuntimeError("from the hidden stop")
+        return False
+
+    def run(llm: LLM) -> dict[int, tuple[list[int], str, int]]:
+        for uid, max_tokens in enumerate((6, 6, 20)):
+            key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            state = SequenceState(key=key, group_id=uid, tokens=[5, 6, uid + 2], num_prompt_tokens=3, params=params)
+            llm.replica.submit(Work(state=state))
+        finished = []
+        while llm.replica.has_work:
+            try:
+                finished += llm.replica.step().finished
+            except RuntimeError as error:
+                assert "from the hidden stop" in str(error)
+        completions = {one.state.key.prompt_uid: one.completion for one in finished}
+        assert len(finished) == len(completions) == 3
+        return {uid: (one.token_ids, one.finish_reason, len(one.logprobs)) for uid, one in completions.items()}
+
+    options: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**22}
+    expected = run(LLM(qwen3, **options))
+    assert run(LLM(qwen3, hidden_stop=stop, **options)) == expected
+    assert not pending
+
+
+def test_a_refused_call_names_no_prompts(qwen3: str) -> None:
+    llms = [LLM(qwen3, dtype="float64", kv_cache_bytes=2**22) for _ in range(2)]
+    with pytest.raises(ValueError, match="token id 999"):
+        llms[0].generate([[5], [999]])
+    outputs = [llm.generate([[5, 6]], SamplingParams(max_tokens=20))[0].outputs[0].token_ids for llm in llms]
+    assert outputs[0] == outputs[1]

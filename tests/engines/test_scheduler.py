@@ -229,3 +229,14 @@ def test_a_preempted_sequence_finds_what_is_left_of_its_blocks() -> None:
     run_step(scheduler)
     scheduler.preempt_all()
     assert run_step(scheduler) == [(3, 4)]  # of 16 tokens the first 12 are there
+
+
+def test_no_block_is_kept_for_who_cannot_grow() -> None:
+    scheduler = make_scheduler(5, max_num_seqs=8)
+    for uid in range(5):
+        scheduler.add(make_sequence(uid, 2, 3))  # 4 of 5 tokens are computed: one block
+    assert [uid for uid, _ in run_step(scheduler)] == [0, 1, 2, 3, 4]
+    scheduler = make_scheduler(5, max_num_seqs=8)
+    for uid in range(5):
+        scheduler.add(make_sequence(uid, 2, 4))
+    assert [uid for uid, _ in run_step(scheduler)] == [0, 1, 2], "two may each need another"
