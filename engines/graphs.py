@@ -67,7 +67,19 @@ class PaddedDecodes:
         """Makes these the rows, all [N], and returns the size they are padded to. `changes`: see
         `SlotTable.take_changes`.
         """
-        return self._fill(tokens, positions, slots, changes)
+        num_rows = len(tokens)
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
+        self._staging.wait()
+        self._fields[:, :num_rows] = tokens, positions, slots
+        self._fields[:, num_rows:size] = [[0], [0], [self._padding_slot]]
+        self._staging.move()
+        flat, blocks = changes
+        if len(flat):
+            staged = self._changes.arrays({"flat": (np.int64, flat.shape), "blocks": (np.int32, blocks.shape)})
+            staged["flat"][:], staged["blocks"][:] = flat, blocks
+            moved = self._changes.move()
+            self._table.view(-1).index_copy_(0, moved["flat"], moved["blocks"])
+        return size
 
     def fill_from(
         self,
@@ -78,26 +90,9 @@ class PaddedDecodes:
         changes: tuple[np.ndarray, np.ndarray],
     ) -> int:
         """As `fill`, with the tokens at `places` in `drawn`, int64 on the device: the host need not know them."""
-        size = self._fill(places, positions, slots, changes)
-        tokens = self._rows[0, : len(places)]
-        tokens.copy_(drawn.index_select(0, tokens))
-        return size
-
-    def _fill(
-        self, first: list[int], positions: np.ndarray, slots: np.ndarray, changes: tuple[np.ndarray, np.ndarray]
-    ) -> int:
-        num_rows = len(first)
-        size = self.sizes[bisect_left(self.sizes, num_rows)]
-        self._staging.wait()
-        self._fields[:, :num_rows] = first, positions, slots
-        self._fields[:, num_rows:size] = [[0], [0], [self._padding_slot]]
-        self._staging.move()
-        flat, blocks = changes
-        if len(flat):
-            staged = self._changes.arrays({"flat": (np.int64, flat.shape), "blocks": (np.int32, blocks.shape)})
-            staged["flat"][:], staged["blocks"][:] = flat, blocks
-            moved = self._changes.move()
-            self._table.view(-1).index_copy_(0, moved["flat"], moved["blocks"])
+        size = self.fill(places, positions, slots, changes)
+        first = self._rows[0, : len(places)]  # the places; from now on the tokens
+        first.copy_(drawn.index_select(0, first))
         return size
 
     def batch(self, size: int) -> ForwardBatch:

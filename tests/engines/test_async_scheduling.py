@@ -16,6 +16,7 @@ from engines.replica import Replica, StepOutput
 from engines.sequence import Completion, SequenceKey, SequenceState, Work
 from tests.engines.test_graphs import poison
 from tests.engines.test_token_equality import LONG, PARAMS, PROMPTS, SWITCHES, run, tokens_of
+from tests.worlds import run_world
 
 
 def ahead(model: str, **options) -> LLM:
@@ -59,6 +60,29 @@ def test_the_same_tokens(
             torch.testing.assert_close(mine.logprobs, theirs.logprobs, rtol=1e-9, atol=1e-9)
     llm.replica.scheduler.blocks.check_integrity()
     assert llm.replica.scheduler.blocks.num_free_blocks == llm.replica.scheduler.blocks.num_blocks
+
+
+def ahead_on_two_ranks(model: str) -> list[list[list[int]]]:
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache
+    from engines.parallel.layout import nested_layout
+
+    dist.init_process_group("gloo")
+    layout = nested_layout(range(2), 2)
+    groups = GroupCache(TorchGroup(timeout_s=120), [layout], timeout_s=120)
+    llm = ahead(model, world=groups, layout=layout)
+    tokens = tokens_of([o.outputs for o in llm.generate(PROMPTS, PARAMS)])
+    assert llm.replica._runner.num_shards == 2
+    groups.close()
+    dist.destroy_process_group()
+    return tokens
+
+
+def test_the_same_tokens_over_two_ranks(qwen3: str, plain: list[list[Completion]]) -> None:
+    """Both shards run ahead, drop and go on alike: their sums would not meet otherwise."""
+    assert run_world(ahead_on_two_ranks, 2, qwen3) == [tokens_of(plain)] * 2
 
 
 def test_a_pass_is_launched_before_the_last_is_read(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
