@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from algos.muon import Muon
 from algos.publish import check_replaceable, only_writer, publish_directory, read_record
 from algos.tasks.arithmetic import ArithmeticTask, solution
 from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
@@ -150,7 +151,7 @@ def _make_optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torc
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed_tokens" not in name else others).append(parameter)
     return [
-        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1),
+        Muon(matrices, lr=learning_rate, weight_decay=0.1),
         torch.optim.AdamW(others, lr=0.3 * learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
