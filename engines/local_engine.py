@@ -16,6 +16,7 @@ from engines.memory import kv_block_bytes
 from engines.models.decoder import Decoder
 from engines.models.kernels import choose_kernels
 from engines.models.loader import load_weights
+from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
@@ -47,6 +48,8 @@ class LocalEngine:
 
         Raises ValueError when the model cannot be cut so, the KV cache cannot hold a block, or there is no room for it.
         """
+        if device.type == "cpu":
+            watch_cores()
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
         local = shard_config(model, shard)
         dtype: torch.dtype = getattr(torch, config.dtype)

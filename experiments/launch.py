@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engines.native.wait_policy import watch_cores
+
 if TYPE_CHECKING:
     from engines import LLM
 
@@ -43,12 +45,16 @@ def told_once() -> Iterator[None]:
 
 
 def share_cores() -> int:
-    """Gives this rank's torch its fair share of the host's cores; returns that number of threads."""
+    """Gives this rank's torch its fair share of the host's cores, and yields to others that use them.
+
+    Returns the number of threads.
+    """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, wherever imported, warns that it sees no GPU
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, len(os.sched_getaffinity(0)) // local_ranks)
     torch.set_num_threads(threads)
+    watch_cores()
     return threads
 
 

@@ -1,0 +1,96 @@
+"""How the threads of OpenMP wait for each other: actively while cores are free, passively while others use them.
+
+torch, its matrix libraries and our kernels share one OpenMP runtime, GCC's libgomp. A thread that has done its part of
+a parallel region spins for some milliseconds, since the next region comes soon: a wake-up by the system would take half
+of a small product's time. But where another process uses one of the cores, a spinning thread holds a core that the
+thread it waits for needs, until the system takes it away, region after region. OMP_WAIT_POLICY cannot be changed once
+libgomp is loaded. libgomp, however, spins for a moment only while it manages more threads than there are cores; so a
+team of idle threads, made here, turns spinning off, and its end turns it on again. Results do not depend on it: the
+number of threads that share the work stays as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import time
+from pathlib import Path
+
+INTERVAL_S = 0.25
+PASSIVE_ABOVE, ACTIVE_BELOW = 0.1, 0.03
+"""Seconds per second that this process's threads wait for a core: 0.01 where cores are free, 0.5 and more where one of
+two is in use."""
+
+
+@functools.cache
+def watch_cores() -> None:
+    """Chooses how this process's OpenMP threads wait, from now on, by a thread that looks four times a second.
+
+    Does nothing where the OpenMP runtime is another, or the system does not tell how long threads wait for a core.
+    """
+    if waited_s() is not None and loaded_runtimes():
+        threading.Thread(target=_watch, name="watch-cores", daemon=True).start()
+
+
+def waits_passively(passive: bool, waited: float) -> bool:
+    """Whether threads are to wait passively, given how they wait now, and the seconds per second that they `waited` for
+    a core. Passive threads wait less, so they become active again at a lower value."""
+    return waited > (ACTIVE_BELOW if passive else PASSIVE_ABOVE)
+
+
+def waited_s() -> float | None:
+    """Seconds that threads of this process have been ready to run without a core; None where Linux does not tell."""
+    waited_ns = 0
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            try:
+                waited_ns += int((task / "schedstat").read_bytes().split()[1])
+            except ProcessLookupError:  # this thread has ended
+                continue
+    except (OSError, IndexError):
+        return None
+    return waited_ns * 1e-9
+
+
+def loaded_runtimes() -> list[ctypes.CDLL]:
+    """Each libgomp that this process has loaded."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp" in line}
+    return [ctypes.CDLL(path) for path in sorted(mapped)]
+
+
+class PassiveWaits:
+    """While one is there, this process's OpenMP threads sleep when they wait. `end` returns when they spin again."""
+
+    def __init__(self) -> None:
+        self._made, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._keep_teams, name="passive-waits", daemon=True)
+        self._thread.start()
+        self._made.wait()
+
+    def _keep_teams(self) -> None:
+        nothing = ctypes.CDLL(None).sched_yield  # what the team runs once
+        for runtime in loaded_runtimes():
+            runtime.GOMP_parallel(nothing, None, runtime.omp_get_num_procs() + 1, 0)
+        self._made.set()
+        self._over.wait()  # the teams last as long as the thread that made them
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _watch() -> None:
+    passive: PassiveWaits | None = None
+    before, then = waited_s() or 0.0, time.monotonic()
+    while True:
+        time.sleep(INTERVAL_S)
+        waited, now = waited_s() or 0.0, time.monotonic()
+        # Below 0 where threads have ended: their seconds are gone with them.
+        wanted = waits_passively(passive is not None, (waited - before) / (now - then))
+        before, then = waited, now
+        if wanted and passive is None:
+            passive = PassiveWaits()
+        elif not wanted and passive is not None:
+            passive.end()
+            passive = None
