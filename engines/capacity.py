@@ -10,7 +10,7 @@ import torch
 from engines.config import EngineConfig, ModelConfig, longest_sequence
 from engines.free_memory import FreeMemory
 from engines.memory import MIB, MemoryPlan, kv_block_bytes, mib, plan_memory
-from engines.models.projection import packs
+from engines.models.projection import copy_dtype
 from engines.parallel.layout import Layout
 
 
@@ -33,6 +33,7 @@ class Capacity:
         return self._plan(tp_size, self.config.kv_cache_bytes, self.free.names.count(self.free.names[rank]))
 
     def _plan(self, tp_size: int, kv_cache_bytes: int, num_host_ranks: int) -> MemoryPlan:
+        copies = copy_dtype(getattr(torch, self.config.dtype), self.device)
         return plan_memory(
             self.model,
             self.config,
@@ -41,7 +42,7 @@ class Capacity:
             max_model_len=longest_sequence(self.config, self.model),
             kv_cache_bytes=kv_cache_bytes,
             device_type=self.device.type,
-            packs=packs(getattr(torch, self.config.dtype), self.device),
+            copy_dtype=None if copies is None else str(copies).removeprefix("torch."),
             num_host_ranks=num_host_ranks if self.host_copy else None,
         )
 

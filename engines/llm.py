@@ -275,6 +275,11 @@ class LLM:
         return self._engine.decoder.kernels
 
     @property
+    def product_dtype(self) -> str:
+        """What matrices are multiplied in: float32 for bfloat16 on a CPU that has no instructions for it."""
+        return str(self._engine.decoder.product_dtype).removeprefix("torch.")
+
+    @property
     def memory(self) -> MemoryPlan:
         """What this rank takes, in the layout of now."""
         return self._capacity.plan(self._engine.spec.tp_size, self._world.rank)

@@ -136,10 +136,10 @@ def plan_memory(
     max_model_len: int,
     kv_cache_bytes: int,
     device_type: str,
-    packs: bool,
+    copy_dtype: str | None,
     num_host_ranks: int | None = None,
 ) -> MemoryPlan:
-    """What a rank of a replica of `tp_size` takes. `packs`: see `projection.packs`; `max_tp_size`: see `Shard`.
+    """What a rank of a replica of `tp_size` takes. `copy_dtype`: see `projection`; `max_tp_size`: see `Shard`.
 
     `kv_cache_bytes` stands in for the config's. `num_host_ranks` share a copy of the weights, where there is one.
     Raises ValueError when the model cannot be cut so.
@@ -147,6 +147,8 @@ def plan_memory(
     local = shard_config(model, Shard(count=tp_size, max_count=max_tp_size))
     whole = replace(model, vocab_size=padded_vocab_size(model, max_tp_size))
     item = ITEM_BYTES[config.dtype]
+    # Where products are computed in a wider type, what goes in and comes out is there in both.
+    wide = ITEM_BYTES[copy_dtype] if copy_dtype not in (None, config.dtype) else 0
     block_bytes = kv_block_bytes(model, config, tp_size)
     num_blocks = kv_cache_bytes // block_bytes
     num_kv_tokens = num_blocks * config.block_size
@@ -157,7 +159,7 @@ def plan_memory(
     copied = num_host_ranks is not None and device_type == "cpu"
     return MemoryPlan(
         weights=_num_parameters(local) * item,
-        packed=_packed_bytes(local, config.dtype) if packs else 0,
+        packed=_packed_bytes(local, config.dtype, copy_dtype) if copy_dtype is not None else 0,
         host_weights=-(-_num_parameters(whole) * item // num_host_ranks) if copied and num_host_ranks else 0,
         tables=2 * max_model_len * model.head_dim * item
         + config.max_num_seqs * (4 * -(-max_model_len // config.block_size) + 96)
@@ -165,9 +167,9 @@ def plan_memory(
         + block_bytes,
         libraries=_LIBRARY_BYTES["cuda" if device_type == "cuda" else "cpu"],
         loading=max(whole.vocab_size * whole.hidden_size, whole.hidden_size * whole.intermediate_size) * max(4, item),
-        activations=tokens * _activation_bytes(local, item),
+        activations=tokens * _activation_bytes(local, item, wide),
         attention=_attention_bytes(local, item, tokens, rows, longest + config.block_size),
-        logits=_logit_bytes(model, local, tp_size, item, tokens, rows, device_type),
+        logits=_logit_bytes(model, local, tp_size, item, wide, tokens, rows, device_type),
         kv_cache=num_blocks * block_bytes,
         num_kv_tokens=num_kv_tokens,
         max_model_len=max_model_len,
@@ -198,10 +200,10 @@ def _num_parameters(model: ModelConfig) -> int:
     return matrices + embedding + hidden + model.num_layers * of_layer
 
 
-def _packed_bytes(model: ModelConfig, dtype: str) -> int:
+def _packed_bytes(model: ModelConfig, dtype: str, copy_dtype: str) -> int:
     """Packed matrices are padded to tiles of 64 rows and 64 columns at the most."""
     return sum(
-        count * -(-rows // 64) * 64 * -(-columns // 64) * 64 * ITEM_BYTES[dtype]
+        count * -(-rows // 64) * 64 * -(-columns // 64) * 64 * ITEM_BYTES[copy_dtype]
         for count, rows, columns in _matrices(model)
         if dtype == "bfloat16" or rows * columns >= _SMALLEST_PACKED
     )
@@ -212,13 +214,15 @@ def _resident_bytes(model: ModelConfig, item: int) -> int:
     return 3 * model.hidden_size * item + 2 * model.head_dim * item + _TOKEN_BYTES
 
 
-def _activation_bytes(model: ModelConfig, item: int) -> int:
+def _activation_bytes(model: ModelConfig, item: int, wide: int) -> int:
     """Per token, in the widest of a layer's parts. Norms may work in float32, and rotation copies thrice."""
-    wide = max(4, item)
+    at_least_float32 = max(4, item)
     rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
-    qkv = (rotated + model.num_kv_heads * model.head_dim) * item + rotated * (2 * wide + 4 * item)
-    norm = model.hidden_size * (2 * wide + 3 * item)
+    heads = rotated + model.num_kv_heads * model.head_dim
+    qkv = heads * item + max(rotated * (2 * at_least_float32 + 4 * item), (heads + model.hidden_size) * wide)
+    norm = model.hidden_size * (2 * at_least_float32 + 3 * item)
     mlp = (4 * model.intermediate_size + model.hidden_size) * item
+    mlp += (2 * model.intermediate_size + model.hidden_size) * wide
     return _resident_bytes(model, item) + max(qkv, norm, mlp)
 
 
@@ -243,11 +247,12 @@ def _sampler_piece(device_type: str) -> int:
 
 
 def _logit_bytes(
-    model: ModelConfig, local: ModelConfig, tp_size: int, item: int, tokens: int, rows: int, device_type: str
+    model: ModelConfig, local: ModelConfig, tp_size: int, item: int, wide: int, tokens: int, rows: int, device_type: str
 ) -> int:
     logits = rows * model.vocab_size
     copies = 1 if tp_size == 1 else 3  # a shard's part, all parts, and those side by side
     hidden = (2 * tokens + rows) * local.hidden_size * item
     per_logit = _SAMPLED_BYTES[device_type]
     sampled = min(logits * per_logit, max(_sampler_piece(device_type), model.vocab_size * per_logit))
-    return hidden + logits * item * copies + sampled
+    widened = rows * (local.vocab_size + local.hidden_size) * wide
+    return hidden + widened + logits * item * copies + sampled

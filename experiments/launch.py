@@ -62,6 +62,8 @@ def tell_engine(llm: LLM) -> None:
     """Two lines on rank 0's stderr: what runs, and what memory it takes."""
     if rank() == 0:
         what = f"attention {llm.attention}, kernels {llm.kernels}, {llm.config.dtype} on {llm.device.type}"
+        if llm.product_dtype != llm.config.dtype:
+            what += f" (products in {llm.product_dtype}: this CPU has no {llm.config.dtype} instructions)"
         print(f"engine: {what}", llm.memory.summary(), sep="\n", file=sys.stderr, flush=True)
 
 

@@ -14,7 +14,7 @@ from engines.kvcache.paged import PagedKVCache
 from engines.models.invariant import check_products, project_invariant
 from engines.models.kernels import make_operations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
-from engines.models.projection import FewRows, Project, pack, packs, project
+from engines.models.projection import FewRows, Project, copy_dtype, pack, project
 from engines.models.rope import RotaryTable
 from engines.native.library import choose_library
 from engines.parallel.collectives import Communicator
@@ -60,15 +60,20 @@ class Decoder:
         self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
         self._project: Project = project_invariant if batch_invariant else project
         self._check_products = check_products if batch_invariant else None
-        self._packs = packs(dtype, device)
+        self._copy_dtype = copy_dtype(dtype, device)
         if batch_invariant and kernels == "triton":
             from engines.models.triton_products import check_products_in_triton, project_in_triton
 
-            self._project, self._check_products, self._packs = project_in_triton, check_products_in_triton, False
+            self._project, self._check_products, self._copy_dtype = project_in_triton, check_products_in_triton, None
         self._few_rows = None if library is None or batch_invariant else FewRows(library)
         self.attention_backend = attention.name
         """One of those that `EngineConfig.attention` names."""
         self._backend = attention.backend
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """What matrices are multiplied in, but for products of few rows."""
+        return self._copy_dtype or self.dtype
 
     def logical_views(self) -> dict[str, Tensor]:
         """Hugging Face name -> this shard's part of it, as `shard_slices` cuts it."""
@@ -86,9 +91,9 @@ class Decoder:
     @torch.inference_mode()
     def prepare(self) -> None:
         """To be called when the parameters have changed, before the next forward pass."""
-        if self._packs:
+        if self._copy_dtype is not None:
             self._forward_parameters = self.parameters  # the copies of before are given up first
-            self._forward_parameters = pack(self.parameters)
+            self._forward_parameters = pack(self.parameters, self._copy_dtype)
         if self._check_products is not None:
             self._check_products(self._forward_parameters)
 

@@ -40,15 +40,15 @@ def check_products(parameters: DecoderParameters) -> None:
     """Tries the numbers of rows for every kind of matrix, before the first pass."""
     for layer in parameters.layers:
         for weight, bias in ((layer.qkv, layer.qkv_bias), (layer.gate_up, layer.gate_up_bias)):
-            checked_sizes(_product(weight, bias, parameters.embedding.dtype))
+            checked_sizes(_product(weight, bias))
         for weight in (layer.output, layer.down):
-            checked_sizes(_product(weight, None, parameters.embedding.dtype))
-    checked_sizes(_product(parameters.head, None, parameters.embedding.dtype))
+            checked_sizes(_product(weight, None))
+    checked_sizes(_product(parameters.head, None))
 
 
 def project_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `projection.project`, on a CPU: a row's bits depend on the row, the weight, the bias and the threads alone."""
-    sizes = checked_sizes(_product(weight, bias, x.dtype))
+    sizes = checked_sizes(_product(weight, bias))
     rows, most = len(x), sizes[-1]
     if rows <= most:
         return _project_padded(x, weight, bias, sizes)
@@ -58,9 +58,9 @@ def project_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     return out
 
 
-def _product(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Product:
+def _product(weight: Tensor, bias: Tensor | None) -> Product:
     outputs, inputs = weight.shape
-    return Product(outputs, inputs, dtype, weight.is_mkldnn, bias is not None, torch.get_num_threads())
+    return Product(outputs, inputs, weight.dtype, weight.is_mkldnn, bias is not None, torch.get_num_threads())
 
 
 def _project_padded(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> Tensor:
@@ -78,7 +78,7 @@ def checked_sizes(product: Product) -> tuple[int, ...]:
     """Those of SIZES that give every one of their rows the bits that all rows of the reference have."""
     weight, bias, row = _telling(product)
     if product.packed:
-        weight = pack_matrix(weight)
+        weight = pack_matrix(weight, product.dtype)
 
     def run(size: int) -> Tensor:
         return project(row.repeat(size, 1), weight, bias).contiguous().view(torch.uint8)

@@ -1,12 +1,14 @@
 """x @ weight.T + bias, with the weight as it is, or packed once for the CPU's matrix library (oneDNN), or in C++.
 
 `linear` packs a weight anew in each call. Packed ones take a second copy of the matrices, and give 1.1 to 2.5 times
-the speed. A product of few rows is a matter of reading the matrix once: ours reads it from end to end as it lies, and
-takes half as long as packed ones, which read it in tiles.
+the speed. Where the processor has no bfloat16 instructions, the copies of bfloat16 matrices are float32: the library's
+own way there takes 5 to 20 times as long. A product of few rows is a matter of reading the matrix once: ours reads it
+from end to end as it lies, and takes half as long as packed ones, which read it in tiles.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,35 +26,49 @@ _SMALLEST_FLOAT32 = 1 << 17
 """Elements of a float32 matrix from which on packing gains: small ones go to another library, which starts faster."""
 
 
-def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrices of this kind can be packed."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+def copy_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """Of the copies that products of matrices in `dtype` are computed with; None where they are computed without."""
+    if device.type != "cpu":
+        return None
+    if dtype is torch.bfloat16:
+        return dtype if has_bfloat16_products() else torch.float32
+    return dtype if dtype is torch.float32 and torch.backends.mkldnn.is_available() else None
+
+
+def has_bfloat16_products() -> bool:
+    """Whether this processor multiplies in bfloat16 by instructions of its own, as the matrix library uses them."""
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return platform.machine() != "x86_64" or torch.cpu._is_avx512_bf16_supported()
 
 
-def pack(parameters: DecoderParameters) -> DecoderParameters:
-    """The same parameters with packed copies of the matrices that gain by it; all else is shared."""
+def pack(parameters: DecoderParameters, dtype: torch.dtype) -> DecoderParameters:
+    """The same parameters with copies, in `dtype`, of the matrices that gain by it; all else is shared."""
     layers = [
         replace(
             layer,
-            **{name: pack_matrix(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")},
+            **{name: pack_matrix(getattr(layer, name), dtype) for name in ("qkv", "output", "gate_up", "down")},
         )
         for layer in parameters.layers
     ]
-    return replace(parameters, layers=layers, head=pack_matrix(parameters.head))
+    return replace(parameters, layers=layers, head=pack_matrix(parameters.head, dtype))
 
 
-def pack_matrix(weight: Tensor) -> Tensor:
-    """A packed copy, or the matrix itself where it gains nothing."""
-    if weight.dtype is torch.float32 and weight.numel() < _SMALLEST_FLOAT32:
+def pack_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A packed copy in `dtype`; a plain one, or the matrix itself, where packing gains nothing."""
+    weight = weight.to(dtype)
+    is_small = dtype is torch.float32 and weight.numel() < _SMALLEST_FLOAT32
+    if is_small or not torch.backends.mkldnn.is_available():
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return packed
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [T, in]; weight: [out, in], plain or packed. Returns [T, out]."""
+    """x: [T, in]; weight: [out, in], plain or packed, in the dtype of x or a wider one. Returns [T, out], as x."""
+    if weight.dtype is not x.dtype:
+        wide_bias = None if bias is None else bias.to(weight.dtype)
+        return project(x.to(weight.dtype), weight, wide_bias).to(x.dtype)
     if weight.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out

@@ -20,9 +20,10 @@ from torch import Tensor
 from engines.config import Kernels
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"),
-)
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+MARCH_VARIABLE = "CURTAIL_MARCH"
+"""The processor that the kernels are compiled for, as the compiler's -march names it; this machine's by default. With
+x86-64-v3, an AVX2 processor of any make, one machine shows how the kernels run on another."""
 COMPILE_S = 120.0
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
@@ -92,14 +93,15 @@ def _build() -> Path | None:
         logger.warning("no C++ compiler (c++, g++, clang++, or $CXX): small operations run in torch, which is slower")
         return None
     try:
-        what = "\n".join((SOURCE.read_text(), *FLAGS, compiler, _processor()))
+        flags = (*FLAGS, f"-march={os.environ.get(MARCH_VARIABLE, 'native')}")
+        what = "\n".join((SOURCE.read_text(), *flags, compiler, _processor()))
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curtail"
         path = folder / f"kernels-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.so"
         if not _loads(path):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 built = Path(work) / "kernels.so"
-                command = [*shlex.split(compiler), *FLAGS, str(SOURCE), "-o", str(built)]
+                command = [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
                 built.replace(path)  # whole or absent, whoever else compiles it now
         ctypes.CDLL(str(path))

@@ -73,7 +73,7 @@ def test_weights_are_counted_to_the_byte(family: str, tmp_path: Path) -> None:
             max_model_len=256,
             kv_cache_bytes=2**20,
             device_type="cpu",
-            packs=False,
+            copy_dtype=None,
         )
         assert plan.weights == sum(tensor.nbytes for tensor in parameters.tensors())
 
@@ -108,17 +108,24 @@ def take_memory(folder: str, lengths: list[int], max_tokens: int, options: dict[
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
-    ("lengths", "options"),
+    ("lengths", "options", "processor"),
     [
-        ([3900], {"kernels": "torch"}),
-        ([240] * 15 + [33], {"kernels": "auto", "dtype": "bfloat16"}),
+        ([3900], {"kernels": "torch"}, {}),
+        ([240] * 15 + [33], {"kernels": "auto", "dtype": "bfloat16"}, {}),
+        ([240] * 15 + [33], {"kernels": "auto", "dtype": "bfloat16"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
     ],
-    ids=["one long prompt", "many prompts"],
+    ids=["one long prompt", "many prompts", "many prompts without bfloat16 instructions"],
 )
 def test_the_plan_is_an_upper_bound_and_not_a_loose_one(
-    lengths: list[int], options: dict[str, Any], mid_size: Path
+    lengths: list[int],
+    options: dict[str, Any],
+    processor: dict[str, str],
+    mid_size: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts that fill a pass and the KV cache, then decodes, in a process of its own."""
+    for name, value in processor.items():
+        monkeypatch.setenv(name, value)
     options = options | {"kv_cache_bytes": 4096 * 1024 * 2, "max_num_seqs": 16, "max_num_batched_tokens": 4096}
     [[taken, planned]] = run_world(take_memory, 1, str(mid_size), lengths, 8, options, as_torchrun=False)
     assert taken <= planned, f"{taken / MIB:.0f} MiB taken, {planned / MIB:.0f} planned"

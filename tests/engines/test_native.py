@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import platform
 import random
 import shutil
 import subprocess
@@ -249,6 +250,17 @@ def test_a_compiler_with_arguments(no_cache: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CXX", f"env A=b {compiler}")
     assert choose_library("native", torch.float32, CPU) is not None
     assert len(list(no_cache.iterdir())) == 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86-64 processor")
+def test_compiled_for_another_processor(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CURTAIL_MARCH", raising=False)
+    choose_library("native", torch.bfloat16, CPU)
+    monkeypatch.setenv("CURTAIL_MARCH", "x86-64-v3")
+    library = library_for(torch.bfloat16)
+    assert len(list(no_cache.iterdir())) == 2 and library.most_rows == 2, "without AVX-512's bfloat16"
+    x, weight = normal(64, 100, dtype=torch.bfloat16), normal(100, dtype=torch.bfloat16, seed=1)
+    close(NativeOperations(library).rms_norm(x, weight, EPS), TorchOperations().rms_norm(x, weight, EPS))
 
 
 def test_a_damaged_library_is_compiled_anew(no_cache: Path) -> None:
