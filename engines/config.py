@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from engines.sequence import is_int64
 
 DType = Literal["float64", "float32", "bfloat16"]
-Kernels = Literal["auto", "torch", "native", "triton"]
+Kernels = Literal["auto", "torch", "native"]
 Preemption = Literal["auto", "swap", "recompute"]
 Attention = Literal["auto", "flash_attn", "triton", "native", "sdpa"]
 
@@ -197,8 +197,8 @@ class EngineConfig:
     max_model_len: int | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
     kernels: Kernels = "auto"
-    """Small operations: "native" is compiled C++, for CPUs, "triton" is for CUDA; "auto" takes them where they can be
-    had, and else torch's. With "torch", `attention="auto"` is not native either."""
+    """Small operations: "native" is compiled C++, for CPUs; "auto" takes it where it can be had, and else torch's. With
+    "torch", `attention="auto"` is not native either."""
     attention: Attention = "auto"
     """"auto" takes the fastest that can be had and takes dtype, head size and block size: on CUDA "flash_attn" (blocks
     of multiples of 256 tokens), "triton" or "sdpa", on a CPU "native" or "sdpa"; float64 on CUDA is "sdpa" always."""
@@ -221,8 +221,7 @@ class EngineConfig:
     """Where that disk is: a folder that exists. While it cannot be written to, KV is computed again instead."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
-    preempted. For one machine, number of threads and tensor-parallel size: on CPUs with a compiler in any dtype, on
-    CUDA with Triton in float32 and bfloat16."""
+    preempted. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
     seed: int = 0
     """The run's seed: the first part of every sequence's key."""
 
@@ -244,10 +243,10 @@ class EngineConfig:
         for name in ("prefix_caching", "cuda_graphs", "async_scheduling", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}={getattr(self, name)!r}: must be True or False")
-        if self.batch_invariant and {self.kernels, self.attention} - {"auto"} not in (set(), {"native"}, {"triton"}):
+        if self.batch_invariant and not {self.kernels, self.attention} <= {"auto", "native"}:
             raise ValueError(
-                "EngineConfig.batch_invariant=True: needs kernels and attention both 'auto' or 'native', or 'auto' or "
-                f"'triton', not {self.kernels!r} and {self.attention!r}: other bits depend on the batch"
+                "EngineConfig.batch_invariant=True: needs kernels and attention both 'auto' or 'native', not "
+                f"{self.kernels!r} and {self.attention!r}: the bits of others depend on the batch"
             )
         if not is_int64(self.seed):
             raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")

@@ -271,8 +271,8 @@ class LLM:
 
     @property
     def kernels(self) -> str:
-        """ "native", "triton" or "torch": see `EngineConfig.kernels`."""
-        return self._engine.decoder.kernels
+        """ "native" or "torch": see `EngineConfig.kernels`."""
+        return "torch" if self._engine.decoder.library is None else "native"
 
     @property
     def product_dtype(self) -> str:

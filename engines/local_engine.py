@@ -7,15 +7,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engines.attention.choose import choose_backend, setting_of
+from engines.attention.choose import choose_backend
 from engines.config import EngineConfig, ModelConfig
 from engines.free_memory import free_memory
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
 from engines.memory import kv_block_bytes
 from engines.models.decoder import Decoder
-from engines.models.kernels import choose_kernels
 from engines.models.loader import load_weights
+from engines.native.library import choose_library
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
@@ -59,7 +59,6 @@ class LocalEngine:
         """What the KV cache holds; another layout's may hold more or less."""
         num_blocks = self.num_kv_tokens // config.block_size
         self.tensor_parallel = tensor_parallel
-        attention = choose_backend(config, local, device)
         self.decoder = Decoder(
             model,
             dtype=dtype,
@@ -67,8 +66,8 @@ class LocalEngine:
             max_positions=max_model_len,
             shard=shard,
             tensor_parallel=tensor_parallel,
-            attention=attention,
-            kernels=choose_kernels(config.kernels, setting_of(config, local, device), attention=attention.name),
+            attention=choose_backend(config, local, device),
+            library=choose_library(config.kernels, dtype, device),
             batch_invariant=config.batch_invariant,
         )
         try:

@@ -7,9 +7,9 @@ import stat
 
 import torch
 
-from engines.attention.choose import choose_backend, setting_of
+from engines.attention.choose import choose_backend
 from engines.config import EngineConfig, ModelConfig, longest_sequence
-from engines.models.kernels import choose_kernels
+from engines.native.library import choose_library
 
 
 def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -19,8 +19,8 @@ def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device)
     """
     longest_sequence(config, model)
     _check_disk_folder(config)
-    attention = choose_backend(config, model, device)
-    choose_kernels(config.kernels, setting_of(config, model, device), attention=attention.name)
+    choose_backend(config, model, device)
+    choose_library(config.kernels, getattr(torch, config.dtype), device)
 
 
 def _check_disk_folder(config: EngineConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +16,7 @@ from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, to_host, tokens_digest
 from engines.models.decoder import Decoder
 from engines.parallel.sharding import kv_heads
-from engines.sampler import make_draw, sample
+from engines.sampler import draw_natively, sample
 from engines.scheduler import Scheduled, Sequence
 from engines.sequence import KVPart
 from engines.slot_table import SlotTable
@@ -57,7 +58,7 @@ class ModelRunner:
         self, decoder: Decoder, kv: PagedKVCache, blocks: BlockManager, config: EngineConfig, max_model_len: int
     ) -> None:
         self._decoder = decoder
-        self._draw_tokens = make_draw(decoder.kernels, decoder.library)
+        self._draw_tokens = None if decoder.library is None else partial(draw_natively, decoder.library)
         self._kv = kv
         self._blocks = blocks
         self._slots = SlotTable(config.max_num_seqs, blocks.blocks_for(max_model_len))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -140,21 +139,11 @@ def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> 
 def _masses(logits: Tensor, highest: Tensor) -> Tensor:
     """exp(logits - highest), [N, V], as multiples of a power of two: int64, so that sums of a row are exact.
 
-    Sums of integers have no order. Those of floats have the kernel's, which on CUDA depends on the number of rows in
-    torch's `cumsum`, and on where a row lies in memory in its `softmax`. A sum is off by less than 1e-8 of itself up to
-    a vocabulary of 2^18.
+    So top-p keeps the same tokens of a row on any device and beside any rows: sums of integers have no order, where the
+    order of floats is the kernel's. A sum is off by less than 1e-8 of itself up to a vocabulary of 2^18.
     """
     scale = 2.0 ** (62 - (logits.shape[-1] - 1).bit_length())
     return (logits.double() - highest.double()).exp_().mul_(scale).round_().long()
-
-
-def make_draw(kernels: str, library: Library | None) -> Draw | None:
-    """What draws beside those kernels, as `choose_kernels` names them; None for torch."""
-    if kernels == "triton":
-        from engines.triton_sampler import draw_in_triton
-
-        return draw_in_triton
-    return None if library is None else partial(draw_natively, library)
 
 
 def sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None = None) -> Sampled:

@@ -2,7 +2,6 @@
 
     python experiments/bench_batch_invariant.py
     python experiments/bench_batch_invariant.py --dtype float32 --batch 7
-    python experiments/bench_batch_invariant.py --device cuda --shape 8b
 
 Both engines run the same sequences, in turn; the one without runs twice (A/A). Prompts are computed in one pass, and
 each sequence then decodes `length` tokens.
@@ -16,7 +15,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
@@ -42,7 +41,6 @@ class BenchBatchInvariantConfig:
     """Tokens of each prompt."""
     length: int = 64
     """Tokens that each sequence generates."""
-    device: Literal["cpu", "cuda"] = "cpu"
     dtype: DType = "bfloat16"
     """Of weights and activations."""
     repeats: int = 5
@@ -53,8 +51,6 @@ class BenchBatchInvariantConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: give one of {', '.join(SHAPES)}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device='cuda': torch sees no CUDA device here; use 'cpu'")
         for name, least in (("batch", 1), ("prompt", 1), ("length", 2), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
@@ -71,7 +67,7 @@ def main() -> dict[str, Any]:
             start = time.perf_counter()
             engines[name] = LLM(
                 folder,
-                device=config.device,
+                device="cpu",
                 dtype=config.dtype,
                 batch_invariant=name == "invariant",
                 prefix_caching=False,
@@ -94,8 +90,7 @@ def main() -> dict[str, Any]:
     }
     result: dict[str, Any] = {
         "experiment": "bench_batch_invariant",
-        "tier": "gpu" if config.device == "cuda" else "live",
-        "device": torch.cuda.get_device_name() if config.device == "cuda" else "cpu",
+        "tier": "live",
         "threads": threads,
         "workload": {**asdict(config), "output": None},
         "load_seconds": {name: round(value, 2) for name, value in load_s.items()},

@@ -20,9 +20,6 @@ from engines.native.library import choose_library
 
 Plan = TypeVar("Plan")
 HALVES = (torch.bfloat16, torch.float16)
-PART_TOKENS = 512
-"""Where Triton cuts contexts for the same bits in any batch. Long enough that merging the parts costs a program that
-has several of them little; short enough that a few long contexts still make work for a whole device."""
 
 
 class AttentionBackend(Protocol[Plan]):
@@ -63,11 +60,18 @@ def choose_attention(
     those are asked after that could take the setting.
 
     "auto" takes the fastest: flash_attn, triton, sdpa on CUDA, native, sdpa on a CPU. For the same bits in any batch it
-    takes triton on CUDA and native on a CPU, nothing else. Raises ValueError when that one, or one that is asked for,
-    cannot be had, or cannot take the setting.
+    takes native, nothing else. Raises ValueError when that one, or one that is asked for, cannot be had, or cannot take
+    the setting.
     """
     if setting.batch_invariant:
-        return _choose_invariant(asked, setting, without)
+        assert asked in ("auto", "native"), "EngineConfig refuses others"
+        reason = refusal("native", setting) or without("native")
+        if reason is not None:
+            why = reason.removesuffix("; use 'sdpa'")
+            raise ValueError(
+                f"EngineConfig.batch_invariant=True: needs attention='native', which {why}; set batch_invariant=False"
+            )
+        return "native"
     if asked != "auto":
         reason = refusal(asked, setting) or without(asked)
         if reason is not None:
@@ -81,18 +85,6 @@ def choose_attention(
         if refusal(name, setting) is None and without(name) is None:
             return name
     return "sdpa"
-
-
-def _choose_invariant(asked: Attention, setting: Setting, without: Callable[[str], str | None]) -> str:
-    name = asked if asked != "auto" else "native" if setting.device.type == "cpu" else "triton"
-    bits = "gives a row other bits in another batch" if name not in ("native", "triton") else None
-    reason = bits or refusal(name, setting) or without(name)
-    if reason is not None:
-        why = reason.removesuffix("; use 'sdpa'")
-        raise ValueError(
-            f"EngineConfig.batch_invariant=True: attention={name!r} {why}; change that, or set batch_invariant=False"
-        )
-    return name
 
 
 def refusal(name: str, setting: Setting) -> str | None:
@@ -140,9 +132,9 @@ class ChosenAttention:
     backend: AttentionBackend[Any]
 
 
-def setting_of(config: EngineConfig, shard: ModelConfig, device: torch.device) -> Setting:
-    """For a shard of a model, of these sizes."""
-    return Setting(
+def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.device) -> ChosenAttention:
+    """For a shard of a model, of these sizes. Raises ValueError as `choose_attention` does."""
+    setting = Setting(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         dtype=getattr(torch, config.dtype),
@@ -151,11 +143,6 @@ def setting_of(config: EngineConfig, shard: ModelConfig, device: torch.device) -
         is_interpreted=os.environ.get("TRITON_INTERPRET") == "1",
         batch_invariant=config.batch_invariant,
     )
-
-
-def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.device) -> ChosenAttention:
-    """For a shard of a model, of these sizes. Raises ValueError as `choose_attention` does."""
-    setting = setting_of(config, shard, device)
 
     def without(name: str) -> str | None:
         if name == "native":
@@ -182,7 +169,6 @@ def _make(name: str, shard: ModelConfig, setting: Setting) -> AttentionBackend[A
             head_dim=shard.head_dim,
             dtype=dtype,
             device=device,
-            part_tokens=PART_TOKENS if setting.batch_invariant else None,
         )
     if name == "native":
         library = choose_library("auto", dtype, device)

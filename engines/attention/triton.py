@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from engines.batch import ForwardBatch
-from engines.memory import PIECE_BYTES
 
 MIN_PART = 256
 """Tokens of context that are worth a program of their own."""
@@ -95,55 +94,34 @@ class TritonAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        part_tokens: int | None = None,
     ) -> None:
-        """Of this shard's heads.
-
-        `part_tokens`: by default contexts are cut, and tiles shaped, as suits the batch; a row's bits then depend on
-        what shares the batch. With a number they are cut at its multiples, with 0 never, and all tiles have one shape:
-        the bits of a row depend on its query and the keys and values before it alone, not on other rows, on how many
-        tokens of its sequence came with it, on where its blocks lie, or on the width of the block table. A context of
-        up to `part_tokens` has the same bits as with 0. Whether the parts are programs of their own or one program's in
-        turn changes no bit: the former where tiles are few, and what they give fits into PIECE_BYTES.
-
-        Raises ValueError for a number that is no multiple of 64, the most keys of a tile.
-        """
-        if part_tokens is not None and (part_tokens < 0 or part_tokens % 64):
-            raise ValueError(f"part_tokens={part_tokens}: must be a multiple of 64, or 0 for contexts in one part")
+        """Of this shard's heads."""
         self._group = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
         self._itemsize = dtype.itemsize
         self._num_processors = _num_processors(device)
-        self._part_tokens = part_tokens
 
     def plan(self, batch: ForwardBatch, block_size: int) -> TritonPlan:
         num_decodes = sum(length == 1 for length in batch.seqlens_q)
         max_context = batch.block_table.shape[1] * block_size
-        part_bytes = 4 * sum(batch.seqlens_q) * self._group * self._num_kv_heads * (self._head_dim + 2)
         launches = []
         if num_decodes:
-            tile = self._tile(self._group)
+            tile = choose_tile(self._group, self._head_dim, self._itemsize)
             num_tiles = num_decodes * -(-self._group // tile.rows)
-            launches.append(self._launch(num_tiles, tile, None, max_context, part_bytes))
+            launches.append(self._launch(num_tiles, tile, None, max_context))
         several = batch.seqlens_q[num_decodes:]
         if several:
-            tile = self._tile(max(several) * self._group)
+            tile = choose_tile(max(several) * self._group, self._head_dim, self._itemsize)
             places = place_tiles(several, num_decodes, self._group, tile.rows)
             on_device = torch.from_numpy(places).to(batch.block_table.device, non_blocking=True)
-            launches.append(self._launch(len(places), tile, on_device, max_context, part_bytes))
+            launches.append(self._launch(len(places), tile, on_device, max_context))
         return TritonPlan(
             starts=batch.cu_seqlens_q, contexts=batch.context_lens, table=batch.block_table, launches=launches
         )
 
-    def _tile(self, rows: int) -> Tile:
-        return choose_tile(64 if self._part_tokens is not None else rows, self._head_dim, self._itemsize)
-
-    def _launch(self, num_tiles: int, tile: Tile, places: Tensor | None, max_context: int, part_bytes: int) -> _Launch:
+    def _launch(self, num_tiles: int, tile: Tile, places: Tensor | None, max_context: int) -> _Launch:
         num_parts = count_parts(num_tiles * self._num_kv_heads, self._num_processors, max_context)
-        if self._part_tokens is not None and num_parts > 1:
-            num_parts = -(-max_context // self._part_tokens) if self._part_tokens else 1
-            num_parts = num_parts if num_parts * part_bytes <= PIECE_BYTES else 1
         return _Launch(num_tiles=num_tiles, tile=tile, places=places, num_parts=num_parts)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: TritonPlan) -> Tensor:
@@ -171,7 +149,6 @@ class TritonAttention:
             "PADDED_DIM": _padded(self._head_dim),
             "ROWS": tile.rows,
             "KEYS": tile.keys,
-            "PART": self._part_tokens or 0,
             "IS_DECODE": launch.places is None,
         }
         grid = (launch.num_tiles, self._num_kv_heads)
@@ -220,7 +197,7 @@ def _attend(
     q, k_cache, v_cache, out, sums, tops, weights, table,
     starts, contexts, places, num_rows, num_parts, q_token_stride, q_head_stride, table_width, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, IN_PARTS: tl.constexpr, IS_DECODE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, IN_PARTS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """A tile's output; or, IN_PARTS, its sum of values over a part of the context, not yet divided by its weight."""
     sequence, tokens, heads, is_row, positions, end = _place(
@@ -235,7 +212,7 @@ def _attend(
     rows = tokens * (KV_HEADS * GROUP) + heads
     if IN_PARTS:
         part = tl.program_id(2)
-        size = _part_size(tl.load(contexts + sequence), num_parts, PART=PART, KEYS=KEYS)
+        size = _part_size(tl.load(contexts + sequence), num_parts, KEYS=KEYS)
         if part * size < end:
             top, weight, total = _sum_values(
                 queries, k_cache + head, v_cache + head, blocks, positions, part * size,
@@ -247,19 +224,10 @@ def _attend(
             tl.store(weights + rows, weight, mask=is_row)
             tl.store(sums + rows[:, None] * DIM + dims[None, :], total, mask=is_value)
     else:
-        if PART:
-            top, weight, total = _nothing(ROWS, PADDED_DIM)
-            for start in range(0, end, PART):
-                part_top, part_weight, part_total = _sum_values(
-                    queries, k_cache + head, v_cache + head, blocks, positions, start, tl.minimum(start + PART, end),
-                    scale, KV_HEADS=KV_HEADS, DIM=DIM, PADDED_DIM=PADDED_DIM, BLOCK=BLOCK, ROWS=ROWS, KEYS=KEYS,
-                )  # fmt: skip
-                top, weight, total = _merge(top, weight, total, part_top, part_weight, part_total)
-        else:
-            top, weight, total = _sum_values(
-                queries, k_cache + head, v_cache + head, blocks, positions, 0, end, scale,
-                KV_HEADS=KV_HEADS, DIM=DIM, PADDED_DIM=PADDED_DIM, BLOCK=BLOCK, ROWS=ROWS, KEYS=KEYS,
-            )  # fmt: skip
+        top, weight, total = _sum_values(
+            queries, k_cache + head, v_cache + head, blocks, positions, 0, end, scale,
+            KV_HEADS=KV_HEADS, DIM=DIM, PADDED_DIM=PADDED_DIM, BLOCK=BLOCK, ROWS=ROWS, KEYS=KEYS,
+        )  # fmt: skip
         _store_mean(out, rows, dims, total, weight, is_value, DIM=DIM)
 
 
@@ -267,7 +235,7 @@ def _attend(
 def _merge_parts(
     out, sums, tops, weights, starts, contexts, places, num_rows, num_parts,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, IS_DECODE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
     """A tile's output of the sums over the parts of its context, in their order."""
     sequence, tokens, heads, is_row, _, end = _place(
@@ -276,14 +244,20 @@ def _merge_parts(
     dims = tl.arange(0, PADDED_DIM)
     is_value = is_row[:, None] & (dims < DIM)[None, :]
     rows = tokens * (KV_HEADS * GROUP) + heads
-    size = _part_size(tl.load(contexts + sequence), num_parts, PART=PART, KEYS=KEYS)
+    size = _part_size(tl.load(contexts + sequence), num_parts, KEYS=KEYS)
     top, weight, total = _nothing(ROWS, PADDED_DIM)
     for part in range(0, tl.cdiv(end, size)):
         part_rows = rows + tl.cast(part, tl.int64) * num_rows
         part_top = tl.load(tops + part_rows, mask=is_row, other=float("-inf"))
         part_weight = tl.load(weights + part_rows, mask=is_row, other=0.0)
         part_total = tl.load(sums + part_rows[:, None] * DIM + dims[None, :], mask=is_value, other=0.0)
-        top, weight, total = _merge(top, weight, total, part_top, part_weight, part_total)
+        new_top = tl.maximum(top, part_top)
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may see nothing of the first parts
+        rescale = tl.exp2(top - finite)
+        part_rescale = tl.exp2(part_top - finite)
+        weight = weight * rescale + part_weight * part_rescale
+        total = total * rescale[:, None] + part_total * part_rescale[:, None]
+        top = new_top
     _store_mean(out, rows, dims, total, weight, is_value, DIM=DIM)
 
 
@@ -312,10 +286,8 @@ def _place(starts, contexts, places, GROUP: tl.constexpr, ROWS: tl.constexpr, IS
 
 
 @triton.jit
-def _part_size(context, num_parts, PART: tl.constexpr, KEYS: tl.constexpr):
+def _part_size(context, num_parts, KEYS: tl.constexpr):
     """Tokens in each part of a context: whole tiles of keys, the same for every row of the sequence."""
-    if PART:
-        return PART
     return tl.maximum(tl.cdiv(tl.cdiv(context, num_parts), KEYS), 1) * KEYS
 
 
@@ -335,7 +307,7 @@ def _sum_values(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """See `_nothing`: of keys `first`, a multiple of KEYS, to `end`. Tiles that a row sees nothing of change no bit."""
+    """See `_nothing`: of keys `first`, a multiple of KEYS, to `end`."""
     top, weight, total = _nothing(ROWS, PADDED_DIM)
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first, end, KEYS):
@@ -350,27 +322,12 @@ def _sum_values(
         scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         finite = tl.where(new_top == float("-inf"), 0.0, new_top)
-        # Fused by name wherever a product is added: else the compiler chooses, perhaps otherwise in another kernel.
-        p = tl.exp2(tl.fma(scores, scale, -finite[:, None]))
+        p = tl.exp2(scores * scale - finite[:, None])
         rescale = tl.exp2(top - finite)
-        weight = tl.fma(weight, rescale, tl.sum(p, 1))
+        weight = weight * rescale + tl.sum(p, 1)
         total = tl.dot(p.to(v.dtype), v, total * rescale[:, None], input_precision="ieee")
         top = new_top
     return top, weight, total
-
-
-@triton.jit
-def _merge(top, weight, total, other_top, other_weight, other_total):
-    """Of two sets of keys. One that a row sees nothing of changes no bit."""
-    new_top = tl.maximum(top, other_top)
-    finite = tl.where(new_top == float("-inf"), 0.0, new_top)
-    rescale = tl.exp2(top - finite)
-    other = tl.exp2(other_top - finite)
-    return (
-        new_top,
-        tl.fma(other_weight, other, weight * rescale),
-        tl.fma(other_total, other[:, None], total * rescale[:, None]),
-    )
 
 
 @triton.jit

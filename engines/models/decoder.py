@@ -12,11 +12,11 @@ from engines.batch import ForwardBatch
 from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.invariant import check_products, project_invariant
-from engines.models.kernels import make_operations
+from engines.models.operations import NativeOperations, Operations, TorchOperations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import FewRows, Project, copy_dtype, pack, project
 from engines.models.rope import RotaryTable
-from engines.native.library import choose_library
+from engines.native.library import Library
 from engines.parallel.collectives import Communicator
 from engines.parallel.ordered import in_rank_order
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
@@ -36,11 +36,11 @@ class Decoder:
         shard: Shard,
         tensor_parallel: Communicator,
         attention: ChosenAttention,
-        kernels: str = "torch",
+        library: Library | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        """Rank i of `tensor_parallel` holds shard i. `kernels`: as `choose_kernels` has them; with `batch_invariant`
-        they are native or Triton's, and attention alike. Raises ValueError when the model cannot be cut so.
+        """Rank i of `tensor_parallel` holds shard i. `library`: the native kernels, None for torch's; `batch_invariant`
+        needs them, and native attention. Raises ValueError when the model cannot be cut so.
         """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
@@ -52,19 +52,13 @@ class Decoder:
         self.parameters = DecoderParameters.allocate(self.local, dtype, device)
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
-        self.kernels = kernels
-        """Which small operations run: "native", "triton" or "torch"."""
-        self.library = library = choose_library("native", dtype, device) if kernels == "native" else None
-        """The native kernels, for whoever else works on what this gives."""
-        self._operations = make_operations(kernels, library)
+        self.library = library
+        """For whoever else works on what this gives."""
+        self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
         self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
         self._project: Project = project_invariant if batch_invariant else project
         self._check_products = check_products if batch_invariant else None
         self._copy_dtype = copy_dtype(dtype, device)
-        if batch_invariant and kernels == "triton":
-            from engines.models.triton_products import check_products_in_triton, project_in_triton
-
-            self._project, self._check_products, self._copy_dtype = project_in_triton, check_products_in_triton, None
         self._few_rows = None if library is None or batch_invariant else FewRows(library)
         self.attention_backend = attention.name
         """One of those that `EngineConfig.attention` names."""

@@ -4,7 +4,7 @@ A matrix library picks the kernel, and with it the order of each sum, by the num
 single row of more than 1024 elements in parts, MKL has kernels of their own for few rows and for the last of an odd
 number. The choice depends on shapes and threads, never on values. So each number of rows is tried once per kind of
 matrix, on sums that show their order; only those that agree, in all their rows, are run. Others are padded to the next,
-or split. For CPUs; `triton_products.py` is for CUDA.
+or split. For CPUs.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import torch
 
 from engines import LLM
 from engines.attention.choose import Setting, choose_attention, refusal, why_not_importable
-from engines.models.kernels import choose_kernels
 from engines.native.library import choose_library
 
 H200 = Setting(
@@ -152,30 +151,17 @@ def test_native_attention_needs_a_compiler(qwen3: str, monkeypatch: pytest.Monke
         LLM(qwen3, device="cpu", kv_cache_bytes=2**20, attention="native")
 
 
-@pytest.mark.parametrize(
-    ("asked", "changes", "expected"),
-    [
-        ("auto", {}, "triton"),
-        ("auto", {"dtype": torch.float64}, "torch"),
-        ("auto", {"capability": (7, 5)}, "torch"),
-        ("torch", {}, "torch"),
-        ("triton", {}, "triton"),
-        ("auto", {"device": torch.device("mps")}, "torch"),
-    ],
-)
-def test_which_kernels_run_on_a_gpu(asked: Any, changes: dict[str, Any], expected: str) -> None:
-    pytest.importorskip("triton")
-    assert choose_kernels(asked, replace(H200, **changes), attention="flash_attn") == expected
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_same_bits_in_any_batch_are_native_attention_s(dtype: torch.dtype) -> None:
+    setting = replace(CPU, dtype=dtype, batch_invariant=True)
+    assert choose(setting, WHOLE) == choose(setting, WHOLE, allow_native=False) == "native"
+    for other in (replace(H200, dtype=dtype, batch_invariant=True), replace(setting, device=torch.device("mps"))):
+        said = rf"needs attention='native', which runs on a CPU, not on {other.device.type}; set batch_invariant=False$"
+        with pytest.raises(ValueError, match=rf"^EngineConfig.batch_invariant=True: {said}"):
+            choose(other, WHOLE)
 
 
 def test_kernels_that_cannot_be_had() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig.kernels='triton': computes in .* lose bits; use 'auto'"):
-        choose_kernels("triton", replace(H200, dtype=torch.float64), attention="sdpa")
+    assert choose_library("auto", torch.bfloat16, H200.device) is None
     with pytest.raises(ValueError, match=r"EngineConfig.kernels='native': cannot be had on cuda here"):
-        choose_kernels("native", H200, attention="sdpa")
-
-
-def test_triton_s_kernels_are_not_for_a_cpu(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match=r"EngineConfig.kernels='triton': needs a CUDA device, not cpu; use 'auto'"):
-        LLM(qwen3, device="cpu", kv_cache_bytes=2**20, kernels="triton")
+        choose_library("native", torch.bfloat16, H200.device)

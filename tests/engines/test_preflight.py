@@ -78,8 +78,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         ({"kernels": "native"}, r"EngineConfig.kernels='native': cannot be had on cpu here .*; use 'auto' or 'torch'"),
         ({"attention": "native"}, r"EngineConfig.attention='native': needs a C\+\+ compiler, see the log; use 'sdpa'"),
-        ({"batch_invariant": True}, r"EngineConfig.batch_invariant=True: attention='native' needs a C\+\+ compiler"),
-        ({"kernels": "triton"}, r"EngineConfig.kernels='triton': computes in float32, so dtype='float64' would lose"),
+        ({"batch_invariant": True}, r"EngineConfig.batch_invariant=True: .* which needs a C\+\+ compiler"),
     ],
 )
 def test_without_a_compiler(qwen3: str, no_compiler: None, options: dict[str, Any], message: str) -> None:

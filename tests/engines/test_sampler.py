@@ -91,6 +91,14 @@ def test_rows_of_one_batch_may_differ() -> None:
     assert torch.equal(process_logits(logits, batch), expected)
 
 
+@pytest.mark.parametrize("vocab", [1, 2, 1000, 150_000, 2**18])
+def test_top_p_by_sums_that_have_no_order(vocab: int) -> None:
+    """Of tokens that are all as likely just the half is kept: sums are exact, and of a large vocabulary still fit."""
+    for logit in (0.0, -3.7):
+        kept = process_logits(torch.full((2, vocab), logit), columns(2, top_p=0.5)).isfinite()
+        assert kept.sum(-1).tolist() == [(vocab + 1) // 2] * 2
+
+
 @pytest.mark.parametrize("way", ["dense", "sparse", "compiled"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_draws_follow_the_exact_distribution(

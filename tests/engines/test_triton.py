@@ -44,21 +44,17 @@ def batch_of(lengths: list[int], new: list[int], block_size: int, width: int = 0
     )
 
 
-def backend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, part_tokens: int | None = None) -> TritonAttention:
-    return TritonAttention(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=DEVICE, part_tokens=part_tokens
-    )
+def backend(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> TritonAttention:
+    return TritonAttention(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, device=DEVICE)
 
 
-def check(
-    dtype: torch.dtype, shape: tuple[int, int, int], block_size: int, part_tokens: int | None, width: int = 0
-) -> list[int]:
+def check(dtype: torch.dtype, shape: tuple[int, int, int], block_size: int, width: int = 0) -> list[int]:
     """Runs a mixed batch against the reference in float64; returns into how many parts each launch cuts contexts."""
     heads, kv_heads, dim = shape
     num_blocks, batch = batch_of(LENGTHS, NEW, block_size, width)
     cache = [normal(num_blocks, block_size, kv_heads, dim, dtype=dtype, seed=i).to(DEVICE) for i in range(2)]
     q = 2 * normal(sum(NEW), heads, dim, dtype=dtype, seed=2).to(DEVICE)
-    triton = backend(*shape, dtype, part_tokens)
+    triton = backend(*shape, dtype)
     plan = triton.plan(batch, block_size)
     out = triton.attention(q, *cache, plan)
     assert out.dtype is dtype
@@ -74,63 +70,21 @@ def check(
     [((8, 2, 64), 16), ((6, 1, 128), 7), ((3, 3, 10), 1), ((2, 2, 80), 256), ((20, 1, 16), 4), ((2, 1, 256), 32)],
 )
 def test_as_suits_the_batch(shape: tuple[int, int, int], block_size: int) -> None:
-    check(torch.float32, shape, block_size, None)
+    check(torch.float32, shape, block_size)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "part_tokens"),
-    [(torch.float32, None), (torch.float32, 0), (torch.float32, 128), (torch.float16, None), (torch.float16, 192)],
-)
-def test_contexts_in_parts(dtype: torch.dtype, part_tokens: int | None) -> None:
-    parts = check(dtype, (4, 1, 64), 16, part_tokens, width=80)
-    assert parts == [1, 1] if part_tokens == 0 else min(parts) > 1
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_contexts_in_parts(dtype: torch.dtype) -> None:
+    assert min(check(dtype, (4, 1, 64), 16, width=80)) > 1
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("part_tokens", [None, 0, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(8, 2, 64), (32, 8, 128), (6, 1, 128), (4, 2, 80), (8, 4, 256)])
-def test_compiled(dtype: torch.dtype, shape: tuple[int, int, int], part_tokens: int | None) -> None:
+def test_compiled(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     for block_size, width in ((16, 0), (16, 512), (256, 0)):
-        check(dtype, shape, block_size, part_tokens, width)
-
-
-@pytest.mark.parametrize("part_tokens", [0, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, on_gpu])])
-def test_a_row_has_the_same_bits_whatever_comes_with_it(dtype: torch.dtype, part_tokens: int) -> None:
-    """Alone as a decode, in chunks, in a mixed batch; in a narrow block table, and in one wide enough for parts."""
-    shape = heads, kv_heads, dim = (3, 1, 64)
-    lengths, new = [9, 230, 150], [1, 90, 5]
-    num_blocks, batch = batch_of(lengths, new, 16)
-    cache = [normal(num_blocks, 16, kv_heads, dim, dtype=dtype, seed=i).to(DEVICE) for i in range(2)]
-    q = 2 * normal(sum(new), heads, dim, dtype=dtype, seed=2).to(DEVICE)
-    triton = backend(*shape, dtype, part_tokens)
-    whole = triton.attention(q, *cache, triton.plan(batch, 16))
-    parts = set()
-
-    def alone(sequence: int, first: int, last: int, width: int) -> torch.Tensor:
-        """Of new tokens `first` to `last` of one sequence, by themselves."""
-        start, past = int(batch.cu_seqlens_q[sequence]), lengths[sequence] - new[sequence]
-        table = batch.block_table[sequence : sequence + 1]
-        plan = triton.plan(
-            replace(
-                batch,
-                cu_seqlens_q=torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
-                context_lens=torch.tensor([past + last], dtype=torch.int32, device=DEVICE),
-                block_table=torch.nn.functional.pad(table, (0, max(0, width - table.shape[1]))),
-                seqlens_q=[last - first],
-            ),
-            16,
-        )
-        parts.update(launch.num_parts for launch in plan.launches)
-        return triton.attention(q[start + first : start + last], *cache, plan)
-
-    for sequence, first, last in ((0, 0, 1), (1, 0, 1), (1, 39, 40), (1, 89, 90), (1, 0, 33), (1, 33, 90), (2, 2, 5)):
-        start = int(batch.cu_seqlens_q[sequence])
-        for width in (0, 40):
-            assert torch.equal(alone(sequence, first, last, width), whole[start + first : start + last])
-    assert max(parts) > 1 if part_tokens else parts == {1}
+        check(dtype, shape, block_size, width)
 
 
 def test_a_plan_serves_other_lengths_in_the_same_tensors() -> None:
@@ -190,18 +144,13 @@ def test_tiles_and_parts() -> None:
     assert choose_tile(1000, 128, 4).rows == 16 and choose_tile(1000, 192, 2).rows == 64
     assert [count_parts(programs, 132, 8192) for programs in (8, 64, 256, 264, 10_000)] == [32, 5, 2, 1, 1]
     assert [count_parts(8, 132, context) for context in (16, 511, 512, 2048)] == [1, 1, 2, 8]
-    with pytest.raises(ValueError, match="part_tokens=100: must be a multiple of 64, or 0"):
-        backend(2, 2, 16, torch.float32, part_tokens=100)
 
 
-@pytest.mark.parametrize("triton", [{"attention": "triton"}, {"kernels": "triton"}])
-def test_the_same_tokens(qwen3: str, triton: dict[str, Any]) -> None:
+def test_the_same_tokens(qwen3: str) -> None:
     prompts, params = [[5, 6, 7], list(range(2, 40)), [9]], SamplingParams(max_tokens=8, ignore_eos=True)
-    options: dict[str, Any] = {"device": DEVICE, "kv_cache_bytes": 2**20, "prefill_chunk_size": 16}
-    plain = {"attention": "sdpa", "kernels": "torch"}
-    engines = [LLM(qwen3, **options, **{**plain, **named}) for named in (triton, {})]
-    told = [{"attention": llm.attention, "kernels": llm.kernels} for llm in engines]
-    assert told == [{**plain, **triton}, plain]
+    options: dict[str, Any] = {"device": DEVICE, "kv_cache_bytes": 2**20, "prefill_chunk_size": 16, "kernels": "torch"}
+    engines = [LLM(qwen3, attention=attention, **options) for attention in ("triton", "sdpa")]
+    assert [llm.attention for llm in engines] == ["triton", "sdpa"]
     for one, other in zip(*(llm.generate(prompts, params) for llm in engines), strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.outputs[0].logprobs == pytest.approx(other.outputs[0].logprobs, abs=1e-4)
@@ -225,10 +174,10 @@ def build(capability, kernel, tile, **constants):
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
-several = ((4, 0, True, True), (1000, 0, False, False), (64, 512, False, False))
-for capability, (rows, part, in_parts, is_decode) in itertools.product((80, 90), several):
+several = ((4, True, True), (1000, False, False))
+for capability, (rows, in_parts, is_decode) in itertools.product((80, 90), several):
     tile = kernels.choose_tile(rows, 128, 2)
-    shape = dict(GROUP=4, KV_HEADS=8, DIM=128, PADDED_DIM=128, ROWS=tile.rows, KEYS=tile.keys, PART=part)
+    shape = dict(GROUP=4, KV_HEADS=8, DIM=128, PADDED_DIM=128, ROWS=tile.rows, KEYS=tile.keys)
     built = build(capability, kernels._attend, tile, **shape, BLOCK=16, IN_PARTS=in_parts, IS_DECODE=is_decode)
     assert built.metadata.shared <= 99 * 1024, built.metadata.shared
     assert any(name in built.asm["ptx"] for name in ("mma.sync", "wgmma", "tcgen05")), "not on tensor cores"
