@@ -58,6 +58,10 @@ class Rollout:
     metrics: dict[str, float]
 
 
+class NothingScoredError(ValueError):
+    """Not one completion of a rollout could be scored: nothing can be learnt, and it will not get better."""
+
+
 class Collector:
     """Rolls out a task's problems. All ranks of the group call it alike, and get the same."""
 
@@ -86,7 +90,7 @@ class Collector:
     def collect(self, index: int, on_finished: Callable[[Finished], None] | None = None) -> Rollout:
         """Samples problems from data position `index` on until enough groups are kept, in whole rounds.
 
-        After `max_sampling_rounds` the step goes on with what was kept, and says so.
+        After `max_sampling_rounds` the step goes on with what was kept, and says so. Raises NothingScoredError.
         """
         sampled: list[Group] = []
         kept: list[Group] = []
@@ -240,12 +244,11 @@ def _finish_scores(
 
 
 def _check_scores(failed: ScoreCounts, num_completions: int) -> None:
-    """Raises ValueError when not one completion could be scored: nothing can be learnt, and it will not get better."""
     if sum(vars(failed).values()) == num_completions:
-        raise ValueError(
+        raise NothingScoredError(
             f"reward: all {num_completions} completions of a rollout failed ({failed.num_raised} raised, "
-            f"{failed.num_timed_out} timed out, {failed.num_invalid} were no finite number); see the warnings above, "
-            "mend the function, and go on with --resume"
+            f"{failed.num_timed_out} timed out, {failed.num_invalid} were no finite number); see the warnings above "
+            "and mend the function"
         )
 
 

@@ -26,7 +26,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from algos.collect import Collector, Group, Rollout
+from algos.collect import Collector, Group, NothingScoredError, Rollout
 from algos.deepspeed_config import resolve
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
 from algos.publish import read_record
@@ -341,7 +341,12 @@ class Run:
             def show(finished: Finished) -> None:
                 progress.update()
 
-            return self.collector.collect(self.data_index, show)
+            try:
+                return self.collector.collect(self.data_index, show)
+            except NothingScoredError as error:
+                go_on = f"go on with --name {self.folder.path.name} --resume"
+                fix = go_on if self.folder.latest() else "start again under another --name"
+                raise ValueError(f"{error}; then {fix}") from None
 
     def _preemptions(self) -> dict[str, int]:
         """Counts of all replicas since the run's start."""

@@ -18,7 +18,7 @@ class WorkerError(Exception):
 
 
 class WorkerProcess:
-    """The process, its connection, and its lifeline (a pipe on its stdin that carries nothing, see `worker.py`)."""
+    """The process and its guard, its connection, and the guard's lifeline: a pipe on its stdin (see `guard.py`)."""
 
     def __init__(self, target: str, timeout_s: float) -> None:
         """Raises `WorkerError` when the process is not ready after `timeout_s` or cannot load the function."""
@@ -51,11 +51,9 @@ class WorkerProcess:
             raise WorkerError(self.ready.error)
 
     def kill(self) -> str:
-        """Kill the process group, reap the process and free its descriptors. Returns how the process had ended."""
-        # The group before the wait: until the process is reaped its id cannot be another's.
-        os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        """Kill the process and all that it has started, and free its descriptors. Returns how it had ended."""
+        self.process.communicate(b"end")  # also where another process holds the lifeline, so that closing is no sign
         self.sock.close()
-        return f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        code = self.process.returncode
+        name = next((one.name for one in signal.Signals if one in (code - 128, -code)), None)
+        return f"was killed by {name}" if name else f"exited with status {code}"

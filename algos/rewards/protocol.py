@@ -45,6 +45,8 @@ class Part:
 class Batch:
     """Runner to worker: calls to make, at the same time where the function is async. Each part is an encoded `Part`."""
 
+    call: int
+    """Number of the call; its results carry it."""
     parts: list[msgspec.Raw]
     timeout_s: float
 
@@ -53,6 +55,7 @@ class Batch:
 class Result:
     """Worker to runner, one per part, in the order in which they finish."""
 
+    call: int
     part: int
     """Index in the batch."""
     kind: Literal["ok", "raised", "timed_out"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -97,6 +98,7 @@ class RewardRunner:
         self._ready: Ready | None = None
         self._start_s = 0.0
         self._lock = threading.Lock()
+        self._call_numbers = itertools.count(1)
 
     def check(self, columns: Iterable[str] = ()) -> None:
         """Start the worker now. Raises `ValueError` when the function cannot be imported, or wants an argument that is
@@ -198,15 +200,19 @@ class RewardRunner:
         """For `Scoring`, in its turn. The result of each part, None where the worker was lost and another part may be
         to blame; and whether any part took too long."""
         results: list[Result | None] = [None] * len(batch)
-        limit_s = self._limit_s()
+        number, limit_s = next(self._call_numbers), self._limit_s()
         kind: Literal["raised", "timed_out"] = "raised"
         try:
             worker = self._start_worker()
-            message = Batch(parts=[_encode(part, arguments) for part in batch], timeout_s=self.config.timeout_s)
+            parts = [_encode(part, arguments) for part in batch]
+            message = Batch(call=number, parts=parts, timeout_s=self.config.timeout_s)
             send(worker.sock, message, deadline=time.monotonic() + limit_s)
-            for _ in batch:  # coroutines of a batch may take turns, so the clock restarts when one is done
-                result = receive(worker.sock, Result, deadline=time.monotonic() + limit_s)
-                results[result.part] = result
+            deadline = time.monotonic() + limit_s
+            while None in results:
+                result = receive(worker.sock, Result, deadline=deadline)
+                if result.call == number and results[result.part] is None:  # user code can reach the socket, too
+                    results[result.part] = result
+                    deadline = time.monotonic() + limit_s  # coroutines of a batch may take turns
             return results, any(result is not None and result.kind == "timed_out" for result in results)
         except UnicodeEncodeError as failure:  # a lone surrogate in a model's output
             error = f"{type(failure).__name__}: {failure}"
@@ -218,7 +224,7 @@ class RewardRunner:
         except (EOFError, ConnectionError, msgspec.DecodeError, IndexError):
             error = f"the worker process {self._stop_worker()}"
         if len(batch) == 1:
-            results = [Result(part=0, kind=kind, error=error)]
+            results = [Result(call=number, part=0, kind=kind, error=error)]
         return results, kind == "timed_out"
 
 

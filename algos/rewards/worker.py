@@ -1,12 +1,13 @@
 """The process that runs a reward function: `python -m algos.rewards.worker SPEC SOCKET_FD`.
 
-It may run anybody's code on a model's output, so it is built to be killed: it leads a process group of its own, and
-the whole group dies as soon as the runner does. What user code prints goes to stderr.
+It may run anybody's code on a model's output, so it is built to be killed: all that it starts dies with it, and it dies
+as soon as the runner does (`guard.py`). What user code prints goes to stderr.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -14,19 +15,17 @@ import inspect
 import itertools
 import math
 import os
-import select
-import signal
 import socket
 import sys
-import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
+from algos.rewards.guard import fork_worker, guard
 from algos.rewards.protocol import Batch, Hello, Part, Ready, Result, receive, send
 
 RewardFunction = Callable[..., Any]
@@ -79,8 +78,10 @@ def describe_function(function: RewardFunction) -> Ready:
     return Ready(is_async=is_async, accepted=accepted, required=required)
 
 
-async def score_part(function: RewardFunction, part: Part, index: int, timeout_s: float) -> Result:
+async def score_part(function: RewardFunction, batch: Batch, index: int, worker: int) -> Result:
     """Call the function once. An awaitable is cancelled after `timeout_s`; a sync function can only be killed."""
+    result = functools.partial(Result, call=batch.call, part=index)
+    part = msgspec.msgpack.decode(batch.parts[index], type=Part)
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -91,17 +92,18 @@ async def score_part(function: RewardFunction, part: Part, index: int, timeout_s
         is_late = True
         task.cancel()
 
-    timer = loop.call_later(timeout_s, cancel)
+    timer = loop.call_later(batch.timeout_s, cancel)
     try:
-        returned = function(**part.arguments)
-        if inspect.isawaitable(returned):
-            returned = await returned
-        values, error = read_values(returned, part.num_items)
-        return Result(part=index, kind="ok", values=values, error=error)
+        with end_forks(worker):
+            returned = function(**part.arguments)
+            if inspect.isawaitable(returned):
+                returned = await returned
+            values, error = read_values(returned, part.num_items)
+        return result(kind="ok", values=values, error=error)
     except BaseException as error:  # SystemExit too: a reward function must not end the worker by a mere sys.exit()
         if is_late:
-            return Result(part=index, kind="timed_out", error=f"not done after {timeout_s:g} s")
-        return Result(part=index, kind="raised", error=describe_error(error))
+            return result(kind="timed_out", error=f"not done after {batch.timeout_s:g} s")
+        return result(kind="raised", error=describe_error(error))
     finally:
         timer.cancel()
 
@@ -140,41 +142,44 @@ def describe_error(error: BaseException) -> str:
     return text[:450] + where[:50]
 
 
-def die_with_parent(lifeline: int) -> None:
-    """Kill this process group when the other end of the pipe `lifeline` closes, whatever user code is doing then.
-
-    On Linux the kernel itself sends the SIGKILL, so that code that never gives the interpreter lock back dies as well
-    (and, unlike with PR_SET_PDEATHSIG, the thread that started this process may end). The thread below serves other
-    systems, and the case that a forked sibling still holds the pipe.
-    """
-    poller = select.poll()
-    poller.register(lifeline, 0)  # hang-up and error only
-    parent = os.getppid()
-    if sys.platform == "linux":
-        import fcntl
-
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | fcntl.FASYNC)
-
-    def watch() -> None:
-        while os.getppid() == parent and not poller.poll(500):
-            pass
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="reward-lifeline", daemon=True).start()
+@contextlib.contextmanager
+def end_forks(worker: int) -> Iterator[None]:
+    """Around user code, in the process `worker`. A process that the code forked ends where it leaves, as it would at
+    the end of a program: it must not answer in the worker's place."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        if os.getpid() != worker:
+            _exit_after(error)
 
 
-def serve(function: RewardFunction, sock: socket.socket) -> None:
+def _exit_after(error: BaseException | None) -> NoReturn:
+    status = int(error is not None)
+    try:
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            status = (error.code or 0) & 0xFF
+        elif error is not None:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)  # the interpreter's own end would take the worker's event loop apart
+
+
+def serve(function: RewardFunction, sock: socket.socket, worker: int) -> None:
     """Answer batches until the runner closes the connection."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
 
-    async def answer(index: int, raw: msgspec.Raw, timeout_s: float) -> None:
-        send(sock, await score_part(function, msgspec.msgpack.decode(raw, type=Part), index, timeout_s))
+    async def answer(batch: Batch, index: int) -> None:
+        send(sock, await score_part(function, batch, index, worker))
 
     async def answer_all(batch: Batch) -> None:
-        await asyncio.gather(*(answer(index, raw, batch.timeout_s) for index, raw in enumerate(batch.parts)))
+        await asyncio.gather(*(answer(batch, index) for index in range(len(batch.parts))))
 
     while True:
         try:
@@ -185,21 +190,26 @@ def serve(function: RewardFunction, sock: socket.socket) -> None:
 
 def main() -> None:
     spec, sock = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    if child := fork_worker():
+        sock.close()
+        guard(child, lifeline=0)
+    worker = os.getpid()
     # Children that user code starts shall hold neither end of the runner's pipes, nor read from the lifeline.
     sock.set_inheritable(False)
-    die_with_parent(os.dup(0))
+    os.register_at_fork(after_in_child=sock.close)
     with open(os.devnull, "rb") as devnull:
         os.dup2(devnull.fileno(), 0)
     sys.path[:] = receive(sock, Hello).sys_path
     sys.argv[1:] = []
     try:
-        function = load_function(spec)
-        ready = describe_function(function)
+        with end_forks(worker):
+            function = load_function(spec)
+            ready = describe_function(function)
     except BaseException as error:
         send(sock, Ready(error=describe_error(error)))
         return
     send(sock, ready)
-    serve(function, sock)
+    serve(function, sock, worker)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hmac
 import os
-import re
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Final
 
 VERSION: Final = 1
-TOKEN_VARIABLE: Final = "CURTAIL_TOKEN"
-"""Environment variable of a launched process: the token in hex. (A command line could be read by every user.)"""
 MAX_BYTES: Final = 64 << 20
 """Of one frame's payload: a longer message travels in parts."""
 PREFIX: Final = struct.Struct("<4sHB")  # magic, version, kind: the same in all versions, so that they can tell
@@ -29,23 +25,6 @@ def new_token() -> bytes:
     return os.urandom(32)
 
 
-def write_token(path: Path, token: bytes) -> None:
-    """Leaves the token in a new file that only this user can read. Raises FileExistsError."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token.hex())
-
-
-def read_token(path: Path | None = None) -> bytes:
-    """The token in the file, or without one in the environment. Raises ValueError when it is missing or exposed."""
-    where = str(path) if path else TOKEN_VARIABLE
-    if path and path.stat().st_mode & 0o077:
-        raise ValueError(f"launch token: {path} is open to other users; make it with write_token (mode 0600)")
-    text = path.read_text() if path else os.environ.get(TOKEN_VARIABLE, "")
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise ValueError(f"launch token: {where} holds no 64 hex digits; start this process from the launcher")
-    return bytes.fromhex(text)
-
-
 @dataclass(frozen=True, slots=True)
 class Message:
     kind: int
@@ -59,7 +38,7 @@ class Seal:
 
     def __init__(self, token: bytes, *, is_server: bool, max_bytes: int = MAX_BYTES) -> None:
         if len(token) != 32:
-            raise ValueError(f"launch token: {len(token)} bytes, must be 32; use new_token() or read_token()")
+            raise ValueError(f"launch token: {len(token)} bytes, must be 32; use new_token()")
         self.max_bytes = max_bytes
         # A hash of 256 random bits betrays nothing, and tells another launch's message from an altered one.
         self._token_id = blake2b(token, digest_size=8, person=b"token-id").digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,20 +17,18 @@ from typing import IO
 import msgspec
 
 from engines.config import EngineConfig
-from engines.control.sealing import TOKEN_VARIABLE
 from engines.parallel.layout import ReplicaSpec
 
-ORDERS_VARIABLE = "CURTAIL_REPLICA"
-"""Environment variable of a launched process: its `ReplicaOrders`, as JSON."""
 _TAIL_BYTES = 2000
 _KILL_S = 10.0  # a killed process that is still there is stuck in the kernel
 
 
 class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process outside the world is started with, beside the launch token."""
+    """What a process outside the world is started with: a line of JSON on its stdin."""
 
     address: str
     """Of the coordinator's `Server`."""
+    token: bytes
     spec: ReplicaSpec
     parent_pid: int
     model: str
@@ -91,7 +90,6 @@ class ReplicaLauncher:
         Output goes to `replica-<id>.log` in `log_folder`; without one to files without a name, of which only the end
         is ever read, when a process has died. The other arguments: see `ReplicaOrders`.
         """
-        self._token = token
         self._num_threads = num_threads
         self._log_folder = log_folder
         self._next_id = world_size
@@ -100,6 +98,7 @@ class ReplicaLauncher:
         self._spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-launcher")
         self._orders = ReplicaOrders(
             address=address,
+            token=token,
             spec=ReplicaSpec(id=world_size, ranks=(world_size,)),
             parent_pid=os.getpid(),
             model=str(model),
@@ -125,14 +124,12 @@ class ReplicaLauncher:
             else tempfile.TemporaryFile()  # noqa: SIM115
         )
         orders = msgspec.structs.replace(self._orders, spec=spec)
-        # Not on the command line, which every user of the machine can read.
-        secrets = {TOKEN_VARIABLE: self._token.hex(), ORDERS_VARIABLE: msgspec.json.encode(orders).decode()}
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", "engines.rollout.outside"],
                 cwd=Path(__file__).parents[2],
-                env=os.environ | {"OMP_NUM_THREADS": str(self._num_threads)} | secrets,
-                stdin=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": str(self._num_threads)},
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -141,6 +138,10 @@ class ReplicaLauncher:
             log.close()
             raise
         self._launched[spec.id] = _Launched(spec=spec, process=process, log=log)
+        # By a pipe: a command line can be read by every user of the machine, an environment by all code of this user.
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended already: `poll` will tell
+            process.stdin.write(msgspec.json.encode(orders) + b"\n")
         return spec
 
     def pids(self) -> dict[int, int]:

@@ -17,7 +17,6 @@ import torch
 from engines.capacity import Capacity
 from engines.config import ModelConfig, longest_sequence
 from engines.control import messages
-from engines.control.sealing import TOKEN_VARIABLE, read_token
 from engines.control.transport import Client
 from engines.free_memory import FreeMemory, free_memory
 from engines.kvcache.tiers import make_kv_store
@@ -27,7 +26,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout.coordinator import peer_of
-from engines.rollout.launcher import ORDERS_VARIABLE, ReplicaOrders
+from engines.rollout.launcher import ReplicaOrders
 from engines.rollout.worker import Worker
 from engines.tokenizer import detokenizer, load_tokenizer
 
@@ -37,16 +36,14 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """The exit code: 0 when told to end, `FAILED` after an error, `ORPHANED` when the coordinator was lost."""
-    orders = msgspec.json.decode(os.environ.pop(ORDERS_VARIABLE), type=ReplicaOrders)
-    token = read_token()
-    del os.environ[TOKEN_VARIABLE]  # what this process may start need not have it
+    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaOrders)
     _die_with(orders.parent_pid)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         client = Client(
             peer_of(orders.spec.ranks[0]),
             orders.address,
-            token,
+            orders.token,
             interval_s=orders.interval_s,
             patience_s=orders.patience_s,
         )

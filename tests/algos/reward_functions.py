@@ -5,9 +5,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import stat
+import struct
 import subprocess
 import sys
 import time
+
+import msgspec
 
 
 def length(prompts, completions, **columns):
@@ -95,6 +99,64 @@ def misbehaves(completions, log):
             with open(path, "a") as file:
                 print(child.pid, "child", file=file)
             time.sleep(1000)
+        if text.startswith("daemon"):
+            with open(path, "a") as file:
+                print(start_daemon("sleep", "1000"), "daemon", file=file)
+            if text == "daemon, os._exit":
+                os._exit(3)
+            time.sleep(1000)
+    return [1.0] * len(completions)
+
+
+def start_daemon(*command):
+    """Its process id; it has a session of its own, and its parent has ended."""
+    reader, writer = os.pipe()
+    if (parent := os.fork()) == 0:
+        os.setsid()
+        if (daemon := os.fork()) == 0:
+            os.execvp(command[0], command)
+        os.write(writer, str(daemon).encode())
+        os._exit(0)
+    os.waitpid(parent, 0)
+    pid = int(os.read(reader, 100))
+    os.close(reader)
+    os.close(writer)
+    return pid
+
+
+def brief_daemon(completions):
+    return [start_daemon("true")]
+
+
+def forks(completions, how):
+    """The exit status of a child that leaves the function in one of several ways."""
+    if (child := os.fork()) == 0:
+        return leave(completions, how[0])
+    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] * len(completions)
+
+
+async def forks_async(completions, how):
+    if (child := os.fork()) == 0:
+        await asyncio.sleep(0)
+        return leave(completions, how[0])
+    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] * len(completions)
+
+
+def leave(completions, how):
+    if how == "raise":
+        raise KeyError("no such thing")
+    if how.startswith("exit"):
+        sys.exit(int(how.removeprefix("exit")))
+    return [9.0] * len(completions)
+
+
+def forges(completions):
+    """Leaves an answer to another call on the worker's own connection."""
+    answer = msgspec.msgpack.encode({"call": 0, "part": 0, "kind": "ok", "values": [7.0]})
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # one that the listing itself has used
+            if fd > 2 and stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, struct.pack("<Q", len(answer)) + answer)
     return [1.0] * len(completions)
 
 

@@ -241,23 +241,48 @@ def test_only_the_culprit_fails(
     assert "1 of 10 completions raised" in record.getMessage() and message[culprit] in record.getMessage()
 
 
-@pytest.mark.parametrize("culprit", ["hang", "hang hard", "close", "fork"])
+@pytest.mark.parametrize("culprit", ["hang", "hang hard", "close", "fork", "daemon", "daemon, os._exit"])
 def test_a_hang_is_killed_and_the_worker_restarted(
     make: Callable[..., RewardRunner], culprit: str, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    runner = make("misbehaves", chunk_size=4, timeout_s=0.8)
+    is_hang = culprit not in ("close", "daemon, os._exit")  # the others are found out at once
+    runner = make("misbehaves", chunk_size=4, timeout_s=0.8 if is_hang else 60.0)
     texts = ["a", "b", culprit, "c", "d"]
     result = score(runner, texts, log=[str(log)] * 5)
     assert result.rewards == [1.0, 1.0, 0.0, 1.0, 1.0]
-    # A worker that closed its connection is found out at once: that is no hang.
-    assert (result.num_raised, result.num_timed_out) == ((1, 0) if culprit == "close" else (0, 1))
+    assert (result.num_raised, result.num_timed_out) == ((0, 1) if is_hang else (1, 0))
     assert score(runner, ["e"], log=[str(log)]).rewards == [1.0]
     pids = list(dict.fromkeys(int(line.split()[0]) for line in log.read_text().splitlines()))
     assert len(pids) >= 3
     last = int(log.read_text().splitlines()[-1].split()[0])
     wait_until(lambda: not any(is_alive(pid) for pid in pids if pid != last), "the killed workers' processes to go")
     assert is_alive(last)
+
+
+@pytest.mark.parametrize("function", ["forks", "forks_async"])
+@pytest.mark.parametrize(("how", "status"), [("return", 0.0), ("raise", 1.0), ("exit0", 0.0), ("exit7", 7.0)])
+def test_only_the_worker_answers_not_what_it_forks(
+    make: Callable[..., RewardRunner], function: str, how: str, status: float
+) -> None:
+    result = score(make(function, chunk_size=2), ["a"] * 5, how=[how] * 5)
+    assert result.rewards == [status] * 5, "a child did not end as its parent can expect"
+    assert (result.num_raised, result.num_timed_out) == (0, 0)
+
+
+def test_a_child_that_the_import_forks_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(
+        "import os\nPID = os.getpid()\nif child := os.fork():\n    os.waitpid(child, 0)\n"
+        "def f(completions):\n    return [float(os.getpid() == PID)] * len(completions)\n"
+    )
+    with RewardRunner(f"{tmp_path}/forks.py:f") as runner:
+        assert score(runner, ["a", "b"]).rewards == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_another_call_s_answer_is_not_booked(make: Callable[..., RewardRunner], chunk_size: int) -> None:
+    result = score(make("forges", chunk_size=chunk_size), ["a"] * 5)
+    assert result.rewards == [1.0] * 5 and result.num_raised == 0
 
 
 def test_one_warning_for_many_failures(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
@@ -339,6 +364,22 @@ def test_nothing_is_left_behind(make: Callable[..., RewardRunner], tmp_path: Pat
         score(runner, ["a"], log=["x"])
 
 
+def test_an_orphan_that_ends_is_gone_though_the_worker_lives(make: Callable[..., RewardRunner]) -> None:
+    runner = make("brief_daemon", chunk_size=1)
+    pids = [int(pid) for pid in score(runner, ["a"] * 3).rewards]
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the orphans to be reaped")
+
+
+def test_close_returns_though_another_process_holds_the_lifeline(make: Callable[..., RewardRunner]) -> None:
+    runner = make("process")
+    (pid,) = score(runner, ["a"]).rewards
+    assert runner._worker is not None and runner._worker.process.stdin is not None
+    held = os.dup(runner._worker.process.stdin.fileno())  # as a process has it that the run forked
+    runner.close()
+    os.close(held)
+    assert not is_alive(int(pid))
+
+
 def test_close_ends_a_call_of_another_thread(make: Callable[..., RewardRunner], tmp_path: Path) -> None:
     runner, results, log = make("misbehaves", timeout_s=1.0, chunk_size=1, max_failures=100), [], tmp_path / "log"
     thread = threading.Thread(target=lambda: results.append(score(runner, ["hang"] * 100, log=[str(log)] * 100)))
@@ -350,7 +391,7 @@ def test_close_ends_a_call_of_another_thread(make: Callable[..., RewardRunner], 
     assert len(log.read_text().splitlines()) < 50
 
 
-@pytest.mark.parametrize("text", ["ok", "hang", "hang hard", "fork"])
+@pytest.mark.parametrize("text", ["ok", "hang", "hang hard", "fork", "daemon"])
 def test_the_workers_die_with_the_run(tmp_path: Path, text: str) -> None:
     """A run that is killed with SIGKILL leaves no process behind, whatever its reward function is doing."""
     log = tmp_path / "log"
@@ -363,7 +404,7 @@ def test_the_workers_die_with_the_run(tmp_path: Path, text: str) -> None:
     """
     run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=Path(__file__).parents[2])
     try:
-        num_lines = 2 if text == "fork" else 1
+        num_lines = 2 if text in ("fork", "daemon") else 1
         wait_until(
             lambda: log.exists() and log.read_text().count("\n") == num_lines, "the reward function to be called"
         )

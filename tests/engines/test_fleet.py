@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -457,7 +458,10 @@ def test_launcher(qwen3: str, tmp_path: Path) -> None:
         pid = launcher.pids()[4]
         ready = wait_for_ready(server)
         assert (ready.replica_id, ready.rank, ready.policy_version) == (4, 4, NO_WEIGHTS)
-        assert token.hex() not in Path(f"/proc/{pid}/cmdline").read_text()
+        told = [Path(f"/proc/{pid}/{file}").read_text() for file in ("cmdline", "environ")]
+        assert "engines.rollout.outside" in told[0] and "OMP_NUM_THREADS=1" in told[1]
+        for written in (token.hex(), b64encode(token).decode()):  # a reward's code, too, may read both files
+            assert all(written not in text for text in told)
         assert os.getsid(pid) == pid
         assert launcher.poll() == []
         launcher.kill(4)
@@ -543,8 +547,9 @@ def address(seq: int, phase: int = 0) -> dict[str, int]:
 
 def make_worker(model: str, client: ClientEnd, *, is_outside: bool) -> Worker:
     orders = ReplicaOrders(
-        address="", spec=ReplicaSpec(id=0, ranks=(0,)), parent_pid=0, model=model, config=EngineConfig(**OPTIONS),
-        device="cpu", kv_token="a" * 16, kv_store_bytes=0, interval_s=1.0, patience_s=10.0, min_step_s=0.0,
+        address="", token=b"", spec=ReplicaSpec(id=0, ranks=(0,)), parent_pid=0, model=model,
+        config=EngineConfig(**OPTIONS), device="cpu", kv_token="a" * 16, kv_store_bytes=0, interval_s=1.0,
+        patience_s=10.0, min_step_s=0.0,
     )  # fmt: skip
     engine = make_engine(orders)
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from engines.control.sealing import TOKEN_VARIABLE, new_token
+from engines.control.sealing import new_token
 from engines.control.transport import Client
 from engines.kvcache import peer
 from engines.kvcache.peer import PeerKVStore
@@ -150,9 +150,8 @@ def test_another_run_s_store_is_refused(stores: tuple[PeerKVStore, PeerKVStore],
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from engines.control.sealing import read_token
 from tests.engines import test_kv_peer as t
-store = t.make_store(Path(sys.argv[1]), "there", read_token())
+store = t.make_store(Path(sys.argv[1]), "there", bytes.fromhex(sys.argv[2]))
 print(t.export(store).location, flush=True)
 time.sleep(600)
 """
@@ -162,9 +161,8 @@ time.sleep(600)
 @pytest.mark.parametrize("is_connected", [False, True])
 def test_a_host_that_is_gone_is_named_in_time(tmp_path: Path, sent: signal.Signals, is_connected: bool) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "there")],
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "there"), TOKEN.hex()],
         cwd=ROOT,
-        env=os.environ | {TOKEN_VARIABLE: TOKEN.hex()},
         stdout=subprocess.PIPE,
         text=True,
     )

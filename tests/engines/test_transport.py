@@ -24,7 +24,7 @@ import zmq
 
 from engines.control import sealing
 from engines.control.ends import ClientEnd, Joined, Lost, Notice, Received, ServerEnd, memory_pair
-from engines.control.sealing import MAX_BYTES, Seal, new_token, read_token, write_token
+from engines.control.sealing import MAX_BYTES, Seal, new_token
 from engines.control.transport import REASONS, Client, Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,14 +102,14 @@ class Raw:
         self.context.destroy(linger=0)
 
 
-def start(script: str, *args: str, **environment: str) -> subprocess.Popen[str]:
-    """A process that runs `script` with this module's names of the transport, and the token in its environment."""
+def start(script: str, *args: str) -> subprocess.Popen[str]:
+    """A process that runs `script` with this module's names of the transport, and its token."""
     code = "import contextlib, json, os, sys, time\nfrom engines.control import sealing, transport\n"
-    code += "from engines.control.sealing import *\nfrom engines.control.transport import *\ntoken = read_token()\n"
+    code += "from engines.control.sealing import *\nfrom engines.control.transport import *\n"
+    code += f"token = bytes.fromhex({TOKEN.hex()!r})\n"
     return subprocess.Popen(
         [sys.executable, "-c", code + script, *args],
         cwd=ROOT,
-        env=os.environ | {sealing.TOKEN_VARIABLE: TOKEN.hex()} | environment,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -785,7 +785,7 @@ def test_loopback_unless_told_otherwise(server: Server) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Server(b"short"), r"launch token: 5 bytes, must be 32; use new_token\(\) or read_token\(\)"),
+        (lambda: Server(b"short"), r"launch token: 5 bytes, must be 32; use new_token\(\)"),
         (lambda: Server(TOKEN, interval_s=2, patience_s=1), "interval_s: 2 must be above 0 and below patience_s, 1"),
         (lambda: Server(TOKEN, host="no such"), "host, port: cannot listen on no such:0"),
         (lambda: Client("rank 0", "tcp://127.0.0.1:1", TOKEN), "name: 'rank 0' is no peer name; use 1 to 64 letters"),
@@ -797,22 +797,9 @@ def test_bad_settings_are_named(make: Callable[[], object], message: str) -> Non
         make()
 
 
-def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens() -> None:
     token = new_token()
     assert len(token) == 32 and token != new_token()
-    path = tmp_path / "token"
-    write_token(path, token)
-    assert path.stat().st_mode & 0o777 == 0o600 and read_token(path) == token
-    with pytest.raises(FileExistsError):
-        write_token(path, token)
-    path.chmod(0o640)
-    with pytest.raises(ValueError, match="is open to other users; make it with write_token"):
-        read_token(path)
-    monkeypatch.setenv(sealing.TOKEN_VARIABLE, token.hex())
-    assert read_token() == token
-    monkeypatch.setenv(sealing.TOKEN_VARIABLE, token.hex()[1:])
-    with pytest.raises(ValueError, match="CURTAIL_TOKEN holds no 64 hex digits; start this process from the launcher"):
-        read_token()
 
 
 def test_no_torch() -> None:

@@ -297,6 +297,24 @@ class TestBadInput:
         errors = self.refuse("--model", str(model), "--runs", str(tmp_path / "file"))
         assert "cannot be written" in errors
 
+    @pytest.mark.parametrize(
+        ("broken_after", "fix"),
+        [(0, "then start again under another --name"), (1, "then go on with --name broken-1 --resume")],
+    )
+    def test_a_broken_reward(self, model: Path, tmp_path: Path, broken_after: int, fix: str) -> None:
+        """It is told to resume only what can be resumed."""
+        name = f"broken-{broken_after}"
+        step = tmp_path / name / "checkpoints" / f"step-{broken_after}"
+        condition = f"Path({str(step)!r}).exists()" if broken_after else "True"
+        body = f"    if {condition}:\n        raise KeyError\n    return [float(len(c)) for c in completions]\n"
+        (tmp_path / "reward.py").write_text(f"from pathlib import Path\ndef score(completions):\n{body}")
+        errors = self.refuse(
+            *("--model", str(model), "--runs", str(tmp_path), "--name", name, *SMALL),
+            *("--save-every", "1", "--reward", f"{tmp_path / 'reward.py'}:score"),
+        )
+        assert step.exists() == bool(broken_after)
+        assert f"see the warnings above and mend the function; {fix}" in errors, errors[-2000:]
+
     def test_one_error_under_torchrun(self, model: Path, runs: Path) -> None:
         start = time.monotonic()
         done = subprocess.run(

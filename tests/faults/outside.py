@@ -213,6 +213,6 @@ class _Schedule:
         """Another client joins under its name, so that the coordinator drops its connection."""
         if replica_id not in self._fleet.coordinator.standing_by:
             return
-        token = self._fleet.launcher._token
+        token = self._fleet.launcher._orders.token
         Client(f"rank-{replica_id}", self._fleet.launcher._orders.address, token).close()
         self._counts["cut_off"] += 1
