@@ -6,11 +6,24 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from engines.parallel.collectives import Communicator
 from engines.sequence import Completion, Finished, SequenceId, SequenceKey, SequenceState
+
+
+class CompletionStore(Protocol):
+    """What `LLM.generate` asks of a journal."""
+
+    def find(self, states: Sequence[SequenceState], num_replicas: int) -> dict[SequenceId, Completion]:
+        """The completions that need not be generated again, the same on every rank."""
+        ...
+
+    def append(self, finished: Finished) -> None:
+        """Takes a completion that was generated; see `on_finished` for who is called."""
+        ...
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

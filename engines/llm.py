@@ -21,7 +21,7 @@ from engines.capacity import Capacity
 from engines.config import ModelConfig, engine_config, longest_sequence
 from engines.free_memory import FreeMemory, free_memory
 from engines.host_weights import HostWeights
-from engines.journal import Journal
+from engines.journal import CompletionStore
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.kvcache.transfer import HostKVStore
 from engines.local_engine import LocalEngine, kv_capacity
@@ -302,7 +302,7 @@ class LLM:
         *,
         prompt_uids: Items[int] | None = None,
         on_finished: Callable[[Finished], None] | None = None,
-        journal: Journal | None = None,
+        journal: CompletionStore | None = None,
     ) -> list[RequestOutput]:
         """Completes every prompt `n` times; outputs in the order of the prompts.
 

@@ -7,15 +7,23 @@
 (Without the lone `--`, torchrun takes `--n` for an abbreviation of its own options.)
 
 A JSONL line is an object with `prompt` (text) or `prompt_token_ids`, or a plain string; other fields are passed on.
-Lines of the output stand in the order of the prompts. Without --output they go to stdout, before the closing JSON line.
+Lines of the output stand in the order of the prompts. Without --output they go to stdout, before the closing JSON line;
+with it, completions are kept in `<output>.partial` as they end, and a run that was interrupted goes on by --resume.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import select
+import signal
+import socket
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,13 +33,15 @@ import torch.distributed as dist
 import tyro
 from tqdm import tqdm
 
-from engines import LLM, RequestOutput, SamplingParams
+from engines import LLM, Completion, RequestOutput, SamplingParams
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
-from engines.sequence import Finished
+from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
 from experiments.engine_options import EngineOptions
+from experiments.partial_output import PartialOutput, completion_line, write_all
+from experiments.prompts import Records, read_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +55,9 @@ class GenerateConfig:
     input: Path | None = None
     """JSONL file of prompts."""
     output: Path | None = None
-    """JSONL file for the completions; stdout by default."""
+    """JSONL file for the completions; stdout by default. Until the end they are in `<output>.partial`."""
+    resume: bool = False
+    """Go on with the `<output>.partial` that the same command has left when it was interrupted."""
     run_seed: int = 0
     """Of every sampled token, together with the prompt's place; --seed makes tokens independent of the place."""
     tensor_parallel_size: int = 1
@@ -62,74 +74,150 @@ class GenerateConfig:
             raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
         if self.output is not None and self.output.is_dir():
             raise ValueError(f"output={str(self.output)!r}: is a folder; name a file in it")
+        if self.output is not None and self.output.exists() and not self.output.is_file():
+            raise ValueError(f"output={str(self.output)!r}: is no regular file; redirect stdout to it instead")
+        if self.output is not None and self.input is not None and self.output.resolve() == self.input.resolve():
+            raise ValueError(f"output={str(self.output)!r}: is the input; name another file")
+        if self.resume and self.output is None:
+            raise ValueError("resume: without --output nothing was kept to go on with; leave it out")
 
 
-def read_prompts(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
-    """One record per line that is not blank. ValueError names file and line of one that cannot be read."""
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f'{source}:{number}: not valid JSON ({error}); a line is {{"prompt": "..."}} or a string'
-            ) from None
-        record = {"prompt": record} if isinstance(record, str) else record
-        ids = record.get("prompt_token_ids") if isinstance(record, dict) else None
-        is_ids = isinstance(ids, list) and len(ids) > 0 and all(isinstance(token, int) for token in ids)
-        if not is_ids and not (isinstance(record, dict) and isinstance(record.get("prompt"), str)):
-            raise ValueError(f"{source}:{number}: needs `prompt`, a string, or `prompt_token_ids`, integers")
-        if not is_ids and not _is_utf8(record["prompt"]):
-            raise ValueError(f"{source}:{number}: `prompt` holds half a surrogate pair, which is no text")
-        records.append(record)
-    if not records:
-        raise ValueError(f"{source}: holds no prompts; give at least one")
-    return records
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _load_records(config: GenerateConfig, group: Communicator) -> list[dict[str, Any]]:
+def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records, list[str]]:
     if config.prompts:
-        return [{"prompt": prompt} for prompt in config.prompts]
+        return [{"prompt": one} for one in config.prompts], [f"prompts[{i}]" for i in range(len(config.prompts))]
     if config.input is not None:
         if not config.input.is_file():
             raise FileNotFoundError(f"input={str(config.input)!r}: no such file")
-        try:
-            return read_prompts(config.input.read_text().split("\n"), str(config.input))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"input={str(config.input)!r}: is not UTF-8 ({error})") from None
+        return read_prompts(config.input.read_bytes(), str(config.input))
     # torchrun gives stdin to no particular rank: the first reads it for all.
-    text = sys.stdin.read() if group.rank == 0 else ""
-    return read_prompts(group.all_gather_bytes(text.encode())[0].decode().split("\n"), "stdin")
+    data = sys.stdin.buffer.read() if group.rank == 0 else None
+    return read_prompts(group.broadcast_bytes(data), "stdin")
 
 
-def _lines(records: list[dict[str, Any]], outputs: list[RequestOutput]) -> Iterable[str]:
-    for record, output in zip(records, outputs, strict=True):
-        for completion in output.outputs:
-            yield json.dumps(
-                {
-                    **record,
-                    "index": completion.index,
-                    "text": completion.text,
-                    "finish_reason": completion.finish_reason,
-                    "token_ids": completion.token_ids,
-                    "logprobs": [round(value, 6) for value in completion.logprobs],
-                }
-            )
+def _encode(llm: LLM, records: Records, places: list[str], sampling: SamplingParams) -> list[list[int]]:
+    """Token ids of the prompts. Raises ValueError, with its place, for one that the engine refuses."""
+    prompts = []
+    for record, place in zip(records, places, strict=True):
+        try:
+            prompts += llm.encode([record.get("prompt_token_ids") or record["prompt"]])
+            llm.check(prompts[-1], sampling)
+        except ValueError as error:
+            raise ValueError(f"{place}: {str(error).removeprefix('prompts[0]: ')}") from None
+    return prompts
+
+
+class StdoutLines:
+    """Writes each prompt's lines to rank 0's stdout as soon as they, and those of all prompts before it, are there.
+
+    Of other replicas' completions rank 0 hears at the end only.
+    """
+
+    kept: Mapping[tuple[int, int], Completion] = {}
+
+    def __init__(self, group: Communicator, *, records: Records, num_samples: int) -> None:
+        self._group = group
+        self._records = records
+        self._num_samples = num_samples
+        self._waiting: dict[int, list[Completion]] = {}
+        self._num_written = 0
+
+    def find(self, states: Sequence[SequenceState], num_replicas: int) -> dict[SequenceId, Completion]:
+        return {}
+
+    def append(self, finished: Finished) -> None:
+        self._waiting.setdefault(finished.state.key.prompt_uid, []).append(finished.completion)
+        while len(self._waiting.get(self._num_written, ())) == self._num_samples:
+            self._write(self._waiting.pop(self._num_written))
+
+    def publish(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs[self._num_written :]:
+            self._write(output.outputs)
+
+    def _write(self, completions: list[Completion]) -> None:
+        if self._group.rank == 0:
+            record = self._records[self._num_written]
+            lines = [completion_line(record, one) for one in sorted(completions, key=lambda one: one.index)]
+            try:
+                write_all(sys.stdout.fileno(), "".join(lines))
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise ValueError(f"stdout: cannot be written ({error}); make room, or give --output") from None
+        self._num_written += 1
+
+    def tell(self) -> str:
+        written = f"{self._num_written} of {len(self._records)} prompts"
+        return f"{written} were written to stdout; a run with --output can go on after an interrupt"
+
+    def close(self) -> None:
+        return None
+
+
+class Interrupts:
+    """SIGINT and SIGTERM end the process: one line on rank 0's stderr, no traceback, exit code 130 or 143.
+
+    A thread does it, since the main one may wait for other ranks in C++, where Python runs no handler. What the main
+    one runs into meanwhile, because other ranks have ended, is not told.
+    """
+
+    def __init__(self) -> None:
+        self.tell: Callable[[], str] = lambda: "nothing was generated"
+        """What is where."""
+        self.clean: Callable[[], None] = lambda: None
+        self._has_come = threading.Event()
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell leaves it to what runs in its background
+                signal.signal(number, lambda *_: self._has_come.set())
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def __enter__(self) -> Interrupts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._has_come.is_set():
+            threading.Event().wait()  # until the process ends
+
+    def _wait(self) -> None:
+        number = self._reader.recv(1)[0]
+        try:
+            message = self.tell()
+            if launch.rank() == 0:
+                print(f"\ninterrupted: {message}", file=sys.stderr, flush=True)
+            elif number == signal.SIGINT:  # the terminal sends it to all; rank 0 tells before torchrun ends them
+                select.select([self._reader], [], [], 3)
+            self.clean()
+        finally:
+            os._exit(128 + number)
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def _request(config: GenerateConfig, records: Records) -> dict[str, Any]:
+    """What decides the completions, beside the model, as JSON has it."""
+    request = {
+        "num_prompts": len(records),
+        "prompts_digest": _digest(records),
+        "run_seed": config.run_seed,
+        "dtype": config.engine.dtype,
+        "max_model_len": config.engine.max_model_len,
+        **asdict(config.sampling),
+    }
+    return json.loads(json.dumps(request))
 
 
 def main() -> dict[str, Any]:
     with launch.told_once():
         config = tyro.cli(GenerateConfig)
+    with Interrupts() as interrupts:
+        return _run(config, interrupts)
+
+
+def _run(config: GenerateConfig, interrupts: Interrupts) -> dict[str, Any]:
     launch.share_cores()
     group: Communicator = SingleRank()
     device = torch.device("cpu")
@@ -142,52 +230,60 @@ def main() -> dict[str, Any]:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         groups = GroupCache(TorchGroup(), [layout], device=device)
         group = groups.world
-    records = _load_records(config, group)
-    llm = LLM(
-        config.model,
-        device=device,
-        world=groups,
-        layout=layout,
-        **asdict(replace(config.engine, seed=config.run_seed)),
-    )
-    launch.tell_engine(llm)
-    start = time.perf_counter()
-    expected = len(range(0, len(records) * config.sampling.n, len(layout.replicas)))
-    with tqdm(total=expected, desc="generate", unit="seq", disable=group.rank > 0) as progress:
-        num_tokens = 0
-
-        def show(finished: Finished) -> None:
-            nonlocal num_tokens
-            num_tokens += len(finished.completion.token_ids)
-            progress.update()
-            progress.set_postfix(tok_s=f"{num_tokens / (time.perf_counter() - start):.0f}")
-
-        outputs = llm.generate(
-            [record.get("prompt_token_ids") or record["prompt"] for record in records],
-            config.sampling,
-            on_finished=show,
+    records, places = _load_records(config, group)
+    sink: PartialOutput | StdoutLines = StdoutLines(group, records=records, num_samples=config.sampling.n)
+    if config.output is not None:
+        request = _request(config, records)
+        sink = PartialOutput(config.output, group, records=records, request=request, resume=config.resume)
+    with contextlib.closing(sink):
+        interrupts.tell = sink.tell
+        llm = LLM(
+            config.model,
+            device=device,
+            world=groups,
+            layout=layout,
+            **asdict(replace(config.engine, seed=config.run_seed)),
         )
-    seconds = time.perf_counter() - start
-    if group.rank == 0:
-        text = "".join(line + "\n" for line in _lines(records, outputs))
-        if config.output is not None:
-            config.output.write_text(text)
-        else:
-            sys.stdout.write(text)
-    if group.size > 1:
-        group.barrier()
-        dist.destroy_process_group()
+        interrupts.clean = llm.close
+        launch.tell_engine(llm)
+        prompts = _encode(llm, records, places, config.sampling)
+        if isinstance(sink, PartialOutput):
+            sink.begin(model_digest=_digest((llm.checksum(), llm.model_config, prompts)))
+        start = time.perf_counter()
+        expected = len(range(0, len(records) * config.sampling.n, len(layout.replicas)))
+        with tqdm(total=expected, desc="generate", unit="seq", disable=group.rank > 0) as progress:
+            num_tokens = 0
+
+            def show(finished: Finished) -> None:
+                nonlocal num_tokens
+                key = finished.state.key
+                if (key.prompt_uid, key.sample_index) not in sink.kept:
+                    num_tokens += len(finished.completion.token_ids)
+                progress.update()
+                progress.set_postfix(tok_s=f"{num_tokens / (time.perf_counter() - start):.0f}")
+
+            outputs = llm.generate(prompts, config.sampling, on_finished=show, journal=sink)
+        seconds = time.perf_counter() - start
+        sink.publish(outputs)
+        if group.size > 1:
+            group.barrier()
+            dist.destroy_process_group()
     total = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    num_new = total - sum(len(completion.token_ids) for completion in sink.kept.values())
     return {
         "experiment": "generate",
         "prompts": len(records),
         "completions": len(records) * config.sampling.n,
+        "resumed": len(sink.kept),
         "tokens": total,
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(total / seconds, 1),
+        "tokens_per_second": round(num_new / seconds, 1),
         "output": str(config.output) if config.output else None,
     }
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    try:
+        launch.run(main)
+    except BrokenPipeError:  # of stdout: who reads it wants no more
+        os._exit(128 + signal.SIGPIPE)

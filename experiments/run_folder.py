@@ -140,11 +140,15 @@ def _make_unused(runs: Path, stem: str) -> Path:
 def replace_text(path: Path, text: str) -> None:
     """Writes a file so that a reader, or a kill, finds the old text or the new."""
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _number(checkpoint: Path) -> int:

@@ -71,8 +71,13 @@ def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp
         ([], '{"prompt": "\\ud800"}\n', "stdin:1: `prompt` holds half a surrogate pair"),
         (["x", "--output", "/tmp"], "", "is a folder"),
         (["x", "--output", "/nowhere/out.jsonl"], "", "there is no folder '/nowhere'"),
+        (["x", "--output", "/proc/out.jsonl"], "", "'/proc/out.jsonl.partial' cannot be written"),
+        (["x", "--output", "/dev/null"], "", "is no regular file"),
+        (["--input", __file__, "--output", __file__], "", "is the input"),
+        (["x", "--output", "/tmp/no such.jsonl", "--resume"], "", "there is no '/tmp/no such.jsonl.partial'"),
+        (["x", "--resume"], "", "resume: without --output nothing was kept"),
         (["--input", "/nowhere.jsonl"], "", "/nowhere.jsonl"),
-        (["x" * 600], "", "600 tokens leave no room in max_model_len=512"),
+        (["fine", "x" * 600], "", "error: prompts[1]: prompt: 600 tokens leave no room in max_model_len=512"),
     ],
 )
 def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: str, message: str) -> None:
@@ -80,6 +85,7 @@ def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: s
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert ("engine: " in done.stderr) == ("prompts[1]" in message), "only what needs the model waits for it"
 
 
 def test_generate_by_another_engine_is_the_same(model: str) -> None:
@@ -95,12 +101,23 @@ def test_generate_by_another_engine_is_the_same(model: str) -> None:
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
 
 
-def test_one_error_under_torchrun(model: str) -> None:
-    done = start("generate.py", model, "1+2=", "--attention", "flash_attn", ranks=2)
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            ["--attention", "flash_attn"],
+            "EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use",
+        ),
+        (["--output", "/proc/out.jsonl"], "output='/proc/out.jsonl': '/proc/out.jsonl.partial' cannot be written"),
+    ],
+    ids=["attention", "output"],
+)
+def test_one_error_under_torchrun(model: str, option: list[str], message: str) -> None:
+    done = start("generate.py", model, "1+2=", *option, ranks=2)
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert len(told) == 1, done.stderr[-2000:]
-    assert told[0].startswith("error: EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use")
+    assert told[0].startswith(f"error: {message}")
 
 
 def test_bench_rollout_runs_both_sides(model: str) -> None:

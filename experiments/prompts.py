@@ -1,0 +1,48 @@
+"""Prompts as JSONL: an object with `prompt` (text) or `prompt_token_ids`, or a plain string, on each line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+Records = list[dict[str, Any]]
+
+
+def read_prompts(data: bytes, source: str) -> tuple[Records, list[str]]:
+    """A record per line that is not blank, and where it stands: "file:line".
+
+    Raises ValueError, with that place, for a line that cannot be read.
+    """
+    records, places = [], []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            places.append(f"{source}:{number}")
+            records.append(_read_record(line, places[-1]))
+    if not records:
+        raise ValueError(f"{source}: holds no prompts; give at least one")
+    return records, places
+
+
+def _read_record(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: is not UTF-8 ({error})") from None
+    except (ValueError, RecursionError) as error:  # no JSON, or more digits or brackets than Python reads
+        raise ValueError(f'{place}: not valid JSON ({error}); a line is {{"prompt": "..."}} or a string') from None
+    record = {"prompt": record} if isinstance(record, str) else record
+    ids = record.get("prompt_token_ids") if isinstance(record, dict) else None
+    is_ids = isinstance(ids, list) and len(ids) > 0 and all(type(token) is int for token in ids)
+    if not is_ids and not (ids is None and isinstance(record, dict) and isinstance(record.get("prompt"), str)):
+        raise ValueError(f"{place}: needs `prompt`, a string, or `prompt_token_ids`, integers")
+    if not is_ids and not _is_utf8(record["prompt"]):
+        raise ValueError(f"{place}: `prompt` holds half a surrogate pair, which is no text")
+    return record
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

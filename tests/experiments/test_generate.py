@@ -1,0 +1,254 @@
+"""generate.py that does not reach its end: interrupts, kills, a full disk, a reader that leaves; and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import save_text_checkpoint
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "experiments/generate.py")
+TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", "--", SCRIPT]
+PYTHON = [sys.executable, SCRIPT]
+NUM_PROMPTS, NUM_SAMPLES = 60, 3
+# In float64 no rounding tells one batch from another: one sequence at a time, which takes a while, or all together.
+OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "300", "--ignore-eos"]
+SLOW = ["--max-num-seqs", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, prompts, and all their completions."""
+    folder = tmp_path_factory.mktemp("generate")
+    save_text_checkpoint(folder / "model")
+    prompts = [{"prompt": f"{i}+{i}=", "id": i} for i in range(NUM_PROMPTS)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    done = finish(PYTHON, folder, folder / "whole.jsonl")
+    assert done.returncode == 0, done.stderr[-2000:]
+    whole = [json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["index"]) for row in whole] == [(i, j) for i in range(NUM_PROMPTS) for j in range(3)]
+    return folder
+
+
+def arguments(folder: Path, output: Path) -> list[str]:
+    return [str(folder / "model"), "--input", str(folder / "in.jsonl"), "--output", str(output), *OPTIONS]
+
+
+def finish(start: list[str], folder: Path, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [*start, *arguments(folder, output), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def begin(command: list[str], **options: object) -> subprocess.Popen[str]:
+    """In a process group of its own, with SIGINT as a terminal leaves it: a shell's background jobs ignore it."""
+    return subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def signal_when(process: subprocess.Popen[str], number: int, is_time: Callable[[], bool]) -> str:
+    """Sends the process and its children a signal, as a terminal does; returns what they said on stderr."""
+    try:
+        while not is_time():
+            assert process.poll() is None, process.communicate()[1][-2000:]
+            time.sleep(0.01)
+        assert process.poll() is None
+        os.killpg(process.pid, number)
+        return process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+
+
+def partial_of(output: Path) -> Path:
+    return output.with_name(output.name + ".partial")
+
+
+def keeps(output: Path, num_completions: int) -> Callable[[], bool]:
+    path = partial_of(output)
+    return lambda: path.exists() and path.read_bytes().count(b"\n") > num_completions
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_what_had_ended_is_kept_and_gone_on_with(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    output.write_text("of an earlier run\n")
+    told = signal_when(process := begin([*PYTHON, *arguments(folder, output), *SLOW]), number, keeps(output, 7))
+    num_kept = partial.read_bytes().count(b"\n") - 1
+    assert 7 <= num_kept < NUM_PROMPTS * NUM_SAMPLES
+    assert output.read_text() == "of an earlier run\n"
+    summary = f"'{partial}' keeps {num_kept // 3} of 60 prompts ({num_kept} of 180 completions)"
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+        with open(partial, "a") as file:
+            file.write('{"prompt": "59+59=", "tex')  # as a kill may leave it
+    else:
+        assert process.returncode == 128 + number
+        again = "run the same command with --resume to go on"
+        assert told.splitlines()[-1] == f"interrupted: {summary} ('{output}' is of an earlier run); {again}"
+        assert "Traceback" not in told
+
+    refused = finish(PYTHON, folder, output)
+    assert refused.returncode == 2 and "engine: " not in refused.stderr, "it is refused before the model is loaded"
+    assert f"{summary} of a run that ended early; add --resume to go on with it, or delete it" in refused.stderr
+    refused = finish(PYTHON, folder, output, "--resume", "--temperature", "0.5")
+    assert refused.returncode == 2 and "engine: " not in refused.stderr
+    assert f"error: resume: temperature=0.5 now, 1.0 in '{partial}'; give the same, or delete" in refused.stderr
+
+    done = finish(PYTHON, folder, output, "--resume")
+    assert json.loads(done.stdout)["resumed"] == num_kept, done.stderr[-2000:]
+    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert [*tmp_path.iterdir()] == [output]
+
+
+def test_two_ranks_keep_what_both_had_ended_and_others_go_on(folder: Path, tmp_path: Path) -> None:
+    """Two replicas are interrupted; one replica of two ranks goes on."""
+    output = tmp_path / "out.jsonl"
+    told = signal_when(
+        process := begin([*TORCHRUN, *arguments(folder, output), *SLOW]), signal.SIGINT, keeps(output, 20)
+    )
+    assert process.returncode != 0
+    assert told.count("interrupted: ") == 1 and "[rank" not in told, "torchrun's own traceback is the only one"
+    assert f"interrupted: '{partial_of(output)}' keeps " in told
+    rows = [json.loads(line) for line in partial_of(output).read_text().splitlines()[1:]]
+    # Replica i mod 2 runs sequence i.
+    assert {(3 * row["prompt_index"] + row["index"]) % 2 for row in rows} == {0, 1}
+
+    done = finish(TORCHRUN, folder, output, "--resume", "--tensor-parallel-size", "2")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["resumed"] == len(rows)
+    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert [*tmp_path.iterdir()] == [output]
+
+
+def test_another_model_does_not_go_on(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    signal_when(begin([*PYTHON, *arguments(folder, output), *SLOW]), signal.SIGINT, keeps(output, 1))
+    kept = partial_of(output).read_bytes()
+    save_text_checkpoint(tmp_path / "model", num_heads=4)
+    (tmp_path / "in.jsonl").write_bytes((folder / "in.jsonl").read_bytes())
+    refused = finish(PYTHON, tmp_path, output, "--resume")
+    assert refused.returncode == 2 and "error: resume: model_digest=" in refused.stderr
+    assert partial_of(output).read_bytes() == kept
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_before_a_completion_ends_nothing_is_left(
+    folder: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While the model is loaded, or soon after: all sequences run together, so that none ends for long."""
+    output = tmp_path / "out.jsonl"
+    together = ["--n", "40", "--max-num-seqs", "2400", "--max-tokens", "500"]
+    told = signal_when(
+        process := begin([*PYTHON, *arguments(folder, output), *together]), number, partial_of(output).exists
+    )
+    assert told.splitlines()[-1] == "interrupted: no completion had ended, nothing is kept"
+    assert "Traceback" not in told and process.returncode == 128 + number
+    assert not [*tmp_path.iterdir()]
+
+
+def test_interrupted_while_it_waits_for_stdin(folder: Path) -> None:
+    process = begin([*PYTHON, str(folder / "model")], stdin=subprocess.PIPE)
+
+    def catches_sigterm() -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+    assert signal_when(process, signal.SIGTERM, catches_sigterm) == "\ninterrupted: nothing was generated\n"
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_full_disk_is_one_error_and_the_rest_is_kept(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    full = subprocess.run(
+        [*PYTHON, *arguments(folder, output)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
+    assert full.returncode == 2 and "Traceback" not in full.stderr
+    num_kept = partial_of(output).read_bytes().count(b"\n") - 1
+    assert num_kept > 3 and partial_of(output).stat().st_size == 100_000, "the last line is torn"
+    (error,) = [line for line in full.stderr.splitlines() if line.startswith("error: ")]
+    assert f"({num_kept} of 180 completions); make room, then run the same command with --resume" in error
+    done = finish(PYTHON, folder, output, "--resume")
+    assert json.loads(done.stdout)["resumed"] == num_kept, done.stderr[-2000:]
+    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+
+
+def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    partial_of(output).write_text("half a download")
+    refused = finish(PYTHON, folder, output)
+    assert refused.returncode == 2 and "which is another file" in refused.stderr
+    assert partial_of(output).read_text() == "half a download"
+    partial_of(output).unlink()
+
+    def refused_now() -> bool:
+        if not keeps(output, 0)():
+            return False
+        process.send_signal(signal.SIGSTOP)
+        other = finish(PYTHON, folder, output, "--resume")
+        process.send_signal(signal.SIGCONT)
+        assert other.returncode == 2 and f"another run is writing '{partial_of(output)}'" in other.stderr
+        return True
+
+    signal_when(process := begin([*PYTHON, *arguments(folder, output), *SLOW]), signal.SIGINT, refused_now)
+
+
+def test_stdout_has_each_prompt_as_it_ends_and_its_reader_may_leave(folder: Path) -> None:
+    options = ["--input", str(folder / "in.jsonl"), *OPTIONS, *SLOW]
+    process = begin([*PYTHON, str(folder / "model"), *options], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        first = [process.stdout.readline() for _ in range(NUM_SAMPLES)]
+        assert process.poll() is None, "the others take a while"
+        process.stdout.close()
+        process.stdout = None
+        told = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Traceback" not in told and "error" not in told
+    assert first == (folder / "whole.jsonl").read_text().splitlines(keepends=True)[:NUM_SAMPLES]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt_token_ids": [49, 9999]}', "prompt: token id 9999 is outside the model's vocabulary"),
+        (b'{"prompt_token_ids": [49, true]}', "needs `prompt`"),
+        (b'{"prompt_token_ids": "49", "prompt": "x"}', "needs `prompt`"),
+        (b'""', "prompt: has no tokens"),
+        (json.dumps("x" * 600).encode(), "prompt: 600 tokens leave no room"),
+        (b'"\xff"', "is not UTF-8"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[" + b"1" * 10_000 + b"]", "not valid JSON"),
+    ],
+    ids=["id", "bool", "type", "empty", "long", "bytes", "deep", "digits"],
+)
+def test_a_bad_line_is_named(folder: Path, tmp_path: Path, line: bytes, message: str) -> None:
+    path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_bytes(b'"fine"\n\n' + line + b'\n"fine"\n')
+    command = [*PYTHON, str(folder / "model"), "--input", str(path), "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert error.startswith(f"error: {path}:3: {message}")
+    assert [*tmp_path.iterdir()] == [path], "nothing is left of an output that has no line"
