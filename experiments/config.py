@@ -16,7 +16,7 @@ from algos.rewards.runner import RewardConfig
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.task import Task
-from algos.warmstart import MODEL_SIZES
+from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from experiments.engine_options import MIB, EngineOptions
 

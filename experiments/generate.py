@@ -18,20 +18,19 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import torch.distributed as dist
 import tyro
 from tqdm import tqdm
 
-from engines import LLM, RequestOutput, SamplingParams
-from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
-from engines.parallel.groups import GroupCache
+from engines import RequestOutput, SamplingParams
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished
 from experiments import launch
 from experiments.engine_options import EngineOptions
+
+if TYPE_CHECKING:
+    from engines.parallel.collectives import Communicator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +129,13 @@ def _lines(records: list[dict[str, Any]], outputs: list[RequestOutput]) -> Itera
 def main() -> dict[str, Any]:
     with launch.told_once():
         config = tyro.cli(GenerateConfig)
+    import torch  # here, and not above: help and a typo need not wait for it
+    import torch.distributed as dist
+
+    from engines import LLM
+    from engines.parallel.collectives import SingleRank, TorchGroup
+    from engines.parallel.groups import GroupCache
+
     launch.share_cores()
     group: Communicator = SingleRank()
     device = torch.device("cpu")

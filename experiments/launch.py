@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from engines import LLM
 
@@ -44,6 +42,8 @@ def told_once() -> Iterator[None]:
 
 def share_cores() -> int:
     """Gives this rank's torch its fair share of the host's cores; returns that number of threads."""
+    import torch
+
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, wherever imported, warns that it sees no GPU
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
