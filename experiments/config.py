@@ -68,7 +68,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Rolls out a task with the paged engine and trains on it with DeepSpeed. Start it with torchrun."""
+    """Rolls out a task with the paged engine and trains on it with DeepSpeed."""
 
     algo: Literal["grpo", "dapo"] = "grpo"
     """Which algorithm; its own options follow below."""
@@ -84,6 +84,8 @@ class TrainConfig:
     """The run's folder under runs/; by default a new one named after task and algorithm."""
     runs: Path = Path("runs")
     """Where run folders and embedded models lie."""
+    ranks: int = 1
+    """Processes to start; under torchrun, its own number holds."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
     dispatch: Literal["auto", "on-demand", "static"] = "auto"
@@ -122,7 +124,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("steps", 1), ("eval_every", 1), ("eval_problems", 1), ("eval_samples", 1), ("save_every", 1),
+            ("ranks", 1), ("steps", 1), ("eval_every", 1), ("eval_problems", 1), ("eval_samples", 1), ("save_every", 1),
             ("keep_checkpoints", 1),
         ):  # fmt: skip
             if getattr(self, name) < least:

@@ -1,14 +1,16 @@
-"""Starting and ending an experiment: this rank's share of the machine, one clear error, one JSON line."""
+"""Starting and ending an experiment: ranks, this one's share of the machine, one clear error, one JSON line."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 # Errors that a user can mend: told in one line. Anything else is a bug, and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def rank() -> int:
@@ -33,11 +36,15 @@ def num_ranks() -> int:
 @contextlib.contextmanager
 def told_once() -> Iterator[None]:
     """Around what every rank says alike, help and errors of the command line: only rank 0 is heard."""
-    if rank() == 0:
-        yield
-    else:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    errors = io.StringIO()
+    try:
+        help_goes_to = io.StringIO() if rank() > 0 else sys.stdout
+        with contextlib.redirect_stdout(help_goes_to), contextlib.redirect_stderr(errors):
             yield
+    except SystemExit as ended:
+        if ended.code and rank() == 0:
+            _tell(errors.getvalue().rstrip())
+        raise
 
 
 def share_cores() -> int:
@@ -60,12 +67,26 @@ def tell_engine(llm: LLM) -> None:
 
 
 def start_under_torchrun(num_ranks: int) -> None:
-    """Becomes torchrun, which starts this command again on so many ranks; nothing to do where it has."""
+    """Starts this command again on that many ranks, as torchrun does, and ends as they end. On a rank it returns.
+
+    A rank's error is the last that is printed, without torchrun's own log and traceback.
+    """
     if "RANK" in os.environ:
         return
-    sys.stdout.flush()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    os.execv(sys.executable, [*command, "--", *sys.argv])  # without the `--` it takes our options for its own
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable()
+    # Without the `--` it takes our options for its own.
+    arguments = ["--standalone", "--nproc-per-node", str(num_ranks), "--", *sys.argv]
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as failed:
+        _, first = failed.get_first_failure()
+        told = first.message.get("message") if isinstance(first.message, dict) else str(failed)
+        print(told, file=sys.stderr, flush=True)
+        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+    sys.exit(0)
 
 
 def _let_rank_0_speak() -> None:
@@ -74,10 +95,20 @@ def _let_rank_0_speak() -> None:
         time.sleep(3)
 
 
+def _tell(error: str) -> None:
+    """On stderr, or under torchrun in a file: at the very end it prints what stands there as the cause."""
+    if ERROR_FILE not in os.environ:
+        print(error, file=sys.stderr, flush=True)
+        return
+    # For torchrun the earliest failure is the cause. It counts whole seconds; the ranks that it ends fail soon after.
+    details = {"py_callstack": f"\n{error}", "timestamp": str(int(time.time()) - 1)}
+    Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": {"message": error, "extraInfo": details}}))
+
+
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """Runs an experiment; its result is the last line of rank 0's stdout, as one JSON object.
 
-    A user's error becomes one line on stderr and exit code 2.
+    A user's error becomes one line and exit code 2.
     """
     try:
         result = main()
@@ -89,7 +120,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         _let_rank_0_speak()
         sys.stdout.flush()
         where = f" (rank {rank()})" if rank() > 0 else ""
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        _tell(f"error{where}: {error}")
         # Not sys.exit: a collective that other ranks never enter must not hold this one at its exit.
         os._exit(2)
     if rank() == 0 and result is not None:

@@ -1,6 +1,6 @@
 """The main job: RL on a task with our own rollout engine and DeepSpeed.
 
-    torchrun --standalone --nproc-per-node 2 experiments/train.py
+    python experiments/train.py --ranks 2
     torchrun --standalone --nproc-per-node 2 experiments/train.py --algo dapo --task gsm8k --data train.jsonl
 
 Every option is explained by `--help`. Progress goes to stderr; the last line of stdout is one JSON object.
@@ -20,6 +20,8 @@ def main() -> dict[str, Any]:
     start = time.perf_counter()
     with launch.told_once():
         config = parse(sys.argv[1:])
+    if config.ranks > 1:
+        launch.start_under_torchrun(config.ranks)
     from experiments.training import train  # its imports take seconds, which no help and no typo is to wait for
 
     return train(config, start)

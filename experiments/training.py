@@ -133,6 +133,7 @@ def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, A
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    told["ranks"] = launch.num_ranks()
     del told["rollout"]["engine"]
     told["rollout"] |= config.rollout.engine.as_given()
     return told

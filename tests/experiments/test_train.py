@@ -297,13 +297,29 @@ class TestBadInput:
         errors = self.refuse("--model", str(model), "--runs", str(tmp_path / "file"))
         assert "cannot be written" in errors
 
-    def test_one_error_under_torchrun(self, model: Path, runs: Path) -> None:
-        start = time.monotonic()
-        done = subprocess.run(
-            command(model, runs, "--name", "long", "--rollout.max-num-seqs", "0"),
-            capture_output=True, text=True, timeout=120, env=environment(),
-        )  # fmt: skip
-        assert done.returncode != 0 and time.monotonic() - start < 60
-        told = [line for line in done.stderr.splitlines() if "EngineConfig.max_num_seqs=0: must be" in line]
-        assert len(told) == 1, done.stderr[-2000:]
-        assert not (runs / "long").exists()
+    @pytest.mark.parametrize("under", ["torchrun", "--ranks"])
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--rollout.max-num-seqs", "0"], "EngineConfig.max_num_seqs=0: must be"),
+            (["--name", "none", "--resume"], "error: resume: "),
+            (["--reward", "{file}:score"], "error (rank 1): reward="),
+        ],
+        ids=["option", "all ranks", "one rank"],
+    )
+    def test_the_error_is_told_last_and_once(
+        self, model: Path, tmp_path: Path, under: str, arguments: list[str], message: str
+    ) -> None:
+        file = tmp_path / "reward.py"
+        file.write_text("import os\n\nassert os.environ['RANK'] == '0'\n\n\ndef score(completions): pass\n")
+        started = command(model, tmp_path / "runs", *(word.format(file=file) for word in arguments))
+        if under == "--ranks":
+            started = [sys.executable, *started[len(TORCHRUN) + 1 :], "--ranks", "2"]
+        done = subprocess.run(started, capture_output=True, text=True, timeout=120, env=environment())
+        assert done.returncode == (1 if under == "torchrun" else 2)
+        assert not list(tmp_path.glob("runs/*"))
+        told = [line for line in done.stderr.splitlines() if line.strip()]
+        (place,) = [place for place, line in enumerate(told) if message in line]
+        after = [line for line in told[place + 1 :] if "│" not in line and "╰" not in line]  # the rest of tyro's box
+        assert len(after) == (under == "torchrun"), done.stderr[-2000:]
+        assert under == "torchrun" or "Traceback" not in done.stderr
