@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -74,6 +75,7 @@ def start_under_torchrun(num_ranks: int) -> None:
     if "RANK" in os.environ:
         return
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable()
@@ -86,7 +88,23 @@ def start_under_torchrun(num_ranks: int) -> None:
         told = first.message.get("message") if isinstance(first.message, dict) else str(failed)
         print(told, file=sys.stderr, flush=True)
         sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+    except SignalException as ended:  # it has passed the signal on
+        sys.exit(128 + ended.sigval)
     sys.exit(0)
+
+
+def end_on_signals(last_words: Callable[[], str]) -> None:
+    """From now on Ctrl-C and SIGTERM end this process at once, rank 0 with a line; for a job that may end anywhere.
+
+    Other ranks end even where they wait in C++ for one that has gone.
+    """
+
+    def end(number: int, _: object) -> None:
+        os.write(2, f"\n{last_words()}\n".encode())  # not print, which may be what was interrupted
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end if rank() == 0 else signal.SIG_DFL)
 
 
 def _let_rank_0_speak() -> None:
@@ -108,7 +126,7 @@ def _tell(error: str) -> None:
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """Runs an experiment; its result is the last line of rank 0's stdout, as one JSON object.
 
-    A user's error becomes one line and exit code 2.
+    A user's error becomes one line and exit code 2, Ctrl-C one line and 130.
     """
     try:
         result = main()
@@ -123,5 +141,9 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         _tell(f"error{where}: {error}")
         # Not sys.exit: a collective that other ranks never enter must not hold this one at its exit.
         os._exit(2)
+    except KeyboardInterrupt:
+        if rank() == 0:
+            print("\ninterrupted", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
     if rank() == 0 and result is not None:
         print(json.dumps(result), flush=True)

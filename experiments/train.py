@@ -22,6 +22,7 @@ def main() -> dict[str, Any]:
         config = parse(sys.argv[1:])
     if config.ranks > 1:
         launch.start_under_torchrun(config.ranks)
+    launch.end_on_signals(lambda: "interrupted before training began: the same command starts again")
     from experiments.training import train  # its imports take seconds, which no help and no typo is to wait for
 
     return train(config, start)

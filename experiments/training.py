@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
+import sys
 import tempfile
 import time
 import warnings
@@ -43,13 +45,14 @@ from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
 from experiments.evaluate import evaluate
 from experiments.figures import draw_run
-from experiments.run_folder import RunFolder, check_run_folder, make_run_folder, replace_text
+from experiments.run_folder import RunFolder, check_run_folder, make_run_folder, newest_run, replace_text
 from experiments.tracking import Tracker
 
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl")
 SAMPLES_PER_STEP = 4
 MAY_CHANGE = (
     "resume",
+    "name",
     "runs",
     "steps",
     "dispatch",
@@ -73,6 +76,8 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
     # All that can be wrong without a process group is looked at first: it costs nothing, and every rank sees it.
     task = make_task(config)
     resolve(config.trainer, num_ranks=launch.num_ranks())
+    if config.resume and config.name is None:
+        config = replace(config, name=newest_run(config.runs, config.stem))
     check_run_folder(config.runs, config.name, resume=config.resume)
     if config.resume:
         _check_same_run(config)
@@ -177,8 +182,7 @@ def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
     answer = {"path": "", "error": ""}
     if group.rank == 0:
         try:
-            stem = f"{config.task}-{config.algo}"
-            answer["path"] = str(make_run_folder(config.runs, config.name, stem, resume=config.resume))
+            answer["path"] = str(make_run_folder(config.runs, config.name, config.stem, resume=config.resume))
         except ValueError as error:
             answer["error"] = str(error)
     answer = json.loads(group.all_gather_bytes(json.dumps(answer).encode())[0])
@@ -225,6 +229,7 @@ class Run:
         self.data_index = 0
         self.evaluations: list[float] = []
         self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
+        launch.end_on_signals(self._last_words)
         self.journal = Journal(self.folder.path / "journal", group, whole_shares=config.deterministic)
         self.collector = Collector(
             llm=self.llm,
@@ -236,6 +241,16 @@ class Run:
             prompts_per_step=rollout.prompts_per_step,
             journal=self.journal,
         )
+
+    def _last_words(self) -> str:
+        """What becomes of the run when it is interrupted now."""
+        point = self.folder.latest()
+        if point is None:
+            return f"interrupted: nothing is published yet in {self.folder.path}, so it cannot be resumed; start anew"
+        starter = [sys.executable] if self.config.ranks == self.group.size else ["torchrun", "..."]
+        resume = [] if self.config.resume else ["--resume"]
+        name = [] if self.config.name else ["--name", self.folder.path.name]
+        return f"interrupted: go on from {point.name} with: {shlex.join([*starter, *sys.argv, *resume, *name])}"
 
     def close(self) -> None:
         """Ends connections and closes files; prompt."""
