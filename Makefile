@@ -7,7 +7,7 @@ TRAIN_ARGS ?=
 .PHONY: train test test-gpu lint bench clean
 
 train: .venv/.installed
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) experiments/train.py $(TRAIN_ARGS)
+	$(BIN)/python experiments/train.py --ranks $(RANKS) $(TRAIN_ARGS)
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -m "not gpu"

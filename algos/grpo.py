@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from algos import losses
 from algos.advantages import group_advantages
 from algos.algorithm import check_fields, objective_checks, one_of
 from algos.experience import LossInputs, LossOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

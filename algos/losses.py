@@ -2,17 +2,19 @@
 
 Shape suffix _BT: B sequences, T positions. Means and sums are *shares* of one micro-batch: divided by the counts of the
 whole mini-batch, so that adding them over micro-batches and ranks gives the mini-batch's value however it was cut.
+
+Operations are methods of tensors: torch itself is not imported, since `--help` shows this module's choices.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from algos.experience import LossInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LossAggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -76,12 +78,12 @@ def clipped_surrogate(
     ratio_BT = log_ratio_BT.exp()
     plain_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1 - ratio_clip_low, 1 + ratio_clip_high)
-    loss_BT = torch.maximum(plain_BT, clipped_BT)
-    lower_BT = torch.zeros_like(loss_BT, dtype=torch.bool)
+    loss_BT = plain_BT.maximum(clipped_BT)
+    lower_BT = loss_BT.new_zeros(loss_BT.shape).bool()
     if dual_clip is not None:
         bound_BT = -advantages_BT * dual_clip
         lower_BT = (advantages_BT < 0) & (loss_BT > bound_BT)
-        loss_BT = torch.where(advantages_BT < 0, torch.minimum(loss_BT, bound_BT), loss_BT)
+        loss_BT = loss_BT.minimum(bound_BT).where(advantages_BT < 0, loss_BT)
     return ClippedSurrogate(loss_BT, clipped_BT.detach() > plain_BT.detach(), lower_BT, log_ratio_BT.detach())
 
 
@@ -103,7 +105,7 @@ def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstim
 def k3(delta_BT: Tensor) -> Tensor:
     """e^d - d - 1, in float64: for the small d of nearly equal policies float32 leaves nothing of d^2 / 2."""
     wide_BT = delta_BT.double()
-    return (torch.expm1(wide_BT) - wide_BT).to(delta_BT.dtype)
+    return (wide_BT.expm1() - wide_BT).to(delta_BT.dtype)
 
 
 def importance_weights(inputs: LossInputs, correction: ImportanceCorrection, cap: float) -> Tensor:
@@ -115,7 +117,7 @@ def importance_weights(inputs: LossInputs, correction: ImportanceCorrection, cap
     sequence's tokens by the product over its unmasked tokens; "off" gives ones.
     """
     if correction == "off":
-        return torch.ones_like(inputs.rollout_logprobs_BT)
+        return inputs.rollout_logprobs_BT.new_ones(inputs.rollout_logprobs_BT.shape)
     log_ratio_BT = (inputs.trainer_logprobs_BT - inputs.rollout_logprobs_BT).detach()
     log_ratio_BT = log_ratio_BT.masked_fill(~inputs.loss_mask_BT, 0.0)
     if correction == "sequence":

@@ -8,9 +8,8 @@ most. Label smoothing keeps it that unsure, so that the answers are there for re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,53 +21,10 @@ from algos.muon import Muon
 from algos.publish import check_replaceable, only_writer, publish_directory, read_record
 from algos.tasks.arithmetic import ArithmeticTask, solution
 from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
-
-ModelSize = Literal["tiny", "draft-2l", "draft-1l"]
-
-MODEL_SIZES: dict[ModelSize, dict[str, Any]] = {
-    # 0.8 M parameters; 4 query and 2 KV heads.
-    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
-    # Drafters of it, with the same tokenizer: 0.12 M and 0.07 M.
-    "draft-2l": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "draft-1l": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2},
-}
+from algos.warmstart_config import MODEL_SIZES, ModelSize, WarmStartConfig
 
 Example = tuple[list[int], list[int]]
 """Prompt tokens, and completion tokens with the end-of-sequence token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmStartConfig:
-    """Everything that decides the weights (beside the machine's rounding)."""
-
-    size: ModelSize = "tiny"
-    """Which shape: the policy, or one of its two drafters."""
-    steps: int = 450
-    """Optimiser steps; more teach longer sums."""
-    batch_size: int = 16
-    """Problems per step."""
-    learning_rate: float = 0.02
-    """Muon's peak rate, for the weight matrices; embeddings and norms take AdamW at 0.3 of it."""
-    label_smoothing: float = 0.02
-    """Probability taught for all other tokens together, at every token; 0 makes the surest policy."""
-    seed: int = 0
-    """Of the initial weights."""
-    # Another seed than a run's default, so that reinforcement learning draws problems of its own.
-    task: ArithmeticTask = field(default_factory=lambda: ArithmeticTask(seed=1))
-    """The problems to learn from."""
-
-    def __post_init__(self) -> None:
-        if self.size not in get_args(ModelSize):
-            raise ValueError(f"WarmStartConfig.size={self.size!r}: use one of {list(get_args(ModelSize))}")
-        checks = (
-            ("steps", self.steps >= 1, "at least 1"),
-            ("batch_size", self.batch_size >= 1, "at least 1"),
-            ("learning_rate", self.learning_rate > 0, "above 0"),
-            ("label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)"),
-        )
-        for name, ok, want in checks:
-            if not ok:
-                raise ValueError(f"WarmStartConfig.{name}={getattr(self, name)}: must be {want}")
 
 
 def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:

@@ -25,7 +25,8 @@ import torch.distributed as dist
 import tyro
 from tqdm import tqdm
 
-from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
+from algos.warmstart import warm_start
+from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams, SequenceState
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache

@@ -25,7 +25,8 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from algos.warmstart import MODEL_SIZES, WarmStartConfig, warm_start
+from algos.warmstart import warm_start
+from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import DType
 from experiments import launch

@@ -16,7 +16,7 @@ from algos.rewards.runner import RewardConfig
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.task import Task
-from algos.warmstart import MODEL_SIZES
+from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from experiments.engine_options import MIB, EngineOptions
 
@@ -68,7 +68,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Rolls out a task with the paged engine and trains on it with DeepSpeed. Start it with torchrun."""
+    """Rolls out a task with the paged engine and trains on it with DeepSpeed."""
 
     algo: Literal["grpo", "dapo"] = "grpo"
     """Which algorithm; its own options follow below."""
@@ -84,13 +84,15 @@ class TrainConfig:
     """The run's folder under runs/; by default a new one named after task and algorithm."""
     runs: Path = Path("runs")
     """Where run folders and embedded models lie."""
+    ranks: int = 1
+    """Processes to start; under torchrun, its own number holds."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
     dispatch: Literal["auto", "on-demand", "static"] = "auto"
     """How sequences get to replicas: on-demand, as they have room, under a coordinator on rank 0; static, sequence i to
     replica i mod their number. auto: on-demand where there are several replicas, unless `--deterministic`."""
     resume: bool = False
-    """Go on with the run called `--name` from its last published checkpoint."""
+    """Go on with the run called `--name`, or the newest without a name, from its last published checkpoint."""
     steps: int = 80
     """Training steps."""
     seed: int = 0
@@ -114,7 +116,7 @@ class TrainConfig:
     rank_timeout_s: float = 1800.0
     """Longest that a rank waits for another, seconds: the run then ends and names who was waited for."""
     wandb: Literal["auto", "off"] = "auto"
-    """auto: online when WANDB_API_KEY is set, offline in the run folder otherwise."""
+    """auto: as wandb's own settings and environment say, and offline in the run folder while nobody is logged in."""
     reward_limits: Annotated[RewardConfig, tyro.conf.arg(name="reward-limits")] = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: Annotated[TrainerConfig, Flat] = field(default_factory=TrainerConfig)
@@ -122,7 +124,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in (
-            ("steps", 1), ("eval_every", 1), ("eval_problems", 1), ("eval_samples", 1), ("save_every", 1),
+            ("ranks", 1), ("steps", 1), ("eval_every", 1), ("eval_problems", 1), ("eval_samples", 1), ("save_every", 1),
             ("keep_checkpoints", 1),
         ):  # fmt: skip
             if getattr(self, name) < least:
@@ -149,8 +151,6 @@ class TrainConfig:
                 "rollout.kv_cache_mib='auto': depends on how much memory is free, which --deterministic rules out; "
                 "give a number, or leave --deterministic out"
             )
-        if self.resume and self.name is None:
-            raise ValueError("resume=True: name the run to go on with, by --name")
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
         if self.trainer.mini_batch_size > sequences:
             raise ValueError(
@@ -158,6 +158,11 @@ class TrainConfig:
                 f"(rollout.prompts_per_step={self.rollout.prompts_per_step} x "
                 f"rollout.group_size={self.rollout.group_size}); lower it or raise those"
             )
+
+    @property
+    def stem(self) -> str:
+        """What the folder of a run without a name begins with."""
+        return f"{self.task}-{self.algo}"
 
     @property
     def is_on_demand(self) -> bool:

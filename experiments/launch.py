@@ -1,25 +1,25 @@
-"""Starting and ending an experiment: this rank's share of the machine, one clear error, one JSON line."""
+"""Starting and ending an experiment: ranks, this one's share of the machine, one clear error, one JSON line."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-
-from engines.native.wait_policy import watch_cores
 
 if TYPE_CHECKING:
     from engines import LLM
 
 # Errors that a user can mend: told in one line. Anything else is a bug, and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def rank() -> int:
@@ -37,11 +37,15 @@ def num_ranks() -> int:
 @contextlib.contextmanager
 def told_once() -> Iterator[None]:
     """Around what every rank says alike, help and errors of the command line: only rank 0 is heard."""
-    if rank() == 0:
-        yield
-    else:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    errors = io.StringIO()
+    try:
+        help_goes_to = io.StringIO() if rank() > 0 else sys.stdout
+        with contextlib.redirect_stdout(help_goes_to), contextlib.redirect_stderr(errors):
             yield
+    except SystemExit as ended:
+        if ended.code and rank() == 0:
+            _tell(errors.getvalue().rstrip())
+        raise
 
 
 def share_cores() -> int:
@@ -49,6 +53,10 @@ def share_cores() -> int:
 
     Returns the number of threads.
     """
+    import torch
+
+    from engines.native.wait_policy import watch_cores
+
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, wherever imported, warns that it sees no GPU
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -68,12 +76,43 @@ def tell_engine(llm: LLM) -> None:
 
 
 def start_under_torchrun(num_ranks: int) -> None:
-    """Becomes torchrun, which starts this command again on so many ranks; nothing to do where it has."""
+    """Starts this command again on that many ranks, as torchrun does, and ends as they end. On a rank it returns.
+
+    A rank's error is the last that is printed, without torchrun's own log and traceback.
+    """
     if "RANK" in os.environ:
         return
-    sys.stdout.flush()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    os.execv(sys.executable, [*command, "--", *sys.argv])  # without the `--` it takes our options for its own
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable()
+    # Without the `--` it takes our options for its own.
+    arguments = ["--standalone", "--nproc-per-node", str(num_ranks), "--", *sys.argv]
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as failed:
+        _, first = failed.get_first_failure()
+        told = first.message.get("message") if isinstance(first.message, dict) else str(failed)
+        print(told, file=sys.stderr, flush=True)
+        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+    except SignalException as ended:  # it has passed the signal on
+        sys.exit(128 + ended.sigval)
+    sys.exit(0)
+
+
+def end_on_signals(last_words: Callable[[], str]) -> None:
+    """From now on Ctrl-C and SIGTERM end this process at once, rank 0 with a line; for a job that may end anywhere.
+
+    Other ranks end even where they wait in C++ for one that has gone.
+    """
+
+    def end(number: int, _: object) -> None:
+        os.write(2, f"\n{last_words()}\n".encode())  # not print, which may be what was interrupted
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end if rank() == 0 else signal.SIG_DFL)
 
 
 def _let_rank_0_speak() -> None:
@@ -82,10 +121,20 @@ def _let_rank_0_speak() -> None:
         time.sleep(3)
 
 
+def _tell(error: str) -> None:
+    """On stderr, or under torchrun in a file: at the very end it prints what stands there as the cause."""
+    if ERROR_FILE not in os.environ:
+        print(error, file=sys.stderr, flush=True)
+        return
+    # For torchrun the earliest failure is the cause. It counts whole seconds; the ranks that it ends fail soon after.
+    details = {"py_callstack": f"\n{error}", "timestamp": str(int(time.time()) - 1)}
+    Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": {"message": error, "extraInfo": details}}))
+
+
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """Runs an experiment; its result is the last line of rank 0's stdout, as one JSON object.
 
-    A user's error becomes one line on stderr and exit code 2.
+    A user's error becomes one line and exit code 2, Ctrl-C one line and 130.
     """
     try:
         result = main()
@@ -97,8 +146,12 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         _let_rank_0_speak()
         sys.stdout.flush()
         where = f" (rank {rank()})" if rank() > 0 else ""
-        print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        _tell(f"error{where}: {error}")
         # Not sys.exit: a collective that other ranks never enter must not hold this one at its exit.
         os._exit(2)
+    except KeyboardInterrupt:
+        if rank() == 0:
+            print("\ninterrupted", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
     if rank() == 0 and result is not None:
         print(json.dumps(result), flush=True)

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from transformers import AutoModelForCausalLM
 
 from algos.publish import read_record
-from algos.warmstart import WarmStartConfig, warm_start
-from algos.widening import widen
+from algos.warmstart_config import WarmStartConfig
 from experiments import launch
 
 
@@ -39,6 +37,11 @@ class MakeModelConfig:
 
 def make_model(config: MakeModelConfig) -> dict[str, object]:
     """Returns what was made, ready for JSON."""
+    from transformers import AutoModelForCausalLM  # here, and not above: help and a typo need not wait for torch
+
+    from algos.warmstart import warm_start
+    from algos.widening import widen
+
     start = time.monotonic()
     directory = warm_start(config.directory, config.train)
     loss = (read_record(directory) or {}).get("loss")

@@ -126,6 +126,15 @@ def make_run_folder(runs: Path, name: str | None, stem: str, *, resume: bool) ->
     return runs / name
 
 
+def newest_run(runs: Path, stem: str) -> str:
+    """The name of the last run made without one; ValueError where there is none."""
+    found = {path.name: re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.name) for path in runs.glob(f"{stem}*")}
+    numbers = {int(match[1] or 1): name for name, match in found.items() if match}
+    if not numbers:
+        raise ValueError(f"resume: {runs} has no run {stem}; give the --name of the run, or leave --resume out")
+    return numbers[max(numbers)]
+
+
 def _make_unused(runs: Path, stem: str) -> Path:
     for number in itertools.count(1):
         path = runs / (stem if number == 1 else f"{stem}-{number}")

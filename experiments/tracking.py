@@ -1,14 +1,15 @@
-"""wandb, offline unless a key says otherwise, and never in the way of a run."""
+"""wandb, as its own settings and environment say; offline while nobody is logged in, and never in the way of a run."""
 
 from __future__ import annotations
 
-import os
-import re
+import secrets
+import warnings
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from experiments.config import TrainConfig
-from experiments.run_folder import RunFolder
+from experiments.run_folder import RunFolder, replace_text
 
 
 class Tracker:
@@ -20,16 +21,25 @@ class Tracker:
             return
         import wandb
 
-        self._run = wandb.init(
-            project="curtail",
-            name=folder.path.name,
-            id=re.sub(r"[^\w.-]", "-", folder.path.name),
+        quiet = wandb.Settings(console="off", silent=True, x_disable_stats=True)
+        given = wandb.setup(quiet).settings  # by WANDB_PROJECT and the like, `wandb login`, `wandb offline`
+        start = partial(
+            wandb.init,
+            project=given.project or "curtail",
+            name=given.run_name or folder.path.name,
+            id=_run_id(folder),
             resume="allow",
             dir=folder.path,
-            mode="online" if os.environ.get("WANDB_API_KEY") else "offline",
             config=asdict(config),
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+            settings=quiet,
         )
+        nobody = given.mode == "online" and not wandb.login(prompt=False, verify=False)
+        try:
+            self._run = start(mode="offline" if nobody else None)
+        except wandb.errors.CommError as error:
+            warnings.warn(f"wandb cannot be reached, so the run is kept offline ({error})", stacklevel=2)
+            wandb.teardown()  # else the id is still in use
+            self._run = start(mode="offline")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if self._run is not None:
@@ -38,3 +48,11 @@ class Tracker:
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+def _run_id(folder: RunFolder) -> str:
+    """This run's alone, and the same one when it is resumed: a folder's name may be another run's elsewhere."""
+    path = folder.path / "wandb_id"
+    if not path.exists():
+        replace_text(path, secrets.token_hex(4))
+    return path.read_text()

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from algos.publish import publish_directory
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID
-from algos.warmstart import MODEL_SIZES, WarmStartConfig, _accumulate_gradients, _example, new_model, train, warm_start
+from algos.warmstart import _accumulate_gradients, _example, new_model, train, warm_start
+from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 
 ROOT = Path(__file__).parents[2]
 SMALL = WarmStartConfig(size="draft-1l", steps=3, batch_size=4, task=ArithmeticTask(seed=1, max_digits=4))

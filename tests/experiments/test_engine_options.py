@@ -16,7 +16,7 @@ import tyro
 from engines.config import EngineConfig
 from experiments.config import RolloutConfig, parse
 from experiments.generate import GenerateConfig
-from experiments.train import _as_json, _check_same_run
+from experiments.training import _as_json, _check_same_run
 
 GIVEN: dict[str, tuple[list[str], Any]] = {
     "dtype": (["dtype", "bfloat16"], "bfloat16"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.parallel.collectives import SingleRank
-from experiments.run_folder import RunFolder, check_run_folder, make_run_folder
+from experiments.run_folder import RunFolder, check_run_folder, make_run_folder, newest_run
 
 
 def publish(folder: RunFolder, step: int, keep: int = 2) -> None:
@@ -80,3 +80,12 @@ def test_names_are_not_taken_twice(tmp_path: Path) -> None:
         check_run_folder(tmp_path, "task-grpo", resume=True)
     with pytest.raises(ValueError, match="no published checkpoint"):
         check_run_folder(tmp_path, "nobody", resume=True)
+
+
+def test_the_newest_run_without_a_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"resume: .* has no run task-grpo; give the --name"):
+        newest_run(tmp_path, "task-grpo")
+    (tmp_path / "task-grpo-mine").mkdir()  # a user's own name
+    for number in range(1, 12):
+        made = make_run_folder(tmp_path, None, "task-grpo", resume=False).name
+        assert newest_run(tmp_path, "task-grpo") == made, number

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -196,6 +198,71 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
         assert (folder / file).read_text() == (uninterrupted / file).read_text()
 
 
+def processes_with(mark: str) -> list[int]:
+    """Those whose environment holds it; one may end while they are looked through."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def interrupted(started: list[str], number: int, log: Path, moment: Any) -> tuple[int, str]:
+    """The exit code and the output of a command that gets the signal at the moment, as from a terminal."""
+    mark = f"STARTED_FOR={log}"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            started, stdout=output, stderr=output, start_new_session=True,
+            env=environment() | {"STARTED_FOR": str(log)},
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 200
+            while not moment():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.01)
+            assert len(processes_with(mark)) >= 5, "starter, ranks, their rewards"
+            os.killpg(process.pid, number)
+            code = process.wait(timeout=60)
+            while processes_with(mark):  # a reward's process ends when it sees that its rank has
+                assert time.monotonic() < deadline, "processes are left"
+                time.sleep(0.01)
+        finally:
+            for pid in processes_with(mark):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+    return code, log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_and_resumed(model: Path, tmp_path: Path, number: int) -> None:
+    """By the command that its last line names. The run has no name, and more steps than it can do until the signal."""
+    folder = tmp_path / "arithmetic-grpo"
+    started = command(model, tmp_path, "--steps", "100000", "--keep-checkpoints", "1")[len(TORCHRUN) + 1 :]
+    latest = folder / "checkpoints/latest"
+    code, output = interrupted([sys.executable, *started, "--ranks", "2"], number, tmp_path / "log", latest.exists)
+    assert code == 128 + number and "Traceback" not in output
+    (words,) = [line for line in output.splitlines() if line.startswith("interrupted: ")]
+    point = latest.read_text()
+    told, _, line = words.partition(" with: ")
+    assert told == f"interrupted: go on from {point}"
+    last = int(point.removeprefix("step-")) + 1
+    again = [*shlex.split(line), "--steps", str(last)]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=240, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])["run_dir"] == str(folder)
+    assert [row["training/global_step"] for row in metrics_of(folder)] == [*range(last + 1)]
+
+
+def test_interrupted_under_torchrun(model: Path, tmp_path: Path) -> None:
+    """Its agent adds a traceback of its own; the ranks add a line. Nothing had been published."""
+    started = command(model, tmp_path, "--name", "a", "--steps", "100000", "--save-every", "100000")
+    code, output = interrupted(started, signal.SIGINT, tmp_path / "log", (tmp_path / "a/lengths.jsonl").exists)
+    assert code != 0 and output.count("Traceback") == 1
+    told = f"interrupted: nothing is published yet in {tmp_path / 'a'}, so it cannot be resumed; start anew"
+    assert output.splitlines().count(told) == 1
+
+
 GSM8K_LINES = [
     {"question": f"Tom has {i} apples and buys {i + 1}. How many?", "answer": f"#### {2 * i + 1}"} for i in range(40)
 ]
@@ -257,7 +324,6 @@ class TestBadInput:
             (["--rollout.kv-cache-mib", "0"], "EngineConfig.kv_cache_bytes=0: must be"),
             (["--rollout.batch-invariant", "--rollout.kernels", "torch"], "EngineConfig.batch_invariant=True: needs"),
             (["--rollout.seed", "1"], "rollout.seed"),
-            (["--resume"], "name the run"),
             (["--zero-stage", "4"], "zero-stage"),
             (["--no-such-option", "1"], "no-such-option"),
         ],
@@ -315,13 +381,29 @@ class TestBadInput:
         assert step.exists() == bool(broken_after)
         assert f"see the warnings above and mend the function; {fix}" in errors, errors[-2000:]
 
-    def test_one_error_under_torchrun(self, model: Path, runs: Path) -> None:
-        start = time.monotonic()
-        done = subprocess.run(
-            command(model, runs, "--name", "long", "--rollout.max-num-seqs", "0"),
-            capture_output=True, text=True, timeout=120, env=environment(),
-        )  # fmt: skip
-        assert done.returncode != 0 and time.monotonic() - start < 60
-        told = [line for line in done.stderr.splitlines() if "EngineConfig.max_num_seqs=0: must be" in line]
-        assert len(told) == 1, done.stderr[-2000:]
-        assert not (runs / "long").exists()
+    @pytest.mark.parametrize("under", ["torchrun", "--ranks"])
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--rollout.max-num-seqs", "0"], "EngineConfig.max_num_seqs=0: must be"),
+            (["--name", "none", "--resume"], "error: resume: "),
+            (["--reward", "{file}:score"], "error (rank 1): reward="),
+        ],
+        ids=["option", "all ranks", "one rank"],
+    )
+    def test_the_error_is_told_last_and_once(
+        self, model: Path, tmp_path: Path, under: str, arguments: list[str], message: str
+    ) -> None:
+        file = tmp_path / "reward.py"
+        file.write_text("import os\n\nassert os.environ['RANK'] == '0'\n\n\ndef score(completions): pass\n")
+        started = command(model, tmp_path / "runs", *(word.format(file=file) for word in arguments))
+        if under == "--ranks":
+            started = [sys.executable, *started[len(TORCHRUN) + 1 :], "--ranks", "2"]
+        done = subprocess.run(started, capture_output=True, text=True, timeout=120, env=environment())
+        assert done.returncode == (1 if under == "torchrun" else 2)
+        assert not list(tmp_path.glob("runs/*"))
+        told = [line for line in done.stderr.splitlines() if line.strip()]
+        (place,) = [place for place, line in enumerate(told) if message in line]
+        after = [line for line in told[place + 1 :] if "│" not in line and "╰" not in line]  # the rest of tyro's box
+        assert len(after) == (under == "torchrun"), done.stderr[-2000:]
+        assert under == "torchrun" or "Traceback" not in done.stderr

@@ -1,0 +1,182 @@
+"""A run of `generate.py`: prompts read, completions generated, written as they end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from engines import LLM, Completion, RequestOutput, SamplingParams
+from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import nested_layout
+from engines.sequence import Finished, SequenceId, SequenceState
+from experiments import launch
+from experiments.interrupts import Interrupts
+from experiments.partial_output import PartialOutput, completion_line, write_all
+from experiments.prompts import Records, read_prompts
+
+if TYPE_CHECKING:
+    from experiments.generate import GenerateConfig
+
+
+def generate(config: GenerateConfig, interrupts: Interrupts) -> dict[str, Any]:
+    launch.share_cores()
+    group: Communicator = SingleRank()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", launch.local_rank())
+        torch.cuda.set_device(device)
+    groups: GroupCache | None = None
+    layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
+    if launch.num_ranks() > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        groups = GroupCache(TorchGroup(), [layout], device=device)
+        group = groups.world
+    records, places = _load_records(config, group)
+    sink: PartialOutput | StdoutLines = StdoutLines(group, records=records, num_samples=config.sampling.n)
+    if config.output is not None:
+        request = _request(config, records)
+        sink = PartialOutput(config.output, group, records=records, request=request, resume=config.resume)
+    with contextlib.closing(sink):
+        interrupts.tell = sink.tell
+        llm = LLM(
+            config.model,
+            device=device,
+            world=groups,
+            layout=layout,
+            **asdict(replace(config.engine, seed=config.run_seed)),
+        )
+        interrupts.clean = llm.close
+        launch.tell_engine(llm)
+        prompts = _encode(llm, records, places, config.sampling)
+        if isinstance(sink, PartialOutput):
+            sink.begin(model_digest=_digest((llm.checksum(), llm.model_config, prompts)))
+        start = time.perf_counter()
+        expected = len(range(0, len(records) * config.sampling.n, len(layout.replicas)))
+        with tqdm(total=expected, desc="generate", unit="seq", disable=group.rank > 0) as progress:
+            num_tokens = 0
+
+            def show(finished: Finished) -> None:
+                nonlocal num_tokens
+                key = finished.state.key
+                if (key.prompt_uid, key.sample_index) not in sink.kept:
+                    num_tokens += len(finished.completion.token_ids)
+                progress.update()
+                progress.set_postfix(tok_s=f"{num_tokens / (time.perf_counter() - start):.0f}")
+
+            outputs = llm.generate(prompts, config.sampling, on_finished=show, journal=sink)
+        seconds = time.perf_counter() - start
+        sink.publish(outputs)
+        if group.size > 1:
+            group.barrier()
+            dist.destroy_process_group()
+    total = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    num_new = total - sum(len(completion.token_ids) for completion in sink.kept.values())
+    return {
+        "experiment": "generate",
+        "prompts": len(records),
+        "completions": len(records) * config.sampling.n,
+        "resumed": len(sink.kept),
+        "tokens": total,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(num_new / seconds, 1),
+        "output": str(config.output) if config.output else None,
+    }
+
+
+def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records, list[str]]:
+    if config.prompts:
+        return [{"prompt": one} for one in config.prompts], [f"prompts[{i}]" for i in range(len(config.prompts))]
+    if config.input is not None:
+        if not config.input.is_file():
+            raise FileNotFoundError(f"input={str(config.input)!r}: no such file")
+        return read_prompts(config.input.read_bytes(), str(config.input))
+    # torchrun gives stdin to no particular rank: the first reads it for all.
+    data = sys.stdin.buffer.read() if group.rank == 0 else None
+    return read_prompts(group.broadcast_bytes(data), "stdin")
+
+
+def _encode(llm: LLM, records: Records, places: list[str], sampling: SamplingParams) -> list[list[int]]:
+    """Token ids of the prompts. Raises ValueError, with its place, for one that the engine refuses."""
+    prompts = []
+    for record, place in zip(records, places, strict=True):
+        try:
+            prompts += llm.encode([record.get("prompt_token_ids") or record["prompt"]])
+            llm.check(prompts[-1], sampling)
+        except ValueError as error:
+            raise ValueError(f"{place}: {str(error).removeprefix('prompts[0]: ')}") from None
+    return prompts
+
+
+class StdoutLines:
+    """Writes each prompt's lines to rank 0's stdout as soon as they, and those of all prompts before it, are there.
+
+    Of other replicas' completions rank 0 hears at the end only.
+    """
+
+    kept: Mapping[tuple[int, int], Completion] = {}
+
+    def __init__(self, group: Communicator, *, records: Records, num_samples: int) -> None:
+        self._group = group
+        self._records = records
+        self._num_samples = num_samples
+        self._waiting: dict[int, list[Completion]] = {}
+        self._num_written = 0
+
+    def find(self, states: Sequence[SequenceState], num_replicas: int) -> dict[SequenceId, Completion]:
+        return {}
+
+    def append(self, finished: Finished) -> None:
+        self._waiting.setdefault(finished.state.key.prompt_uid, []).append(finished.completion)
+        while len(self._waiting.get(self._num_written, ())) == self._num_samples:
+            self._write(self._waiting.pop(self._num_written))
+
+    def publish(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs[self._num_written :]:
+            self._write(output.outputs)
+
+    def _write(self, completions: list[Completion]) -> None:
+        if self._group.rank == 0:
+            record = self._records[self._num_written]
+            lines = [completion_line(record, one) for one in sorted(completions, key=lambda one: one.index)]
+            try:
+                write_all(sys.stdout.fileno(), "".join(lines))
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise ValueError(f"stdout: cannot be written ({error}); make room, or give --output") from None
+        self._num_written += 1
+
+    def tell(self) -> str:
+        written = f"{self._num_written} of {len(self._records)} prompts"
+        return f"{written} were written to stdout; a run with --output can go on after an interrupt"
+
+    def close(self) -> None:
+        return None
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+
+
+def _request(config: GenerateConfig, records: Records) -> dict[str, Any]:
+    """What decides the completions, beside the model, as JSON has it."""
+    request = {
+        "num_prompts": len(records),
+        "prompts_digest": _digest(records),
+        "run_seed": config.run_seed,
+        "dtype": config.engine.dtype,
+        "max_model_len": config.engine.max_model_len,
+        **asdict(config.sampling),
+    }
+    return json.loads(json.dumps(request))

@@ -1,0 +1,475 @@
+"""The main job behind `train.py`'s command line: what is checked first, and the run, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from algos.collect import Collector, Group, NothingScoredError, Rollout
+from algos.deepspeed_config import resolve
+from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+from algos.publish import read_record
+from algos.rewards.runner import RewardRunner
+from algos.tasks.task import Problem, Task
+from algos.trainer import Trainer
+from algos.warmstart import new_config, warm_start
+from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
+from engines import LLM, SamplingParams
+from engines.config import ModelConfig
+from engines.journal import Journal
+from engines.parallel.collectives import Communicator, TorchGroup
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import nested_layout
+from engines.parallel.sharding import check_shardable
+from engines.preflight import check_engine, usable_device
+from engines.rollout.policies import OnDemand
+from engines.rollout.telemetry import StepRecord, chrome_trace
+from engines.sequence import Finished
+from experiments import launch
+from experiments.config import TrainConfig, make_task, parse
+from experiments.evaluate import evaluate
+from experiments.figures import draw_run
+from experiments.run_folder import RunFolder, check_run_folder, make_run_folder, newest_run, replace_text
+from experiments.tracking import Tracker
+
+STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl")
+SAMPLES_PER_STEP = 4
+MAY_CHANGE = (
+    "resume",
+    "name",
+    "runs",
+    "steps",
+    "dispatch",
+    "eval_every",
+    "save_every",
+    "keep_checkpoints",
+    "wandb",
+    "reward_limits",
+    "rank_timeout_s",
+)
+
+
+def train(config: TrainConfig, start: float) -> dict[str, Any]:
+    """The whole job on this rank, of a command that began at `start` (`time.perf_counter`); the result, for JSON."""
+    threads = launch.share_cores()
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+        torch.use_deterministic_algorithms(True)
+        # Else every buffer that DeepSpeed allocates is filled with NaN first, gigabytes in each step.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # All that can be wrong without a process group is looked at first: it costs nothing, and every rank sees it.
+    task = make_task(config)
+    resolve(config.trainer, num_ranks=launch.num_ranks())
+    if config.resume and config.name is None:
+        config = replace(config, name=newest_run(config.runs, config.stem))
+    check_run_folder(config.runs, config.name, resume=config.resume)
+    if config.resume:
+        _check_same_run(config)
+    layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
+    _check_engine(config)
+    limits = config.reward_limits
+    if config.deterministic:
+        limits = replace(limits, beside_rollout=False)
+    with contextlib.ExitStack() as stack:
+        judge = stack.enter_context(RewardRunner(task.reward, limits))
+        reward = stack.enter_context(RewardRunner(config.reward, limits)) if config.reward else judge
+        reward.check(task.train_problem(0).columns)
+        model = _prepare_model(config, threads)
+        device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
+        world = TorchGroup(timeout_s=config.rank_timeout_s)
+        groups = GroupCache(world, [layout], timeout_s=config.rank_timeout_s, device=device)
+        run = stack.enter_context(contextlib.closing(Run(config, task, model, device, groups, reward, judge)))
+        result = run.train(start)
+    stop_deepspeed()
+    return result
+
+
+def _check_same_run(config: TrainConfig) -> None:
+    """A resumed run must be the run that was started, but for what MAY_CHANGE names."""
+    assert config.name is not None
+    path = config.runs / config.name / "config.json"
+    # An option that was not there yet had what is now its default.
+    before = _filled(json.loads(path.read_text()), _as_json(parse(["--algo", config.algo])))
+    now = {field: value for field, value in _as_json(config).items() if field not in MAY_CHANGE}
+    differ = [
+        f"{name}={value} now, {then} in {path}"
+        for field in now
+        for name, value, then in _differences(field, now[field], before.get(field))
+    ]
+    if differ:
+        raise ValueError(
+            f"resume: {'; '.join(differ)}; go on with the same options (only {', '.join(MAY_CHANGE)} may change)"
+        )
+
+
+def _filled(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """`given`, with what only `default` has, at every depth."""
+    filled = {**default, **given}
+    for name, value in given.items():
+        if isinstance(value, dict) and isinstance(default.get(name), dict):
+            filled[name] = _filled(value, default[name])
+    return filled
+
+
+def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(option, its value now, its value before) of each single option that differs."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        for key in {**before, **now}:
+            yield from _differences(f"{name}.{key}", now.get(key), before.get(key))
+    elif now != before:
+        yield name, now, before
+
+
+def _as_json(config: TrainConfig) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    told["ranks"] = launch.num_ranks()
+    del told["rollout"]["engine"]
+    told["rollout"] |= config.rollout.engine.as_given()
+    return told
+
+
+def _check_engine(config: TrainConfig) -> None:
+    """Raises ValueError for options that the rollout engine would refuse, before a model is warm-started for it."""
+    model = Path(config.model)
+    with tempfile.TemporaryDirectory() as folder:
+        if config.is_embedded_model:
+            model = Path(folder)
+            new_config(config.model).save_pretrained(model)  # type: ignore[arg-type]
+        elif not model.is_dir():
+            raise FileNotFoundError(f"model={config.model!r}: no such folder, nor one of {list(MODEL_SIZES)}")
+        sizes = ModelConfig.from_pretrained(model)
+    check_shardable(sizes, config.tensor_parallel_size)
+    device = torch.device("cuda", launch.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    options = config.rollout.engine_config(config.seed, deterministic=config.deterministic)
+    check_engine(options, sizes, usable_device("train", device))
+
+
+def _prepare_model(config: TrainConfig, threads: int) -> Path:
+    """The policy's checkpoint, warm-started when it is an embedded one."""
+    model = Path(config.model)
+    if config.is_embedded_model:
+        model = config.runs / "models" / config.model
+        recipe = WarmStartConfig(size=config.model)  # type: ignore[arg-type]
+        record = read_record(model)
+        if record is not None and record.get("warm_start") != asdict(recipe):
+            raise ValueError(
+                f"model={config.model!r}: {model} was made with another recipe; use it by --model {model}, or remove it"
+            )
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the host's other ranks wait for the first
+        warm_start(model, recipe)
+        torch.set_num_threads(threads)
+    return model
+
+
+def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
+    """Rank 0 makes the folder, and tells the others which it is, or what went wrong."""
+    answer = {"path": "", "error": ""}
+    if group.rank == 0:
+        try:
+            answer["path"] = str(make_run_folder(config.runs, config.name, config.stem, resume=config.resume))
+        except ValueError as error:
+            answer["error"] = str(error)
+    answer = json.loads(group.all_gather_bytes(json.dumps(answer).encode())[0])
+    if answer["error"]:
+        raise ValueError(answer["error"])
+    return RunFolder(Path(answer["path"]), group)
+
+
+class Run:
+    """One training run on this rank: policy, engine and files, and the loop over steps."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        model: Path,
+        device: torch.device,
+        groups: GroupCache,
+        reward: RewardRunner,
+        judge: RewardRunner,
+    ) -> None:
+        """`reward` is what is trained on; `judge`, the task's own, says what is right in an evaluation."""
+        self.config = config
+        self.group = group = groups.world
+        self.judge = judge
+        rollout = config.rollout
+        self.params = SamplingParams(
+            temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
+        )
+        num_replicas = group.size // config.tensor_parallel_size
+        self.llm = LLM(
+            model,
+            device=device,
+            world=groups,
+            tensor_parallel_size=config.tensor_parallel_size,
+            schedule=OnDemand() if config.is_on_demand and num_replicas > 1 else None,
+            load=False,
+            **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
+        )
+        launch.tell_engine(self.llm)
+        self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
+        self.held_out = self._held_out_problems(task)
+        self.step = 0
+        self.data_index = 0
+        self.evaluations: list[float] = []
+        self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
+        launch.end_on_signals(self._last_words)
+        self.journal = Journal(self.folder.path / "journal", group, whole_shares=config.deterministic)
+        self.collector = Collector(
+            llm=self.llm,
+            task=task,
+            algorithm=config.algorithm,
+            reward=reward,
+            group=group,
+            params=self.params,
+            prompts_per_step=rollout.prompts_per_step,
+            journal=self.journal,
+        )
+
+    def _last_words(self) -> str:
+        """What becomes of the run when it is interrupted now."""
+        point = self.folder.latest()
+        if point is None:
+            return f"interrupted: nothing is published yet in {self.folder.path}, so it cannot be resumed; start anew"
+        starter = [sys.executable] if self.config.ranks == self.group.size else ["torchrun", "..."]
+        resume = [] if self.config.resume else ["--resume"]
+        name = [] if self.config.name else ["--name", self.folder.path.name]
+        return f"interrupted: go on from {point.name} with: {shlex.join([*starter, *sys.argv, *resume, *name])}"
+
+    def close(self) -> None:
+        """Ends connections and closes files; prompt."""
+        self.llm.close()
+        self.journal.close()
+
+    def _held_out_problems(self, task: Task) -> list[Problem]:
+        """Those that the engine can take; ValueError when there is none."""
+        problems = task.held_out_problems(self.config.eval_problems)
+        fitting = []
+        for problem in problems:
+            try:
+                self.llm.check(problem.prompt, self.params)
+                fitting.append(problem)
+            except ValueError as error:
+                reason = error
+        if not fitting:
+            raise ValueError(f"held-out problems: none of {len(problems)} can run: {reason}")
+        if len(fitting) < len(problems) and self.group.rank == 0:
+            warnings.warn(
+                f"{len(problems) - len(fitting)} of {len(problems)} held-out problems are left out: {reason}",
+                stacklevel=2,
+            )
+        return fitting
+
+    # -- the loop
+
+    def train(self, start: float) -> dict[str, Any]:
+        if self.config.resume:
+            self._resume()
+        self._write_config()
+        self._sync_weights()
+        tracker = Tracker(self.folder, self.config)
+        if not self.config.resume:
+            tracker.log(self.step, self._evaluate())
+        with tqdm(
+            total=self.config.steps, initial=self.step, desc="train", unit="step", disable=not self.folder.is_writer
+        ) as progress:
+            while self.step < self.config.steps:
+                metrics = self._train_step()
+                tracker.log(self.step, metrics)
+                progress.update()
+                progress.set_postfix(
+                    reward=f"{metrics['critic/rewards/mean']:.3f}",
+                    pass1=f"{self.evaluations[-1]:.3f}" if self.evaluations else "-",
+                    tokens=f"{metrics['response_length/mean']:.0f}",
+                    gen=f"{metrics['timing_s/gen']:.1f}s",
+                    update=f"{metrics['timing_s/update_actor']:.1f}s",
+                )
+        tracker.close()
+        return self._summary(start)
+
+    def _train_step(self) -> dict[str, float]:
+        began = time.perf_counter()
+        num_found = self.journal.num_found
+        preempted = self._preemptions()
+        rollout = self._roll_out()
+        updated = time.perf_counter()
+        metrics = dict(rollout.metrics)
+        metrics |= {name: float(count - preempted[name]) for name, count in self._preemptions().items()}
+        metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
+        self.llm.sleep()
+        if rollout.experiences:
+            metrics |= self.trainer.update(rollout.experiences)
+        self.llm.wake_up()
+        metrics["timing_s/update_actor"] = time.perf_counter() - updated
+        self.step += 1
+        self.data_index = rollout.next_index
+        self._write_rollout(rollout)
+        synced = time.perf_counter()
+        self._sync_weights()
+        metrics["timing_s/update_weights"] = time.perf_counter() - synced
+        last = self.step == self.config.steps
+        if last or self.step % self.config.eval_every == 0:
+            metrics |= self._evaluate()
+        num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
+        elapsed = time.perf_counter() - began
+        metrics["timing_s/step"] = elapsed
+        metrics["perf/throughput"] = num_tokens / elapsed / self.group.size
+        metrics["perf/rollout_tokens_per_second"] = num_tokens / rollout.metrics["timing_s/gen"]
+        # The metrics of a step are part of its resume point, so they are written before it is published.
+        self.folder.append("metrics.jsonl", {"training/global_step": self.step, **metrics})
+        if last or self.step % self.config.save_every == 0:
+            self._save()
+        return metrics
+
+    def _roll_out(self) -> Rollout:
+        rollout = self.config.rollout
+        total = rollout.prompts_per_step * rollout.group_size
+        # What rank 0 hears: under a coordinator everything, otherwise its replica's share.
+        expected = total if self.llm.rollout is not None else len(range(0, total, len(self.llm.layout.replicas)))
+        with tqdm(
+            total=expected, desc="rollout", unit="seq", leave=False, position=1, disable=not self.folder.is_writer
+        ) as progress:
+
+            def show(finished: Finished) -> None:
+                progress.update()
+
+            try:
+                return self.collector.collect(self.data_index, show)
+            except NothingScoredError as error:
+                go_on = f"go on with --name {self.folder.path.name} --resume"
+                fix = go_on if self.folder.latest() else "start again under another --name"
+                raise ValueError(f"{error}; then {fix}") from None
+
+    def _preemptions(self) -> dict[str, int]:
+        """Counts of all replicas since the run's start."""
+        scheduler, moves = self.llm.replica.scheduler, self.llm.replica.kv_moves
+        leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
+        mine = {
+            "rollout/num_preemptions": scheduler.num_preemptions,
+            "rollout/num_swapped_out": moves.num_swapped_out,
+            "rollout/num_swapped_in": moves.num_swapped_in,
+            "rollout/swapped_out_bytes": moves.swapped_out_bytes,
+            "rollout/swapped_in_bytes": moves.swapped_in_bytes,
+        }
+        told = self.group.all_gather_bytes(msgspec.msgpack.encode(mine if leads else dict.fromkeys(mine, 0)))
+        everyone = [msgspec.msgpack.decode(one, type=dict[str, int]) for one in told]
+        return {name: sum(one[name] for one in everyone) for name in mine}
+
+    def _sync_weights(self) -> None:
+        """Trainer -> engine, parameter by parameter; the ranks' checksums must agree, and go into the journal."""
+        checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.step)
+        everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
+        others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+        if others:
+            raise RuntimeError(f"weights differ after the update: ranks {others} have other checksums than rank 0")
+        self.journal.weights = checksum
+
+    def _evaluate(self) -> dict[str, float]:
+        metrics = evaluate(self.llm, self.held_out, self.params, self.judge, self.group, self.config.eval_samples)
+        self.evaluations.append(metrics["val-core/pass@1"])
+        if self.step == 0:
+            self.folder.append("metrics.jsonl", {"training/global_step": 0, **metrics})
+        return metrics
+
+    # -- files
+
+    def _write_config(self) -> None:
+        if self.folder.is_writer:
+            replace_text(self.folder.path / "config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
+
+    def _write_rollout(self, rollout: Rollout) -> None:
+        step = {"training/global_step": self.step}
+        lengths = [len(c.token_ids) for group in rollout.groups for c in group.completions]
+        self.folder.append("lengths.jsonl", {**step, "lengths": lengths, "digest": _digest(rollout)})
+        for group in rollout.groups[:SAMPLES_PER_STEP]:
+            self.folder.append("samples.jsonl", {**step, **_sample(group)})
+        self._write_timeline()
+
+    def _write_timeline(self) -> None:
+        """The steps of all replicas in the last rollout, as their first ranks saw them."""
+        leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
+        mine = msgspec.msgpack.encode(self.llm.step_records if leads else [])
+        everyone = self.group.all_gather_bytes(mine)
+        if not self.folder.is_writer:
+            return
+        steps = [step for part in everyone for step in msgspec.msgpack.decode(part, type=list[StepRecord])]
+        lines = "".join(json.dumps(asdict(step)) + "\n" for step in steps)
+        replace_text(self.folder.path / "rollout_steps.jsonl", lines)
+        marks = self.llm.rollout.marks if self.llm.rollout is not None else []
+        replace_text(self.folder.path / "timeline.json", json.dumps(chrome_trace(steps, marks)))
+
+    def _save(self) -> None:
+        """A resume point and a Hugging Face checkpoint, published together."""
+
+        def write(path: Path) -> None:
+            self.trainer.save_checkpoint(path)
+            self.trainer.save_pretrained(path / "huggingface")
+            torch.save(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")
+            if self.folder.is_writer:
+                state = {"step": self.step, "data_index": self.data_index, "evaluations": self.evaluations}
+                (path / "run.json").write_text(json.dumps(state, indent=2) + "\n")
+
+        self.folder.publish(self.step, write, self.config.keep_checkpoints)
+        self.journal.clear()
+
+    def _resume(self) -> None:
+        path = self.folder.latest()
+        assert path is not None
+        self.trainer.load_checkpoint(path)
+        torch.set_rng_state(torch.load(path / f"rng-{self.group.rank}.pt", weights_only=True))
+        state = json.loads((path / "run.json").read_text())
+        self.step, self.data_index, self.evaluations = state["step"], state["data_index"], state["evaluations"]
+        if self.step > self.config.steps:
+            raise ValueError(f"steps={self.config.steps}: the run is at step {self.step} already; raise --steps")
+        self.folder.truncate(self.step, STEP_FILES)
+        self.journal.recover(self.step)
+        self.group.barrier()
+
+    def _summary(self, start: float) -> dict[str, Any]:
+        figures = [str(path) for path in draw_run(self.folder.path)] if self.folder.is_writer else []
+        checkpoint = self.folder.latest()
+        return {
+            "experiment": "train",
+            "algo": self.config.algo,
+            "task": self.config.task,
+            "eval_before": self.evaluations[0],
+            "eval_after": self.evaluations[-1],
+            "steps": self.step,
+            "minutes": round((time.perf_counter() - start) / 60, 2),
+            "run_dir": str(self.folder.path),
+            "model": str(checkpoint / "huggingface") if checkpoint else None,
+            "figures": figures,
+        }
+
+
+def _digest(rollout: Rollout) -> str:
+    """Of every token sampled in the step: equal digests are equal rollouts."""
+    tokens = [completion.token_ids for group in rollout.groups for completion in group.completions]
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
+
+
+def _sample(group: Group) -> dict[str, Any]:
+    completion = group.completions[0]
+    return {
+        "prompt": group.problem.prompt,
+        "completion": completion.text,
+        "finish_reason": completion.finish_reason,
+        "reward": group.rewards[0],
+        **group.problem.columns,
+    }
