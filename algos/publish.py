@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 RECORD_FILE = "made_with.json"
 """Lies in every published directory: what made it. It also marks the directory as one that may be replaced."""
 
@@ -60,6 +62,15 @@ def only_writer(target: Path) -> Iterator[None]:
     with open(target.parent / f".{target.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def save_tensors(state_dict: Any, path: str | Path) -> None:
+    """`torch.save`; where the disk is why it fails, raises the disk's OSError, which torch's own does not name."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(state_dict, file)
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def flush_to_disk(path: Path) -> None:

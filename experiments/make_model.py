@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from algos.publish import read_record
 from algos.warmstart import WarmStartConfig, warm_start
 from algos.widening import widen
+from engines.hugging_face import read_checkpoint
 from experiments import launch
 
 
@@ -44,7 +45,7 @@ def make_model(config: MakeModelConfig) -> dict[str, object]:
     loss = (read_record(directory) or {}).get("loss")
     if config.widen > 1:
         directory = widen(directory, directory.with_name(f"{directory.name}-x{config.widen}"), config.widen)
-    num_parameters = AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    num_parameters = read_checkpoint(AutoModelForCausalLM, directory).num_parameters()
     seconds = round(time.monotonic() - start, 1)
     return {"model": str(directory), "num_parameters": num_parameters, "loss": loss, "seconds": seconds}
 

@@ -13,7 +13,7 @@ from experiments.run_folder import RunFolder, check_run_folder, make_run_folder
 
 
 def publish(folder: RunFolder, step: int, keep: int = 2) -> None:
-    folder.publish(step, lambda path: (path / "file").write_text(str(step)) and None, keep)
+    folder.publish(step, [lambda path: (path / "file").write_text(str(step)) and None], keep)
 
 
 def test_the_newest_points_are_kept(tmp_path: Path) -> None:
@@ -34,8 +34,9 @@ def test_a_write_that_fails_leaves_the_older_point(tmp_path: Path) -> None:
         (path / "file").write_text("half")
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space"):
-        folder.publish(2, torn, 2)
+    with pytest.raises(ValueError, match=r"checkpoint of step 2 could not be written \(no space left\)"):
+        folder.publish(2, [torn], 2)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-1"]
     latest = folder.latest()
     assert latest is not None and latest.name == "step-1"
     publish(folder, 2)
