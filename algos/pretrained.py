@@ -53,10 +53,17 @@ def load_model(
             setattr(hf_config, name, 0.0)  # dropout would make the log-probs differ from the rollout engine's
     # While this object lives, transformers makes models under `deepspeed.zero.Init`.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    model = read_checkpoint(
-        AutoModelForCausalLM, path, config=hf_config, dtype=dtype, attn_implementation=_attention(device, dtype)
+    model, info = read_checkpoint(
+        AutoModelForCausalLM,
+        path,
+        config=hf_config,
+        dtype=dtype,
+        attn_implementation=_attention(device, dtype),
+        output_loading_info=True,
     )
     del zero3
+    if missing := sorted(info["missing_keys"]):  # transformers has drawn them at random
+        raise ValueError(f"model_path={str(path)!r}: weights {missing[:3]} are missing; copy the checkpoint again")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if resolved.zero_stage < 3:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from engines.json_files import read_json
+
 RECORD_FILE = "made_with.json"
 """Lies in every published directory: what made it. It also marks the directory as one that may be replaced."""
 
@@ -49,10 +51,9 @@ def check_replaceable(target: Path) -> None:
 def read_record(directory: Path) -> dict[str, Any] | None:
     """What made the published `directory`; None when it is absent, or something else."""
     try:
-        record = json.loads((directory / RECORD_FILE).read_text())
+        return read_json(directory / RECORD_FILE, dict[str, Any])
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) else None
 
 
 @contextmanager

@@ -177,7 +177,7 @@ def _parse_rope(raw: _Fields, path: Path) -> RopeConfig:
     merged = {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
     try:
         scaling = msgspec.convert(merged, _RopeFields)
-    except msgspec.ValidationError as error:
+    except ValueError as error:
         raise ValueError(
             f"{path}: rope_parameters or rope_scaling: {error}; only {list(get_args(RopeType))} are supported"
         ) from None

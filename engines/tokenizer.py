@@ -23,6 +23,10 @@ def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = read_checkpoint(AutoTokenizer, directory)
+    try:
+        tokenizer.encode("a")
+    except Exception as error:  # what a wrong option raises depends on the option
+        raise ValueError(f"model={str(directory)!r}: its tokenizer cannot encode a text ({error!r})") from None
     if len(tokenizer) > model.vocab_size:
         raise ValueError(
             f"model={str(directory)!r}: the tokenizer has {len(tokenizer)} tokens, config.json says "

@@ -72,7 +72,7 @@ def read_prompts(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f'{source}:{number}: not valid JSON ({error}); a line is {{"prompt": "..."}} or a string'
             ) from None

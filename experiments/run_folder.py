@@ -159,7 +159,7 @@ def last_published(path: Path) -> Path:
         raise ValueError(f"resume: {path} has no published checkpoint to go on with; start anew under another --name")
     name = pointer.read_text(errors="replace").strip()
     if not re.fullmatch(r"step-\d+", name) or not pointer.with_name(name).is_dir():
-        raise ValueError(f"{pointer}: {name!r} is no checkpoint beside it; write the name of one, step-<N>, into it")
+        raise ValueError(f"{pointer}: {name[:80]!r} is no checkpoint beside it; write the name of one there: step-<N>")
     return pointer.with_name(name)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from engines.parallel.sharding import shard_slices
 class _Index(Struct, frozen=True):
     """What is read of model.safetensors.index.json."""
 
-    weight_map: dict[str, str]
+    weight_map: dict[str, Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,255}$")]]
 
 
 def checkpoint_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
