@@ -8,11 +8,12 @@ micro-batch, and `gradient_accumulation_steps` gives whichever of the two is mis
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from engines.json_files import read_json
 
 DType = Literal["float32", "bfloat16"]
 LRSchedule = Literal["constant", "linear", "cosine"]
@@ -135,14 +136,10 @@ def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"TrainerConfig.deepspeed_config={str(path)!r}: cannot be read ({error})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"TrainerConfig.deepspeed_config={str(path)!r}: not valid JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"TrainerConfig.deepspeed_config={str(path)!r}: must hold a JSON object")
-    return _without_auto(data)
+        data = read_json(path, dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"TrainerConfig.deepspeed_config={str(path)!r}: cannot be read ({error})") from None
+    return dict(_without_auto(data))
 
 
 def _without_auto(value: Any) -> Any:

@@ -7,10 +7,12 @@ import io
 import logging
 import math
 import os
+import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from algos.deepspeed_config import ResolvedConfig, TrainerConfig, lr_factor
+from algos.publish import save_tensors
 
 _PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small beside any large parameter
 
@@ -219,6 +222,40 @@ def _gather(parameter: Any, buffer: Tensor) -> Tensor:
         dist.all_gather_into_tensor(pieces, mine, group=group)
         parts[:, start : start + step] = pieces.view(len(parts), -1)
     return parts.flatten()[: parameter.ds_numel].view(parameter.ds_shape)
+
+
+def save_states(engine: Any, directory: Path, tag: str) -> None:
+    """Writes DeepSpeed's states into `directory`/`tag`. Collective: what fails is raised when all ranks are through."""
+    failed: list[Exception] = []
+
+    def attempt(write: Callable[..., None], *args: Any, **options: Any) -> None:
+        try:
+            write(*args, **options)
+        except (OSError, RuntimeError) as error:
+            failed.append(error)
+
+    engine.checkpoint_engine.save = partial(attempt, save_tensors)
+    engine._copy_recovery_script = partial(attempt, type(engine)._copy_recovery_script, engine)
+    engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+    if failed:
+        raise failed[0]
+
+
+def load_states(engine: Any, directory: Path, tag: str) -> None:
+    """Takes up what `save_states` wrote. Raises ValueError for what is missing or cannot be read. Collective."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    # DeepSpeed's own call would run whatever a pickle says.
+    engine.checkpoint_engine.load = partial(torch.load, weights_only=True)
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            loaded, _ = engine.load_checkpoint(str(directory), tag=tag)
+    except (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"directory={str(directory)!r}: DeepSpeed cannot read it ({error}); give another") from error
+    if loaded is None:
+        raise ValueError(f"directory={str(directory)!r}: DeepSpeed found no checkpoint {tag!r} in it; give another")
 
 
 def weight_shapes(engine: Any) -> dict[str, torch.Size]:

@@ -7,12 +7,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from algos.deepspeed_config import ResolvedConfig
+from engines.hugging_face import read_checkpoint
+from engines.json_files import read_json
 
 MAX_SHARD_BYTES = 5_000_000_000
 # What a checkpoint directory holds beside its weights and config.json.
@@ -44,16 +47,23 @@ def load_model(
     from transformers.integrations import HfDeepSpeedConfig
 
     dtype = getattr(torch, resolved.dtype)
-    hf_config = AutoConfig.from_pretrained(path)
+    hf_config = read_checkpoint(AutoConfig, path)
     for name, value in vars(hf_config).items():
         if "dropout" in name and isinstance(value, float):
             setattr(hf_config, name, 0.0)  # dropout would make the log-probs differ from the rollout engine's
     # While this object lives, transformers makes models under `deepspeed.zero.Init`.
     zero3 = HfDeepSpeedConfig(resolved.deepspeed) if resolved.zero_stage == 3 else None
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=hf_config, dtype=dtype, attn_implementation=_attention(device, dtype)
+    model, info = read_checkpoint(
+        AutoModelForCausalLM,
+        path,
+        config=hf_config,
+        dtype=dtype,
+        attn_implementation=_attention(device, dtype),
+        output_loading_info=True,
     )
     del zero3
+    if missing := sorted(info["missing_keys"]):  # transformers has drawn them at random
+        raise ValueError(f"model_path={str(path)!r}: weights {missing[:3]} are missing; copy the checkpoint again")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if resolved.zero_stage < 3:
@@ -77,40 +87,49 @@ def save_pretrained(
 ) -> None:
     """Writes `weights` as safetensors beside `source`'s config and tokenizer. Rank 0 writes; the rest iterate along.
 
-    Rank 0 holds about one file of at most `max_shard_bytes` at a time. All ranks return when the files are complete.
+    Rank 0 holds about one file of at most `max_shard_bytes` at a time. All ranks return when the files are complete,
+    or when rank 0 could not write one, which it then raises.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
     skeleton = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     split = split_torch_state_dict_into_shards(skeleton, max_shard_size=max_shard_bytes)
     is_writer = dist.get_rank() == 0
-    if is_writer:
-        target.mkdir(parents=True, exist_ok=True)
-        _write_config(source, target, dtype)
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     missing = {filename: set(names) for filename, names in split.filename_to_tensors.items()}
     pending: dict[str, dict[str, Tensor]] = {filename: {} for filename in missing}
-    for name, tensor in weights:
-        filename = split.tensor_to_filename[name]
-        missing[filename].remove(name)
+    try:
         if is_writer:
-            pending[filename][name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-            if not missing[filename]:
-                _save_shard(pending.pop(filename), target / filename)
-    assert not any(missing.values()), "named weights and shapes differ"
-    dist.barrier()
+            target.mkdir(parents=True, exist_ok=True)
+            _write_config(source, target, dtype)
+            if split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        for name, tensor in weights:
+            filename = split.tensor_to_filename[name]
+            missing[filename].remove(name)
+            if is_writer:
+                pending[filename][name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+                if not missing[filename]:
+                    _save_shard(pending.pop(filename), target / filename)
+        assert not any(missing.values()), "named weights and shapes differ"
+    finally:
+        for _ in weights:  # to the end with the others, also where a write has failed
+            pass
+        dist.barrier()
 
 
 def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from None
 
 
 def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json", dict[str, Any])
     name = str(dtype).removeprefix("torch.")
     config["dtype"] = name
     if "torch_dtype" in config:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engines.json_files import read_json
+
 RECORD_FILE = "made_with.json"
 """Lies in every published directory: what made it. It also marks the directory as one that may be replaced."""
 
@@ -47,10 +49,9 @@ def check_replaceable(target: Path) -> None:
 def read_record(directory: Path) -> dict[str, Any] | None:
     """What made the published `directory`; None when it is absent, or something else."""
     try:
-        record = json.loads((directory / RECORD_FILE).read_text())
+        return read_json(directory / RECORD_FILE, dict[str, Any])
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) else None
 
 
 @contextmanager
@@ -60,6 +61,17 @@ def only_writer(target: Path) -> Iterator[None]:
     with open(target.parent / f".{target.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def save_tensors(state_dict: Any, path: str | Path) -> None:
+    """`torch.save`; where the disk is why it fails, raises the disk's OSError, which torch's own does not name."""
+    import torch  # here, and not above: help and a typo need not wait for it
+
+    try:
+        with open(path, "wb") as file:
+            torch.save(state_dict, file)
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def flush_to_disk(path: Path) -> None:

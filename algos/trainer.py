@@ -24,6 +24,7 @@ from algos.deepspeed_config import TrainerConfig, resolve
 from algos.experience import Experience, LossInputs, LossOutput
 from algos.logprobs import token_logprobs
 from algos.micro_batches import MicroBatchPlan, plan_micro_batches
+from engines.json_files import read_json
 
 CHECKPOINT_TAG = "deepspeed"
 CHECKPOINT_FACTS = "trainer.json"
@@ -234,28 +235,35 @@ class Trainer:
     # -- keeping
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Writes all that training needs to go on bit for bit: weights, optimizer states, learning-rate schedule."""
-        self.engine.save_checkpoint(str(directory), tag=CHECKPOINT_TAG, save_latest=False)
-        if self.rank == 0:
-            (Path(directory) / CHECKPOINT_FACTS).write_text(json.dumps(self._facts(), indent=2))
-        dist.barrier()
+        """Writes all that training needs to go on bit for bit: weights, optimizer states, learning-rate schedule.
+
+        A rank that cannot write its files raises why, when all are through.
+        """
+        try:
+            deepspeed_engine.save_states(self.engine, Path(directory), CHECKPOINT_TAG)
+            if self.rank == 0:
+                (Path(directory) / CHECKPOINT_FACTS).write_text(json.dumps(self._facts(), indent=2))
+        finally:
+            dist.barrier()
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Takes up what `save_checkpoint` wrote. Raises ValueError for a checkpoint missing or of another shape."""
+        """Takes up what `save_checkpoint` wrote, and runs no code that a file holds.
+
+        Raises ValueError for a checkpoint missing, of another shape, or that cannot be read. Damage that leaves it
+        readable is not seen here: the run's folder keeps digests.
+        """
         path = Path(directory) / CHECKPOINT_FACTS
         if not path.is_file():
             raise ValueError(
                 f"directory={str(directory)!r}: holds no {CHECKPOINT_FACTS}; give one that save_checkpoint wrote"
             )
-        saved = json.loads(path.read_text())
+        saved = read_json(path, dict[str, Any])
         for name, value in self._facts().items():
             if saved.get(name) != value:
                 raise ValueError(
                     f"{path}: {name}={saved.get(name)!r}, but this run has {value!r}; resume with the same"
                 )
-        loaded, _ = self.engine.load_checkpoint(str(directory), tag=CHECKPOINT_TAG)
-        if loaded is None:
-            raise ValueError(f"directory={str(directory)!r}: DeepSpeed found no checkpoint {CHECKPOINT_TAG!r} in it")
+        deepspeed_engine.load_states(self.engine, Path(directory), CHECKPOINT_TAG)
 
     def _facts(self) -> dict[str, Any]:
         return {"num_ranks": self.num_ranks, "zero_stage": self.resolved.zero_stage, "dtype": self.resolved.dtype}

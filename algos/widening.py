@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from algos.publish import check_replaceable, only_writer, publish_directory, read_record
+from engines.hugging_face import read_checkpoint
 
 _SUPPORTED = ("llama", "qwen2", "qwen3")
 
@@ -32,17 +33,17 @@ def widen(source: str | Path, target: str | Path, factor: int) -> Path:
         raise ValueError(f"source={str(source)!r}: no config.json there; give a Hugging Face checkpoint")
     if source.resolve() == target.resolve():
         raise ValueError(f"target={str(target)!r}: is the source; choose another directory")
-    config = AutoConfig.from_pretrained(source)
+    config = read_checkpoint(AutoConfig, source)
     if config.model_type not in _SUPPORTED:
         raise ValueError(f"source={str(source)!r}: model_type={config.model_type!r}; use one of {list(_SUPPORTED)}")
     with only_writer(target):
         check_replaceable(target)
-        wide = widen_model(AutoModelForCausalLM.from_pretrained(source, dtype="auto"), factor)
+        wide = widen_model(read_checkpoint(AutoModelForCausalLM, source, dtype="auto"), factor)
 
         def write(path: Path) -> None:
             wide.save_pretrained(path)
             if (source / "tokenizer_config.json").is_file():
-                AutoTokenizer.from_pretrained(source).save_pretrained(path)
+                read_checkpoint(AutoTokenizer, source).save_pretrained(path)
 
         record = {"widened": {"source": str(source), "factor": factor, "source_record": read_record(source)}}
         publish_directory(target, record, write)
@@ -64,7 +65,9 @@ def widen_model(model: PreTrainedModel, factor: int) -> PreTrainedModel:
     divisors = {"input_layernorm": scale, "post_attention_layernorm": scale, "norm": final_scale}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        wide = AutoModelForCausalLM.from_config(_widen_config(model.config, factor), dtype=model.dtype)
+        wide = AutoModelForCausalLM.from_config(
+            _widen_config(model.config, factor), dtype=model.dtype, trust_remote_code=False
+        )
     narrow = dict(model.named_parameters())
     for name, parameter in wide.named_parameters():
         module = name.split(".")[-2]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import msgspec
+from msgspec import Meta, Struct
+
+from engines.json_files import read_json
 from engines.sequence import is_int64
 
 DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native"]
 Preemption = Literal["auto", "swap", "recompute"]
+RopeType = Literal["default", "linear", "llama3"]
 Attention = Literal["auto", "flash_attn", "triton", "native", "sdpa"]
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -24,7 +29,7 @@ class RopeConfig:
     """Rotary position embedding. `scaling` names Hugging Face's `rope_type`."""
 
     theta: float
-    scaling: Literal["default", "linear", "llama3"] = "default"
+    scaling: RopeType = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -68,104 +73,129 @@ class ModelConfig:
         if not path.is_file():
             raise FileNotFoundError(f"model={str(directory)!r}: no config.json there; give a Hugging Face checkpoint")
         generation = Path(directory) / "generation_config.json"
-        generation_raw = _read_object(generation) if generation.is_file() else {}
-        # A null means the same as a field that is not there.
-        raw = {key: value for key, value in _read_object(path).items() if value is not None}
-        try:
-            return _parse(raw, generation_raw.get("eos_token_id"), path)
-        except TypeError as error:
-            raise ValueError(f"{path}: a field has a value of the wrong type ({error})") from None
+        eos = read_json(generation, _Generation).eos_token_id if generation.is_file() else None
+        architecture = (read_json(path, _Kind).architectures or ["missing"])[0]
+        if architecture not in ARCHITECTURES:  # before the fields, which are of these
+            raise ValueError(
+                f"{path}: architectures={architecture!r} is not supported; use one of {list(ARCHITECTURES)}"
+            )
+        return _parse(architecture, read_json(path, _Fields), eos, path)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:  # bad JSON, or no text at all
-        raise ValueError(f"{path}: not valid JSON ({error}); the file may be truncated") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: holds a JSON {type(raw).__name__}, not an object; it is no Hugging Face config")
-    return raw
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Scale = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+TokenIds = Annotated[int, Meta(ge=-1, le=2**31 - 1)] | list[Annotated[int, Meta(ge=-1, le=2**31 - 1)]]
 
 
-def _parse(raw: dict[str, Any], generation_eos: int | list[int] | None, path: Path) -> ModelConfig:
-    architecture = (raw.get("architectures") or ["missing"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"{path}: architectures={architecture!r} is not supported; use one of {list(ARCHITECTURES)}")
-    if raw.get("use_sliding_window"):
+class _Generation(Struct, frozen=True):
+    """What is read of generation_config.json."""
+
+    eos_token_id: TokenIds | None = None
+
+
+class _Kind(Struct, frozen=True):
+    architectures: list[str] | None = None
+
+
+class _Fields(Struct, frozen=True, kw_only=True):
+    """What is read of config.json. A null means the same as a field that is not there."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Size
+    rms_norm_eps: Scale | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    eos_token_id: TokenIds | None = None
+    use_sliding_window: bool | None = None
+    hidden_act: str | None = None
+    quantization_config: Any = None
+    partial_rotary_factor: float | None = None
+    rope_theta: Scale | None = None
+    # transformers 5 writes `rope_parameters`; earlier releases `rope_theta` and `rope_scaling`.
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+class _RopeFields(Struct, frozen=True, kw_only=True):
+    """What is read of `rope_parameters` and `rope_scaling`."""
+
+    type: RopeType | None = None
+    rope_type: RopeType | None = None
+    rope_theta: Scale | None = None
+    partial_rotary_factor: float | None = None
+    factor: Scale | None = None
+    low_freq_factor: Scale | None = None
+    high_freq_factor: Scale | None = None
+    original_max_position_embeddings: Size | None = None
+
+
+def _parse(architecture: str, raw: _Fields, generation_eos: TokenIds | None, path: Path) -> ModelConfig:
+    if raw.use_sliding_window:
         raise ValueError(f"{path}: use_sliding_window=true is not supported; set it to false")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{path}: hidden_act={raw['hidden_act']!r} is not supported; only 'silu' is")
-    if raw.get("quantization_config"):
+    if raw.hidden_act not in (None, "silu"):
+        raise ValueError(f"{path}: hidden_act={raw.hidden_act!r} is not supported; only 'silu' is")
+    if raw.quantization_config:
         raise ValueError(f"{path}: quantization_config is not supported; use an unquantised checkpoint")
-    try:
-        num_heads = raw["num_attention_heads"]
-        attention_bias = bool(raw.get("attention_bias", False))
-        config = ModelConfig(
-            architecture=architecture,
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=num_heads,
-            num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope=_parse_rope(raw, path),
-            max_position_embeddings=raw["max_position_embeddings"],
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
-            output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
-            mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            eos_token_ids=_union_ids(raw.get("eos_token_id"), generation_eos),
-        )
-    except KeyError as error:
-        raise ValueError(f"{path}: field {error} is missing; the file is not a {architecture} config") from None
-    _check_sizes(config, path)
-    return config
-
-
-def _check_sizes(config: ModelConfig, path: Path) -> None:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    for name in (*sizes, "max_position_embeddings"):
-        value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{path}: {name}={value!r} is not a positive integer")
-    if config.head_dim % 2:
-        raise ValueError(f"{path}: head_dim={config.head_dim} is odd; rotary embedding turns pairs")
+    attention_bias = bool(raw.attention_bias)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=raw.num_key_value_heads or raw.num_attention_heads,
+        head_dim=raw.head_dim or raw.hidden_size // raw.num_attention_heads,
+        rms_norm_eps=raw.rms_norm_eps or 1e-6,
+        rope=_parse_rope(raw, path),
+        max_position_embeddings=raw.max_position_embeddings,
+        tie_word_embeddings=bool(raw.tie_word_embeddings),
+        qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
+        output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
+        mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.mlp_bias),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        eos_token_ids=_union_ids(raw.eos_token_id, generation_eos),
+    )
+    if config.head_dim % 2 or not config.head_dim:
+        raise ValueError(f"{path}: head_dim={config.head_dim} is odd or 0; rotary embedding turns pairs")
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"{path}: num_attention_heads={config.num_heads} is not a multiple of "
             f"num_key_value_heads={config.num_kv_heads}"
         )
+    return config
 
 
-def _parse_rope(raw: dict[str, Any], path: Path) -> RopeConfig:
-    # transformers 5 writes `rope_parameters`; earlier releases `rope_theta` and `rope_scaling`.
-    parameters = raw.get("rope_parameters") or {}
-    merged = {**(raw.get("rope_scaling") or {}), **parameters}
-    scaling = {key: value for key, value in merged.items() if value is not None}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"{path}: rope_type={kind!r} is not supported; use 'default', 'linear' or 'llama3'")
-    if raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+def _parse_rope(raw: _Fields, path: Path) -> RopeConfig:
+    merged = {**(raw.rope_scaling or {}), **(raw.rope_parameters or {})}
+    try:
+        scaling = msgspec.convert(merged, _RopeFields)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: rope_parameters or rope_scaling: {error}; only {list(get_args(RopeType))} are supported"
+        ) from None
+    kind = scaling.rope_type or scaling.type or "default"
+    if {raw.partial_rotary_factor, scaling.partial_rotary_factor} - {None, 1.0}:
         raise ValueError(f"{path}: partial_rotary_factor is not supported; only whole heads are rotated")
-    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=float(scaling["factor"]))
-    return RopeConfig(
-        theta=theta,
-        scaling="llama3",
-        factor=float(scaling["factor"]),
-        low_freq_factor=float(scaling["low_freq_factor"]),
-        high_freq_factor=float(scaling["high_freq_factor"]),
-        original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
-    )
+    names = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }[kind]
+    values = {name: getattr(scaling, name) for name in names}
+    if None in values.values():
+        raise ValueError(f"{path}: rope_type={kind!r} wants {', '.join(names)}, and one is missing; add it")
+    return RopeConfig(theta=scaling.rope_theta or raw.rope_theta or 10000.0, scaling=kind, **values)
 
 
-def _union_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+def _union_ids(*values: TokenIds | None) -> tuple[int, ...]:
     ids: list[int] = []
     for value in values:
         ids += [value] if isinstance(value, int) else (value or [])

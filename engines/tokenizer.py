@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.config import ModelConfig
+from engines.hugging_face import read_checkpoint
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -21,10 +22,11 @@ def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
         return None
     from transformers import AutoTokenizer
 
+    tokenizer = read_checkpoint(AutoTokenizer, directory)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # what a broken file raises depends on where it is broken
-        raise ValueError(f"model={str(directory)!r}: its tokenizer cannot be read ({error!r})") from None
+        tokenizer.encode("a")
+    except Exception as error:  # what a wrong option raises depends on the option
+        raise ValueError(f"model={str(directory)!r}: its tokenizer cannot encode a text ({error!r})") from None
     if len(tokenizer) > model.vocab_size:
         raise ValueError(
             f"model={str(directory)!r}: the tokenizer has {len(tokenizer)} tokens, config.json says "

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from engines.config import DType
+from engines.hugging_face import read_checkpoint
 
 START_S = 300.0
 """Longest wait for a peer to start, and for one of its answers."""
@@ -27,7 +28,7 @@ class HuggingFacePeer:
 
     def __init__(self, model: str | Path, dtype: DType, device: torch.device) -> None:
         self._device = device
-        network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        network = read_checkpoint(AutoModelForCausalLM, model, dtype=getattr(torch, dtype))
         self._network = network.eval().to(device)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
@@ -56,7 +57,7 @@ class ContinuousBatchingPeer:
 
     def __init__(self, model: str | Path, dtype: DType, device: torch.device, num_tokens: int) -> None:
         """`num_tokens`: the most that the cache must hold, over all sequences at their full length."""
-        network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        network = read_checkpoint(AutoModelForCausalLM, model, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self._network = network.eval().to(device)
         self._num_tokens = num_tokens
 

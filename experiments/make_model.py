@@ -17,6 +17,7 @@ import tyro
 
 from algos.publish import read_record
 from algos.warmstart_config import WarmStartConfig
+from engines.hugging_face import read_checkpoint
 from experiments import launch
 
 
@@ -47,7 +48,7 @@ def make_model(config: MakeModelConfig) -> dict[str, object]:
     loss = (read_record(directory) or {}).get("loss")
     if config.widen > 1:
         directory = widen(directory, directory.with_name(f"{directory.name}-x{config.widen}"), config.widen)
-    num_parameters = AutoModelForCausalLM.from_pretrained(directory).num_parameters()
+    num_parameters = read_checkpoint(AutoModelForCausalLM, directory).num_parameters()
     seconds = round(time.monotonic() - start, 1)
     return {"model": str(directory), "num_parameters": num_parameters, "loss": loss, "seconds": seconds}
 

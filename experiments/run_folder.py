@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from algos.publish import flush_to_disk
-from engines.parallel.collectives import Communicator
+from engines.json_files import read_json
+from engines.parallel.collectives import Communicator, together
 
 POINTER = "latest"
+DIGESTS = "digests.json"
+"""Of every other file of a resume point: what it held when it was published."""
+LOCK = "lock"
 
 
 class RunFolder:
@@ -25,13 +34,16 @@ class RunFolder:
     lengths.jsonl    response lengths of every step
     samples.jsonl    some completions of every step, with rewards
     config.json      the configuration
+    lock             locked while a run writes in the folder; says which process does
     journal/         rank-<R>.jsonl: completions sampled since the last published resume point
     checkpoints/     step-<N>/ and `latest`, the name of the last published one
     """
 
-    def __init__(self, path: Path, group: Communicator) -> None:
+    def __init__(self, path: Path, group: Communicator, lock: IO[str] | None = None) -> None:
+        """`lock`, of rank 0, is what `lock_folder` returned; it is kept open as long as this object lives."""
         self.path = path
         self._group = group
+        self._lock = lock
 
     @property
     def is_writer(self) -> bool:
@@ -50,35 +62,84 @@ class RunFolder:
         for name in names:
             path = self.path / name
             if path.is_file():
-                kept = [line for line in path.read_text().splitlines() if _step_of(line) <= last_step]
+                lines = path.read_text(errors="replace").splitlines()
+                kept = [line for line in lines if _step_of(line) <= last_step]
                 replace_text(path, "".join(line + "\n" for line in kept))
 
     # -- resume points
 
-    def publish(self, step: int, write: Callable[[Path], None], keep: int) -> None:
-        """All ranks write into a folder not yet named; when all are done it is renamed, then pointed at."""
-        folder = self.path / "checkpoints"
-        partial = folder / f".step-{step}.partial"
+    def publish(self, step: int, writes: Sequence[Callable[[Path], None]], keep: int) -> None:
+        """All ranks write into a folder not yet named; when all are done it is renamed, then pointed at.
+
+        Each of `writes` must go through its own collectives on every rank, also on one where it fails: all ranks then
+        raise ValueError, and the resume point published before stays the last one.
+        """
+        partial = self.path / "checkpoints" / f".step-{step}.partial"
+        try:
+            for act in (self._begin, *writes, self._write_digests, self._name):
+                with together(self._group, f"checkpoint of step {step}"):
+                    act(partial)
+        except (OSError, RuntimeError) as error:
+            if self.is_writer:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise ValueError(
+                f"{partial.parent}: the checkpoint of step {step} could not be written ({error}); those published "
+                "before are as they were: mend the disk, or make room on it, and go on with --resume"
+            ) from error
+        if self.is_writer:
+            self._sweep(keep)
+        self._group.barrier()
+
+    def _begin(self, partial: Path) -> None:
         if self.is_writer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        self._group.barrier()
-        write(partial)
-        self._group.barrier()
+
+    def _write_digests(self, partial: Path) -> None:
+        names = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]
+        digests = self._digests(partial, names)
+        if unread := [name for name, digest in digests.items() if not digest]:
+            raise OSError(f"{unread[0]} cannot be read again")
         if self.is_writer:
-            target = folder / f"step-{step}"
+            (partial / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n")
+
+    def _name(self, partial: Path) -> None:
+        if self.is_writer:
+            target = partial.with_name(partial.stem.removeprefix("."))
             for path in (partial, *partial.rglob("*")):
                 flush_to_disk(path)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
-            replace_text(folder / POINTER, target.name)
-            self._sweep(keep)
-        self._group.barrier()
+            replace_text(target.with_name(POINTER), target.name)
+
+    def _digests(self, folder: Path, names: Iterable[str]) -> dict[str, str]:
+        """Of all the files, of which each rank reads its share."""
+        mine = {name: _digest(folder / name) for name in sorted(names)[self._group.rank :: self._group.size]}
+        everyone = self._group.all_gather_bytes(json.dumps(mine).encode())
+        return {name: digest for part in everyone for name, digest in json.loads(part).items()}
+
+    def check(self) -> None:
+        """Raises ValueError, on every rank, where the last published resume point is not as it was published.
+
+        This finds damage. Whoever can write in the folder can also write digests that fit.
+        """
+        folder = last_published(self.path)
+        if not (folder / DIGESTS).is_file():
+            raise ValueError(
+                f"{folder}: has no {DIGESTS}, as earlier versions wrote none: it cannot be told whether it is whole; "
+                f"start anew with --model {folder / 'huggingface'} under another --name"
+            )
+        published = read_json(folder / DIGESTS, dict[str, str])
+        found = self._digests(folder, published)
+        if damaged := sorted(name for name in published if found[name] != published[name]):
+            raise ValueError(
+                f"{folder / damaged[0]}: is missing, or not as it was published ({len(damaged)} of {len(published)} "
+                f"files); restore it, or name an older checkpoint in {folder.parent / POINTER}"
+            )
 
     def latest(self) -> Path | None:
         """The last published resume point."""
-        pointer = self.path / "checkpoints" / POINTER
-        return pointer.parent / pointer.read_text().strip() if pointer.is_file() else None
+        return last_published(self.path) if (self.path / "checkpoints" / POINTER).is_file() else None
 
     def _sweep(self, keep: int) -> None:
         folder = self.path / "checkpoints"
@@ -91,14 +152,45 @@ class RunFolder:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def last_published(path: Path) -> Path:
+    """The resume point that `latest` of the run in `path` names. Raises ValueError where it names none of the run's."""
+    pointer = path / "checkpoints" / POINTER
+    if not pointer.is_file():
+        raise ValueError(f"resume: {path} has no published checkpoint to go on with; start anew under another --name")
+    name = pointer.read_text(errors="replace").strip()
+    if not re.fullmatch(r"step-\d+", name) or not pointer.with_name(name).is_dir():
+        raise ValueError(f"{pointer}: {name[:80]!r} is no checkpoint beside it; write the name of one there: step-<N>")
+    return pointer.with_name(name)
+
+
+def lock_folder(path: Path) -> IO[str]:
+    """Locks a run's folder for as long as the returned file is open: the kernel unlocks it however a process ends.
+
+    Raises ValueError while another process holds it. On a file system without locks it warns and goes on.
+    """
+    file = open(path / LOCK, "a+", errors="replace")  # noqa: SIM115 - open as long as the run
+    file.seek(0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{path}: another run is writing in it ({file.read() or 'not known which'}); wait for its end, or give "
+            "another --name"
+        ) from None
+    except OSError as error:
+        warnings.warn(f"{path}: cannot be locked ({error}): see to it that no second run writes in it", stacklevel=2)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
 def check_run_folder(runs: Path, name: str | None, *, resume: bool) -> None:
     """Raises ValueError when the name is taken, there is nothing to resume, or `runs` cannot be written. Cheap."""
     if name is not None:
         path = runs / name
-        if resume and not (path / "checkpoints" / POINTER).is_file():
-            raise ValueError(
-                f"resume: {path} has no published checkpoint to go on with; start anew under another --name"
-            )
+        if resume:
+            last_published(path)
         if not resume and path.exists():
             fix = "give another --name"
             if (path / "checkpoints" / POINTER).is_file():
@@ -160,6 +252,15 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
+def _digest(path: Path) -> str:
+    """Empty for what cannot be read."""
+    with contextlib.suppress(OSError):
+        if path.is_file():  # and no pipe, which would never end
+            with open(path, "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""
+
+
 def _number(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
@@ -167,5 +268,5 @@ def _number(checkpoint: Path) -> int:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["training/global_step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return float("inf")

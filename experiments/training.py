@@ -24,7 +24,7 @@ from tqdm import tqdm
 from algos.collect import Collector, Group, NothingScoredError, Rollout
 from algos.deepspeed_config import resolve
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
-from algos.publish import read_record
+from algos.publish import read_record, save_tensors
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
 from algos.trainer import Trainer
@@ -33,6 +33,7 @@ from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import ModelConfig
 from engines.journal import Journal
+from engines.json_files import read_json
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
@@ -45,7 +46,15 @@ from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
 from experiments.evaluate import evaluate
 from experiments.figures import draw_run
-from experiments.run_folder import RunFolder, check_run_folder, make_run_folder, newest_run, replace_text
+from experiments.run_folder import (
+    RunFolder,
+    check_run_folder,
+    last_published,
+    lock_folder,
+    make_run_folder,
+    newest_run,
+    replace_text,
+)
 from experiments.tracking import Tracker
 
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl")
@@ -105,7 +114,7 @@ def _check_same_run(config: TrainConfig) -> None:
     assert config.name is not None
     path = config.runs / config.name / "config.json"
     # An option that was not there yet had what is now its default.
-    before = _filled(json.loads(path.read_text()), _as_json(parse(["--algo", config.algo])))
+    before = _filled(read_json(path, dict[str, Any]), _as_json(parse(["--algo", config.algo])))
     now = {field: value for field, value in _as_json(config).items() if field not in MAY_CHANGE}
     differ = [
         f"{name}={value} now, {then} in {path}"
@@ -179,16 +188,25 @@ def _prepare_model(config: TrainConfig, threads: int) -> Path:
 
 def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
     """Rank 0 makes the folder, and tells the others which it is, or what went wrong."""
-    answer = {"path": "", "error": ""}
+    answer, lock = {"path": "", "error": ""}, None
     if group.rank == 0:
         try:
             answer["path"] = str(make_run_folder(config.runs, config.name, config.stem, resume=config.resume))
-        except ValueError as error:
+            lock = lock_folder(Path(answer["path"]))
+        except (ValueError, OSError) as error:
             answer["error"] = str(error)
     answer = json.loads(group.all_gather_bytes(json.dumps(answer).encode())[0])
     if answer["error"]:
         raise ValueError(answer["error"])
-    return RunFolder(Path(answer["path"]), group)
+    return RunFolder(Path(answer["path"]), group, lock)
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a resume point holds beside the trainer's states."""
+
+    step: int
+    data_index: int
+    evaluations: list[float]
 
 
 class Run:
@@ -208,6 +226,9 @@ class Run:
         self.config = config
         self.group = group = groups.world
         self.judge = judge
+        if config.resume:
+            self.folder = _open_folder(config, group)
+            self.folder.check()
         rollout = config.rollout
         self.params = SamplingParams(
             temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
@@ -228,7 +249,8 @@ class Run:
         self.step = 0
         self.data_index = 0
         self.evaluations: list[float] = []
-        self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
+        if not config.resume:
+            self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
         launch.end_on_signals(self._last_words)
         self.journal = Journal(self.folder.path / "journal", group, whole_shares=config.deterministic)
         self.collector = Collector(
@@ -417,24 +439,25 @@ class Run:
     def _save(self) -> None:
         """A resume point and a Hugging Face checkpoint, published together."""
 
-        def write(path: Path) -> None:
-            self.trainer.save_checkpoint(path)
-            self.trainer.save_pretrained(path / "huggingface")
-            torch.save(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")
+        def write_own(path: Path) -> None:
+            save_tensors(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")
             if self.folder.is_writer:
-                state = {"step": self.step, "data_index": self.data_index, "evaluations": self.evaluations}
-                (path / "run.json").write_text(json.dumps(state, indent=2) + "\n")
+                state = RunState(step=self.step, data_index=self.data_index, evaluations=self.evaluations)
+                (path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
 
-        self.folder.publish(self.step, write, self.config.keep_checkpoints)
+        def write_model(path: Path) -> None:
+            self.trainer.save_pretrained(path / "huggingface")
+
+        writes = [self.trainer.save_checkpoint, write_model, write_own]
+        self.folder.publish(self.step, writes, self.config.keep_checkpoints)
         self.journal.clear()
 
     def _resume(self) -> None:
-        path = self.folder.latest()
-        assert path is not None
+        path = last_published(self.folder.path)
         self.trainer.load_checkpoint(path)
         torch.set_rng_state(torch.load(path / f"rng-{self.group.rank}.pt", weights_only=True))
-        state = json.loads((path / "run.json").read_text())
-        self.step, self.data_index, self.evaluations = state["step"], state["data_index"], state["evaluations"]
+        state = read_json(path / "run.json", RunState)
+        self.step, self.data_index, self.evaluations = state.step, state.data_index, state.evaluations
         if self.step > self.config.steps:
             raise ValueError(f"steps={self.config.steps}: the run is at step {self.step} already; raise --steps")
         self.folder.truncate(self.step, STEP_FILES)

@@ -89,7 +89,7 @@ def _read(path: str) -> list[Row]:
 def _parse(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON ({error}); the file may be truncated") from None
     for name in ("question", "answer"):
         if not isinstance(row, dict) or not isinstance(row.get(name), str):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
+from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engines.config import ModelConfig
+from engines.json_files import read_json
 from engines.models.decoder import Decoder
 from engines.models.parameters import logical_shapes
 from engines.parallel.sharding import shard_slices
+
+
+class _Index(Struct, frozen=True):
+    """What is read of model.safetensors.index.json."""
+
+    weight_map: dict[str, Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,255}$")]]
 
 
 def checkpoint_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -31,14 +39,8 @@ def checkpoint_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 def _safetensors_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index}: no readable weight_map ({error}); copy the checkpoint again") from None
-    else:
-        names = ["model.safetensors"]
-    files = [directory / name for name in names]
+    weight_map = read_json(index, _Index).weight_map if index.is_file() else {"": "model.safetensors"}
+    files = [directory / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise FileNotFoundError(

@@ -303,7 +303,7 @@ def test_a_broken_tokenizer_is_told_by_the_parent(qwen3: str, tmp_path: Path) ->
     model = tmp_path / "model"
     shutil.copytree(qwen3, model)
     (model / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="its tokenizer cannot be read"):
+    with pytest.raises(ValueError, match="AutoTokenizer cannot read it"):
         Fleet(model, num_replicas=1, **OPTIONS)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from experiments import launch
 from experiments.config import parse
+from experiments.run_folder import lock_folder
 from tests.checkpoints import save_text_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -261,6 +263,30 @@ def test_interrupted_under_torchrun(model: Path, tmp_path: Path) -> None:
     assert code != 0 and output.count("Traceback") == 1
     told = f"interrupted: nothing is published yet in {tmp_path / 'a'}, so it cannot be resumed; start anew"
     assert output.splitlines().count(told) == 1
+
+
+@pytest.mark.parametrize("what", ["damaged", "in use"])
+def test_a_run_that_cannot_go_on_says_so_once(
+    model: Path, tmp_path: Path, reward: str, uninterrupted: Path, what: str
+) -> None:
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "whole"))
+    with contextlib.ExitStack() as stack:
+        if what == "damaged":
+            path = next(folder.glob("checkpoints/step-5/deepspeed/*model_states.pt"))
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+            message = f"error: {path}: is missing, or not as it was published"
+        else:
+            stack.enter_context(lock_folder(folder))
+            message = f"error: {folder}: another run is writing in it (process {os.getpid()} on "
+        options = ["--name", "whole", "--deterministic", "--reward", reward, "--resume", "--steps", "6"]
+        done = subprocess.run(
+            command(model, tmp_path, *options), capture_output=True, text=True, timeout=240, env=environment()
+        )
+    assert done.returncode != 0
+    assert done.stderr.count(message) == 1 and "RuntimeError" not in done.stderr, done.stderr
+    assert (folder / "metrics.jsonl").read_bytes() == (uninterrupted / "metrics.jsonl").read_bytes()
 
 
 GSM8K_LINES = [

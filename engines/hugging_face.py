@@ -1,0 +1,23 @@
+"""What transformers reads of a checkpoint's folder: with its own classes alone, and never a question on stdin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def read_checkpoint(auto_class: Any, directory: str | Path, **options: Any) -> Any:
+    """`auto_class.from_pretrained(directory)`. Code that comes with the checkpoint is not run.
+
+    Where transformers knows the type itself, an `auto_map` does no harm and is passed over. Raises ValueError for a
+    checkpoint that cannot be read without its own code, or at all.
+    """
+    try:
+        return auto_class.from_pretrained(directory, trust_remote_code=False, local_files_only=True, **options)
+    except Exception as error:  # what a broken file raises depends on where it is broken
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model={str(directory)!r}: an auto_map in its JSON files wants Python code of the checkpoint's own, "
+                f"which is never run; give a checkpoint of transformers' own classes, or take auto_map out"
+            ) from None
+        raise ValueError(f"model={str(directory)!r}: {auto_class.__name__} cannot read it ({error!r})") from error
