@@ -54,6 +54,8 @@ class Journal:
         """Checksum of the weights in use; set it when they change."""
         self.num_found = 0
         """Completions found since the start."""
+        self.num_found_tokens = 0
+        """Their tokens."""
         self._world = world
         self._whole_shares = whole_shares
         self._found: dict[tuple[int, SequenceKey, str], Completion] = {}
@@ -104,6 +106,7 @@ class Journal:
             if id_ in found
         }
         self.num_found += len(taken)
+        self.num_found_tokens += sum(len(completion.token_ids) for completion in taken.values())
         return taken
 
     def clear(self) -> None:

@@ -86,13 +86,21 @@ def _figure(path: Path, draw: Any) -> Path:
 
 
 def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> None:
-    for key, style in (("critic/rewards/mean", "-"), ("val-core/pass@1", "o-")):
+    """On one axis while the rewards lie in pass@1's [0, 1]; else each has its own."""
+    right = ax
+    if not all(0 <= row.get("critic/rewards/mean", 0) <= 1 for row in metrics):
+        right = ax.twinx()
+        right.spines["top"].set_visible(False)
+    for key, own, colour, style in (("critic/rewards/mean", ax, "C0", "-"), ("val-core/pass@1", right, "C1", "o-")):
         points = [(row["training/global_step"], row[key]) for row in metrics if key in row]
-        if points:
-            ax.plot(*zip(*points, strict=True), style, label=key, markersize=4)
-    ax.set(title="Reward in training, pass@1 on held-out problems", xlabel="step", ylim=(0, 1.02))
+        own.plot([step for step, _ in points], [value for _, value in points], style, color=colour, label=key, ms=4)
+        if right is not ax:
+            own.set_ylabel(key, color=colour)
+    ax.set(title="Reward in training, pass@1 on held-out problems", xlabel="step")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(frameon=False)
+    right.set_ylim(0, 1.02)
+    if right is ax:
+        ax.legend(frameon=False)
 
 
 def _phases(ax: Axes, steps: list[dict[str, Any]]) -> None:

@@ -327,7 +327,7 @@ class Run:
 
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
-        num_found = self.journal.num_found
+        num_found, num_found_tokens = self.journal.num_found, self.journal.num_found_tokens
         preempted = self._preemptions()
         rollout = self._roll_out()
         updated = time.perf_counter()
@@ -349,6 +349,7 @@ class Run:
         if last or self.step % self.config.eval_every == 0:
             metrics |= self._evaluate()
         num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
+        num_tokens -= self.journal.num_found_tokens - num_found_tokens  # a killed run took the time for those
         elapsed = time.perf_counter() - began
         metrics["timing_s/step"] = elapsed
         metrics["perf/throughput"] = num_tokens / elapsed / self.group.size

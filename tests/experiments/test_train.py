@@ -195,6 +195,12 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
     found = [row["rollout/num_journaled"] for row in rows[1:]]
     assert found[:3] == [0, 0, 16] and found[3] in (0, 8, 16) and found[4] == 0
     assert rank == 1 or found[3] == 16
+    # Nor does it count as sampled, in the little time that it took to read it.
+    for row, line in zip(rows[1:], (folder / "lengths.jsonl").read_text().splitlines(), strict=True):
+        sampled = row["perf/rollout_tokens_per_second"] * row["timing_s/gen"]
+        assert row["perf/throughput"] * row["timing_s/step"] * 2 == pytest.approx(sampled)
+        assert (sampled == 0) == (row["rollout/num_journaled"] == 16)
+        assert (sampled == pytest.approx(sum(json.loads(line)["lengths"]))) == (row["rollout/num_journaled"] == 0)
     assert [path.stat().st_size for path in (folder / "journal").iterdir()] == [0, 0]
     for file in ("lengths.jsonl", "samples.jsonl"):
         assert (folder / file).read_text() == (uninterrupted / file).read_text()
