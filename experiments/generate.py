@@ -17,11 +17,8 @@ import contextlib
 import hashlib
 import json
 import os
-import select
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -153,44 +150,19 @@ class StdoutLines:
         return None
 
 
-class Interrupts:
-    """SIGINT and SIGTERM end the process: one line on rank 0's stderr, no traceback, exit code 130 or 143.
+def end_on_signals(last_words: Callable[[], str]) -> None:
+    """From now on Ctrl-C and SIGTERM end this process at once, rank 0 with a line; exit code 130 or 143."""
 
-    A thread does it, since the main one may wait for other ranks in C++, where Python runs no handler. What the main
-    one runs into meanwhile, because other ranks have ended, is not told.
-    """
-
-    def __init__(self) -> None:
-        self.tell: Callable[[], str] = lambda: "nothing was generated"
-        """What is where."""
-        self.clean: Callable[[], None] = lambda: None
-        self._has_come = threading.Event()
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        signal.set_wakeup_fd(self._writer.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as a shell leaves it to what runs in its background
-                signal.signal(number, lambda *_: self._has_come.set())
-        threading.Thread(target=self._wait, daemon=True).start()
-
-    def __enter__(self) -> Interrupts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._has_come.is_set():
-            threading.Event().wait()  # until the process ends
-
-    def _wait(self) -> None:
-        number = self._reader.recv(1)[0]
+    def end(number: int, _: object) -> None:
         try:
-            message = self.tell()
-            if launch.rank() == 0:
-                print(f"\ninterrupted: {message}", file=sys.stderr, flush=True)
-            elif number == signal.SIGINT:  # the terminal sends it to all; rank 0 tells before torchrun ends them
-                select.select([self._reader], [], [], 3)
-            self.clean()
+            os.write(2, f"\ninterrupted: {last_words()}\n".encode())  # not print, which may be what was interrupted
         finally:
             os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as a shell leaves it to what runs in its background
+            # Another rank ends even where it waits in C++; rank 0 does when the others have gone.
+            signal.signal(number, end if launch.rank() == 0 else signal.SIG_DFL)
 
 
 def _digest(value: object) -> str:
@@ -213,11 +185,7 @@ def _request(config: GenerateConfig, records: Records) -> dict[str, Any]:
 def main() -> dict[str, Any]:
     with launch.told_once():
         config = tyro.cli(GenerateConfig)
-    with Interrupts() as interrupts:
-        return _run(config, interrupts)
-
-
-def _run(config: GenerateConfig, interrupts: Interrupts) -> dict[str, Any]:
+    end_on_signals(lambda: "nothing was generated")
     launch.share_cores()
     group: Communicator = SingleRank()
     device = torch.device("cpu")
@@ -236,7 +204,7 @@ def _run(config: GenerateConfig, interrupts: Interrupts) -> dict[str, Any]:
         request = _request(config, records)
         sink = PartialOutput(config.output, group, records=records, request=request, resume=config.resume)
     with contextlib.closing(sink):
-        interrupts.tell = sink.tell
+        end_on_signals(sink.tell)
         llm = LLM(
             config.model,
             device=device,
@@ -244,7 +212,6 @@ def _run(config: GenerateConfig, interrupts: Interrupts) -> dict[str, Any]:
             layout=layout,
             **asdict(replace(config.engine, seed=config.run_seed)),
         )
-        interrupts.clean = llm.close
         launch.tell_engine(llm)
         prompts = _encode(llm, records, places, config.sampling)
         if isinstance(sink, PartialOutput):
