@@ -24,7 +24,6 @@ import tyro
 from engines.sequence import SamplingParams
 from experiments import launch
 from experiments.engine_options import EngineOptions
-from experiments.interrupts import Interrupts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +67,10 @@ class GenerateConfig:
 def main() -> dict[str, Any]:
     with launch.told_once():
         config = tyro.cli(GenerateConfig)
-    with Interrupts() as interrupts:
-        # Its imports take seconds, which no help and no typo is to wait for.
-        from experiments.generation import generate
+    launch.end_on_signals(lambda: "interrupted: nothing was generated")
+    from experiments.generation import generate  # its imports take seconds, which no help and no typo is to wait for
 
-        return generate(config, interrupts)
+    return generate(config)
 
 
 if __name__ == "__main__":

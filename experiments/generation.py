@@ -21,7 +21,6 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
-from experiments.interrupts import Interrupts
 from experiments.partial_output import PartialOutput, completion_line, write_all
 from experiments.prompts import Records, read_prompts
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from experiments.generate import GenerateConfig
 
 
-def generate(config: GenerateConfig, interrupts: Interrupts) -> dict[str, Any]:
+def generate(config: GenerateConfig) -> dict[str, Any]:
     launch.share_cores()
     group: Communicator = SingleRank()
     device = torch.device("cpu")
@@ -48,7 +47,7 @@ def generate(config: GenerateConfig, interrupts: Interrupts) -> dict[str, Any]:
         request = _request(config, records)
         sink = PartialOutput(config.output, group, records=records, request=request, resume=config.resume)
     with contextlib.closing(sink):
-        interrupts.tell = sink.tell
+        launch.end_on_signals(lambda: f"interrupted: {sink.tell()}")
         llm = LLM(
             config.model,
             device=device,
@@ -56,7 +55,6 @@ def generate(config: GenerateConfig, interrupts: Interrupts) -> dict[str, Any]:
             layout=layout,
             **asdict(replace(config.engine, seed=config.run_seed)),
         )
-        interrupts.clean = llm.close
         launch.tell_engine(llm)
         prompts = _encode(llm, records, places, config.sampling)
         if isinstance(sink, PartialOutput):

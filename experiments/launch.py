@@ -108,11 +108,14 @@ def end_on_signals(last_words: Callable[[], str]) -> None:
     """
 
     def end(number: int, _: object) -> None:
-        os.write(2, f"\n{last_words()}\n".encode())  # not print, which may be what was interrupted
-        os._exit(128 + number)
+        try:
+            os.write(2, f"\n{last_words()}\n".encode())  # not print, which may be what was interrupted
+        finally:
+            os._exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end if rank() == 0 else signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as a shell leaves it to what runs in its background
+            signal.signal(number, end if rank() == 0 else signal.SIG_DFL)
 
 
 def _let_rank_0_speak() -> None:

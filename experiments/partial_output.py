@@ -6,17 +6,18 @@ import fcntl
 import itertools
 import json
 import os
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engines.parallel.collectives import Communicator
 from engines.sequence import Completion, Finished, FinishReason, RequestOutput, SequenceId, SequenceState
 from experiments.run_folder import replace_text
+
+if TYPE_CHECKING:
+    from engines.parallel.collectives import Communicator
 
 
 def completion_line(record: Mapping[str, Any], completion: Completion, **more: int) -> str:
@@ -122,7 +123,6 @@ class PartialOutput:
         self._records = records
         self._request = dict(request)
         self._descriptor = -1
-        self._ending = threading.Lock()  # one thread writes or tidies at a time; `tell` does not give it back
         problem, data = "", b""
         if group.rank == 0:
             try:
@@ -199,41 +199,33 @@ class PartialOutput:
     def append(self, finished: Finished) -> None:
         """Raises ValueError when the file cannot be written any more, with what it keeps."""
         index = finished.state.key.prompt_uid
-        line = completion_line(self._records[index], finished.completion, prompt_index=index)
-        with self._ending:
-            self._write(line)
+        self._write(completion_line(self._records[index], finished.completion, prompt_index=index))
 
     def publish(self, outputs: Sequence[RequestOutput]) -> None:
         """Makes the output from all completions. Raises ValueError when it cannot be written."""
         pairs = zip(self._records, outputs, strict=True)
         text = "".join(completion_line(record, one) for record, output in pairs for one in output.outputs)
-        with self._ending:
-            if self._group.rank == 0:
-                try:
-                    replace_text(self.output, text)
-                except OSError as error:
-                    raise self._unwritable(error) from None
-            self._is_published = True
+        if self._group.rank == 0:
+            try:
+                replace_text(self.output, text)
+            except OSError as error:
+                raise self._unwritable(error) from None
+        self._is_published = True
 
     def close(self) -> None:
         """Removes the file when the output is published, or when it keeps nothing."""
-        with self._ending:
-            self._tidy()
+        if self._is_published or (self._group.rank == 0 and self._is_empty()):
+            self.path.unlink(missing_ok=True)
 
     def tell(self) -> str:
-        """What is where. For a thread that then ends the process: nothing is written any more."""
-        self._ending.acquire()
-        self._tidy()
+        """Closes, and returns what is where: for a process that ends at once, wherever it is."""
+        self.close()
         if self._is_published:
             return f"all completions are in {str(self.output)!r}"
         if not self.path.exists():
             return "no completion had ended, nothing is kept"
         old = f" ({str(self.output)!r} is of an earlier run)" if self.output.exists() else ""
         return f"{str(self.path)!r} keeps {self._read()}{old}; run the same command with --resume to go on"
-
-    def _tidy(self) -> None:
-        if self._is_published or (self._group.rank == 0 and self._is_empty()):
-            self.path.unlink(missing_ok=True)
 
     def _is_empty(self) -> bool:
         """Whether there is nothing beyond the first line."""
