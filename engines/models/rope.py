@@ -37,7 +37,8 @@ class RotaryTable:
     ) -> None:
         # MKL picks a function's kernel at its first call in a process. Where several threads make that call at once, one
         # of them may run a far less exact kernel (pytorch/pytorch#188792): so one thread makes it alone.
-        torch.zeros(1).cos(), torch.zeros(1).sin()
+        for function in (torch.cos, torch.sin):
+            function(torch.zeros(1))
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config, head_dim))
         cos, sin = angles.cos(), angles.sin()
         self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)[:, None]
