@@ -35,8 +35,8 @@ class RotaryTable:
     def __init__(
         self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # MKL picks a function's kernel at its first call in a process. Where several threads make that call at once, one
-        # of them may run a far less exact kernel (pytorch/pytorch#188792): so one thread makes it alone.
+        # MKL picks a function's kernel at its first call in a process. Where several threads make that call at once,
+        # one of them may run a far less exact kernel (pytorch/pytorch#188792): so one thread makes it alone.
         for function in (torch.cos, torch.sin):
             function(torch.zeros(1))
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config, head_dim))
