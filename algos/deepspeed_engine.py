@@ -252,10 +252,12 @@ def load_states(engine: Any, directory: Path, tag: str) -> None:
     try:
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             loaded, _ = engine.load_checkpoint(str(directory), tag=tag)
-    except (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"directory={str(directory)!r}: DeepSpeed cannot read it ({error}); give another") from error
-    if loaded is None:
-        raise ValueError(f"directory={str(directory)!r}: DeepSpeed found no checkpoint {tag!r} in it; give another")
+        assert loaded is not None
+    except (OSError, EOFError, KeyError, AssertionError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"directory={str(directory)!r}: DeepSpeed's states in {tag!r} are missing, damaged or of other code "
+            f"({type(error).__name__}); give another"
+        ) from error
 
 
 def weight_shapes(engine: Any) -> dict[str, torch.Size]:

@@ -160,6 +160,7 @@ class TestGsm8k:
             ('{"question": "Q?", "answer": "42"}', "####"),
             ('{"question": "Q?", "answer": "so #### "}', "####"),
             ("\udcff", "not valid JSON"),
+            ("[" * 100_000, "not valid JSON"),
         ],
     )
     def test_an_unreadable_line_is_named(self, tmp_path, line, message):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor
 from algos.deepspeed_config import TrainerConfig, resolve
 from algos.experience import Experience
 from algos.grpo import GRPO
-from tests.worlds import run_world
+from algos.pretrained import load_model
+from tests.worlds import error_of, run_world
 
 STAGES = (0, 1, 2, 3)
 TEMPERATURE = 0.8
@@ -140,6 +142,39 @@ def resume_all_stages(model: str, folder: str) -> dict[str, Any]:
         trainer.load_checkpoint(f"{folder}/checkpoint_0")
     deepspeed_engine.stop_deepspeed()
     return results
+
+
+class Touch:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
+
+
+def load_what_is_spoilt(model: str, folder: str, stage: int) -> list[str]:
+    """In a world: what `load_checkpoint` says where the states are a hostile pickle, truncated, or missing."""
+    from algos import deepspeed_engine
+    from algos.trainer import Trainer
+
+    trainer = Trainer(trainer_config(stage, Path(folder)), GRPO(), model)
+    trainer.save_checkpoint(f"{folder}/point")
+    states = sorted(Path(folder).glob("point/deepspeed/*_states.pt"))
+    told = []
+    for spoil in (
+        lambda path: torch.save({"module": Touch(f"{folder}/ran")}, path),
+        lambda path: os.truncate(path, 1000),
+        lambda path: path.unlink(),
+    ):
+        if trainer.rank == 0:
+            for path in states:
+                spoil(path)
+        torch.distributed.barrier()
+        told.append(error_of(lambda: trainer.load_checkpoint(f"{folder}/point")))
+    deepspeed_engine.stop_deepspeed()
+    return told
 
 
 # -- the reference
@@ -332,6 +367,32 @@ def test_resuming_is_bit_exact(trained: list[dict[str, Any]], resumed: list[dict
     assert got["metrics"] == want["metrics"][2:]
     for name, weight in want["weights"].items():
         assert torch.equal(got["weights"][name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, r"weights \['model\.layers\.2\..* are missing; copy the checkpoint"),
+        ({"initializer_range": "wide"}, "AutoConfig cannot read it"),
+        ({"intermediate_size": 100}, "AutoModelForCausalLM cannot read it"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_not_trained_on(
+    tiny_model: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = shutil.copytree(tiny_model, tmp_path / "model") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=f"'{path.parent}': {message}"):
+        load_model(
+            path.parent, resolve(TrainerConfig(), num_ranks=1), torch.device("cpu"), gradient_checkpointing=False
+        )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_that_are_spoilt_are_refused_and_run_no_code(tiny_model: str, tmp_path: Path, stage: int) -> None:
+    for told in run_world(load_what_is_spoilt, 2, tiny_model, str(tmp_path), stage):
+        assert all(error.startswith(f"ValueError: directory='{tmp_path}/point': DeepSpeed's") for error in told), told
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("kind", ["pretrained", "sharded"])

@@ -130,9 +130,10 @@ def test_an_attempt_killed_while_writing_changes_nothing(tmp_path, older):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".model.lock", "model"]
 
 
-def test_a_truncated_record_is_refused_rather_than_trusted(tmp_path):
+@pytest.mark.parametrize("text", ['{"warm_start": {"si', "[" * 100_000])
+def test_a_damaged_record_is_refused_rather_than_trusted(tmp_path, text):
     target = warm_start(tmp_path / "model", SMALL)
-    (target / "made_with.json").write_text('{"warm_start": {"si')
+    (target / "made_with.json").write_text(text)
     with pytest.raises(ValueError, match="holds other files"):
         warm_start(target, SMALL)
 

@@ -27,9 +27,12 @@ def copy(qwen3: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(qwen3, tmp_path / "model"))
 
 
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def edit_config(directory: Path, **changes: object) -> None:
-    raw = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**raw, **changes}))
+    edit_json(directory / "config.json", **changes)
 
 
 class TestStops:
@@ -112,6 +115,15 @@ class TestBadInput:
             ({"num_key_value_heads": 3}, "not a multiple"),
             ({"vocab_size": None}, "Expected `int`, got `null` - at `\\$.vocab_size`"),
             ({"num_attention_heads": 0}, "Expected `int` >= 1 - at `\\$.num_attention_heads`"),
+            ({"num_attention_heads": 0, "head_dim": None}, "Expected `int` >= 1 - at `\\$.num_attention_heads`"),
+            ({"num_hidden_layers": 2**70}, "Expected `int` <= 2147483647 - at `\\$.num_hidden_layers`"),
+            ({"architectures": {"a": 1}}, "Expected `array`, got `object` - at `\\$.architectures`"),
+            ({"architectures": [3]}, "Expected `str`, got `int` - at `\\$.architectures\\[0\\]`"),
+            ({"rms_norm_eps": float("nan")}, "Expected `float` > 0.0 - at `\\$.rms_norm_eps`"),
+            ({"rope_parameters": {"rope_theta": "far"}}, "rope_parameters or .*Expected `float`, got `str`"),
+            ({"rope_parameters": {"rope_theta": "\ud800"}}, "rope_parameters or rope_scaling: "),
+            ({"rope_parameters": {"rope_type": "linear"}}, "'linear' wants factor, and one is missing"),
+            ({"eos_token_id": ["end"]}, "Expected `int`, got `str` - at `\\$.eos_token_id"),
             ({"head_dim": 7}, "head_dim=7 is odd"),
             ({"hidden_size": "48"}, "Expected `int`, got `str` - at `\\$.hidden_size`"),
             ({"num_hidden_layers": 3}, "missing; the checkpoint is not complete"),
@@ -152,7 +164,15 @@ class TestBadInput:
         edit_config(copy, rope_scaling=None, sliding_window=None, quantization_config=None)
         assert LLM(copy).model_config == before
 
-    @pytest.mark.parametrize("text", ["[]", "\x00\xff", "3"])
+    @pytest.mark.parametrize(
+        "weight_map", [[], {"a": 3}, {"a": "../model.safetensors"}, {"a": "x" * 300}, {"a": "model.safetensors\0"}]
+    )
+    def test_an_index_that_names_no_files(self, copy: Path, weight_map: object) -> None:
+        (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=r"index\.json: Expected .* at `\$\.weight_map"):
+            LLM(copy)
+
+    @pytest.mark.parametrize("text", ["[]", "\x00\xff", "3", "[" * 100_000])
     def test_a_config_that_is_no_object(self, copy: Path, text: str) -> None:
         (copy / "config.json").write_bytes(text.encode("latin-1"))
         with pytest.raises(ValueError, match=r"config\.json: "):
@@ -167,6 +187,9 @@ class TestBadInput:
 
     def test_broken_tokenizer(self, text_model: str, tmp_path: Path) -> None:
         directory = Path(shutil.copytree(text_model, tmp_path / "model"))
+        edit_json(directory / "tokenizer_config.json", model_max_length="long")
+        with pytest.raises(ValueError, match="its tokenizer cannot encode a text"):
+            LLM(directory)
         (directory / "tokenizer.json").write_text("{}")
         with pytest.raises(ValueError, match="AutoTokenizer cannot read it"):
             LLM(directory)

@@ -81,6 +81,7 @@ def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp
         (["--temperature", "0"], "", "stdin: holds no prompts"),
         ([], '"fine"\n{"text": 3}\n', "stdin:2: needs `prompt`"),
         ([], '"fine"\n{"prompt": \n', "stdin:2: not valid JSON"),
+        ([], "[" * 100_000, "stdin:1: not valid JSON"),
         ([], '{"prompt_token_ids": []}\n', "stdin:1: needs `prompt`"),
         ([], '{"prompt": "\\ud800"}\n', "stdin:1: `prompt` holds half a surrogate pair"),
         (["x", "--output", "/tmp"], "", "is a folder"),

@@ -65,6 +65,7 @@ def run(entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_what_needs_its_own_code_is_refused(folder: Path, entry: str) -> None:
     edit(folder / "config.json", model_type="own")
+    edit(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer")
     done = run(entry, folder)
     assert done.returncode != 0 and not (folder.parent / "ran").exists()
     assert f"model={str(folder)!r}: an auto_map in its JSON files wants Python code" in done.stderr, done.stderr[-3000:]

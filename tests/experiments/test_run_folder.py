@@ -185,6 +185,8 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
 def fill_the_disk(model: str, folder: str, stage: int) -> list[str]:
     """In a world: a point that fits, one that does not on each rank in turn, and one that fits again; the errors."""
+    import torch.distributed as dist
+
     from algos import deepspeed_engine
     from algos.deepspeed_config import TrainerConfig
     from algos.grpo import GRPO
@@ -200,7 +202,9 @@ def fill_the_disk(model: str, folder: str, stage: int) -> list[str]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
         error = error_of(lambda: run.publish(step, writes, 5))
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        dist.barrier()
         names = sorted(os.listdir(run.path / "checkpoints"))
+        dist.barrier()
         return f"{error} {run.latest().name} {names}"
 
     told = [publish_all(1, None), publish_all(2, 0), publish_all(2, 1), publish_all(2, None)]
