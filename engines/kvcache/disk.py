@@ -53,12 +53,8 @@ class DiskKVStore:
 
     def _try(self) -> None:
         try:
-            path, descriptor = self._create(HEADER_BYTES)
-            try:
-                _write(descriptor, memoryview(bytes(HEADER_BYTES)), 0)
-            finally:
-                os.close(descriptor)
-                path.unlink()
+            header = memoryview(bytes(HEADER_BYTES))
+            self.files.remove(self._make(self._names.new(), HEADER_BYTES, lambda file: _write(file, header, 0)))
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             self._warn(HEADER_BYTES, error)
@@ -149,39 +145,24 @@ class DiskKVStore:
 
     def _new_file(self, name: str, num_bytes: int, write: _Writer) -> Path | None:
         """A file that is whole, or none."""
-        path: Path | None = None
         try:
-            path, descriptor = self._create(num_bytes, name)
+            return self._make(name, num_bytes, write)
+        except OSError as error:
+            self._warn(num_bytes, error)
+            return None
+
+    def _make(self, name: str, num_bytes: int, write: _Writer) -> Path:
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / name
+        self.files.remove(path)  # of a move that was interrupted before the source was gone
+        with self.files.making(path, num_bytes):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
+                os.posix_fallocate(descriptor, 0, num_bytes)  # a full disk is found before anything is copied
                 write(descriptor)
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            self._warn(num_bytes, error)
-            self._discard(path)
-            return None
-        except BaseException:
-            self._discard(path)
-            raise
-        self.files.add(path, num_bytes)
         return path
-
-    def _create(self, num_bytes: int, name: str | None = None) -> tuple[Path, int]:
-        self.folder.mkdir(exist_ok=True)
-        path = self.folder / (name or self._names.new())
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)  # a full disk is found before anything is copied
-        except BaseException:
-            os.close(descriptor)
-            self._discard(path)
-            raise
-        return path, descriptor
-
-    def _discard(self, path: Path | None) -> None:
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
 
     def _warn(self, num_bytes: int, error: OSError) -> None:
         if self._has_warned:

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from engines.host_memory import free_host_bytes
@@ -44,35 +45,49 @@ class FileNames:
 class FileLedger:
     """The files that this process has made, the least recently used first: at most `capacity_bytes` bytes exist.
 
-    Other processes may remove them; those are forgotten when it matters, and often enough. For several threads.
+    A file is counted from before it exists until after it is gone, wherever an interrupt comes. Those that others have
+    removed are forgotten when it matters, and often enough. For several threads.
     """
 
     def __init__(self, owner: str, capacity_bytes: int) -> None:
         if capacity_bytes < 0:
             raise ValueError(f"{owner}.capacity_bytes={capacity_bytes}: must be at least 0")
         self.capacity_bytes = capacity_bytes
+        self._pid = os.getpid()
         self._sizes: dict[Path, int] = {}
-        self._num_bytes = 0
         self._next_look = _FEWEST_FILES
         self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
-        """Those that other processes have removed still count for a while."""
-        return self._num_bytes
+        """Of those that exist."""
+        with self._lock:
+            self._look()
+            return sum(self._sizes.values())
 
     def has_room(self, num_bytes: int) -> bool:
         with self._lock:
-            if self._num_bytes + num_bytes > self.capacity_bytes or len(self._sizes) >= self._next_look:
-                self._sizes = {path: size for path, size in self._sizes.items() if os.path.exists(path)}
-                self._num_bytes = sum(self._sizes.values())
-                self._next_look = max(_FEWEST_FILES, 2 * len(self._sizes))
-            return self._num_bytes + num_bytes <= self.capacity_bytes
+            if sum(self._sizes.values()) + num_bytes > self.capacity_bytes or len(self._sizes) >= self._next_look:
+                self._look()
+            return sum(self._sizes.values()) + num_bytes <= self.capacity_bytes
 
-    def add(self, path: Path, num_bytes: int) -> None:
-        with self._lock:
-            self._sizes[path] = num_bytes
-            self._num_bytes += num_bytes
+    def _look(self) -> None:
+        self._sizes = {path: size for path, size in self._sizes.items() if os.path.exists(path)}
+        self._next_look = max(_FEWEST_FILES, 2 * len(self._sizes))
+
+    @contextlib.contextmanager
+    def making(self, path: Path, num_bytes: int) -> Iterator[None]:
+        """Around what makes the file: it is there as a whole, or, after an error or an interrupt, not at all."""
+        try:
+            with self._lock:
+                self._sizes[path] = num_bytes
+            yield
+            with self._lock:  # another thread may have looked before there was a file
+                self._sizes[path] = num_bytes
+        except BaseException:
+            with contextlib.suppress(OSError):  # where nothing can be written nothing is there
+                self.remove(path)
+            raise
 
     def touch(self, path: Path) -> None:
         """It was used just now; one that is not in the ledger is no error."""
@@ -84,7 +99,7 @@ class FileLedger:
         """Removes the file, whoever has made it; one that is gone is no error."""
         path.unlink(missing_ok=True)
         with self._lock:
-            self._num_bytes -= self._sizes.pop(path, 0)
+            self._sizes.pop(path, None)
 
     def oldest(self) -> Path | None:
         """The least recently used one."""
@@ -92,13 +107,14 @@ class FileLedger:
             return next(iter(self._sizes), None)
 
     def clear(self) -> None:
-        """Removes all files that this process has made."""
+        """Removes all files that this process has made: in a forked child, which knows its parent's, none."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             for path in self._sizes:
                 with contextlib.suppress(OSError):  # gone, or on a disk that fails
                     path.unlink()
             self._sizes.clear()
-            self._num_bytes = 0
 
 
 def free_memory_bytes() -> int:

@@ -206,7 +206,7 @@ class HostKVStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this process's files; those that others have dropped still count for a while."""
+        """Bytes of this process's files."""
         return self.files.num_bytes
 
     def tier_for(self, num_bytes: int) -> Tier | None:
@@ -216,21 +216,16 @@ class HostKVStore:
         num_bytes = HEADER_BYTES + content.num_bytes
         if not self.files.has_room(num_bytes):
             return None
-        created = self._create(num_bytes)
-        if created is None:
-            return None
-        path, memory = created
-        try:
-            for view, layer in zip(_layer_views(memory, content), layers, strict=True):
-                view.copy_(layer)
-            with memoryview(memory)[HEADER_BYTES:] as payload:
-                header = encode_header(content, zlib.crc32(payload))
-            memory[: len(header)] = header
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        self.files.add(path, num_bytes)
-        return part_of(content, path)
+        for folder in self._folders:
+            path = folder / self._names.new()
+            try:
+                with self.files.making(path, num_bytes):
+                    _write(_create(path, num_bytes), content, layers)
+            except OSError as error:
+                self._warn(folder, num_bytes, error)
+            else:
+                return part_of(content, path)
+        return None
 
     def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
         path = self.path_of(part.location)
@@ -258,27 +253,6 @@ class HostKVStore:
                 f"give all processes of a run the same token and TMPDIR"
             )
         return path
-
-    def _create(self, num_bytes: int) -> tuple[Path, mmap.mmap] | None:
-        for folder in self._folders:
-            path = folder / self._names.new()
-            try:
-                if folder == DEV_SHM and num_bytes > free_memory_bytes():
-                    raise OSError(errno.ENOMEM, "the machine's memory is in use")
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                self._warn(folder, num_bytes, error)
-                continue
-            try:
-                # Takes the pages now: a file that were only truncated to size would kill its writer by SIGBUS.
-                os.posix_fallocate(descriptor, 0, num_bytes)
-                return path, mmap.mmap(descriptor, num_bytes)
-            except OSError as error:
-                path.unlink(missing_ok=True)
-                self._warn(folder, num_bytes, error)
-            finally:
-                os.close(descriptor)
-        return None
 
     def _warn(self, folder: Path, num_bytes: int, error: OSError) -> None:
         if self._has_warned:
@@ -321,6 +295,27 @@ def part_of(content: KVContent, path: Path) -> KVPart:
         location=str(path),
         num_bytes=content.num_bytes,
     )
+
+
+def _create(path: Path, num_bytes: int) -> mmap.mmap:
+    """A new file, mapped. Raises OSError where there is no room."""
+    if path.parent == DEV_SHM and num_bytes > free_memory_bytes():
+        raise OSError(errno.ENOMEM, "the machine's memory is in use")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        # Takes the pages now: a file that were only truncated to size would kill its writer by SIGBUS.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return mmap.mmap(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _write(memory: mmap.mmap, content: KVContent, layers: Iterable[Tensor]) -> None:
+    for view, layer in zip(_layer_views(memory, content), layers, strict=True):
+        view.copy_(layer)
+    with memoryview(memory)[HEADER_BYTES:] as payload:
+        header = encode_header(content, zlib.crc32(payload))
+    memory[: len(header)] = header  # last: without it nobody takes the file
 
 
 @contextlib.contextmanager

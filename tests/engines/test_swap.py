@@ -7,6 +7,8 @@ import dataclasses
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from engines.sequence import Completion, SequenceId, Work
 from experiments.config import RolloutConfig
 from tests.engines.test_kv_transfer import Rollout, begun, least_tokens, with_store
 from tests.engines.test_token_equality import LONG, PARAMS, PROMPTS, TIGHT_KV, make_states, tokens_of
-from tests.worlds import run_world
+from tests.worlds import ROOT, run_world
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float64", "kv_cache_bytes": TIGHT_KV, "max_model_len": 100, "preemption": "swap",
@@ -296,6 +298,32 @@ def test_an_interrupted_call_leaves_nothing(qwen3: str, plain: dict[SequenceId, 
     outputs = llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))
     for uid, output in enumerate(outputs):
         assert [c.token_ids for c in output.outputs] == [plain[0, uid, c.index].token_ids for c in output.outputs]
+
+
+_FORK = """
+import os, sys
+from pathlib import Path
+from tests.engines.test_swap import PART, begun, make_llm, step_until_swapped, stored_files
+folder = Path(sys.argv[2])
+llm = make_llm(sys.argv[1], folder, kv_host_bytes=PART, kv_disk_bytes=2**24)
+rollout = begun(llm.replica, 0)
+step_until_swapped(llm, rollout, 3)
+before = stored_files(llm, folder)
+assert len(before) >= 3 and len({path.parent for path in before}) == 2
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert stored_files(llm, folder) == before, "the child has removed files"
+print(*before, sep="\\n")
+"""
+
+
+def test_a_forked_child_that_exits_leaves_its_parent_s_kv(qwen3: str, tmp_path: Path) -> None:
+    script = [sys.executable, "-c", _FORK, qwen3, str(tmp_path)]
+    done = subprocess.run(script, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    paths = done.stdout.splitlines()
+    assert len(paths) >= 3 and not [path for path in paths if os.path.exists(path)], "the parent's exit removes them"
 
 
 @pytest.mark.parametrize("version", [0, 1])
