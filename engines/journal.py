@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -56,11 +58,15 @@ class Journal:
         """Completions found since the start."""
         self._world = world
         self._whole_shares = whole_shares
+        self._has_warned = False
         self._found: dict[tuple[int, SequenceKey, str], Completion] = {}
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def append(self, finished: Finished) -> None:
-        """One write of one line: a kill can tear the last one only."""
+        """One write of one line: a kill can tear the last one only.
+
+        A line that cannot be written is left out, with one warning: the rollout has what it says.
+        """
         entry = Entry(
             weights=self.weights,
             key=finished.state.key,
@@ -68,8 +74,20 @@ class Journal:
             completion=finished.completion,
         )
         line = memoryview(msgspec.json.encode(entry) + b"\n")
-        while line:
-            line = line[os.write(self._descriptor, line) :]
+        end = os.lseek(self._descriptor, 0, os.SEEK_END)
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, end)
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"journal: cannot write to {self.path} ({error.strerror}); the rollout goes on, but a resumed run "
+                    "samples again what is not there. Make room on that disk",
+                    stacklevel=2,
+                )
 
     def recover(self, policy_step: int) -> None:
         """Makes every rank's lines of this policy step and later ones findable, and drops what a kill tore."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,54 @@ def test_generation_goes_on_from_half_a_journal(tmp_path: Path, checkpoint: Path
     third = reopen(tmp_path, weights=llm.checksum())
     assert llm.generate(PROMPTS, PARAMS, prompt_uids=range(6), journal=third) == out
     assert third.num_found == 24 and llm.step_records == [] and steps > 0
+
+
+def append_where_there_is_no_room(journal: Journal, states: list[SequenceState]) -> list[str]:
+    """What is warned of."""
+    before = journal.path.read_bytes()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for one in states:
+            journal.append(finished(one, token_ids=[7] * 2000, logprobs=[-1 / 3] * 2000, versions=[2] * 2000))
+    assert journal.path.read_bytes() == before, "a line is torn"
+    return [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize("how", ["limit", "disk"])
+def test_a_line_that_finds_no_room_is_left_out_and_told_once(
+    tmp_path: Path, how: str, request: pytest.FixtureRequest
+) -> None:
+    """Of each line a part would fit. What is written before and after is found."""
+    states = [state(sample_index=index) for index in range(4)]
+    folder = request.getfixturevalue("small_disk") if how == "disk" else tmp_path
+    journal = reopen(folder)
+    journal.append(finished(states[0]))
+    if how == "disk":
+        (folder / "ballast").write_bytes(bytes(52 * 1024))
+        (message,) = append_where_there_is_no_room(journal, states[1:3])
+        (folder / "ballast").unlink()
+        why = "No space left on device"
+    else:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (journal.path.stat().st_size + 1000, before[1]))
+        try:
+            (message,) = append_where_there_is_no_room(journal, states[1:3])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        why = "File too large"
+    assert f"journal: cannot write to {journal.path} ({why}); the rollout goes on" in message
+    journal.append(finished(states[3]))
+    assert set(reopen(folder).find(states, 1)) == {states[0].sequence_id, states[3].sequence_id}
+
+
+def test_a_rollout_outlives_its_journal(tmp_path: Path, checkpoint: Path) -> None:
+    llm = LLM(checkpoint, **OPTIONS)
+    (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
+    journal = Journal(tmp_path, SingleRank())
+    with pytest.warns(UserWarning, match="No space left on device") as told:
+        outputs = llm.generate(PROMPTS, PARAMS, prompt_uids=range(6), journal=journal)
+    assert len(told) == 1
+    assert outputs == llm.generate(PROMPTS, PARAMS, prompt_uids=range(6))
 
 
 def journaled_world(directory: str, folder: str, kinds: list[str]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -237,18 +236,6 @@ def test_a_file_size_limit_of_the_process(tmp_path: Path) -> None:
     assert not files_in(store.disk.folder) and store.num_bytes == 0
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 64 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small disk is not permitted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"has 0\.1 MiB free, kv_disk_bytes=1048576 is 1\.0 MiB"):
         store = TieredKVStore(HostKVStore(TOKEN, SIZE, [tmp_path]), DiskKVStore(TOKEN, 2**20, small_disk))
@@ -263,6 +250,44 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
     assert second is not None and files_in(store.disk.folder) == {Path(first.location).name: SIZE}
     for part in (first, second):
         assert torch.equal(torch.stack(list(store.load(part, CONTENT))), torch.stack(layers_of(CONTENT)))
+
+
+_EXPORT_INTO_FULL_MEMORY = """
+import os, sys, warnings
+from pathlib import Path
+from engines.kvcache.transfer import DEV_SHM, HostKVStore
+from tests.engines.test_kv_tiers import CONTENT, SIZE, TOKEN, files_in, layers_of, refused_once
+tmp = Path(sys.argv[1])
+store = HostKVStore(TOKEN, 2**30, [DEV_SHM, tmp])
+first = store.export(CONTENT, layers_of(CONTENT))
+assert Path(first.location).parent == DEV_SHM
+for folder in (DEV_SHM, tmp):
+    try:
+        (folder / "ballast").write_bytes(bytes(2**20))
+    except OSError:
+        pass
+(message,) = refused_once(store)
+assert "KV store: cannot take" in message and "/dev/shm" in message, message
+assert store.num_bytes == SIZE and set(files_in(DEV_SHM)) == {Path(first.location).name, "ballast"}
+assert set(files_in(tmp)) == {"ballast"}
+assert store.load(first, CONTENT)
+(DEV_SHM / "ballast").unlink()
+assert store.export(CONTENT, layers_of(CONTENT)) is not None and store.num_bytes == 2 * SIZE
+store.close()
+assert not files_in(DEV_SHM)
+"""
+
+
+def test_full_memory(small_disk: Path) -> None:
+    """In a /dev/shm of its own, the temporary folder being full, too."""
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
+    ):
+        pytest.skip("mounts of one's own are not permitted here")
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec"
+    command = ["unshare", "--mount", "sh", "-c", f'{mount} "$0" "$@"', sys.executable, "-c", _EXPORT_INTO_FULL_MEMORY]
+    subprocess.run([*command, str(small_disk)], cwd=ROOT, check=True)
 
 
 def test_a_disk_that_turns_read_only(small_disk: Path, tmp_path: Path) -> None:
