@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import operator
 import secrets
 import time
 import weakref
@@ -48,9 +47,8 @@ from engines.sequence import (
     Work,
     is_int64,
 )
-from engines.tokenizer import detokenizer, load_tokenizer
-
-Prompt = str | list[int]
+from engines.tokenizer import Prompt, detokenizer, encode_prompt, load_tokenizer
+from engines.turn import Turn, alone
 
 
 class LLM:
@@ -93,6 +91,7 @@ class LLM:
         self._world: Communicator = world.world if world is not None else SingleRank()
         self._hidden_stop = hidden_stop
         self._closed = False
+        self._turn = Turn()
         given = {"schedule": schedule, "layout_policy": layout_policy, "pace": pace, "hidden_stop": hidden_stop}
         with together(self._world, "LLM"):
             self.config = engine_config("LLM", options)
@@ -295,6 +294,7 @@ class LLM:
 
     # -- generation
 
+    @alone
     def generate(
         self,
         prompts: Items[Prompt],
@@ -312,14 +312,17 @@ class LLM:
         `on_finished` is called for each sequence as it ends: for those of a replica on its first rank; with a
         `schedule` policy for all of them on rank 0, by another thread. A `journal` keeps what it is called for.
         Sequences that are found there are not generated again; they are told first, as if they had just ended.
+
+        Raises ValueError before anything runs, which begins with `prompts[3]` where that one cannot run here. Raises
+        RuntimeError while another call runs. After an error or an interrupt nothing of the call is left.
         """
         with together(self._world, "generate"):
             self._check_ready()
             token_lists = self.encode(prompts)
             params = _broadcast_params(sampling_params, len(prompts))
             states = self._make_states(token_lists, params, prompt_uids)
-            for tokens, one in zip(token_lists, params, strict=True):
-                self.replica.check(tokens, one)
+            for index, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
+                self.replica.check(tokens, one, f"prompts[{index}]")
         if prompt_uids is None:
             self._next_uid += len(prompts)
         if self._world.size > 1:
@@ -349,23 +352,17 @@ class LLM:
         ]
 
     def encode(self, prompts: Items[Prompt]) -> list[list[int]]:
-        """Token ids of each prompt; text goes through the checkpoint's tokenizer without a chat template."""
-        if isinstance(prompts, str) or not len(prompts):
+        """Token ids of each prompt; text goes through the checkpoint's tokenizer without a chat template.
+
+        Raises ValueError that names a prompt which is none by its place, as `prompts[3]`.
+        """
+        if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__") or not len(prompts):
             raise ValueError(f"prompts={prompts!r}: give a list of at least one prompt")
-        if any(isinstance(prompt, str) for prompt in prompts) and self.tokenizer is None:
-            raise ValueError("prompts: the checkpoint has no tokenizer; give lists of token ids")
-        token_lists = []
-        for index, prompt in enumerate(prompts):
-            try:
-                tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [*map(operator.index, prompt)]
-            except TypeError:
-                raise ValueError(f"prompts[{index}]={prompt!r}: give text, or a list of integer token ids") from None
-            token_lists.append(tokens)
-        return token_lists
+        return [encode_prompt(self.tokenizer, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
         """Raises ValueError, with the numbers, when the prompt's completions could never run here."""
-        self.replica.check(self.encode([prompt])[0], sampling_params)
+        self.replica.check(encode_prompt(self.tokenizer, prompt, "prompt"), sampling_params)
 
     def _make_states(
         self, token_lists: list[list[int]], params: list[SamplingParams], uids: Items[int] | None
@@ -400,7 +397,7 @@ class LLM:
         if not self._engine.has_weights:
             raise RuntimeError("LLM: there are no weights; call update_weights() first")
         if self.replica.has_work:
-            raise RuntimeError("LLM: the replica has sequences of an interrupted call; pause() or abort() them first")
+            raise RuntimeError("LLM: the replica has sequences; pause() or abort() them first, or clear() it")
 
     def _roll_out_coordinated(
         self,
@@ -435,14 +432,15 @@ class LLM:
 
     def _run(self, states: list[SequenceState], hear: Callable[[Finished], None] | None) -> list[Finished]:
         """This rank's sequences, in the order they finish."""
-        for state in states:
-            self.replica.submit(Work(state=state))
+        replica = self.replica
         self.step_records = []
         done: list[Finished] = []
         try:
-            while self.replica.has_work:
+            for state in states:
+                replica.submit(Work(state=state))
+            while replica.has_work:
                 start = time.monotonic()
-                output = self.replica.step()
+                output = replica.step()
                 self.step_records.append(
                     StepRecord(
                         replica_id=self._engine.spec.id,
@@ -461,9 +459,15 @@ class LLM:
                     done.append(finished)
                     if hear is not None:
                         hear(finished)
-        finally:
-            for work in self.replica.pause():  # after an error or an interrupt the next call starts clean
-                self.replica.drop(work.kv)
+                if len(done) + replica.num_sequences < len(states):
+                    raise RuntimeError(
+                        "generate: on_finished has paused or aborted sequences; do that between two calls only"
+                    )
+        except BaseException:  # the next call starts clean
+            replica.clear()
+            if self._kv_store is not None:
+                self._kv_store.close()
+            raise
         return done
 
     def _check_same_request(self, states: list[SequenceState]) -> None:
@@ -486,6 +490,7 @@ class LLM:
 
     # -- weights and memory
 
+    @alone
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Takes new weights, parameter by parameter, under Hugging Face names; returns their checksum.
 
@@ -518,16 +523,19 @@ class LLM:
         """
         return self._engine.checksum()
 
+    @alone
     def sleep(self, *, weights: bool = False) -> None:
         """Gives the KV cache's memory back for training, and the weights' too when asked (then update them)."""
         if self.replica.has_work:
             raise RuntimeError("sleep: sequences are running; pause() them first")
         self._engine.sleep(weights=weights)
 
+    @alone
     def wake_up(self) -> None:
         """Takes the KV cache's memory again."""
         self._engine.wake_up()
 
+    @alone
     def close(self) -> None:
         """Ends the connections of coordinated rollouts, and gives up the host's copy of the weights.
 
@@ -580,6 +588,11 @@ def _split(
 def _broadcast_params(params: SamplingParams | Items[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not hasattr(params, "__len__"):
+        raise ValueError(f"sampling_params={params!r}: give SamplingParams, or a list of one per prompt")
     if len(params) != count:
         raise ValueError(f"sampling_params: {len(params)} for {count} prompts; give one, or one per prompt")
+    for index, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"sampling_params[{index}]={one!r}: give SamplingParams")
     return list(params)

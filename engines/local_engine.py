@@ -20,9 +20,10 @@ from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
-from engines.replica import Detokenize, HiddenStop, Replica
+from engines.replica import HiddenStop, Replica
 from engines.runner import ModelRunner
 from engines.scheduler import Scheduler
+from engines.stop_strings import Detokenize
 from engines.swap import SwapPolicy
 
 

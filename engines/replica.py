@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,9 +23,9 @@ from engines.sequence import (
     SequenceState,
     Work,
 )
+from engines.stop_strings import Detokenize, StopSearch, find_stop
 from engines.swap import SwapPolicy
 
-Detokenize = Callable[[Tokens[int]], str]
 HiddenStop = Callable[[SequenceState], bool]
 
 
@@ -83,23 +82,28 @@ class Limits:
     """Tokens that the KV cache holds, in whatever layout the run may have."""
     has_tokenizer: bool
 
-    def check(self, tokens: list[int], params: SamplingParams) -> int:
-        """Returns the length at which a prompt's completion must end; raises ValueError when it cannot run here."""
+    def check(self, tokens: list[int], params: SamplingParams, name: str = "prompt") -> int:
+        """Returns the length at which a prompt's completion must end.
+
+        Raises ValueError, which begins with the prompt's name, when it cannot run here.
+        """
         if not tokens:
-            raise ValueError("prompt: has no tokens; give at least one")
+            raise ValueError(f"{name}: has no tokens; give at least one")
         wrong = [token for token in (min(tokens), max(tokens)) if not 0 <= token < self.vocab_size]
         if wrong:
-            raise ValueError(f"prompt: token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}")
+            raise ValueError(f"{name}: token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}")
         if len(tokens) >= self.max_model_len:
             raise ValueError(
-                f"prompt: {len(tokens)} tokens leave no room in max_model_len={self.max_model_len}; shorten the prompt"
+                f"{name}: {len(tokens)} tokens leave no room in max_model_len={self.max_model_len}; shorten the prompt"
             )
         if params.stop and not self.has_tokenizer:
-            raise ValueError(f"SamplingParams.stop={params.stop}: stop strings need a tokenizer; use stop_token_ids")
+            raise ValueError(
+                f"{name}: SamplingParams.stop={params.stop}: stop strings need a tokenizer; use stop_token_ids"
+            )
         max_len = min(len(tokens) + params.max_tokens, self.max_model_len)
         if max_len > self.num_kv_tokens:
             raise ValueError(
-                f"prompt: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
+                f"{name}: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
                 f"cache holds {self.num_kv_tokens} in whatever layout the run may have; raise kv_cache_bytes or lower "
                 f"max_tokens or max_model_len"
             )
@@ -168,9 +172,14 @@ class Replica:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def check(self, tokens: list[int], params: SamplingParams) -> int:
+    @property
+    def num_sequences(self) -> int:
+        """Running or waiting."""
+        return len(self._sequences)
+
+    def check(self, tokens: list[int], params: SamplingParams, name: str = "prompt") -> int:
         """See `Limits.check`."""
-        return self._limits.check(tokens, params)
+        return self._limits.check(tokens, params, name)
 
     def submit(self, work: Work) -> None:
         """Takes a sequence on, and its stored KV, if it brings some, when it is admitted.
@@ -187,8 +196,13 @@ class Replica:
                 raise ValueError(f"Work.max_new_tokens={work.max_new_tokens}: must be at least 1")
             release_len = min(max_len, len(state.tokens) + work.max_new_tokens)
         sequence = Sequence(state=state, max_len=max_len, release_len=release_len, kv=work.kv)
-        self._sequences[state.sequence_id] = sequence
-        self.scheduler.add(sequence)
+        try:
+            self._sequences[state.sequence_id] = sequence
+            self.scheduler.add(sequence)
+        except BaseException:  # an interrupt
+            self._sequences.pop(state.sequence_id, None)
+            self._restart()
+            raise
 
     def step(self) -> StepOutput:
         """One forward pass over the sequences whose turn it is.
@@ -221,22 +235,32 @@ class Replica:
                         ended.append(sequence)
                     elif len(sequence.state.tokens) >= sequence.release_len:
                         leaving.append(sequence)
+            for sequence in ended:
+                self._leave(sequence)
+            if leaving:
+                output.released = self._release(leaving, self.kv_store)
         except BaseException:
             for item, length in zip(scheduled, lengths, strict=False):
                 item.sequence.state.cut(length)
-            self._runner.drop_ahead()
-            self.scheduler.preempt_all()
-            self.scheduler.blocks.forget()
+            self._restart([*ended, *leaving])
             raise
         output.num_running = len(scheduled)
         output.num_preempted = self.scheduler.num_preemptions - preempted
         output.num_swapped_out = moves.num_swapped_out - swapped_out
         output.num_swapped_in = moves.num_swapped_in - swapped_in
-        for sequence in ended:
-            self._leave(sequence)
-        if leaving:
-            output.released = self._release(leaving, self.kv_store)
         return output
+
+    def _restart(self, returning: Iterable[Sequence] = ()) -> None:
+        """Has all sequences, and those that were about to leave, wait to be recomputed, whatever was half done."""
+        for sequence in returning:
+            self._sequences[sequence.state.sequence_id] = sequence
+        self._runner.drop_ahead()
+        self.scheduler.restart(self._sequences.values())
+
+    def clear(self) -> None:
+        """Gives up all sequences, whatever an interrupt has left half done. Their stored KV stays where it is."""
+        self._sequences.clear()
+        self._restart()
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Finished | None:
         state = sequence.state
@@ -252,31 +276,31 @@ class Replica:
         params = sequence.state.params
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             return "stop"
-        if params.stop and self._hits_stop_string(sequence.state):
+        if params.stop and self._hits_stop_string(sequence):
             return "stop"
         if self._hidden_stop is not None and self._hidden_stop(sequence.state):
             return "stop"
         return "length" if len(sequence.state.tokens) >= sequence.max_len else None
 
-    def _hits_stop_string(self, state: SequenceState) -> bool:
-        # Every ordinary token is at least one byte, so a stop string that ends here begins within this many.
-        # The rest is slack for special tokens, which decode to nothing.
-        reach = max(len(stop.encode()) for stop in state.params.stop) + 8
-        assert self._detokenize is not None
-        tail = self._detokenize(state.tokens[max(state.num_prompt_tokens, len(state.tokens) - reach) :])
-        return any(stop in tail for stop in state.params.stop)
+    def _hits_stop_string(self, sequence: Sequence) -> bool:
+        state = sequence.state
+        if sequence.stop_search is None:
+            assert self._detokenize is not None
+            before = state.tokens[state.num_prompt_tokens : -1]
+            sequence.stop_search = StopSearch(state.params.stop, self._detokenize, before)
+        return sequence.stop_search.hits(state.tokens, state.num_prompt_tokens)
 
     def _completion(self, state: SequenceState, reason: FinishReason) -> Completion:
         generated = state.tokens[state.num_prompt_tokens :]
         text = self._detokenize(generated) if self._detokenize is not None else ""
-        cuts = [cut for stop in state.params.stop if (cut := text.find(stop)) >= 0]
+        cut = find_stop(text, state.params.stop) if reason == "stop" else -1
         return Completion(
             index=state.key.sample_index,
             token_ids=generated,
             logprobs=list(state.logprobs),
             versions=list(state.versions),
             finish_reason=reason,
-            text=text[: min(cuts)] if cuts else text,
+            text=text[:cut] if cut >= 0 else text,
         )
 
     def _leave(self, sequence: Sequence) -> None:
@@ -308,7 +332,12 @@ class Replica:
         absent = [sequence_id for sequence_id in named if sequence_id not in self._sequences]
         if absent:
             raise KeyError(f"sequence {absent[0]}: is not on this replica")
-        return self._release([self._sequences[sequence_id] for sequence_id in named], store)
+        sequences = [self._sequences[sequence_id] for sequence_id in named]
+        try:
+            return self._release(sequences, store)
+        except BaseException:  # an interrupt
+            self._restart(sequences)
+            raise
 
     def _release(self, sequences: list[Sequence], store: KVStore | None) -> list[Work]:
         handles: dict[SequenceId, KVHandle] = {}

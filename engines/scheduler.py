@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
 from engines.sequence import KVHandle, SequenceState
+from engines.stop_strings import StopSearch
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,6 +36,14 @@ class Sequence:
     """Of its first full blocks, as far as they were asked for."""
     num_published: int = 0
     """Blocks of this stay whose content is known to others."""
+    stop_search: StopSearch | None = None
+    """How far stop strings were looked for in this stay."""
+
+    def leave_slot(self) -> None:
+        """It has no slot and no blocks from now on."""
+        self.slot = -1
+        self.num_computed = self.num_table_blocks = self.num_published = 0
+        self.stop_search = None
 
 
 class Scheduled(NamedTuple):
@@ -61,9 +70,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         self._config = config
         self.blocks = blocks
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.restart(())
         self.num_preemptions = 0
         self.num_shared_tokens = 0
         """Tokens of admitted sequences that need not be computed: their KV was there."""
@@ -216,15 +223,18 @@ class Scheduler:
         keys = self._content_keys(sequence, num_full)[:num_full]
         return self.blocks.num_common(sequence, keys) * self.blocks.block_size
 
-    def preempt_all(self) -> None:
-        """Sends every running sequence back to wait, in order, to be recomputed: nothing of them is stored."""
-        while self.running:
-            self._preempt_latest()
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Has these and no others wait, to be recomputed. Right wherever an interrupt has come between."""
+        self.blocks.reset()
+        self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque(sequences)
+        for sequence in self.waiting:
+            sequence.leave_slot()
 
     def _preempt_latest(self) -> Sequence:
         victim = self.running.pop()
         self._vacate(victim)
-        victim.num_computed = 0
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
         return victim
@@ -232,5 +242,4 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
         self._free_slots.append(sequence.slot)
-        sequence.slot = -1
-        sequence.num_table_blocks = sequence.num_published = 0
+        sequence.leave_slot()

@@ -26,6 +26,11 @@ def _in_range(value: object, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be encoded: half a surrogate pair cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue a prompt. Names and meanings follow vLLM's class of the same name.
@@ -48,7 +53,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a completion, beside the model's own end-of-sequence ids."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; the text is cut before the string, the tokens are kept."""
+    """Strings that end a completion; the text is cut before the string, the tokens are kept.
+
+    U+FFFD matches what is no text, once something follows: before that it may be half a character.
+    """
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence ids (`stop_token_ids` still end)."""
     seed: int | None = None
@@ -73,7 +81,11 @@ class SamplingParams:
             ("min_p", _in_range(self.min_p, 0, 1), "in [0, 1]"),
             ("n", is_int64(self.n) and self.n >= 1, "an integer of at least 1"),
             ("max_tokens", is_int64(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            ("stop", all(isinstance(one, str) and one for one in self.stop), "non-empty strings"),
+            (
+                "stop",
+                all(isinstance(one, str) and one and is_unicode(one) for one in self.stop),
+                "non-empty strings without half a surrogate pair, which is no text",
+            ),
             ("stop_token_ids", all(map(is_int64, self.stop_token_ids)), "integers of 64 bits"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("seed", self.seed is None or is_int64(self.seed), "an integer of 64 bits, or None"),

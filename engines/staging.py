@@ -53,8 +53,9 @@ class Staging:
         return self._tensors
 
     def _resize(self, num_bytes: int) -> None:
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
-        self._there = torch.empty_like(self._host, device=self._device) if self._on_cuda else self._host
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+        self._there = torch.empty_like(host, device=self._device) if self._on_cuda else host
+        self._host = host
 
     def _lay_out(self, shapes: Shapes) -> None:
         offsets = {}
@@ -66,13 +67,13 @@ class Staging:
         if end > len(self._host):
             self._resize(2 * end)
         self._used = end
-        self._shapes = dict(shapes)
         host = self._host.numpy()
         self._arrays = {name: host[offsets[name]].view(dtype).reshape(shape) for name, (dtype, shape) in shapes.items()}
         self._tensors = {
             name: self._there[offsets[name]].view(torch.from_numpy(array).dtype).view(array.shape)
             for name, array in self._arrays.items()
         }
+        self._shapes = dict(shapes)  # last: what an interrupt has left half done is laid out again
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Items
+import operator
 from pathlib import Path
 from typing import Any
 
 from engines.config import ModelConfig
+from engines.sequence import is_unicode
+from engines.stop_strings import Detokenize
+
+Prompt = str | list[int]
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -33,7 +36,23 @@ def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
     return tokenizer
 
 
-def detokenizer(tokenizer: Any) -> Callable[[Items[int]], str] | None:
+def encode_prompt(tokenizer: Any, prompt: Prompt, name: str) -> list[int]:
+    """Its token ids. Raises ValueError, which begins with `name`, for what is neither text nor integers."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(f"{name}={prompt!r}: the checkpoint has no tokenizer; give a list of token ids")
+        if not is_unicode(prompt):
+            raise ValueError(f"{name}={prompt!r}: holds half a surrogate pair, which is no text")
+        return list(tokenizer.encode(prompt))
+    try:
+        if isinstance(prompt, bytes):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(f"{name}={prompt!r}: give text, or a list of integer token ids") from None
+
+
+def detokenizer(tokenizer: Any) -> Detokenize | None:
     """Token ids to text without special tokens; None without a tokenizer."""
     if tokenizer is None:
         return None

@@ -26,10 +26,14 @@ class BlockManager:
             raise ValueError(f"num_blocks={num_blocks}, block_size={block_size}: both must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free, and no content is known."""
         # Handed out from the end: low ids first, the most recently freed (warm in cache) before them.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(self.num_blocks - 1, -1, -1))
         self._free_cached: OrderedDict[int, None] = OrderedDict()  # free, but of known content; the oldest first
-        self._num_holders = [0] * num_blocks
+        self._num_holders = [0] * self.num_blocks
         self._tables: dict[object, list[int]] = {}
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}

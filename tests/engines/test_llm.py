@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engines import LLM, SamplingParams
+from engines import LLM, RequestOutput, SamplingParams
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import nested_layout
-from engines.sequence import SequenceKey, SequenceState, Work
+from engines.sequence import Finished, SequenceKey, SequenceState, Work
 from engines.weights import checksum
 from tests.checkpoints import EOS, save_checkpoint, save_text_checkpoint
 
@@ -194,12 +196,16 @@ class TestBadInput:
         [
             ([], "at least one prompt"),
             ("hello", "give a list"),
-            ([[]], "no tokens"),
-            ([[131], [5]], "131 is outside the model's vocabulary of 131"),
-            ([[-1]], "-1 is outside"),
-            ([[5] * 256], "256 tokens leave no room in max_model_len=256"),
-            ([[5] * 100], "can reach 250 tokens, the KV cache holds 64"),
-            (["text"], "no tokenizer"),
+            (5, "prompts=5: give a list"),
+            (None, "prompts=None: give a list"),
+            ([[5], []], r"^prompts\[1\]: has no tokens"),
+            ([[131], [5]], r"^prompts\[0\]: token id 131 is outside the model's vocabulary of 131"),
+            ([[5], [5], [-1]], r"^prompts\[2\]: token id -1 is outside"),
+            ([[2**70]], r"^prompts\[0\]: token id 1180591620717411303424 is outside"),
+            ([[5], [5] * 256], r"^prompts\[1\]: 256 tokens leave no room in max_model_len=256"),
+            ([[5] * 100], r"^prompts\[0\]: 100 tokens .* can reach 150 tokens, the KV cache holds 64"),
+            ([[5], "text"], r"^prompts\[1\]='text': the checkpoint has no tokenizer"),
+            ([[5], b"text"], r"^prompts\[1\]=b'text': give text"),
             ([[5], [1.7]], r"prompts\[1\]=\[1\.7\]: give text, or a list of integer token ids"),
             ([None], r"prompts\[0\]=None: give text"),
         ],
@@ -207,8 +213,13 @@ class TestBadInput:
     def test_prompts(self, qwen3: str, prompts: list, message: str) -> None:
         llm = LLM(qwen3, kv_cache_bytes=4 * 16 * 2 * 2 * 2 * 16 * 4)
         with pytest.raises(ValueError, match=message):
-            llm.generate(prompts, SamplingParams(max_tokens=150))
-        assert len(llm.generate([[5]], SamplingParams(max_tokens=3))) == 1, "the engine goes on"
+            llm.generate(prompts, SamplingParams(max_tokens=50))
+        outputs = [one.generate([[5]], SamplingParams(max_tokens=3)) for one in (llm, LLM(qwen3))]
+        assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids, "no prompt uid was taken"
+
+    def test_half_a_surrogate_pair(self, text_model: str) -> None:
+        with pytest.raises(ValueError, match=r"^prompts\[1\]='\\ud800': holds half a surrogate pair"):
+            LLM(text_model).generate(["a", "\ud800"])
 
     def test_options(self, qwen3: str) -> None:
         for options, message in (
@@ -241,13 +252,17 @@ class TestBadInput:
         llm = LLM(qwen3)
         with pytest.raises(ValueError, match="2 for 1 prompts"):
             llm.generate([[5]], [SamplingParams()] * 2)
+        with pytest.raises(ValueError, match="sampling_params=5: give SamplingParams, or a list"):
+            llm.generate([[5]], 5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^sampling_params\[1\]={}: give SamplingParams"):
+            llm.generate([[5], [6]], [SamplingParams(), {}])  # type: ignore[list-item]
         for uids in ([2**63, 1], ["a", "b"], [1.5, 2.5]):
             with pytest.raises(ValueError, match="is not an integer of 64 bits"):
                 llm.generate([[5], [6]], prompt_uids=uids)
         with pytest.raises(ValueError, match="1 distinct values for 2 prompts"):
             llm.generate([[5], [6]], prompt_uids=[3, 3])
-        with pytest.raises(ValueError, match="need a tokenizer"):
-            llm.generate([[5]], SamplingParams(stop="x"))
+        with pytest.raises(ValueError, match=r"^prompts\[1\]: SamplingParams.stop=.*need a tokenizer"):
+            llm.generate([[5], [6]], [SamplingParams(), SamplingParams(stop="x")])
 
     @pytest.mark.parametrize(
         "field",
@@ -256,7 +271,8 @@ class TestBadInput:
             {"stop": ("",)}, {"temperature": float("nan")}, {"temperature": 1e-9},
             {"seed": 2**63}, {"top_k": 1.5}, {"n": 1.5}, {"n": True}, {"max_tokens": 2.5}, {"max_tokens": float("inf")},
             {"temperature": "1"}, {"temperature": True}, {"top_k": True}, {"top_p": None}, {"min_p": float("nan")},
-            {"stop": [5]}, {"stop": None}, {"stop_token_ids": 5}, {"stop_token_ids": ["a"]}, {"ignore_eos": 1},
+            {"stop": [5]}, {"stop": None}, {"stop": "a\ud800"}, {"stop": ["a", "\udfff"]},
+            {"stop_token_ids": 5}, {"stop_token_ids": ["a"]}, {"ignore_eos": 1},
             {"seed": True},
         ],
     )  # fmt: skip
@@ -405,4 +421,88 @@ def test_a_refused_call_names_no_prompts(qwen3: str) -> None:
     with pytest.raises(ValueError, match="token id 999"):
         llms[0].generate([[5], [999]])
     outputs = [llm.generate([[5, 6]], SamplingParams(max_tokens=20))[0].outputs[0].token_ids for llm in llms]
+    assert outputs[0] == outputs[1]
+
+
+# -- one call at a time
+
+LATER: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: llm.generate([[7]]),
+    "update_weights": lambda llm: llm.update_weights([], version=1),
+    "sleep": lambda llm: llm.sleep(),
+    "wake_up": lambda llm: llm.wake_up(),
+    "close": lambda llm: llm.close(),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("same_thread", [True, False])
+def test_a_second_call_is_refused_and_the_first_goes_on(qwen3: str, name: str, same_thread: bool) -> None:
+    def run(on_finished: Callable[[Finished], None] | None = None) -> list[RequestOutput]:
+        llms.append(LLM(qwen3, dtype="float64", kv_cache_bytes=2**22))
+        return llms[-1].generate([[5, 6]], SamplingParams(max_tokens=9, n=3), on_finished=on_finished)
+
+    def call_again(_: object) -> None:
+        with pytest.raises(RuntimeError, match=rf"^LLM\.{name}: LLM\.generate\(\) is running; wait"):
+            LATER[name](llms[-1])
+        refused.append(name)
+
+    def elsewhere(_: object) -> None:
+        thread = threading.Thread(target=call_again, args=(None,))
+        thread.start()
+        thread.join()
+
+    llms: list[LLM] = []
+    refused: list[str] = []
+    assert run(call_again if same_thread else elsewhere) == run()
+    assert refused == [name] * 3
+
+
+def test_no_two_threads_generate_at_once(qwen3: str) -> None:
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**22)
+    params = SamplingParams(max_tokens=20, n=4)
+    expected = llm.generate([[5, 6]], params, prompt_uids=[0])
+    num_refused = 0
+    for _ in range(10):
+        start = threading.Barrier(3)
+        results: list[object] = []
+
+        def call(start: threading.Barrier = start, results: list[object] = results) -> None:
+            start.wait()
+            try:
+                results.append(llm.generate([[5, 6]], params, prompt_uids=[0]))
+            except RuntimeError as error:
+                results.append(str(error))
+
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        others = [result for result in results if result != expected]
+        num_refused += len(others)
+        assert len(others) < len(results) == 3 and all("is running" in str(other) for other in others)
+    assert num_refused
+
+
+@pytest.mark.parametrize("how", ["pause", "pause one", "abort", "abort the last"])
+def test_sequences_taken_away_by_a_callback_are_one_clear_error(qwen3: str, how: str) -> None:
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**22)
+    params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True) for max_tokens in (3, 9, 9)]
+
+    def take(_: object) -> None:
+        ids = [state.sequence_id for state in llm.replica.states()]
+        if how == "abort the last" and len(ids) > 1:
+            return
+        if how.startswith("abort"):
+            llm.replica.abort(ids[0])
+        else:
+            llm.replica.pause(ids[:1] if how == "pause one" else None)
+
+    if how == "abort the last":
+        params[2] = SamplingParams(max_tokens=12, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="on_finished has paused or aborted sequences; do that between two calls"):
+        llm.generate([[5], [6], [7]], params, prompt_uids=range(3), on_finished=take)
+    fresh = LLM(qwen3, dtype="float64", kv_cache_bytes=2**22)
+    outputs = [one.generate([[5], [6], [7]], params, prompt_uids=range(3)) for one in (llm, fresh)]
     assert outputs[0] == outputs[1]

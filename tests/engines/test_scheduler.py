@@ -129,8 +129,9 @@ def test_one_that_brings_kv_starts_behind_it() -> None:
     # One token left is a decode.
     assert [(item.num_tokens, item.samples) for item in scheduler.schedule(load)] == [(1, True), (1, True)]
     assert asked == [1, 2]
-    scheduler.preempt_all()
+    scheduler.restart(sequences[1:])
     assert [sequence.num_computed for sequence in sequences[1:]] == [0, 0]
+    assert not scheduler.running and scheduler.blocks.num_free_blocks == 6
 
 
 def test_the_latest_admitted_is_preempted_and_comes_back_first() -> None:
@@ -227,7 +228,7 @@ def test_a_preempted_sequence_finds_what_is_left_of_its_blocks() -> None:
     scheduler.add(make_sequence(3, 14, 9))
     run_step(scheduler)
     run_step(scheduler)
-    scheduler.preempt_all()
+    scheduler._preempt_latest()
     assert run_step(scheduler) == [(3, 4)]  # of 16 tokens the first 12 are there
 
 

@@ -1,0 +1,59 @@
+"""Where a text that grows token by token first holds a stop string. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+Detokenize = Callable[[Items[int]], str]
+
+_HALF = "\ufffd"
+_SLACK = 8
+"""Characters at the beginning of a tail that may differ from those of the whole text: a leading space is dropped."""
+_MOST_HALVES = 8
+"""Steps after which bytes that make no character are taken for none: a character has at most four."""
+
+
+def find_stop(text: str, stops: Items[str]) -> int:
+    """Where the first stop string begins, -1 without one.
+
+    U+FFFD at the text's end is not looked at: it may be half a character, and another one when the next token is there.
+    """
+    text = text.rstrip(_HALF)
+    return min((place for stop in stops if (place := text.find(stop)) >= 0), default=-1)
+
+
+class StopSearch:
+    """Says after each token of a sequence whether `find_stop` finds something in the text of all generated ones.
+
+    What is decoded each time is a tail: it begins at least `_reach` characters before the newest token, however many
+    tokens those are. It begins where the text was whole characters: a decoder may drop a run of bytes that begins
+    within one. What is found there is looked for in the whole text, so that both always agree.
+    """
+
+    def __init__(self, stops: Items[str], detokenize: Detokenize, generated: Items[int]) -> None:
+        """`generated` tokens are there already, and have been searched."""
+        self._stops = stops
+        self._detokenize = detokenize
+        self._reach = max(map(len, stops)) + _SLACK
+        self._tail = list(generated)
+        self._text = ""
+        self._num_halves = 0
+        self._mark = 0, 0
+        """Tokens and characters of the tail up to where it may begin next."""
+
+    def hits(self, tokens: Items[int], num_prompt_tokens: int) -> bool:
+        """To be called after each token, with all tokens of the sequence."""
+        self._tail.append(tokens[-1])
+        text = self._detokenize(self._tail)
+        if find_stop(text, self._stops) >= 0:
+            return find_stop(self._detokenize(tokens[num_prompt_tokens:]), self._stops) >= 0
+        self._num_halves = self._num_halves + 1 if text.endswith(_HALF) else 0
+        if not self._num_halves and text == self._text:
+            self._tail.pop()  # a special token: it adds nothing to the text, however many there are
+        elif not 0 < self._num_halves < _MOST_HALVES and len(text) - self._mark[1] >= self._reach:
+            del self._tail[: self._mark[0]]
+            text = self._detokenize(self._tail)
+            self._mark = len(self._tail), len(text)
+        self._text = text
+        return False
