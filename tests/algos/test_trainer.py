@@ -372,7 +372,10 @@ def test_resuming_is_bit_exact(trained: list[dict[str, Any]], resumed: list[dict
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, r"weights \['model\.layers\.2\..* are missing; copy the checkpoint"),
+        (
+            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+            r"weights \['model\.layers\.2\..* are missing; copy the checkpoint",
+        ),
         ({"initializer_range": "wide"}, "AutoConfig cannot read it"),
         ({"intermediate_size": 100}, "AutoModelForCausalLM cannot read it"),
     ],
