@@ -34,6 +34,7 @@ from engines import LLM, SamplingParams
 from engines.config import ModelConfig
 from engines.journal import Journal
 from engines.json_files import read_json
+from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
@@ -181,6 +182,7 @@ def _prepare_model(config: TrainConfig, threads: int) -> Path:
                 f"model={config.model!r}: {model} was made with another recipe; use it by --model {model}, or remove it"
             )
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # the host's other ranks wait for the first
+        watch_cores()
         warm_start(model, recipe)
         torch.set_num_threads(threads)
     return model

@@ -17,18 +17,26 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 INTERVAL_S = 0.25
 PASSIVE_ABOVE, ACTIVE_BELOW = 0.1, 0.03
 """Seconds per second that this process's threads wait for a core: 0.01 where cores are free, 0.5 and more where one of
 two is in use."""
 
 
-@functools.cache
 def watch_cores() -> None:
     """Chooses how this process's OpenMP threads wait, from now on, by a thread that looks four times a second.
 
-    Does nothing where the OpenMP runtime is another, or the system does not tell how long threads wait for a core.
+    Does nothing where torch has one thread, which waits for no other, where the OpenMP runtime is another, or where the
+    system does not say how long threads wait for a core.
     """
+    if torch.get_num_threads() > 1:
+        _start_watch()
+
+
+@functools.cache
+def _start_watch() -> None:
     if waited_s() is not None and loaded_runtimes():
         threading.Thread(target=_watch, name="watch-cores", daemon=True).start()
 

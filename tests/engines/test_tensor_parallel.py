@@ -190,7 +190,8 @@ def test_replicas_of_two_sizes_take_what_fits_in_all(checkpoints: Path) -> None:
     results = run_world(fill_two_sizes, 3, str(checkpoints))
     assert [result[2] for result in results] == ["128", "128", "64"], "the replicas were to hold unequal numbers"
     for too_long, fits, _, too_small in results:
-        assert "ValueError: prompt: 61 tokens with max_tokens=4 can reach 65 tokens, the KV cache holds 64" in too_long
+        told = "ValueError: prompts[0]: 61 tokens with max_tokens=4 can reach 65 tokens, the KV cache holds 64"
+        assert told in too_long
         assert fits == ""
         assert "ValueError: EngineConfig.kv_cache_bytes=12288: one block of 16 tokens takes 16384 bytes" in too_small
 
@@ -246,6 +247,6 @@ def test_unequal_options_are_refused_on_every_rank(checkpoints: Path) -> None:
     )
     assert second[7].startswith("ValueError: EngineConfig.block_size=0")
     assert first[8].startswith(
-        "RuntimeError: generate: failed on ranks [1]; on rank 1: ValueError: prompt: token id 999"
+        "RuntimeError: generate: failed on ranks [1]; on rank 1: ValueError: prompts[0]: token id 999"
     )
-    assert second[8].startswith("ValueError: prompt: token id 999")
+    assert second[8].startswith("ValueError: prompts[0]: token id 999")
