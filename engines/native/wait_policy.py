@@ -68,7 +68,7 @@ def loaded_runtimes() -> list[ctypes.CDLL]:
 
 
 class PassiveWaits:
-    """While one is there, this process's OpenMP threads sleep when they wait. `end` returns when they spin again."""
+    """While one is there, this process's OpenMP threads sleep when they wait. Soon after `end` they spin again."""
 
     def __init__(self) -> None:
         self._made, self._over = threading.Event(), threading.Event()
