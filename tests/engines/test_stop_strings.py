@@ -149,3 +149,20 @@ def test_in_an_engine_that_preempts(tmp_path: Path) -> None:
         assert after.finish_reason == ("stop" if lengths else "length")
         assert after.text == (text[: cut_of(text, stops)] if lengths else text)
     assert {one.finish_reason for one in stopped} >= {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop"),
+    [
+        ([*b"aab", *("€" * 40).encode(), *"é€".encode()], "€é€"),  # one run of bytes, whole but for its last character
+        ([258, 0xE2, *b"a" * 60, 258], "aaa"),  # one that is no text as a whole, though parts of it would be
+    ],
+)
+def test_long_runs_of_bytes_count_as_a_whole(tokens: list[int], stop: str) -> None:
+    detokenize = detokenizer(TOKENIZERS["byte fallback"])
+    assert detokenize is not None
+    for num_before in range(30):
+        generated = [258] * num_before + tokens
+        search = StopSearch([stop], detokenize, [])
+        found = [search.hits(generated[:n], 0) for n in range(1, len(generated) + 1)]
+        assert found == [stop in detokenize(generated[:n]) for n in range(1, len(generated) + 1)]
