@@ -126,7 +126,7 @@ class RunFolder:
         folder = last_published(self.path)
         if not (folder / DIGESTS).is_file():
             raise ValueError(
-                f"{folder}: has no {DIGESTS}, as earlier versions wrote none: it cannot be told whether it is whole; "
+                f"{folder}: has no {DIGESTS}, which earlier versions did not write, so damage could not be found; "
                 f"start anew with --model {folder / 'huggingface'} under another --name"
             )
         published = read_json(folder / DIGESTS, dict[str, str])
