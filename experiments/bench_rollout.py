@@ -97,7 +97,7 @@ def main() -> dict[str, Any]:
         "workload": {**asdict(config), "model": str(model), "output": None, "threads": threads},
         "tokens": sum(lengths),
         "longest": max(lengths),
-        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
+        "seconds": {name: [round(value, 6) for value in values] for name, values in seconds.items()},
         "tokens_per_second": {name: round(sum(lengths) / median[name], 1) for name in ("ours", "hf")},
         "vs_hf": round(median["hf"] / median["ours"], 2),
         "a_a": {name: round(median[name] / median[f"{name}_again"], 3) for name in ("ours", "hf")},
