@@ -9,8 +9,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,18 +105,55 @@ def start_under_torchrun(num_ranks: int) -> None:
 def end_on_signals(last_words: Callable[[], str]) -> None:
     """From now on Ctrl-C and SIGTERM end this process at once, rank 0 with a line; for a job that may end anywhere.
 
-    Other ranks end even where they wait in C++ for one that has gone.
+    Every rank also ends where it waits in C++ for one that has gone: Python runs no signal handler there, so after two
+    seconds a thread of rank 0 does it. A process that this one forks is not affected.
     """
+    caught = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    if rank() > 0:
+        _set_handlers(caught, signal.SIG_DFL)
+        return
+    ending = threading.Lock()
 
-    def end(number: int, _: object) -> None:
+    def end(number: int, _: object = None) -> None:
+        if not ending.acquire(blocking=False):
+            return
         try:
             os.write(2, f"\n{last_words()}\n".encode())  # not print, which may be what was interrupted
         finally:
             os._exit(128 + number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as a shell leaves it to what runs in its background
-            signal.signal(number, end if rank() == 0 else signal.SIG_DFL)
+    signals, written = os.pipe()
+    os.set_blocking(written, False)
+
+    def end_in_its_place() -> None:
+        while number := os.read(signals, 1):
+            if number[0] in caught:
+                time.sleep(2)
+                end(number[0])
+        os.close(signals)
+
+    threading.Thread(target=end_in_its_place, name="end on signals", daemon=True).start()
+    _set_handlers(caught, end)
+    replaced = signal.set_wakeup_fd(written)
+    if replaced >= 0:
+        os.close(replaced)  # which ends its thread
+    else:
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, caught),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, caught),
+            after_in_child=lambda: _forget_handlers(caught),
+        )
+
+
+def _forget_handlers(caught: Iterable[int]) -> None:
+    signal.set_wakeup_fd(-1)
+    _set_handlers(caught, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+
+
+def _set_handlers(numbers: Iterable[int], handler: Any) -> None:
+    for number in numbers:
+        signal.signal(number, handler)
 
 
 def _let_rank_0_speak() -> None:

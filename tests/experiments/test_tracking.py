@@ -47,10 +47,10 @@ def start(tmp_path: Path, *names: str, **given: str) -> tuple[list[dict[str, Any
 
 def test_a_run_has_an_id_of_its_own(tmp_path: Path) -> None:
     """Also where another project's run lies in a folder of the same name; a resumed one keeps it."""
-    (first, other, resumed), _ = start(tmp_path, "here/grpo", "there/grpo", "here/grpo")
+    (first, other), _ = start(tmp_path, "here/grpo", "there/grpo")
+    (resumed,), _ = start(tmp_path, "here/grpo")
     assert first["id"] == resumed["id"] != other["id"]
     assert first == resumed == {"id": first["id"], "project": "curtail", "name": "grpo", "offline": True}
-    assert len(list((tmp_path / "here/grpo/wandb").glob(f"offline-run-*-{first['id']}"))) == 2
 
 
 def test_the_users_settings_hold(tmp_path: Path) -> None:
