@@ -50,10 +50,17 @@ class RunFolder:
         return self._group.rank == 0
 
     def append(self, name: str, record: dict[str, Any]) -> None:
-        """Adds a line to a JSONL file, handed to the system at once."""
-        if self.is_writer:
+        """Adds a line to a JSONL file, handed to the system at once. Raises ValueError where it cannot be written."""
+        if not self.is_writer:
+            return
+        try:
             with open(self.path / name, "a") as file:
                 file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise ValueError(
+                f"{self.path / name}: cannot be written ({error}); mend the disk, or make room on it, before the run "
+                "goes on from its last published checkpoint"
+            ) from None
 
     def truncate(self, last_step: int, names: Iterable[str]) -> None:
         """Drops lines of later steps, and a line that a kill tore, before a resumed run writes them again."""

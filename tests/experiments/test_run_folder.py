@@ -83,6 +83,15 @@ def test_later_and_torn_lines_are_dropped(tmp_path: Path) -> None:
     assert [row["x"] for row in rows] == [0, 1, 2]
 
 
+def test_a_line_that_finds_no_room(small_disk: Path) -> None:
+    folder = RunFolder(small_disk, SingleRank())
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot be written .*No space left on device.*make room"):
+        for step in range(2000):  # of 40 bytes and more each
+            folder.append("metrics.jsonl", {"training/global_step": step, "x": "y"})
+    written = (small_disk / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["training/global_step"] for line in written[:-1]] == list(range(len(written) - 1))
+
+
 def test_names_are_not_taken_twice(tmp_path: Path) -> None:
     assert [make_run_folder(tmp_path, None, "task-grpo", resume=False).name for _ in range(3)] == [
         "task-grpo",
