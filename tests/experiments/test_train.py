@@ -398,7 +398,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("broken_after", "fix"),
-        [(0, "then start again under another --name"), (1, "then go on with --name broken-1 --resume")],
+        [(0, "then start again: give another --name"), (1, "then go on with --name broken-1 --resume")],
     )
     def test_a_broken_reward(self, model: Path, tmp_path: Path, broken_after: int, fix: str) -> None:
         """It is told to resume only what can be resumed."""
