@@ -122,7 +122,8 @@ def _watch() -> None:
         wanted = waits_passively(passive is not None, (waited - before) / (now - then))
         before, then = waited, now
         if wanted and passive is None:
-            passive = PassiveWaits()
+            with contextlib.suppress(RuntimeError):  # the system gives no thread more
+                passive = PassiveWaits()
         elif not wanted and passive is not None:
             passive.end()
             passive = None
