@@ -202,19 +202,22 @@ class PartialOutput:
         self._write(completion_line(self._records[index], finished.completion, prompt_index=index))
 
     def publish(self, outputs: Sequence[RequestOutput]) -> None:
-        """Makes the output from all completions. Raises ValueError when it cannot be written."""
-        pairs = zip(self._records, outputs, strict=True)
-        text = "".join(completion_line(record, one) for record, output in pairs for one in output.outputs)
+        """Makes the output from all completions. Raises ValueError, on every rank, when it cannot be written."""
+        problem = ""
         if self._group.rank == 0:
+            pairs = zip(self._records, outputs, strict=True)
+            text = "".join(completion_line(record, one) for record, output in pairs for one in output.outputs)
             try:
                 replace_text(self.output, text)
             except OSError as error:
-                raise self._unwritable(error) from None
+                problem = str(self._unwritable(error))
+        if problem := self._group.broadcast_bytes(problem.encode()).decode():
+            raise ValueError(problem)
         self._is_published = True
 
     def close(self) -> None:
-        """Removes the file when the output is published, or when it keeps nothing."""
-        if self._is_published or (self._group.rank == 0 and self._is_empty()):
+        """Removes the file, on rank 0, when the output is published, or when it keeps nothing."""
+        if self._group.rank == 0 and (self._is_published or self._is_empty()):
             self.path.unlink(missing_ok=True)
 
     def tell(self) -> str:

@@ -193,6 +193,19 @@ def test_a_full_disk_is_one_error_and_the_rest_is_kept(folder: Path, tmp_path: P
     assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
 
 
+def test_an_output_that_cannot_be_made_at_the_end_costs_nothing(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    (tmp_path / ".out.jsonl.partial").mkdir()  # where the output's text is to be written before it is renamed
+    done = finish(TORCHRUN, folder, output)
+    assert done.returncode != 0 and "[rank" not in done.stderr
+    assert f"'{partial_of(output)}' keeps 60 of 60 prompts (180 of 180 completions); make room, then" in done.stderr
+    assert partial_of(output).read_bytes().count(b"\n") == 181
+    (tmp_path / ".out.jsonl.partial").rmdir()
+    done = finish(PYTHON, folder, output, "--resume")
+    assert json.loads(done.stdout)["resumed"] == 180, done.stderr[-2000:]
+    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+
+
 def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     partial_of(output).write_text("half a download")
