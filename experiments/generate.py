@@ -56,12 +56,27 @@ class GenerateConfig:
             raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
         if self.output is not None and self.output.is_dir():
             raise ValueError(f"output={str(self.output)!r}: is a folder; name a file in it")
-        if self.output is not None and self.output.exists() and not self.output.is_file():
-            raise ValueError(f"output={str(self.output)!r}: is no regular file; redirect stdout to it instead")
+        if self.output is not None and not _is_replaceable(self.output):
+            raise ValueError(f"output={str(self.output)!r}: is no file to replace at the end; redirect stdout instead")
         if self.output is not None and self.input is not None and self.output.resolve() == self.input.resolve():
             raise ValueError(f"output={str(self.output)!r}: is the input; name another file")
         if self.resume and self.output is None:
             raise ValueError("resume: without --output nothing was kept to go on with; leave it out")
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Not a device or a pipe, nor what a process has open: /dev/stdout can be another name of a user's file."""
+    place = os.path.abspath(path)
+    if place.startswith(("/dev/", "/proc/")) and not place.startswith("/dev/shm/"):
+        return False
+    return not path.exists() or (path.is_file() and not any(_is_open_as(number, path) for number in (1, 2)))
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:  # it is closed
+        return False
 
 
 def main() -> dict[str, Any]:

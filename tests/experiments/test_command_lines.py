@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -86,8 +87,9 @@ def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp
         ([], '{"prompt": "\\ud800"}\n', "stdin:1: `prompt` holds half a surrogate pair"),
         (["x", "--output", "/tmp"], "", "is a folder"),
         (["x", "--output", "/nowhere/out.jsonl"], "", "there is no folder '/nowhere'"),
-        (["x", "--output", "/proc/out.jsonl"], "", "'/proc/out.jsonl.partial' cannot be written"),
-        (["x", "--output", "/dev/null"], "", "is no regular file"),
+        (["x", "--output", "/sys/out.jsonl"], "", "'/sys/out.jsonl.partial' cannot be written"),
+        (["x", "--output", "/dev/null"], "", "is no file to replace at the end; redirect stdout instead"),
+        (["x", "--output", "/proc/out.jsonl"], "", "is no file to replace at the end; redirect stdout instead"),
         (["--input", __file__, "--output", __file__], "", "is the input"),
         (["x", "--output", "/tmp/no such.jsonl", "--resume"], "", "there is no '/tmp/no such.jsonl.partial'"),
         (["x", "--resume"], "", "resume: without --output nothing was kept"),
@@ -101,6 +103,19 @@ def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: s
     assert "Traceback" not in done.stderr
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert ("engine: " in done.stderr) == ("prompts[1]" in message), "only what needs the model waits for it"
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/proc/self/fd/1", "own.jsonl", "linked.jsonl"])
+def test_generate_never_renames_over_what_stdout_goes_to(tmp_path: Path, name: str) -> None:
+    own = tmp_path / "own.jsonl"
+    (tmp_path / "linked.jsonl").symlink_to("/dev/stdout")
+    with open(own, "w") as stdout:
+        before = os.fstat(stdout.fileno()).st_ino
+        command = [sys.executable, str(ROOT / "experiments/generate.py"), "no model", "x", "--output", tmp_path / name]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+    told = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "is no file to replace at the end; redirect stdout instead" in told
+    assert own.stat().st_ino == before and not own.read_bytes()
 
 
 def test_generate_names_the_checkpoint_of_a_run(tmp_path: Path) -> None:
@@ -132,7 +147,7 @@ def test_generate_by_another_engine_is_the_same(model: str) -> None:
             ["--attention", "flash_attn"],
             "EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use",
         ),
-        (["--output", "/proc/out.jsonl"], "output='/proc/out.jsonl': '/proc/out.jsonl.partial' cannot be written"),
+        (["--output", "/sys/out.jsonl"], "output='/sys/out.jsonl': '/sys/out.jsonl.partial' cannot be written"),
     ],
     ids=["attention", "output"],
 )
