@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engines.sequence import Completion, Finished, FinishReason, RequestOutput, SequenceId, SequenceState
+from experiments.prompts import ANSWERED
 from experiments.run_folder import replace_text
 
 if TYPE_CHECKING:
@@ -22,13 +23,8 @@ if TYPE_CHECKING:
 
 def completion_line(record: Mapping[str, Any], completion: Completion, **more: int) -> str:
     """A line of the output: what was given with the prompt, then the completion."""
-    fields = {
-        "index": completion.index,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "token_ids": completion.token_ids,
-        "logprobs": [round(value, 6) for value in completion.logprobs],
-    }
+    fields = {name: getattr(completion, name) for name in ANSWERED}
+    fields["logprobs"] = [round(value, 6) for value in completion.logprobs]
     return json.dumps({**record, **fields, **more}) + "\n"
 
 

@@ -251,8 +251,11 @@ def test_stdout_has_each_prompt_as_it_ends_and_its_reader_may_leave(folder: Path
         (b'"\xff"', "is not UTF-8"),
         (b"[" * 100_000, "not valid JSON"),
         (b"[" + b"1" * 10_000 + b"]", "not valid JSON"),
+        (b'{"prompt": "x", "index": 7}', "the output has a field `index` of its own; rename the input's"),
+        (b'{"prompt_token_ids": [49], "text": null}', "the output has a field `text` of its own"),
+        (b'{"prompt": "x", "logprobs": []}', "the output has a field `logprobs` of its own"),
     ],
-    ids=["bool", "type", "bytes", "deep", "digits"],
+    ids=["bool", "type", "bytes", "deep", "digits", "index", "text", "logprobs"],
 )
 def test_a_line_that_cannot_be_read_is_named(line: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=f"^in.jsonl:3: {message}"):
