@@ -6,7 +6,8 @@
 
 (Without the lone `--`, torchrun takes `--n` for an abbreviation of its own options.)
 
-A JSONL line is an object with `prompt` (text) or `prompt_token_ids`, or a plain string; other fields are passed on, but for names of the completion's.
+A JSONL line is an object with `prompt` (text) or `prompt_token_ids`, or a plain string; other fields are passed on, so
+none may be named like one of the completion's.
 Lines of the output stand in the order of the prompts. Without --output they go to stdout, before the closing JSON line;
 with it, completions are kept in `<output>.partial` as they end, and a run that was interrupted goes on by --resume.
 """

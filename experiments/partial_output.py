@@ -145,15 +145,8 @@ class PartialOutput:
 
     def _open_first(self, resume: bool) -> bytes:
         """Returns the lines to go on from."""
-        if resume and not self.path.exists():
-            raise ValueError(f"resume: there is no {str(self.path)!r} to go on with; leave --resume out to start anew")
-        self._descriptor = self._open()
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-        except BlockingIOError:
-            raise ValueError(f"output={str(self.output)!r}: another run is writing {str(self.path)!r}") from None
-        except OSError:
-            pass  # a file system without locks
+        while not self._is_locked(resume):  # what another run removed at its end while this one was opening it
+            os.close(self._descriptor)
         try:
             kept = self._read()
         except ValueError as error:
@@ -169,6 +162,22 @@ class PartialOutput:
         whole = kept.whole if kept.completions else b""
         os.ftruncate(self._descriptor, len(whole))
         return whole
+
+    def _is_locked(self, resume: bool) -> bool:
+        """Opens and locks the file until this process ends, and returns whether it is still the one at its path."""
+        if resume and not self.path.exists():
+            raise ValueError(f"resume: there is no {str(self.path)!r} to go on with; leave --resume out to start anew")
+        self._descriptor = self._open()
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"output={str(self.output)!r}: another run is writing {str(self.path)!r}") from None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def _read(self) -> _Kept:
         return _Kept(self.path.read_bytes() if self.path.exists() else b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.parallel.collectives import SingleRank
+from experiments.partial_output import PartialOutput
 from experiments.prompts import read_prompts
 from tests.checkpoints import save_text_checkpoint
 
@@ -224,6 +227,31 @@ def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path:
         return True
 
     signal_when(process := begin([*PYTHON, *arguments(folder, output), *SLOW]), signal.SIGINT, refused_now)
+
+
+def partial_output(folder: Path, *, resume: bool = False) -> PartialOutput:
+    request = {"num_prompts": 2, "n": 1}
+    records = [{"prompt": "a"}, {"prompt": "b"}]
+    return PartialOutput(folder / "out.jsonl", SingleRank(), records=records, request=request, resume=resume)
+
+
+def test_a_file_that_another_run_removes_at_its_end_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run ends between this one's opening and locking; that it does so just then is made up."""
+    lock, path = fcntl.flock, partial_of(tmp_path / "out.jsonl")
+
+    def end_the_other_first(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        path.unlink()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", end_the_other_first)
+    sink = partial_output(tmp_path)
+    sink.begin()
+    assert path.read_text() == '{"generate": {"num_prompts": 2, "n": 1}}\n'
+    with pytest.raises(ValueError, match="another run is writing"):
+        partial_output(tmp_path)
 
 
 def test_stdout_has_each_prompt_as_it_ends_and_its_reader_may_leave(folder: Path) -> None:
