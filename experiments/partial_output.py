@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -38,6 +39,13 @@ def write_all(descriptor: int, text: str) -> None:
 _FIRST = b'{"generate": '  # how the file begins
 
 
+class _Request(msgspec.Struct, frozen=True):
+    """What is needed of the first line's request; the rest is only compared."""
+
+    num_prompts: int
+    n: int
+
+
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
     """What is read back of a line; its fields are those of `completion_line`."""
 
@@ -45,8 +53,12 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
     finish_reason: FinishReason
-    token_ids: list[int]
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     logprobs: list[float]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.token_ids) == len(self.logprobs) and all(map(math.isfinite, self.logprobs))
 
 
 class _Kept:
@@ -65,11 +77,17 @@ class _Kept:
         if not self.whole:
             return
         first, *others = self.whole.splitlines()
-        self.request = json.loads(first)["generate"]
+        try:
+            self.request = json.loads(first)["generate"]
+            asked = msgspec.convert(self.request, _Request)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its first line is damaged: {error}") from None
         for text in others:
             try:
                 line = msgspec.convert(json.loads(text), _Line)
             except (ValueError, RecursionError):
+                continue
+            if not (0 <= line.prompt_index < asked.num_prompts and 0 <= line.index < asked.n and line.is_whole):
                 continue
             self.completions[line.prompt_index, line.index] = Completion(
                 index=line.index,

@@ -249,9 +249,50 @@ def test_a_file_that_another_run_removes_at_its_end_is_opened_anew(
     monkeypatch.setattr(fcntl, "flock", end_the_other_first)
     sink = partial_output(tmp_path)
     sink.begin()
-    assert path.read_text() == '{"generate": {"num_prompts": 2, "n": 1}}\n'
+    assert path.read_text() == FIRST
     with pytest.raises(ValueError, match="another run is writing"):
         partial_output(tmp_path)
+
+
+FIRST = '{"generate": {"num_prompts": 2, "n": 1}}\n'
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        '{"generate": 1}',
+        '{"generate": {}}',
+        '{"generate": {"num_prompts": "2", "n": 1}}',
+        '{"generate": ',
+        '{"generate": ' + "[" * 100_000,
+    ],
+    ids=["type", "empty", "text", "torn", "deep"],
+)
+def test_a_damaged_first_line_is_no_partial_file(tmp_path: Path, first: str) -> None:
+    partial_of(tmp_path / "out.jsonl").write_text(first + "\n{}\n")
+    with pytest.raises(ValueError, match=r"which is another file \(its first line is damaged: .*; move it away, or give"):
+        partial_output(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"prompt_index": 2},
+        {"prompt_index": -1},
+        {"index": 1},
+        {"logprobs": [-1.0, float("nan")]},
+        {"logprobs": [-1.0]},
+        {"token_ids": [1, 2**70]},
+        {"text": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_line_costs_its_own_completion(tmp_path: Path, damage: dict[str, object]) -> None:
+    whole = {"prompt_index": 0, "index": 0, "text": "x", "finish_reason": "stop", "token_ids": [1, 2]}
+    whole["logprobs"] = [-1.0, -2.0]
+    rows = [{**whole, **damage}, {**whole, "prompt_index": 1}]
+    partial_of(tmp_path / "out.jsonl").write_text(FIRST + "".join(json.dumps(row) + "\n" for row in rows))
+    assert [*partial_output(tmp_path, resume=True).kept] == [(1, 0)]
 
 
 def test_stdout_has_each_prompt_as_it_ends_and_its_reader_may_leave(folder: Path) -> None:
