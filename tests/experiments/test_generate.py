@@ -270,7 +270,7 @@ FIRST = '{"generate": {"num_prompts": 2, "n": 1}}\n'
 )
 def test_a_damaged_first_line_is_no_partial_file(tmp_path: Path, first: str) -> None:
     partial_of(tmp_path / "out.jsonl").write_text(first + "\n{}\n")
-    with pytest.raises(ValueError, match=r"which is another file \(its first line is damaged: .*; move it away, or give"):
+    with pytest.raises(ValueError, match=r"another file \(its first line is damaged: .*; move it away, or give"):
         partial_output(tmp_path, resume=True)
 
 
