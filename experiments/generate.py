@@ -53,16 +53,32 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if self.prompts and self.input is not None:
             raise ValueError(f"input={str(self.input)!r}: prompts were given as arguments too; use one of the two")
+        for name, path in (("model", self.model), ("input", self.input), ("output", self.output)):
+            if path is not None:
+                _check_name(name, path, path)
         if self.output is not None and not self.output.parent.is_dir():
             raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
         if self.output is not None and self.output.is_dir():
             raise ValueError(f"output={str(self.output)!r}: is a folder; name a file in it")
+        if self.output is not None:
+            target = self.output.resolve()
+            _check_name("output", self.output, target.with_name(f".{target.name}.partial"))  # of `replace_text`
         if self.output is not None and not _is_replaceable(self.output):
             raise ValueError(f"output={str(self.output)!r}: is no file to replace at the end; redirect stdout instead")
         if self.output is not None and self.input is not None and self.output.resolve() == self.input.resolve():
             raise ValueError(f"output={str(self.output)!r}: is the input; name another file")
         if self.resume and self.output is None:
             raise ValueError("resume: without --output nothing was kept to go on with; leave it out")
+
+
+def _check_name(option: str, path: Path, derived: Path) -> None:
+    """Raises ValueError where no file can have the name `derived`, which is `path` or made of it."""
+    try:
+        derived.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ValueError(f"{option}={str(path)!r}: {error.strerror} ({str(derived)!r}); give another") from None
 
 
 def _is_replaceable(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from experiments.generate import GenerateConfig
+from experiments.run_folder import replace_text
 from tests.checkpoints import save_text_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +106,29 @@ def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: s
     assert "Traceback" not in done.stderr
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert ("engine: " in done.stderr) == ("prompts[1]" in message), "only what needs the model waits for it"
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"model": "n" * 300}, "model='n*': File name too long"),
+        ({"input": "n" * 300}, "input='n*': File name too long"),
+        ({"output": "n" * 300}, "output='n*': File name too long"),
+        ({"output": "n" * 247}, r"output='n*': File name too long \('.*/\.n*\.partial'\)"),
+        ({"output": "n" * 246}, ""),
+        ({"output": "loop"}, "output='loop': Too many levels of symbolic links"),
+    ],
+    ids=["model", "input", "output", "partial", "longest", "loop"],
+)
+def test_generate_refuses_names_that_no_file_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    options = {"model": Path("model"), **{name: Path(value) for name, value in given.items()}}
+    with pytest.raises(ValueError, match=f"^{error}") if error else contextlib.nullcontext():
+        GenerateConfig(**options)  # type: ignore[arg-type]
+    replace_text(Path("n" * 246), "")  # a name that fits
 
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/proc/self/fd/1", "own.jsonl", "linked.jsonl"])
