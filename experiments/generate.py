@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +52,8 @@ class GenerateConfig:
     )
 
     def __post_init__(self) -> None:
+        if not self.prompts and self.input is None and sys.stdin is None:
+            raise ValueError("stdin: is closed; give prompts as arguments, or --input")
         if self.prompts and self.input is not None:
             raise ValueError(f"input={str(self.input)!r}: prompts were given as arguments too; use one of the two")
         for name, path in (("model", self.model), ("input", self.input), ("output", self.output)):

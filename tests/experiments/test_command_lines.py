@@ -144,6 +144,22 @@ def test_generate_never_renames_over_what_stdout_goes_to(tmp_path: Path, name: s
     assert own.stat().st_ino == before and not own.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("closed", "error"),
+    [
+        ("<&-", "stdin: is closed; give prompts as arguments, or --input"),
+        ("x >&-", "error: stdout is closed; redirect it, if only to /dev/null"),
+        ("x 2>&-", "error: stderr is closed; redirect it, if only to /dev/null"),
+        ("x >&- 2>&-", ""),
+    ],
+)
+def test_a_closed_stream_is_one_error_at_the_start(closed: str, error: str) -> None:
+    command = f"exec {sys.executable} {ROOT}/experiments/generate.py 'no model' {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert error in " ".join((done.stdout + done.stderr).replace("│", " ").split())
+
+
 def test_generate_names_the_checkpoint_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-7/huggingface").mkdir(parents=True)
     (tmp_path / "checkpoints/latest").write_text("step-7")
