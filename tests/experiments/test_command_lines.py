@@ -144,6 +144,18 @@ def test_generate_never_renames_over_what_stdout_goes_to(tmp_path: Path, name: s
     assert own.stat().st_ino == before and not own.read_bytes()
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_generate_reads_a_pipe(model: str, tmp_path: Path, ranks: int) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["bash", "-c", f"printf '\"1+2=\"\\n{{}}' > {pipe}"]) as writer:
+        try:
+            done = start("generate.py", model, "--input", str(pipe), ranks=ranks)
+        finally:
+            writer.kill()
+    assert done.returncode != 0 and f"error: {pipe}:2: needs `prompt`" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("closed", "error"),
     [
