@@ -154,6 +154,12 @@ class RunFolder:
                 f"start anew with --model {folder / 'huggingface'} under another --name"
             )
         published = read_json(folder / DIGESTS, dict[str, str])
+        there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        if strange := sorted(there - {DIGESTS, *published}):
+            raise ValueError(
+                f"{folder / strange[0]}: has no digest in {DIGESTS}, so damage could not be found; move it away if it "
+                f"was not published with the others, or restore {DIGESTS}"
+            )
         found = self._digests(folder, published)
         if damaged := sorted(name for name in published if found[name] != published[name]):
             raise ValueError(

@@ -161,6 +161,7 @@ def flip_a_byte(point: Path) -> None:
         (lambda point: (point / "digests.json").unlink(), r"step-7: has no digests\.json, which earlier versions did"),
         (lambda point: os.truncate(point / "digests.json", 9), r"digests\.json: not valid JSON"),
         (lambda point: (point / "digests.json").write_text('{"file": 3}'), r"digests\.json: Expected `str`"),
+        (lambda point: (point / "digests.json").write_text("{}"), r"step-7/file: has no digest in digests\.json"),
     ],
 )
 def test_a_point_that_is_not_as_it_was_published_is_refused(
