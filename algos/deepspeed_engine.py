@@ -23,6 +23,10 @@ from algos.deepspeed_config import ResolvedConfig, TrainerConfig, lr_factor
 from algos.publish import save_tensors
 
 _PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small beside any large parameter
+_UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, pickle.UnpicklingError),
+    *(AssertionError, AttributeError, LookupError, TypeError, ValueError),  # of DeepSpeed, for what has other contents
+)
 
 
 def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
@@ -253,7 +257,7 @@ def load_states(engine: Any, directory: Path, tag: str) -> None:
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
             loaded, _ = engine.load_checkpoint(str(directory), tag=tag)
         assert loaded is not None
-    except (OSError, EOFError, KeyError, AssertionError, RuntimeError, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         raise ValueError(
             f"directory={str(directory)!r}: DeepSpeed's states in {tag!r} are missing, damaged or of other code "
             f"({type(error).__name__}); give another"

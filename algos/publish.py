@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,10 +57,16 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def only_writer(target: Path) -> Iterator[None]:
-    """Waits until no other process of this host is inside for the same `target`. A killed one's turn ends with it."""
+    """Waits until no other process of this host is inside for the same `target`. A killed one's turn ends with it.
+
+    On a file system without locks it warns and does not wait.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f".{target.name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            warnings.warn(f"{target}: cannot be locked ({error}): see to it that nothing else writes it", stacklevel=3)
         yield
 
 

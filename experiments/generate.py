@@ -6,7 +6,8 @@
 
 (Without the lone `--`, torchrun takes `--n` for an abbreviation of its own options.)
 
-A JSONL line is an object with `prompt` (text) or `prompt_token_ids`, or a plain string; other fields are passed on.
+A JSONL line is an object with `prompt` (text) or `prompt_token_ids`, or a plain string; other fields are passed on, so
+none may be named like one of the completion's.
 Lines of the output stand in the order of the prompts. Without --output they go to stdout, before the closing JSON line;
 with it, completions are kept in `<output>.partial` as they end, and a run that was interrupted goes on by --resume.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,18 +52,51 @@ class GenerateConfig:
     )
 
     def __post_init__(self) -> None:
+        if not self.prompts and self.input is None and sys.stdin is None:
+            raise ValueError("stdin: is closed; give prompts as arguments, or --input")
         if self.prompts and self.input is not None:
             raise ValueError(f"input={str(self.input)!r}: prompts were given as arguments too; use one of the two")
+        for name, path in (("model", self.model), ("input", self.input), ("output", self.output)):
+            if path is not None:
+                _check_name(name, path, path)
         if self.output is not None and not self.output.parent.is_dir():
             raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
         if self.output is not None and self.output.is_dir():
             raise ValueError(f"output={str(self.output)!r}: is a folder; name a file in it")
-        if self.output is not None and self.output.exists() and not self.output.is_file():
-            raise ValueError(f"output={str(self.output)!r}: is no regular file; redirect stdout to it instead")
+        if self.output is not None:
+            target = self.output.resolve()
+            _check_name("output", self.output, target.with_name(f".{target.name}.partial"))  # of `replace_text`
+        if self.output is not None and not _is_replaceable(self.output):
+            raise ValueError(f"output={str(self.output)!r}: is no file to replace at the end; redirect stdout instead")
         if self.output is not None and self.input is not None and self.output.resolve() == self.input.resolve():
             raise ValueError(f"output={str(self.output)!r}: is the input; name another file")
         if self.resume and self.output is None:
             raise ValueError("resume: without --output nothing was kept to go on with; leave it out")
+
+
+def _check_name(option: str, path: Path, derived: Path) -> None:
+    """Raises ValueError where no file can have the name `derived`, which is `path` or made of it."""
+    try:
+        derived.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ValueError(f"{option}={str(path)!r}: {error.strerror} ({str(derived)!r}); give another") from None
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Not a device or a pipe, nor what a process has open: /dev/stdout can be another name of a user's file."""
+    place = os.path.abspath(path)
+    if place.startswith(("/dev/", "/proc/")) and not place.startswith("/dev/shm/"):
+        return False
+    return not path.exists() or (path.is_file() and not any(_is_open_as(number, path) for number in (1, 2)))
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:  # it is closed
+        return False
 
 
 def main() -> dict[str, Any]:

@@ -99,12 +99,15 @@ def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records,
     if config.prompts:
         return [{"prompt": one} for one in config.prompts], [f"prompts[{i}]" for i in range(len(config.prompts))]
     if config.input is not None:
-        if not config.input.is_file():
+        if not config.input.exists() or config.input.is_dir():
             raise FileNotFoundError(f"input={str(config.input)!r}: no such file")
-        return read_prompts(config.input.read_bytes(), str(config.input))
-    # torchrun gives stdin to no particular rank: the first reads it for all.
-    data = sys.stdin.buffer.read() if group.rank == 0 else None
-    return read_prompts(group.broadcast_bytes(data), "stdin")
+        if config.input.is_file():
+            return read_prompts(config.input.read_bytes(), str(config.input))
+    # A pipe can be read once, and torchrun gives stdin to no particular rank: the first reads it for all.
+    data = None
+    if group.rank == 0:
+        data = config.input.read_bytes() if config.input is not None else sys.stdin.buffer.read()
+    return read_prompts(group.broadcast_bytes(data), str(config.input or "stdin"))
 
 
 def _encode(llm: LLM, records: Records, places: list[str], sampling: SamplingParams) -> list[list[int]]:

@@ -177,6 +177,10 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
 
     A user's error becomes one line and exit code 2, Ctrl-C one line and 130.
     """
+    for name in ("stdout", "stderr"):  # the next file to be opened would take a closed one's place
+        if getattr(sys, name) is None:
+            _tell(f"error: {name} is closed; redirect it, if only to /dev/null")
+            os._exit(2)
     try:
         result = main()
     except SystemExit as ended:  # of the command line's parser, which has told it

@@ -5,15 +5,17 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from engines.sequence import Completion, Finished, FinishReason, RequestOutput, SequenceId, SequenceState
+from experiments.prompts import ANSWERED
 from experiments.run_folder import replace_text
 
 if TYPE_CHECKING:
@@ -22,13 +24,8 @@ if TYPE_CHECKING:
 
 def completion_line(record: Mapping[str, Any], completion: Completion, **more: int) -> str:
     """A line of the output: what was given with the prompt, then the completion."""
-    fields = {
-        "index": completion.index,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "token_ids": completion.token_ids,
-        "logprobs": [round(value, 6) for value in completion.logprobs],
-    }
+    fields = {name: getattr(completion, name) for name in ANSWERED}
+    fields["logprobs"] = [round(value, 6) for value in completion.logprobs]
     return json.dumps({**record, **fields, **more}) + "\n"
 
 
@@ -42,6 +39,13 @@ def write_all(descriptor: int, text: str) -> None:
 _FIRST = b'{"generate": '  # how the file begins
 
 
+class _Request(msgspec.Struct, frozen=True):
+    """What is needed of the first line's request; the rest is only compared."""
+
+    num_prompts: int
+    n: int
+
+
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
     """What is read back of a line; its fields are those of `completion_line`."""
 
@@ -49,8 +53,12 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
     finish_reason: FinishReason
-    token_ids: list[int]
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     logprobs: list[float]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.token_ids) == len(self.logprobs) and all(map(math.isfinite, self.logprobs))
 
 
 class _Kept:
@@ -69,11 +77,17 @@ class _Kept:
         if not self.whole:
             return
         first, *others = self.whole.splitlines()
-        self.request = json.loads(first)["generate"]
+        try:
+            self.request = json.loads(first)["generate"]
+            asked = msgspec.convert(self.request, _Request)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its first line is damaged: {error}") from None
         for text in others:
             try:
                 line = msgspec.convert(json.loads(text), _Line)
             except (ValueError, RecursionError):
+                continue
+            if not (0 <= line.prompt_index < asked.num_prompts and 0 <= line.index < asked.n and line.is_whole):
                 continue
             self.completions[line.prompt_index, line.index] = Completion(
                 index=line.index,
@@ -149,15 +163,8 @@ class PartialOutput:
 
     def _open_first(self, resume: bool) -> bytes:
         """Returns the lines to go on from."""
-        if resume and not self.path.exists():
-            raise ValueError(f"resume: there is no {str(self.path)!r} to go on with; leave --resume out to start anew")
-        self._descriptor = self._open()
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-        except BlockingIOError:
-            raise ValueError(f"output={str(self.output)!r}: another run is writing {str(self.path)!r}") from None
-        except OSError:
-            pass  # a file system without locks
+        while not self._is_locked(resume):  # what another run removed at its end while this one was opening it
+            os.close(self._descriptor)
         try:
             kept = self._read()
         except ValueError as error:
@@ -173,6 +180,22 @@ class PartialOutput:
         whole = kept.whole if kept.completions else b""
         os.ftruncate(self._descriptor, len(whole))
         return whole
+
+    def _is_locked(self, resume: bool) -> bool:
+        """Opens and locks the file until this process ends, and returns whether it is still the one at its path."""
+        if resume and not self.path.exists():
+            raise ValueError(f"resume: there is no {str(self.path)!r} to go on with; leave --resume out to start anew")
+        self._descriptor = self._open()
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"output={str(self.output)!r}: another run is writing {str(self.path)!r}") from None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def _read(self) -> _Kept:
         return _Kept(self.path.read_bytes() if self.path.exists() else b"")
@@ -202,19 +225,22 @@ class PartialOutput:
         self._write(completion_line(self._records[index], finished.completion, prompt_index=index))
 
     def publish(self, outputs: Sequence[RequestOutput]) -> None:
-        """Makes the output from all completions. Raises ValueError when it cannot be written."""
-        pairs = zip(self._records, outputs, strict=True)
-        text = "".join(completion_line(record, one) for record, output in pairs for one in output.outputs)
+        """Makes the output from all completions. Raises ValueError, on every rank, when it cannot be written."""
+        problem = ""
         if self._group.rank == 0:
+            pairs = zip(self._records, outputs, strict=True)
+            text = "".join(completion_line(record, one) for record, output in pairs for one in output.outputs)
             try:
                 replace_text(self.output, text)
             except OSError as error:
-                raise self._unwritable(error) from None
+                problem = str(self._unwritable(error))
+        if problem := self._group.broadcast_bytes(problem.encode()).decode():
+            raise ValueError(problem)
         self._is_published = True
 
     def close(self) -> None:
-        """Removes the file when the output is published, or when it keeps nothing."""
-        if self._is_published or (self._group.rank == 0 and self._is_empty()):
+        """Removes the file, on rank 0, when the output is published, or when it keeps nothing."""
+        if self._group.rank == 0 and (self._is_published or self._is_empty()):
             self.path.unlink(missing_ok=True)
 
     def tell(self) -> str:

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 Records = list[dict[str, Any]]
+ANSWERED = ("index", "text", "finish_reason", "token_ids", "logprobs")
+"""The fields that a line of the output adds to those of its prompt."""
 
 
 def read_prompts(data: bytes, source: str) -> tuple[Records, list[str]]:
@@ -37,6 +39,8 @@ def _read_record(line: bytes, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: needs `prompt`, a string, or `prompt_token_ids`, integers")
     if not is_ids and not _is_utf8(record["prompt"]):
         raise ValueError(f"{place}: `prompt` holds half a surrogate pair, which is no text")
+    if taken := [name for name in ANSWERED if name in record]:
+        raise ValueError(f"{place}: the output has a field `{taken[0]}` of its own; rename the input's")
     return record
 
 

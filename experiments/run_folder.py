@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +27,8 @@ DIGESTS = "digests.json"
 AFRESH = "give another --name, or delete the folder if no run is writing in it"
 """How to begin a named run again of which nothing is published."""
 LOCK = "lock"
+TO_LOOK_AT = ("samples.jsonl", "rollout_steps.jsonl", "timeline.json", "figures")
+"""What a run writes for its reader alone: it goes on without them."""
 
 
 class RunFolder:
@@ -46,23 +48,36 @@ class RunFolder:
         self.path = path
         self._group = group
         self._lock = lock
+        self._has_warned = False
 
     @property
     def is_writer(self) -> bool:
         return self._group.rank == 0
 
     def append(self, name: str, record: dict[str, Any]) -> None:
-        """Adds a line to a JSONL file, handed to the system at once. Raises ValueError where it cannot be written."""
-        if not self.is_writer:
-            return
-        try:
-            with open(self.path / name, "a") as file:
+        """Adds a line to a JSONL file, handed to the system at once; see `writing` for where it cannot be written."""
+        if self.is_writer:
+            with self.writing(name), open(self.path / name, "a") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def replace(self, name: str, text: str) -> None:
+        """Writes a file whole or not at all; see `writing` for where it cannot be written."""
+        if self.is_writer:
+            with self.writing(name):
+                replace_text(self.path / name, text)
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Around the writing of a file: where that fails, a ValueError, or one warning if it is only TO_LOOK_AT."""
+        try:
+            yield
         except OSError as error:
-            raise ValueError(
-                f"{self.path / name}: cannot be written ({error}); mend the disk, or make room on it, before the run "
-                "goes on from its last published checkpoint"
-            ) from None
+            problem = f"{self.path / name}: cannot be written ({error}); mend the disk, or make room on it"
+            if name not in TO_LOOK_AT:
+                raise ValueError(f"{problem}, before the run goes on from its last published checkpoint") from None
+            if not self._has_warned:
+                warnings.warn(f"{problem}; the run goes on without {', '.join(TO_LOOK_AT)}", stacklevel=2)
+            self._has_warned = True
 
     def truncate(self, last_step: int, names: Iterable[str]) -> None:
         """Drops lines of later steps, and a line that a kill tore, before a resumed run writes them again."""
@@ -73,7 +88,7 @@ class RunFolder:
             if path.is_file():
                 lines = path.read_text(errors="replace").splitlines()
                 kept = [line for line in lines if _step_of(line) <= last_step]
-                replace_text(path, "".join(line + "\n" for line in kept))
+                self.replace(name, "".join(line + "\n" for line in kept))
 
     # -- resume points
 
@@ -139,6 +154,12 @@ class RunFolder:
                 f"start anew with --model {folder / 'huggingface'} under another --name"
             )
         published = read_json(folder / DIGESTS, dict[str, str])
+        there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        if strange := sorted(there - {DIGESTS, *published}):
+            raise ValueError(
+                f"{folder / strange[0]}: has no digest in {DIGESTS}, so damage could not be found; move it away if it "
+                f"was not published with the others, or restore {DIGESTS}"
+            )
         found = self._digests(folder, published)
         if damaged := sorted(name for name in published if found[name] != published[name]):
             raise ValueError(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from experiments.config import TrainConfig
-from experiments.run_folder import RunFolder, replace_text
+from experiments.run_folder import RunFolder
 
 
 class Tracker:
@@ -54,5 +54,5 @@ def _run_id(folder: RunFolder) -> str:
     """This run's alone, and the same one when it is resumed: a folder's name may be another run's elsewhere."""
     path = folder.path / "wandb_id"
     if not path.exists():
-        replace_text(path, secrets.token_hex(4))
+        folder.replace(path.name, secrets.token_hex(4))
     return path.read_text()

@@ -55,7 +55,6 @@ from experiments.run_folder import (
     lock_folder,
     make_run_folder,
     newest_run,
-    replace_text,
 )
 from experiments.tracking import Tracker
 
@@ -421,8 +420,7 @@ class Run:
     # -- files
 
     def _write_config(self) -> None:
-        if self.folder.is_writer:
-            replace_text(self.folder.path / "config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
+        self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
 
     def _write_rollout(self, rollout: Rollout) -> None:
         step = {"training/global_step": self.step}
@@ -441,9 +439,9 @@ class Run:
             return
         steps = [step for part in everyone for step in msgspec.msgpack.decode(part, type=list[StepRecord])]
         lines = "".join(json.dumps(asdict(step)) + "\n" for step in steps)
-        replace_text(self.folder.path / "rollout_steps.jsonl", lines)
+        self.folder.replace("rollout_steps.jsonl", lines)
         marks = self.llm.rollout.marks if self.llm.rollout is not None else []
-        replace_text(self.folder.path / "timeline.json", json.dumps(chrome_trace(steps, marks)))
+        self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, marks)))
 
     def _save(self) -> None:
         """A resume point and a Hugging Face checkpoint, published together."""
@@ -474,7 +472,10 @@ class Run:
         self.group.barrier()
 
     def _summary(self, start: float) -> dict[str, Any]:
-        figures = [str(path) for path in draw_run(self.folder.path)] if self.folder.is_writer else []
+        figures: list[str] = []
+        if self.folder.is_writer:
+            with self.folder.writing("figures"):
+                figures = [str(path) for path in draw_run(self.folder.path)]
         checkpoint = self.folder.latest()
         return {
             "experiment": "train",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from experiments.generate import GenerateConfig
+from experiments.run_folder import replace_text
 from tests.checkpoints import save_text_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -86,8 +90,9 @@ def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp
         ([], '{"prompt": "\\ud800"}\n', "stdin:1: `prompt` holds half a surrogate pair"),
         (["x", "--output", "/tmp"], "", "is a folder"),
         (["x", "--output", "/nowhere/out.jsonl"], "", "there is no folder '/nowhere'"),
-        (["x", "--output", "/proc/out.jsonl"], "", "'/proc/out.jsonl.partial' cannot be written"),
-        (["x", "--output", "/dev/null"], "", "is no regular file"),
+        (["x", "--output", "/sys/out.jsonl"], "", "'/sys/out.jsonl.partial' cannot be written"),
+        (["x", "--output", "/dev/null"], "", "is no file to replace at the end; redirect stdout instead"),
+        (["x", "--output", "/proc/out.jsonl"], "", "is no file to replace at the end; redirect stdout instead"),
         (["--input", __file__, "--output", __file__], "", "is the input"),
         (["x", "--output", "/tmp/no such.jsonl", "--resume"], "", "there is no '/tmp/no such.jsonl.partial'"),
         (["x", "--resume"], "", "resume: without --output nothing was kept"),
@@ -101,6 +106,70 @@ def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: s
     assert "Traceback" not in done.stderr
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert ("engine: " in done.stderr) == ("prompts[1]" in message), "only what needs the model waits for it"
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"model": "n" * 300}, "model='n*': File name too long"),
+        ({"input": "n" * 300}, "input='n*': File name too long"),
+        ({"output": "n" * 300}, "output='n*': File name too long"),
+        ({"output": "n" * 247}, r"output='n*': File name too long \('.*/\.n*\.partial'\)"),
+        ({"output": "n" * 246}, ""),
+        ({"output": "loop"}, "output='loop': Too many levels of symbolic links"),
+    ],
+    ids=["model", "input", "output", "partial", "longest", "loop"],
+)
+def test_generate_refuses_names_that_no_file_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    options = {"model": Path("model"), **{name: Path(value) for name, value in given.items()}}
+    with pytest.raises(ValueError, match=f"^{error}") if error else contextlib.nullcontext():
+        GenerateConfig(**options)  # type: ignore[arg-type]
+    replace_text(Path("n" * 246), "")  # a name that fits
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/proc/self/fd/1", "own.jsonl", "linked.jsonl"])
+def test_generate_never_renames_over_what_stdout_goes_to(tmp_path: Path, name: str) -> None:
+    own = tmp_path / "own.jsonl"
+    (tmp_path / "linked.jsonl").symlink_to("/dev/stdout")
+    with open(own, "w") as stdout:
+        before = os.fstat(stdout.fileno()).st_ino
+        command = [sys.executable, str(ROOT / "experiments/generate.py"), "no model", "x", "--output", tmp_path / name]
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+    told = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2 and "is no file to replace at the end; redirect stdout instead" in told
+    assert own.stat().st_ino == before and not own.read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_generate_reads_a_pipe(model: str, tmp_path: Path, ranks: int) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["bash", "-c", f"printf '\"1+2=\"\\n{{}}' > {pipe}"]) as writer:
+        try:
+            done = start("generate.py", model, "--input", str(pipe), ranks=ranks)
+        finally:
+            writer.kill()
+    assert done.returncode != 0 and f"error: {pipe}:2: needs `prompt`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("closed", "error"),
+    [
+        ("<&-", "stdin: is closed; give prompts as arguments, or --input"),
+        ("x >&-", "error: stdout is closed; redirect it, if only to /dev/null"),
+        ("x 2>&-", "error: stderr is closed; redirect it, if only to /dev/null"),
+        ("x >&- 2>&-", ""),
+    ],
+)
+def test_a_closed_stream_is_one_error_at_the_start(closed: str, error: str) -> None:
+    command = f"exec {sys.executable} {ROOT}/experiments/generate.py 'no model' {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert error in " ".join((done.stdout + done.stderr).replace("│", " ").split())
 
 
 def test_generate_names_the_checkpoint_of_a_run(tmp_path: Path) -> None:
@@ -132,7 +201,7 @@ def test_generate_by_another_engine_is_the_same(model: str) -> None:
             ["--attention", "flash_attn"],
             "EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use",
         ),
-        (["--output", "/proc/out.jsonl"], "output='/proc/out.jsonl': '/proc/out.jsonl.partial' cannot be written"),
+        (["--output", "/sys/out.jsonl"], "output='/sys/out.jsonl': '/sys/out.jsonl.partial' cannot be written"),
     ],
     ids=["attention", "output"],
 )

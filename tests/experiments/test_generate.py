@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.parallel.collectives import SingleRank
+from experiments.partial_output import PartialOutput
 from experiments.prompts import read_prompts
 from tests.checkpoints import save_text_checkpoint
 
@@ -193,6 +196,19 @@ def test_a_full_disk_is_one_error_and_the_rest_is_kept(folder: Path, tmp_path: P
     assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
 
 
+def test_an_output_that_cannot_be_made_at_the_end_costs_nothing(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    (tmp_path / ".out.jsonl.partial").mkdir()  # where the output's text is to be written before it is renamed
+    done = finish(TORCHRUN, folder, output)
+    assert done.returncode != 0 and "[rank" not in done.stderr
+    assert f"'{partial_of(output)}' keeps 60 of 60 prompts (180 of 180 completions); make room, then" in done.stderr
+    assert partial_of(output).read_bytes().count(b"\n") == 181
+    (tmp_path / ".out.jsonl.partial").rmdir()
+    done = finish(PYTHON, folder, output, "--resume")
+    assert json.loads(done.stdout)["resumed"] == 180, done.stderr[-2000:]
+    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+
+
 def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     partial_of(output).write_text("half a download")
@@ -211,6 +227,72 @@ def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path:
         return True
 
     signal_when(process := begin([*PYTHON, *arguments(folder, output), *SLOW]), signal.SIGINT, refused_now)
+
+
+def partial_output(folder: Path, *, resume: bool = False) -> PartialOutput:
+    request = {"num_prompts": 2, "n": 1}
+    records = [{"prompt": "a"}, {"prompt": "b"}]
+    return PartialOutput(folder / "out.jsonl", SingleRank(), records=records, request=request, resume=resume)
+
+
+def test_a_file_that_another_run_removes_at_its_end_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run ends between this one's opening and locking; that it does so just then is made up."""
+    lock, path = fcntl.flock, partial_of(tmp_path / "out.jsonl")
+
+    def end_the_other_first(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        path.unlink()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", end_the_other_first)
+    sink = partial_output(tmp_path)
+    sink.begin()
+    assert path.read_text() == FIRST
+    with pytest.raises(ValueError, match="another run is writing"):
+        partial_output(tmp_path)
+
+
+FIRST = '{"generate": {"num_prompts": 2, "n": 1}}\n'
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        '{"generate": 1}',
+        '{"generate": {}}',
+        '{"generate": {"num_prompts": "2", "n": 1}}',
+        '{"generate": ',
+        '{"generate": ' + "[" * 100_000,
+    ],
+    ids=["type", "empty", "text", "torn", "deep"],
+)
+def test_a_damaged_first_line_is_no_partial_file(tmp_path: Path, first: str) -> None:
+    partial_of(tmp_path / "out.jsonl").write_text(first + "\n{}\n")
+    with pytest.raises(ValueError, match=r"another file \(its first line is damaged: .*; move it away, or give"):
+        partial_output(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"prompt_index": 2},
+        {"prompt_index": -1},
+        {"index": 1},
+        {"logprobs": [-1.0, float("nan")]},
+        {"logprobs": [-1.0]},
+        {"token_ids": [1, 2**70]},
+        {"text": None},
+    ],
+    ids=str,
+)
+def test_a_damaged_line_costs_its_own_completion(tmp_path: Path, damage: dict[str, object]) -> None:
+    whole = {"prompt_index": 0, "index": 0, "text": "x", "finish_reason": "stop", "token_ids": [1, 2]}
+    whole["logprobs"] = [-1.0, -2.0]
+    rows = [{**whole, **damage}, {**whole, "prompt_index": 1}]
+    partial_of(tmp_path / "out.jsonl").write_text(FIRST + "".join(json.dumps(row) + "\n" for row in rows))
+    assert [*partial_output(tmp_path, resume=True).kept] == [(1, 0)]
 
 
 def test_stdout_has_each_prompt_as_it_ends_and_its_reader_may_leave(folder: Path) -> None:
@@ -238,8 +320,11 @@ def test_stdout_has_each_prompt_as_it_ends_and_its_reader_may_leave(folder: Path
         (b'"\xff"', "is not UTF-8"),
         (b"[" * 100_000, "not valid JSON"),
         (b"[" + b"1" * 10_000 + b"]", "not valid JSON"),
+        (b'{"prompt": "x", "index": 7}', "the output has a field `index` of its own; rename the input's"),
+        (b'{"prompt_token_ids": [49], "text": null}', "the output has a field `text` of its own"),
+        (b'{"prompt": "x", "logprobs": []}', "the output has a field `logprobs` of its own"),
     ],
-    ids=["bool", "type", "bytes", "deep", "digits"],
+    ids=["bool", "type", "bytes", "deep", "digits", "index", "text", "logprobs"],
 )
 def test_a_line_that_cannot_be_read_is_named(line: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=f"^in.jsonl:3: {message}"):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from algos.publish import only_writer
 from engines.parallel.collectives import SingleRank, TorchGroup
 from experiments.run_folder import (
     RunFolder,
@@ -92,6 +93,25 @@ def test_a_line_that_finds_no_room(small_disk: Path) -> None:
     assert [json.loads(line)["training/global_step"] for line in written[:-1]] == list(range(len(written) - 1))
 
 
+def test_only_what_the_run_needs_ends_it_where_there_is_no_room(small_disk: Path) -> None:
+    folder = RunFolder(small_disk, SingleRank())
+    folder.append("lengths.jsonl", {"training/global_step": 1})
+    (small_disk / "full").write_bytes(b"x" * 60_000)
+    with pytest.warns(UserWarning, match=r"samples\.jsonl: cannot be written .*No space.*; the run goes on") as told:
+        for step in range(3):
+            folder.append("samples.jsonl", {"training/global_step": step, "completion": "x" * 10_000})
+            folder.replace("timeline.json", "x" * 10_000)
+            with folder.writing("figures"), open(small_disk / "figure", "w") as file:
+                file.write("x" * 10_000)
+    assert len(told) == 1
+    with pytest.raises(ValueError, match=r"config\.json: cannot be written .*No space left.*make room"):
+        folder.replace("config.json", "x" * 10_000)
+    assert {*os.listdir(small_disk)} == {"full", "lengths.jsonl", "samples.jsonl", "figure"}
+    (small_disk / "full").unlink()
+    folder.truncate(1, ["lengths.jsonl", "samples.jsonl"])
+    assert (small_disk / "lengths.jsonl").read_text() == '{"training/global_step": 1}\n'
+
+
 def test_names_are_not_taken_twice(tmp_path: Path) -> None:
     assert [make_run_folder(tmp_path, None, "task-grpo", resume=False).name for _ in range(3)] == [
         "task-grpo",
@@ -141,6 +161,7 @@ def flip_a_byte(point: Path) -> None:
         (lambda point: (point / "digests.json").unlink(), r"step-7: has no digests\.json, which earlier versions did"),
         (lambda point: os.truncate(point / "digests.json", 9), r"digests\.json: not valid JSON"),
         (lambda point: (point / "digests.json").write_text('{"file": 3}'), r"digests\.json: Expected `str`"),
+        (lambda point: (point / "digests.json").write_text("{}"), r"step-7/file: has no digest in digests\.json"),
     ],
 )
 def test_a_point_that_is_not_as_it_was_published_is_refused(
@@ -192,6 +213,8 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.warns(UserWarning, match=r"cannot be locked .*No locks available"):
         lock_folder(tmp_path).close()
+    with pytest.warns(UserWarning, match=r"model: cannot be locked .*No locks"), only_writer(tmp_path / "model"):
+        pass
 
 
 # -- a full disk
