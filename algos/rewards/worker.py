@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -78,34 +78,43 @@ def describe_function(function: RewardFunction) -> Ready:
     return Ready(is_async=is_async, accepted=accepted, required=required)
 
 
-async def score_part(function: RewardFunction, batch: Batch, index: int, worker: int) -> Result:
-    """Call the function once. An awaitable is cancelled after `timeout_s`; a sync function can only be killed."""
-    result = functools.partial(Result, call=batch.call, part=index)
+def score_part(
+    function: RewardFunction, batch: Batch, index: int, worker: int, loop: asyncio.AbstractEventLoop
+) -> Result:
+    """Call a function that is not async, outside of any event loop, since it may run one. It can only be killed."""
     part = msgspec.msgpack.decode(batch.parts[index], type=Part)
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-    is_late = False
-
-    def cancel() -> None:
-        nonlocal is_late
-        is_late = True
-        task.cancel()
-
-    timer = loop.call_later(batch.timeout_s, cancel)
     try:
         with end_forks(worker):
             returned = function(**part.arguments)
             if inspect.isawaitable(returned):
-                returned = await returned
-            values, error = read_values(returned, part.num_items)
-        return result(kind="ok", values=values, error=error)
+                returned = loop.run_until_complete(_wait_for(returned))
+            return _scored(batch, index, returned, part)
     except BaseException as error:  # SystemExit too: a reward function must not end the worker by a mere sys.exit()
-        if is_late:
-            return result(kind="timed_out", error=f"not done after {batch.timeout_s:g} s")
-        return result(kind="raised", error=describe_error(error))
-    finally:
-        timer.cancel()
+        return Result(call=batch.call, part=index, kind="raised", error=describe_error(error))
+
+
+async def score_part_async(function: RewardFunction, batch: Batch, index: int, worker: int) -> Result:
+    """Call an async function; it is cancelled after `timeout_s`."""
+    part = msgspec.msgpack.decode(batch.parts[index], type=Part)
+    limit = asyncio.timeout(batch.timeout_s)
+    try:
+        async with limit:
+            with end_forks(worker):
+                return _scored(batch, index, await function(**part.arguments), part)
+    except BaseException as error:
+        if limit.expired():
+            error_text = f"not done after {batch.timeout_s:g} s"
+            return Result(call=batch.call, part=index, kind="timed_out", error=error_text)
+        return Result(call=batch.call, part=index, kind="raised", error=describe_error(error))
+
+
+async def _wait_for(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _scored(batch: Batch, index: int, returned: Any, part: Part) -> Result:
+    values, error = read_values(returned, part.num_items)
+    return Result(call=batch.call, part=index, kind="ok", values=values, error=error)
 
 
 def read_values(returned: Any, num_items: int) -> tuple[list[float | None], str]:
@@ -173,20 +182,25 @@ def _exit_after(error: BaseException | None) -> NoReturn:
         os._exit(status)  # the interpreter's own end would take the worker's event loop apart
 
 
-def serve(function: RewardFunction, sock: socket.socket, worker: int) -> None:
+def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker: int) -> None:
     """Answer batches until the runner closes the connection."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
 
     async def answer(batch: Batch, index: int) -> None:
-        send(sock, await score_part(function, batch, index, worker))
+        send(sock, await score_part_async(function, batch, index, worker))
 
     async def answer_all(batch: Batch) -> None:
         await asyncio.gather(*(answer(batch, index) for index in range(len(batch.parts))))
 
     while True:
         try:
-            loop.run_until_complete(answer_all(receive(sock, Batch)))
+            batch = receive(sock, Batch)
+            if is_async:
+                loop.run_until_complete(answer_all(batch))
+            else:
+                for index in range(len(batch.parts)):
+                    send(sock, score_part(function, batch, index, worker, loop))
         except (EOFError, ConnectionError):
             return
 
@@ -212,7 +226,7 @@ def main() -> None:
         send(sock, Ready(error=describe_error(error)))
         return
     send(sock, ready)
-    serve(function, sock, worker)
+    serve(function, ready.is_async, sock, worker)
 
 
 if __name__ == "__main__":

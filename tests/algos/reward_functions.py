@@ -192,6 +192,25 @@ async def misbehaves_async(completions):
     return [os.getpid()] * len(completions)
 
 
+async def length_async(completions):
+    await asyncio.sleep(0)
+    return length(None, completions)
+
+
+def runs_a_loop(completions):
+    return asyncio.run(length_async(completions))
+
+
+def runs_its_loop(completions):
+    loop = asyncio.new_event_loop()
+    with contextlib.closing(loop):
+        return loop.run_until_complete(length_async(completions))
+
+
+def returns_an_awaitable(completions):
+    return length_async(completions)
+
+
 def positional(completions, /):
     return []
 

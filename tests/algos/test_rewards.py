@@ -64,6 +64,12 @@ def test_rewards_come_in_order_over_many_chunks(make: Callable[..., RewardRunner
     assert result.seconds > 0
 
 
+@pytest.mark.parametrize("function", ["length_async", "runs_a_loop", "runs_its_loop", "returns_an_awaitable"])
+def test_a_function_may_be_async_or_run_a_loop(make: Callable[..., RewardRunner], function: str) -> None:
+    result = score(make(function, chunk_size=2), ["a", "bb", "ccc"])
+    assert result.rewards == [1.0, 2.0, 3.0] and result.num_raised == 0
+
+
 def test_one_call_per_chunk(make: Callable[..., RewardRunner]) -> None:
     assert score(make("sizes", chunk_size=4), ["x"] * 10).rewards == [4.0] * 8 + [2.0] * 2
 
