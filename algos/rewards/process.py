@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -49,6 +50,12 @@ class WorkerProcess:
         if self.ready.error:
             self.kill()
             raise WorkerError(self.ready.error)
+
+    def has_ended(self) -> bool:
+        """Whether no request can be answered any more."""
+        poller = select.poll()
+        poller.register(self.sock, 0)  # a connection that the other end has closed is reported all the same
+        return self.process.poll() is not None or bool(poller.poll(0))
 
     def kill(self) -> str:
         """Kill the process and all that it has started, and free its descriptors. Returns how it had ended."""

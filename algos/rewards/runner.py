@@ -176,6 +176,8 @@ class RewardRunner:
                 raise
 
     def _start_worker(self) -> WorkerProcess:
+        if self._worker is not None and self._worker.has_ended():
+            self._stop_worker()
         if self._worker is None:
             start = time.monotonic()
             self._worker = WorkerProcess(self._target, self.config.start_timeout_s)
@@ -200,19 +202,16 @@ class RewardRunner:
         """For `Scoring`, in its turn. The result of each part, None where the worker was lost and another part may be
         to blame; and whether any part took too long."""
         results: list[Result | None] = [None] * len(batch)
-        number, limit_s = next(self._call_numbers), self._limit_s()
+        number = next(self._call_numbers)
         kind: Literal["raised", "timed_out"] = "raised"
         try:
-            worker = self._start_worker()
             parts = [_encode(part, arguments) for part in batch]
             message = Batch(call=number, parts=parts, timeout_s=self.config.timeout_s)
-            send(worker.sock, message, deadline=time.monotonic() + limit_s)
-            deadline = time.monotonic() + limit_s
-            while None in results:
-                result = receive(worker.sock, Result, deadline=deadline)
-                if result.call == number and results[result.part] is None:  # user code can reach the socket, too
-                    results[result.part] = result
-                    deadline = time.monotonic() + limit_s  # coroutines of a batch may take turns
+            try:
+                self._exchange(message, results)
+            except ConnectionError:  # the worker ended before it took the message: no completion is to blame
+                self._stop_worker()
+                self._exchange(message, results)
             return results, any(result is not None and result.kind == "timed_out" for result in results)
         except UnicodeEncodeError as failure:  # a lone surrogate in a model's output
             error = f"{type(failure).__name__}: {failure}"
@@ -226,6 +225,16 @@ class RewardRunner:
         if len(batch) == 1:
             results = [Result(call=number, part=0, kind=kind, error=error)]
         return results, kind == "timed_out"
+
+    def _exchange(self, batch: Batch, results: list[Result | None]) -> None:
+        worker, limit_s = self._start_worker(), self._limit_s()
+        send(worker.sock, batch, deadline=time.monotonic() + limit_s)
+        deadline = time.monotonic() + limit_s
+        while None in results:
+            result = receive(worker.sock, Result, deadline=deadline)
+            if result.call == batch.call and results[result.part] is None:  # user code can reach the socket, too
+                results[result.part] = result
+                deadline = time.monotonic() + limit_s  # coroutines of a batch may take turns
 
 
 class Scoring:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import math
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -273,6 +275,24 @@ def test_a_hang_is_killed_and_the_worker_restarted(
     last = int(log.read_text().splitlines()[-1].split()[0])
     wait_until(lambda: not any(is_alive(pid) for pid in pids if pid != last), "the killed workers' processes to go")
     assert is_alive(last)
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["between calls", "before it reads the next call"])
+def test_a_worker_that_ends_without_a_call_costs_none(make: Callable[..., RewardRunner], is_sent: bool) -> None:
+    runner, results = make("process"), []
+    pid = int(score(runner, ["a"]).rewards[0])
+    assert runner._worker is not None
+    sock, thread = runner._worker.sock, threading.Thread(target=lambda: results.append(score(runner, ["a"])))
+    if is_sent:
+        os.kill(pid, signal.SIGSTOP)
+        thread.start()
+        wait_until(lambda: any(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))), "a message that nobody reads")
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid), "the worker to end")
+    if not is_sent:
+        thread.start()
+    thread.join()
+    assert results[0].num_raised == 0 and results[0].rewards not in ([0.0], [float(pid)])
 
 
 @pytest.mark.parametrize("function", ["forks", "forks_async"])
