@@ -104,6 +104,12 @@ def misbehaves(completions, log):
                 print(start_daemon("sleep", "1000"), "daemon", file=file)
             if text == "daemon, os._exit":
                 os._exit(3)
+            if text == "daemon, kill guard":
+                os.kill(os.getppid(), signal.SIGKILL)
+            while text == "daemon, stop guard often":
+                os.kill(os.getppid(), signal.SIGSTOP)
+            if text == "daemon, stop guard":
+                os.kill(os.getppid(), signal.SIGSTOP)
             time.sleep(1000)
     return [1.0] * len(completions)
 

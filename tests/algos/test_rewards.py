@@ -258,12 +258,18 @@ def test_only_the_culprit_fails(
     assert "1 of 10 completions raised" in record.getMessage() and message[culprit] in record.getMessage()
 
 
-@pytest.mark.parametrize("culprit", ["hang", "hang hard", "close", "fork", "daemon", "daemon, os._exit"])
+@pytest.mark.parametrize(
+    "culprit",
+    ["hang", "hang hard", "close", "fork", "daemon"]
+    + [f"daemon, {end}" for end in ("os._exit", "kill guard", "stop guard", "stop guard often")],
+)
 def test_a_hang_is_killed_and_the_worker_restarted(
-    make: Callable[..., RewardRunner], culprit: str, tmp_path: Path
+    make: Callable[..., RewardRunner], culprit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if culprit == "daemon, stop guard often":
+        monkeypatch.setattr("algos.rewards.process._END_S", 0.5)
     log = tmp_path / "log"
-    is_hang = culprit not in ("close", "daemon, os._exit")  # the others are found out at once
+    is_hang = culprit not in ("close", "daemon, os._exit", "daemon, kill guard")  # these are found out at once
     runner = make("misbehaves", chunk_size=4, timeout_s=0.8 if is_hang else 60.0)
     texts = ["a", "b", culprit, "c", "d"]
     result = score(runner, texts, log=[str(log)] * 5)
