@@ -40,8 +40,9 @@ def load_function(spec: str) -> RewardFunction:
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     try:
         function = functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError as error:
-        raise ValueError(f"{error}; check the name after the colon") from None
+    except AttributeError:
+        name = Path(module_name).name if module_name.endswith(".py") else module_name
+        raise ValueError(f"{name} has no function {attribute!r}; check the name after the colon") from None
     if not callable(function):
         raise ValueError(f"{attribute!r} is a {type(function).__name__}, not a function")
     return function
@@ -50,6 +51,9 @@ def load_function(spec: str) -> RewardFunction:
 def _load_file(path: Path) -> ModuleType:
     # The file may import its neighbours. Their folder comes last, so that a neighbour called math.py shadows nothing.
     sys.path.append(str(path.parent))
+    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    if found and found.origin and Path(found.origin).resolve() == path.resolve():
+        return importlib.import_module(path.stem)  # so can the processes of a "spawn" or "forkserver" pool
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
@@ -122,8 +126,9 @@ def read_values(returned: Any, num_items: int) -> tuple[list[float | None], str]
 
     Raises `ValueError` when there are not `num_items` of them.
     """
-    if isinstance(returned, (str, bytes, dict)):
-        raise ValueError(f"returned a {type(returned).__name__}: must be a list of {num_items} numbers")
+    if isinstance(returned, (str, bytes, dict)) or not hasattr(returned, "__iter__"):
+        what = "None" if returned is None else f"a {type(returned).__name__}"
+        raise ValueError(f"returned {what}: must be a list of {num_items} numbers")
     items = list(itertools.islice(returned, num_items + 1))  # never the whole of an endless generator
     if len(items) != num_items:
         got = "more" if len(items) > num_items else str(len(items))
@@ -144,13 +149,13 @@ def _finite(item: Any) -> float | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: type, message and where it was raised; at most 500 characters."""
+    """One line: type, message and where user code raised it; at most 500 characters."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
     frames = traceback.extract_tb(error.__traceback__)
     place = (frames[-1].filename, frames[-1].lineno) if frames else None
     if isinstance(error, SyntaxError) and error.filename:  # raised by the importer, of the line that it names
         place = error.filename, error.lineno
-    where = f" ({Path(place[0]).name}:{place[1]})" if place else ""
+    where = f" ({Path(place[0]).name}:{place[1]})" if place and place[0] != __file__ else ""
     return text[:450] + where[:50]
 
 

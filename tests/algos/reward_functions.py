@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import stat
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
@@ -55,6 +57,10 @@ def values(completions):
 
 def miscounts(completions):
     return [1.0] * (len(completions) + ("bad" in completions))
+
+
+def returns(completions, kind):
+    return {"None": None, "float": 1.0, "str": "1", "dict": {}}[kind[0]]
 
 
 def one_for_all(completions):
@@ -215,6 +221,15 @@ def runs_its_loop(completions):
 
 def returns_an_awaitable(completions):
     return length_async(completions)
+
+
+def uses_a_pool(completions, method):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method[0])) as pool:
+        return list(pool.map(length_of, completions))
+
+
+def length_of(text):
+    return len(text)
 
 
 def positional(completions, /):

@@ -72,6 +72,11 @@ def test_a_function_may_be_async_or_run_a_loop(make: Callable[..., RewardRunner]
     assert result.rewards == [1.0, 2.0, 3.0] and result.num_raised == 0
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_file_s_function_may_use_a_process_pool(make: Callable[..., RewardRunner], method: str) -> None:
+    assert score(make("uses_a_pool", timeout_s=60.0), ["a", "bb"], method=[method] * 2).rewards == [1.0, 2.0]
+
+
 def test_one_call_per_chunk(make: Callable[..., RewardRunner]) -> None:
     assert score(make("sizes", chunk_size=4), ["x"] * 10).rewards == [4.0] * 8 + [2.0] * 2
 
@@ -139,7 +144,7 @@ def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("missing", "no attribute 'missing'"),
+        ("missing", r"cannot be used: ValueError: reward_functions\.py has no function 'missing'; check"),
         ("number", "'number' is a int, not a function"),
         ("positional", "positional-only"),
     ],
@@ -236,6 +241,16 @@ def test_wrong_number_of_rewards(make: Callable[..., RewardRunner], caplog: pyte
     assert result.num_raised == 1
     assert "more rewards for 1 completions" in caplog.text
     assert score(make("endless"), ["a"]).num_raised == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("None", "None"), ("float", "a float"), ("str", "a str"), ("dict", "a dict")]
+)
+def test_what_is_no_list_is_said_so(
+    make: Callable[..., RewardRunner], kind: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert score(make("returns"), ["a"], kind=[kind]).num_raised == 1
+    assert caplog.text.rstrip().endswith(f"returned {what}: must be a list of 1 numbers")
 
 
 @pytest.mark.parametrize("culprit", ["raise", "sys.exit", "os._exit", "kill", "segfault"])
