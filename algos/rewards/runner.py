@@ -299,6 +299,9 @@ class Scoring:
             return
         start = time.monotonic()
         results, is_hang = runner.call(batch, self._arguments)
+        if is_hang and not tally.num_hangs:  # at once: a report comes only after all calls
+            limit_s = runner.config.timeout_s
+            logger.warning("reward %s: a call was not done after timeout_s=%g", runner.spec, limit_s)
         suspects: list[range] = []
         for part, result in zip(batch, results, strict=True):
             if result is None:  # in one batch with a hang that may be another part's: try it alone

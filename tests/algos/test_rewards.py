@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from algos.rewards.runner import RewardConfig, RewardResult, RewardRunner
+from algos.rewards.runner import RewardConfig, RewardResult, RewardRunner, Scoring
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 
@@ -360,6 +360,16 @@ def test_a_function_that_always_hangs_is_given_up(
     assert result.num_timed_out == 1000
     assert "gave up on 997 of 1000 completions" in caplog.text
     assert "max_failures=3" in caplog.text
+
+
+def test_the_first_timeout_is_told_at_once(
+    make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    scoring = Scoring(make("always_hangs", timeout_s=0.4))
+    for _ in range(2):
+        scoring.add(["prompt"], ["x"])
+        (record,) = caplog.records
+        assert "not done after timeout_s=0.4" in record.getMessage()
 
 
 def test_text_that_is_not_unicode_costs_only_itself(make: Callable[..., RewardRunner]) -> None:
