@@ -47,7 +47,8 @@ class Batch:
 
     call: int
     """Number of the call; its results carry it."""
-    parts: list[msgspec.Raw]
+    parts: dict[int, msgspec.Raw]
+    """By a number that the part's result carries."""
     timeout_s: float
 
 
@@ -57,7 +58,6 @@ class Result:
 
     call: int
     part: int
-    """Index in the batch."""
     kind: Literal["ok", "raised", "timed_out"]
     values: list[float | None] = field(default_factory=list)
     """One per item when `kind` is "ok"; None stands for a value that is not a finite number."""

@@ -196,7 +196,7 @@ def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker:
         send(sock, await score_part_async(function, batch, index, worker))
 
     async def answer_all(batch: Batch) -> None:
-        await asyncio.gather(*(answer(batch, index) for index in range(len(batch.parts))))
+        await asyncio.gather(*(answer(batch, index) for index in batch.parts))
 
     while True:
         try:
@@ -204,7 +204,7 @@ def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker:
             if is_async:
                 loop.run_until_complete(answer_all(batch))
             else:
-                for index in range(len(batch.parts)):
+                for index in batch.parts:
                     send(sock, score_part(function, batch, index, worker, loop))
         except (EOFError, ConnectionError):
             return
