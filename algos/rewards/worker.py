@@ -106,10 +106,9 @@ async def score_part_async(function: RewardFunction, batch: Batch, index: int, w
             with end_forks(worker):
                 return _scored(batch, index, await function(**part.arguments), part)
     except BaseException as error:
-        if limit.expired():
-            error_text = f"not done after {batch.timeout_s:g} s"
-            return Result(call=batch.call, part=index, kind="timed_out", error=error_text)
-        return Result(call=batch.call, part=index, kind="raised", error=describe_error(error))
+        is_late = limit.expired()
+        text = f"not done after {batch.timeout_s:g} s" if is_late else describe_error(error)
+        return Result(call=batch.call, part=index, kind="timed_out" if is_late else "raised", error=text)
 
 
 async def _wait_for(awaitable: Awaitable[Any]) -> Any:
