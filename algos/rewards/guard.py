@@ -2,7 +2,8 @@
 
 It runs no user code. A process whose parent has ended, a daemon in a session of its own too, becomes the guard's child,
 since the guard is their "child subreaper" (prctl(2)). What has another user's rights, or was started by another service
-(a container's, systemd), stays.
+(a container's, systemd), stays. User code may stop or kill the guard, too: then the run, if it still lives, kills what
+has the worker's mark in its environment (`process.py`); what was started with an environment of its own stays.
 """
 
 from __future__ import annotations

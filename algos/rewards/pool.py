@@ -96,7 +96,8 @@ class RewardPool:
 
     def _work(self) -> None:
         try:
-            most = self._runner.config.chunk_size * (_MOST_CHUNKS if self._runner.is_async else 1)
+            is_async = self._runner.is_async
+            most = self._runner.config.completions_per_call(is_async) * (_MOST_CHUNKS if is_async else 1)
             while items := self._take(most):
                 start = time.monotonic()
                 self._score(items)

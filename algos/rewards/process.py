@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -12,16 +15,24 @@ from pathlib import Path
 
 from algos.rewards.protocol import Hello, Ready, receive, send
 
+_END_S = 10.0
+"""Longest that a guard may take to kill what is left."""
+
 
 class WorkerError(Exception):
     """The worker could not be started; the message says why."""
 
 
 class WorkerProcess:
-    """The process and its guard, its connection, and the guard's lifeline: a pipe on its stdin (see `guard.py`)."""
+    """The process and its guard, its connection, and the guard's lifeline: a pipe on its stdin (see `guard.py`).
+
+    All that they start inherits a random mark in its environment: where user code has killed or stopped the guard, what
+    carries the mark is killed instead.
+    """
 
     def __init__(self, target: str, timeout_s: float) -> None:
         """Raises `WorkerError` when the process is not ready after `timeout_s` or cannot load the function."""
+        self._mark = secrets.token_hex(16)
         deadline = time.monotonic() + timeout_s
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -33,7 +44,7 @@ class WorkerProcess:
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, "CURTAIL_REWARD": self._mark},
             )
         try:
             send(self.sock, Hello(sys_path=[entry or os.getcwd() for entry in sys.path]), deadline=deadline)
@@ -50,10 +61,34 @@ class WorkerProcess:
             self.kill()
             raise WorkerError(self.ready.error)
 
+    def has_ended(self) -> bool:
+        """Whether no request can be answered any more."""
+        poller = select.poll()
+        poller.register(self.sock, 0)  # a connection that the other end has closed is reported all the same
+        return self.process.poll() is not None or bool(poller.poll(0))
+
     def kill(self) -> str:
         """Kill the process and all that it has started, and free its descriptors. Returns how it had ended."""
-        self.process.communicate(b"end")  # also where another process holds the lifeline, so that closing is no sign
+        self.process.send_signal(signal.SIGCONT)  # user code may have stopped the guard
+        try:  # to tell it; also another process may hold the lifeline, so that closing it would be no sign
+            self.process.communicate(b"end", timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
         self.sock.close()
         code = self.process.returncode
+        if code < 0:  # the guard did not come to its end
+            self._kill_marked()
         name = next((one.name for one in signal.Signals if one in (code - 128, -code)), None)
         return f"was killed by {name}" if name else f"exited with status {code}"
+
+    def _kill_marked(self) -> None:
+        """Kill what carries the mark in its environment, until nothing does."""
+        deadline, is_left = time.monotonic() + _END_S, True
+        while is_left and time.monotonic() < deadline:
+            is_left = False
+            for environ in Path("/proc").glob("[0-9]*/environ"):
+                with contextlib.suppress(OSError):  # another user's, or gone
+                    if self._mark.encode() in environ.read_bytes():
+                        os.kill(int(environ.parent.name), signal.SIGKILL)
+                        is_left = True

@@ -47,7 +47,8 @@ class Batch:
 
     call: int
     """Number of the call; its results carry it."""
-    parts: list[msgspec.Raw]
+    parts: dict[int, msgspec.Raw]
+    """By a number that the part's result carries."""
     timeout_s: float
 
 
@@ -57,7 +58,6 @@ class Result:
 
     call: int
     part: int
-    """Index in the batch."""
     kind: Literal["ok", "raised", "timed_out"]
     values: list[float | None] = field(default_factory=list)
     """One per item when `kind` is "ok"; None stands for a value that is not a finite number."""
@@ -74,7 +74,8 @@ def send(sock: socket.socket, message: object, *, deadline: float | None = None)
 
 def receive(sock: socket.socket, kind: type[Message], *, deadline: float | None = None) -> Message:
     """The next message. Raises `TimeoutError` when `deadline` (of `time.monotonic`) passes, `EOFError` when the peer
-    is gone, and `msgspec.DecodeError` for what is no message of this kind."""
+    is gone, `ConnectionError` when it had not read all that was sent to it, and `msgspec.DecodeError` for what is no
+    message of this kind."""
     (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, deadline))
     return msgspec.msgpack.decode(_receive_exactly(sock, length, deadline), type=kind)
 
@@ -83,10 +84,7 @@ def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None
     data = bytearray()
     while len(data) < num_bytes:
         _set_deadline(sock, deadline)
-        try:
-            received = sock.recv(min(num_bytes - len(data), 1 << 20))
-        except ConnectionError:
-            received = b""
+        received = sock.recv(min(num_bytes - len(data), 1 << 20))
         if not received:
             raise EOFError("the other process has closed the connection")
         data += received

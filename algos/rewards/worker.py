@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -40,8 +40,9 @@ def load_function(spec: str) -> RewardFunction:
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     try:
         function = functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError as error:
-        raise ValueError(f"{error}; check the name after the colon") from None
+    except AttributeError:
+        name = Path(module_name).name if module_name.endswith(".py") else module_name
+        raise ValueError(f"{name} has no function {attribute!r}; check the name after the colon") from None
     if not callable(function):
         raise ValueError(f"{attribute!r} is a {type(function).__name__}, not a function")
     return function
@@ -50,6 +51,9 @@ def load_function(spec: str) -> RewardFunction:
 def _load_file(path: Path) -> ModuleType:
     # The file may import its neighbours. Their folder comes last, so that a neighbour called math.py shadows nothing.
     sys.path.append(str(path.parent))
+    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    if found and found.origin and Path(found.origin).resolve() == path.resolve():
+        return importlib.import_module(path.stem)  # so can the processes of a "spawn" or "forkserver" pool
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
@@ -78,34 +82,42 @@ def describe_function(function: RewardFunction) -> Ready:
     return Ready(is_async=is_async, accepted=accepted, required=required)
 
 
-async def score_part(function: RewardFunction, batch: Batch, index: int, worker: int) -> Result:
-    """Call the function once. An awaitable is cancelled after `timeout_s`; a sync function can only be killed."""
-    result = functools.partial(Result, call=batch.call, part=index)
+def score_part(
+    function: RewardFunction, batch: Batch, index: int, worker: int, loop: asyncio.AbstractEventLoop
+) -> Result:
+    """Call a function that is not async, outside of any event loop, since it may run one. It can only be killed."""
     part = msgspec.msgpack.decode(batch.parts[index], type=Part)
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-    is_late = False
-
-    def cancel() -> None:
-        nonlocal is_late
-        is_late = True
-        task.cancel()
-
-    timer = loop.call_later(batch.timeout_s, cancel)
     try:
         with end_forks(worker):
             returned = function(**part.arguments)
             if inspect.isawaitable(returned):
-                returned = await returned
-            values, error = read_values(returned, part.num_items)
-        return result(kind="ok", values=values, error=error)
+                returned = loop.run_until_complete(_wait_for(returned))
+            return _scored(batch, index, returned, part)
     except BaseException as error:  # SystemExit too: a reward function must not end the worker by a mere sys.exit()
-        if is_late:
-            return result(kind="timed_out", error=f"not done after {batch.timeout_s:g} s")
-        return result(kind="raised", error=describe_error(error))
-    finally:
-        timer.cancel()
+        return Result(call=batch.call, part=index, kind="raised", error=describe_error(error))
+
+
+async def score_part_async(function: RewardFunction, batch: Batch, index: int, worker: int) -> Result:
+    """Call an async function; it is cancelled after `timeout_s`."""
+    part = msgspec.msgpack.decode(batch.parts[index], type=Part)
+    limit = asyncio.timeout(batch.timeout_s)
+    try:
+        async with limit:
+            with end_forks(worker):
+                return _scored(batch, index, await function(**part.arguments), part)
+    except BaseException as error:
+        is_late = limit.expired()
+        text = f"not done after {batch.timeout_s:g} s" if is_late else describe_error(error)
+        return Result(call=batch.call, part=index, kind="timed_out" if is_late else "raised", error=text)
+
+
+async def _wait_for(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _scored(batch: Batch, index: int, returned: Any, part: Part) -> Result:
+    values, error = read_values(returned, part.num_items)
+    return Result(call=batch.call, part=index, kind="ok", values=values, error=error)
 
 
 def read_values(returned: Any, num_items: int) -> tuple[list[float | None], str]:
@@ -113,8 +125,9 @@ def read_values(returned: Any, num_items: int) -> tuple[list[float | None], str]
 
     Raises `ValueError` when there are not `num_items` of them.
     """
-    if isinstance(returned, (str, bytes, dict)):
-        raise ValueError(f"returned a {type(returned).__name__}: must be a list of {num_items} numbers")
+    if isinstance(returned, (str, bytes, dict)) or not hasattr(returned, "__iter__"):
+        what = "None" if returned is None else f"a {type(returned).__name__}"
+        raise ValueError(f"returned {what}: must be a list of {num_items} numbers")
     items = list(itertools.islice(returned, num_items + 1))  # never the whole of an endless generator
     if len(items) != num_items:
         got = "more" if len(items) > num_items else str(len(items))
@@ -135,13 +148,13 @@ def _finite(item: Any) -> float | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line: type, message and where it was raised; at most 500 characters."""
+    """One line: type, message and where user code raised it; at most 500 characters."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
     frames = traceback.extract_tb(error.__traceback__)
     place = (frames[-1].filename, frames[-1].lineno) if frames else None
     if isinstance(error, SyntaxError) and error.filename:  # raised by the importer, of the line that it names
         place = error.filename, error.lineno
-    where = f" ({Path(place[0]).name}:{place[1]})" if place else ""
+    where = f" ({Path(place[0]).name}:{place[1]})" if place and place[0] != __file__ else ""
     return text[:450] + where[:50]
 
 
@@ -173,20 +186,25 @@ def _exit_after(error: BaseException | None) -> NoReturn:
         os._exit(status)  # the interpreter's own end would take the worker's event loop apart
 
 
-def serve(function: RewardFunction, sock: socket.socket, worker: int) -> None:
+def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker: int) -> None:
     """Answer batches until the runner closes the connection."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
 
     async def answer(batch: Batch, index: int) -> None:
-        send(sock, await score_part(function, batch, index, worker))
+        send(sock, await score_part_async(function, batch, index, worker))
 
     async def answer_all(batch: Batch) -> None:
-        await asyncio.gather(*(answer(batch, index) for index in range(len(batch.parts))))
+        await asyncio.gather(*(answer(batch, index) for index in batch.parts))
 
     while True:
         try:
-            loop.run_until_complete(answer_all(receive(sock, Batch)))
+            batch = receive(sock, Batch)
+            if is_async:
+                loop.run_until_complete(answer_all(batch))
+            else:
+                for index in batch.parts:
+                    send(sock, score_part(function, batch, index, worker, loop))
         except (EOFError, ConnectionError):
             return
 
@@ -212,7 +230,7 @@ def main() -> None:
         send(sock, Ready(error=describe_error(error)))
         return
     send(sock, ready)
-    serve(function, sock, worker)
+    serve(function, ready.is_async, sock, worker)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import stat
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
@@ -55,6 +57,10 @@ def values(completions):
 
 def miscounts(completions):
     return [1.0] * (len(completions) + ("bad" in completions))
+
+
+def returns(completions, kind):
+    return {"None": None, "float": 1.0, "str": "1", "dict": {}}[kind[0]]
 
 
 def one_for_all(completions):
@@ -104,6 +110,12 @@ def misbehaves(completions, log):
                 print(start_daemon("sleep", "1000"), "daemon", file=file)
             if text == "daemon, os._exit":
                 os._exit(3)
+            if text == "daemon, kill guard":
+                os.kill(os.getppid(), signal.SIGKILL)
+            while text == "daemon, stop guard often":
+                os.kill(os.getppid(), signal.SIGSTOP)
+            if text == "daemon, stop guard":
+                os.kill(os.getppid(), signal.SIGSTOP)
             time.sleep(1000)
     return [1.0] * len(completions)
 
@@ -190,6 +202,34 @@ async def misbehaves_async(completions):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1000)
     return [os.getpid()] * len(completions)
+
+
+async def length_async(completions):
+    await asyncio.sleep(0)
+    return length(None, completions)
+
+
+def runs_a_loop(completions):
+    return asyncio.run(length_async(completions))
+
+
+def runs_its_loop(completions):
+    loop = asyncio.new_event_loop()
+    with contextlib.closing(loop):
+        return loop.run_until_complete(length_async(completions))
+
+
+def returns_an_awaitable(completions):
+    return length_async(completions)
+
+
+def uses_a_pool(completions, method):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method[0])) as pool:
+        return list(pool.map(length_of, completions))
+
+
+def length_of(text):
+    return len(text)
 
 
 def positional(completions, /):

@@ -146,7 +146,7 @@ def test_prompts_that_cannot_fit_are_passed_over(llm: LLM, even: RewardRunner) -
 
 
 def test_a_reward_that_fails_costs_its_own_completions_only(llm: LLM, rewards: Path) -> None:
-    config = RewardConfig(failed_reward=-1.0, chunk_size=4)
+    config = RewardConfig(failed_reward=-1.0)
     with RewardRunner(f"{rewards}:raises_on_long", config) as runner:
         rollout = collector(llm, runner, ("flat",), GRPO()).collect(0)
     long = 0
@@ -160,7 +160,7 @@ def test_a_reward_that_fails_costs_its_own_completions_only(llm: LLM, rewards: P
 def test_rewards_beside_the_rollout_are_those_after_it(llm: LLM, rewards: Path) -> None:
     rollouts = []
     for beside in (True, False):
-        config = RewardConfig(beside_rollout=beside, chunk_size=3, failed_reward=-1.0)
+        config = RewardConfig(beside_rollout=beside, failed_reward=-1.0)
         with RewardRunner(f"{rewards}:raises_on_long", config) as runner:
             runner.check()
             # The rollout is held up, so that the pool surely gets its turn before the end.

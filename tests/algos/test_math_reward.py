@@ -113,7 +113,7 @@ def test_an_empty_known_answer_is_an_error(answer: str) -> None:
 def test_malicious_answers_cost_only_themselves() -> None:
     malicious = [r"\boxed{9^{9^{9^9}}}", r"\boxed{99999!!!!!!}"]
     completions = ["#### 72", *malicious, "#### 1,080", r"\boxed{" + r"\frac{1}{" * 100_000]
-    with RewardRunner(SPEC, RewardConfig(timeout_s=1.0, chunk_size=4)) as runner:
+    with RewardRunner(SPEC, RewardConfig(timeout_s=1.0)) as runner:
         runner.check(columns=["answer"])
         result = runner.score(["p"] * 5, completions, {"answer": ["72", "3", "3", "1080", "3"]})
     assert result.rewards == [1.0, 0.0, 0.0, 1.0, 0.0]

@@ -65,7 +65,7 @@ def test_scores_do_not_depend_on_the_order(make: Callable[..., RewardRunner], tm
     texts = [bad.get(i, text) for i, text in enumerate(texts)]
     shuffled = items(texts, log=str(tmp_path / "log"))
     random.Random(num_beside).shuffle(shuffled)
-    rewards, result = score(make("misbehaves", chunk_size=4), shuffled[:num_beside], shuffled[num_beside:])
+    rewards, result = score(make("misbehaves"), shuffled[:num_beside], shuffled[num_beside:])
     assert rewards == {(i // 4, i % 4): 0.0 if i in bad else 1.0 for i in range(40)}
     assert (result.num_raised, result.num_timed_out, result.num_invalid) == (3, 0, 0)
 
@@ -106,8 +106,8 @@ def test_stop_drops_what_has_not_begun(make: Callable[..., RewardRunner], tmp_pa
         assert 1 <= len(taken) <= 2
         hold.unlink()
         rewards, result = pool.finish([item for item in everything if item.key not in taken])
-    assert rewards == {item.key: 1.0 for item in everything}, "what hung is tried again at the end"
-    assert result.num_timed_out == 0
+    assert rewards == {item.key: float(item.key not in taken) for item in everything}
+    assert result.num_timed_out == len(taken)
 
 
 def test_hangs_are_allowed_for_once_and_not_per_call(
@@ -120,11 +120,11 @@ def test_hangs_are_allowed_for_once_and_not_per_call(
     assert set(rewards.values()) == {0.0} and len(rewards) == 50
     assert result.num_timed_out == 50
     assert "gave up on 47 of 50 completions" in caplog.text
-    assert len(caplog.records) == 2, "one report for all calls"
+    assert len(caplog.records) == 3, "the first timeout, and one report for all calls"
 
 
 def test_async_failures_cost_only_the_culprits(make: Callable[..., RewardRunner]) -> None:
-    runner = make("misbehaves_async", chunk_size=2, timeout_s=0.8)
+    runner = make("misbehaves_async", chunk_size=1, timeout_s=0.8)
     everything = items(["a", "raise", "b", "c", "hang", "d", "e", "f"])
     rewards, result = score(runner, everything[:5], everything[5:])
     assert [rewards[item.key] == 0 for item in everything] == [
