@@ -235,9 +235,6 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Whether passes of decodes alone are captured and replayed, which spares their launches. No effect but on CUDA,
     with an attention backend and a transport that can be captured."""
-    async_scheduling: bool = True
-    """Whether a pass of decodes is launched before the tokens of the one before it are read back, so that the device
-    need not wait for the host. No effect but where `cuda_graphs` has one."""
     preemption: Preemption = "auto"
     """What becomes of the KV of a sequence that must give up its blocks: "swap" stores it in the tiers below, while
     they have room; "recompute" keeps nothing; "auto" does what is faster by costs measured in the run. Where tokens of
@@ -270,7 +267,7 @@ class EngineConfig:
         if not is_number or not 0 < self.memory_utilization <= 1:
             raise ValueError(f"EngineConfig.memory_utilization={self.memory_utilization!r}: must be above 0, at most 1")
         self._check_tiers()
-        for name in ("prefix_caching", "cuda_graphs", "async_scheduling", "batch_invariant"):
+        for name in ("prefix_caching", "cuda_graphs", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"EngineConfig.{name}={getattr(self, name)!r}: must be True or False")
         if self.batch_invariant and not {self.kernels, self.attention} <= {"auto", "native"}:

@@ -81,7 +81,6 @@ def main() -> dict[str, Any]:
                 folder,
                 device=DEVICE,
                 dtype=config.dtype,
-                async_scheduling=False,  # the parts one after the other
                 max_num_seqs=batch,
                 max_num_batched_tokens=max(4096, batch),
                 kv_cache_bytes=batch * (longest + 16) * shape.kv_elements_per_token * item,

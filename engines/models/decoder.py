@@ -116,9 +116,7 @@ class Decoder:
         x = self._operations.rms_norm(residual, self.parameters.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.parameters.layers[1:]] + [self.parameters.final_norm]
         parameters, project = self._products(len(batch.tokens))
-        for layer, next_norm, k_cache, v_cache in zip(
-            parameters.layers, next_norms, kv.keys, kv.values, strict=True
-        ):
+        for layer, next_norm, k_cache, v_cache in zip(parameters.layers, next_norms, kv.keys, kv.values, strict=True):
             x = self._attention(layer, x, rotary, k_cache, v_cache, batch.slot_mapping, plan, project)
             x, residual = add_norm(x, residual, layer.post_attention_norm, eps)
             x, residual = add_norm(self._mlp(layer, x, project), residual, next_norm, eps)
