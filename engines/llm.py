@@ -314,7 +314,8 @@ class LLM:
         Sequences that are found there are not generated again; they are told first, as if they had just ended.
 
         Raises ValueError before anything runs, which begins with `prompts[3]` where that one cannot run here. Raises
-        RuntimeError while another call runs. After an error or an interrupt nothing of the call is left.
+        RuntimeError while another call runs. After an error or an interrupt nothing of the call is left; but where
+        several ranks run it, an error that not all of them raise ends it on all, and they need a new LLM.
         """
         with together(self._world, "generate"):
             self._check_ready()
@@ -553,6 +554,8 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("LLM: is closed; make a new one")
+        if self.rollout is not None and self.rollout.has_failed:
+            raise RuntimeError("LLM: a rollout has failed, which ended the ranks' connections; make a new one")
 
 
 def _no_whole_weights() -> Iterable[tuple[str, Tensor]]:

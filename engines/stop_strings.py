@@ -49,8 +49,8 @@ class StopSearch:
         if find_stop(text, self._stops) >= 0:
             return find_stop(self._detokenize(tokens[num_prompt_tokens:]), self._stops) >= 0
         self._num_halves = self._num_halves + 1 if text.endswith(_HALF) else 0
-        if not self._num_halves and text == self._text:
-            self._tail.pop()  # a special token: it adds nothing to the text, however many there are
+        if not self._num_halves and text == self._text and (text or not self._detokenize([tokens[-1]] * 2)):
+            self._tail.pop()  # a special token: it adds nothing to the text, and is no leading space, which is dropped
         elif not 0 < self._num_halves < _MOST_HALVES and len(text) - self._mark[1] >= self._reach:
             del self._tail[: self._mark[0]]
             text = self._detokenize(self._tail)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +24,14 @@ from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
 from experiments.partial_output import PartialOutput, completion_line, write_all
 from experiments.prompts import Records, read_prompts
+from experiments.run_folder import POINTER, last_published
 
 if TYPE_CHECKING:
     from experiments.generate import GenerateConfig
 
 
 def generate(config: GenerateConfig) -> dict[str, Any]:
+    _check_model(config.model)
     launch.share_cores()
     group: Communicator = SingleRank()
     device = torch.device("cpu")
@@ -161,6 +164,13 @@ class StdoutLines:
 
     def close(self) -> None:
         return None
+
+
+def _check_model(path: Path) -> None:
+    """Raises ValueError for the folder of a run, or of one of its resume points: the checkpoint is further down."""
+    point = last_published(path) if (path / "checkpoints" / POINTER).is_file() else path
+    if (point / "huggingface").is_dir():
+        raise ValueError(f"model={str(path)!r}: is no checkpoint but has one; give {str(point / 'huggingface')!r}")
 
 
 def _digest(value: object) -> str:

@@ -24,6 +24,8 @@ from engines.parallel.collectives import Communicator, together
 POINTER = "latest"
 DIGESTS = "digests.json"
 """Of every other file of a resume point: what it held when it was published."""
+AFRESH = "give another --name, or delete the folder if no run is writing in it"
+"""How to begin a named run again of which nothing is published."""
 LOCK = "lock"
 
 
@@ -163,7 +165,7 @@ def last_published(path: Path) -> Path:
     """The resume point that `latest` of the run in `path` names. Raises ValueError where it names none of the run's."""
     pointer = path / "checkpoints" / POINTER
     if not pointer.is_file():
-        raise ValueError(f"resume: {path} has no published checkpoint to go on with; start anew under another --name")
+        raise ValueError(f"resume: {path} has no published checkpoint to go on with; {AFRESH}")
     name = pointer.read_text(errors="replace").strip()
     if not re.fullmatch(r"step-\d+", name) or not pointer.with_name(name).is_dir():
         raise ValueError(f"{pointer}: {name[:80]!r} is no checkpoint beside it; write the name of one there: step-<N>")
@@ -199,9 +201,8 @@ def check_run_folder(runs: Path, name: str | None, *, resume: bool) -> None:
         if resume:
             last_published(path)
         if not resume and path.exists():
-            fix = "give another --name"
-            if (path / "checkpoints" / POINTER).is_file():
-                fix += ", or --resume to go on with it"
+            is_published = (path / "checkpoints" / POINTER).is_file()
+            fix = "give another --name, or --resume to go on with it" if is_published else AFRESH
             raise ValueError(f"name={name!r}: {path} exists; {fix}")
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -226,11 +227,18 @@ def make_run_folder(runs: Path, name: str | None, stem: str, *, resume: bool) ->
 
 
 def newest_run(runs: Path, stem: str) -> str:
-    """The name of the last run made without one; ValueError where there is none."""
+    """The name of the last run made without one that has a resume point; ValueError where there is none."""
     found = {path.name: re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.name) for path in runs.glob(f"{stem}*")}
-    numbers = {int(match[1] or 1): name for name, match in found.items() if match}
+    numbers = {
+        int(match[1] or 1): name
+        for name, match in found.items()
+        if match and (runs / name / "checkpoints" / POINTER).is_file()
+    }
     if not numbers:
-        raise ValueError(f"resume: {runs} has no run {stem}; give the --name of the run, or leave --resume out")
+        raise ValueError(
+            f"resume: {runs} has no run {stem} with a published checkpoint; give the --name of the run, or leave "
+            "--resume out"
+        )
     return numbers[max(numbers)]
 
 

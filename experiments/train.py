@@ -13,11 +13,12 @@ import time
 from typing import Any
 
 from experiments import launch
-from experiments.config import parse
 
 
 def main() -> dict[str, Any]:
     start = time.perf_counter()
+    from experiments.config import parse  # here, where an interrupt is one line
+
     with launch.told_once():
         config = parse(sys.argv[1:])
     if config.ranks > 1:

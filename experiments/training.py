@@ -48,6 +48,7 @@ from experiments.config import TrainConfig, make_task, parse
 from experiments.evaluate import evaluate
 from experiments.figures import draw_run
 from experiments.run_folder import (
+    AFRESH,
     RunFolder,
     check_run_folder,
     last_published,
@@ -254,6 +255,8 @@ class Run:
         if not config.resume:
             self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
         launch.end_on_signals(self._last_words)
+        if group.rank == 0:
+            print(f"run: {self.folder.path}", file=sys.stderr, flush=True)
         self.journal = Journal(self.folder.path / "journal", group, whole_shares=config.deterministic)
         self.collector = Collector(
             llm=self.llm,
@@ -270,7 +273,8 @@ class Run:
         """What becomes of the run when it is interrupted now."""
         point = self.folder.latest()
         if point is None:
-            return f"interrupted: nothing is published yet in {self.folder.path}, so it cannot be resumed; start anew"
+            how = AFRESH if self.config.name else "the same command starts anew"
+            return f"interrupted: nothing is published yet in {self.folder.path}, so it cannot be resumed; {how}"
         starter = [sys.executable] if self.config.ranks == self.group.size else ["torchrun", "..."]
         resume = [] if self.config.resume else ["--resume"]
         name = [] if self.config.name else ["--name", self.folder.path.name]
@@ -378,7 +382,9 @@ class Run:
                 return self.collector.collect(self.data_index, show)
             except NothingScoredError as error:
                 go_on = f"go on with --name {self.folder.path.name} --resume"
-                fix = go_on if self.folder.latest() else "start again under another --name"
+                fix = go_on if self.folder.latest() else "start again"
+                if self.config.name and not self.folder.latest():
+                    fix += f": {AFRESH}"
                 raise ValueError(f"{error}; then {fix}") from None
 
     def _preemptions(self) -> dict[str, int]:

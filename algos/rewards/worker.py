@@ -138,7 +138,10 @@ def describe_error(error: BaseException) -> str:
     """One line: type, message and where it was raised; at most 500 characters."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    place = (frames[-1].filename, frames[-1].lineno) if frames else None
+    if isinstance(error, SyntaxError) and error.filename:  # raised by the importer, of the line that it names
+        place = error.filename, error.lineno
+    where = f" ({Path(place[0]).name}:{place[1]})" if place else ""
     return text[:450] + where[:50]
 
 

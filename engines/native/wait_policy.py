@@ -11,6 +11,7 @@ number of threads that share the work stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -49,22 +50,41 @@ def waits_passively(passive: bool, waited: float) -> bool:
 
 def waited_s() -> float | None:
     """Seconds that threads of this process have been ready to run without a core; None where Linux does not tell."""
-    waited_ns = 0
+    waited_ns: list[int] = []
     try:
         for task in Path("/proc/self/task").iterdir():
-            try:
-                waited_ns += int((task / "schedstat").read_bytes().split()[1])
-            except ProcessLookupError:  # this thread has ended
-                continue
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # this thread has ended
+                waited_ns.append(int((task / "schedstat").read_bytes().split()[1]))
     except (OSError, IndexError):
         return None
-    return waited_ns * 1e-9
+    return sum(waited_ns) * 1e-9 if waited_ns else None
 
 
 def loaded_runtimes() -> list[ctypes.CDLL]:
     """Each libgomp that this process has loaded."""
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp" in line}
-    return [ctypes.CDLL(path) for path in sorted(mapped)]
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    runtimes = []
+    for path in sorted({line[5] for line in lines if len(line) == 6 and "/libgomp" in line[5]}):
+        with contextlib.suppress(OSError):  # its file has been deleted since
+            runtimes.append(ctypes.CDLL(path))
+    return runtimes
+
+
+def can_start(num_threads: int) -> bool:
+    """Whether the system lets this process have so many more threads: libgomp ends a process that it refuses one."""
+    over, threads = threading.Event(), []
+    try:
+        for _ in range(num_threads):
+            threads.append(threading.Thread(target=over.wait, daemon=True))
+            threads[-1].start()
+    except RuntimeError:
+        return False
+    finally:
+        over.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    return True
 
 
 class PassiveWaits:
@@ -77,10 +97,14 @@ class PassiveWaits:
         self._made.wait()
 
     def _keep_teams(self) -> None:
-        nothing = ctypes.CDLL(None).sched_yield  # what the team runs once
-        for runtime in loaded_runtimes():
-            runtime.GOMP_parallel(nothing, None, runtime.omp_get_num_procs() + 1, 0)
-        self._made.set()
+        try:
+            nothing = ctypes.CDLL(None).sched_yield  # what the team runs once
+            for runtime in loaded_runtimes():
+                num_threads = runtime.omp_get_num_procs() + 1
+                if can_start(num_threads):
+                    runtime.GOMP_parallel(nothing, None, num_threads, 0)
+        finally:
+            self._made.set()
         self._over.wait()  # the teams last as long as the thread that made them
 
     def end(self) -> None:
@@ -98,7 +122,8 @@ def _watch() -> None:
         wanted = waits_passively(passive is not None, (waited - before) / (now - then))
         before, then = waited, now
         if wanted and passive is None:
-            passive = PassiveWaits()
+            with contextlib.suppress(RuntimeError):  # the system gives no thread more
+                passive = PassiveWaits()
         elif not wanted and passive is not None:
             passive.end()
             passive = None

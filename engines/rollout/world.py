@@ -73,6 +73,8 @@ class RolloutWorld:
         self._phase = -1
         self.layout = layout
         """Of now, where this rank takes part in each regroup; after a rollout on every rank."""
+        self.has_failed = False
+        """Whether a rollout has ended by an error that closed the connections between the ranks."""
         self.coordinator: Coordinator | None = None
         server: Server | None = None
         told: bytes | None = None
@@ -165,6 +167,7 @@ class RolloutWorld:
         try:
             self._worker.run()
         except BaseException:
+            self.has_failed = True
             if thread is not None and self.coordinator is not None and not problems:
                 self.coordinator.stop()
                 thread.join()
@@ -175,6 +178,7 @@ class RolloutWorld:
         if thread is not None:
             thread.join()
             if problems:
+                self.has_failed = True
                 raise problems[0]
         outcome: Outcome | None = None
         if self.coordinator is not None:

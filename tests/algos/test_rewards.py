@@ -119,6 +119,15 @@ def test_threads_take_turns(make: Callable[..., RewardRunner]) -> None:
 # -- user errors
 
 
+def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import math\n\ndef f(completions) return 1\n")
+    with (
+        RewardRunner(f"{tmp_path}/mine.py:f") as runner,
+        pytest.raises(ValueError, match=r"SyntaxError: .*\(mine\.py:3\)"),
+    ):
+        runner.check()
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -168,8 +168,9 @@ def test_between_hosts_kv_moves_too(checkpoints: Path) -> None:
     assert sum(world[rank]["DP4 moves/qwen3"]["fetched"] for rank in range(4)) > 0, "no KV came from the other host"
 
 
-def fail_on_rank_0(directory: str, host_size: int) -> str:
-    """What this rank raises when rank 0's `on_finished` does, where `host_size` neighbouring ranks share memory."""
+def fail_on_rank_0(directory: str, host_size: int) -> list[str]:
+    """What this rank raises when rank 0's `on_finished` does, where `host_size` neighbouring ranks share memory; and
+    when it is then asked for more."""
     import os
 
     import torch.distributed as dist
@@ -187,11 +188,7 @@ def fail_on_rank_0(directory: str, host_size: int) -> str:
     def fail(_: Any) -> None:
         raise ValueError("no room for the journal")
 
-    told = "nothing"
-    try:
-        llm.generate(PROMPTS, PARAMS, on_finished=fail)
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+    told = [error_of(lambda: llm.generate(PROMPTS, PARAMS, on_finished=fail)) for _ in range(2)]
     llm.close()
     dist.destroy_process_group()
     return told
@@ -200,10 +197,12 @@ def fail_on_rank_0(directory: str, host_size: int) -> str:
 @pytest.mark.parametrize("host_size", [4, 2])
 def test_every_rank_is_told_why_the_coordinator_has_failed(checkpoints: Path, host_size: int) -> None:
     """Followers too, which only hear their leader, by shared memory or gloo: they would wait until they time out."""
-    first, *others = run_world(fail_on_rank_0, 4, str(checkpoints), host_size)
+    (first, again), *others = run_world(fail_on_rank_0, 4, str(checkpoints), host_size)
     assert first == "ValueError: no room for the journal"
-    for rank, told in enumerate(others, start=1):
+    assert again == "RuntimeError: LLM: a rollout has failed, which ended the ranks' connections; make a new one"
+    for rank, (told, refused) in enumerate(others, start=1):
         assert told.startswith("ConnectionError") and "ValueError: no room for the journal" in told, rank
+        assert again.removeprefix("RuntimeError: ") in refused, rank
 
 
 def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:

@@ -156,9 +156,11 @@ def test_in_an_engine_that_preempts(tmp_path: Path) -> None:
     [
         ([*b"aab", *("€" * 40).encode(), *"é€".encode()], "€é€"),  # one run of bytes, whole but for its last character
         ([258, 0xE2, *b"a" * 60, 258], "aaa"),  # one that is no text as a whole, though parts of it would be
+        ([261, 256, 261, 258], " a"),  # spaces, of which the first is dropped where it begins the text
+        ([261, 261, 261, 258], "  a"),
     ],
 )
-def test_long_runs_of_bytes_count_as_a_whole(tokens: list[int], stop: str) -> None:
+def test_what_is_decoded_together_counts_as_a_whole(tokens: list[int], stop: str) -> None:
     detokenize = detokenizer(TOKENIZERS["byte fallback"])
     assert detokenize is not None
     for num_before in range(30):

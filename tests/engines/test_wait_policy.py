@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +80,41 @@ finally:
     os.kill(neighbour, 9)
 """
 
+FEW_THREADS = """
+import os, resource, torch
+from engines.native.wait_policy import PassiveWaits, can_start
+
+torch.set_num_threads(2)
+weight = torch.randn(512, 512)
+expected = weight @ weight
+os.setuid(54321)  # no limit is root's, and this user has no other process
+most = len(os.listdir("/proc/self/task")) + 1
+resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+assert can_start(1) and not can_start(2)
+waits = PassiveWaits()
+assert torch.equal(weight @ weight, expected)
+waits.end()
+"""
+
+ENDING_THREADS = """
+import threading, time
+from engines.native.wait_policy import waited_s
+
+def start_others():
+    while not over:
+        threading.Thread(target=bool).start()
+
+over = False
+starters = [threading.Thread(target=start_others) for _ in range(3)]
+for starter in starters:
+    starter.start()
+try:
+    for _ in range(3000):
+        assert waited_s() is not None
+finally:
+    over = True
+"""
+
 
 def test_passive_once_threads_wait_for_a_core_and_active_once_they_hardly_do() -> None:
     policies, passive = [], False
@@ -87,9 +124,31 @@ def test_passive_once_threads_wait_for_a_core_and_active_once_they_hardly_do() -
     assert policies == [False, False, False, True, True, True, True, False, False, True]
 
 
-@pytest.mark.parametrize("program", [IDLE_THREADS, BESIDE_OTHERS], ids=["idle threads", "beside others"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        IDLE_THREADS,
+        BESIDE_OTHERS,
+        pytest.param(FEW_THREADS, marks=pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")),
+        ENDING_THREADS,
+    ],
+    ids=["idle threads", "beside others", "few threads", "ending threads"],
+)
 def test_in_a_process_of_its_own(program: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environment |= {"PYTHONPATH": str(ROOT), "GOMP_SPINCOUNT": "infinite"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_path_with_spaces(tmp_path: Path) -> None:
+    """A virtual environment may lie anywhere."""
+    (path,) = {runtime._name for runtime in loaded_runtimes()}
+    copy = shutil.copy(path, tmp_path / "libgomp of mine.so.1")
+    program = f"""
+import ctypes
+from engines.native.wait_policy import loaded_runtimes
+ctypes.CDLL({str(copy)!r})
+assert [one for one in loaded_runtimes() if one._name == {str(copy)!r}]
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=200)

@@ -103,6 +103,15 @@ def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: s
     assert ("engine: " in done.stderr) == ("prompts[1]" in message), "only what needs the model waits for it"
 
 
+def test_generate_names_the_checkpoint_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step-7/huggingface").mkdir(parents=True)
+    (tmp_path / "checkpoints/latest").write_text("step-7")
+    for given in ("", "checkpoints/step-7"):
+        done = start("generate.py", str(tmp_path / given), "x")
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert f"give '{tmp_path}/checkpoints/step-7/huggingface'" in done.stderr
+
+
 def test_generate_by_another_engine_is_the_same(model: str) -> None:
     sampling = ["--n", "3", "--max-tokens", "20", "--dtype", "float64"]
     engine = [

@@ -267,7 +267,8 @@ def test_interrupted_under_torchrun(model: Path, tmp_path: Path) -> None:
     started = command(model, tmp_path, "--name", "a", "--steps", "100000", "--save-every", "100000")
     code, output = interrupted(started, signal.SIGINT, tmp_path / "log", (tmp_path / "a/lengths.jsonl").exists)
     assert code != 0 and output.count("Traceback") == 1
-    told = f"interrupted: nothing is published yet in {tmp_path / 'a'}, so it cannot be resumed; start anew"
+    told = f"interrupted: nothing is published yet in {tmp_path / 'a'}, so it cannot be resumed; give another --name, "
+    told += "or delete the folder if no run is writing in it"
     assert output.splitlines().count(told) == 1
 
 
@@ -397,7 +398,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("broken_after", "fix"),
-        [(0, "then start again under another --name"), (1, "then go on with --name broken-1 --resume")],
+        [(0, "then start again: give another --name"), (1, "then go on with --name broken-1 --resume")],
     )
     def test_a_broken_reward(self, model: Path, tmp_path: Path, broken_after: int, fix: str) -> None:
         """It is told to resume only what can be resumed."""
