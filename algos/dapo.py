@@ -11,51 +11,43 @@ from dataclasses import dataclass
 
 from algos import losses
 from algos.advantages import group_advantages
-from algos.algorithm import check_fields, objective_checks
 from algos.experience import LossInputs, LossOutput
+from engines.constraints import Count, Fraction, NonNegative, Positive, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
 class DAPO:
     """Hyperparameters of DAPO; the methods are its equations."""
 
-    ratio_clip_low: float = 0.2
+    ratio_clip_low: Share = 0.2
     """The ratio of new to old probability is clipped below at 1 - this."""
-    ratio_clip_high: float = 0.28
+    ratio_clip_high: Positive = 0.28
     """The ratio is clipped above at 1 + this: wider than below, so that unlikely tokens can grow (§3.1)."""
-    dual_clip: float | None = None
+    dual_clip: losses.DualClip | None = None
     """Bounds the loss of tokens with negative advantage at this many times |A| (verl: 3.0); None leaves it open."""
     loss_aggregation: losses.LossAggregation = "token-mean"
     """From a loss per token to one number; token-mean is the paper's Eq. 8."""
-    constant_length: int = 1024
+    constant_length: Count = 1024
     """Divisor of a sequence's summed loss under constant-length, tokens."""
     dynamic_sampling: bool = True
     """Drop groups whose completions all got the same reward, and sample others in their place (§3.2)."""
-    max_sampling_rounds: int = 3
+    max_sampling_rounds: Count = 3
     """Rollouts at most per step to replace dropped groups; without dynamic sampling it has no meaning."""
-    overlong_buffer_fraction: float = 0.2
+    overlong_buffer_fraction: Fraction = 0.2
     """Last part of `max_tokens`, over which the punishment grows (L_cache / L_max, 4096 / 20480 there); 0 is off."""
-    overlong_factor: float = 1.0
+    overlong_factor: NonNegative = 1.0
     """Punishment of a completion as long as `max_tokens`."""
     overlong_filtering: bool = False
     """Do not train on completions that `max_tokens` cut (§3.4's first remedy)."""
     importance_correction: losses.ImportanceCorrection = "token"
     """Weigh tokens by the trainer's over the rollout engine's probability, truncated; per token or per sequence."""
-    importance_cap: float = 2.0
+    importance_cap: Positive = 2.0
     """Largest such weight."""
-    num_epochs: int = 1
+    num_epochs: Count = 1
     """Passes over a rollout's experiences."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            objective_checks(self)
-            | {
-                "max_sampling_rounds": (self.max_sampling_rounds >= 1, "at least 1"),
-                "overlong_buffer_fraction": (0 <= self.overlong_buffer_fraction <= 1, "in [0, 1]"),
-                "overlong_factor": (self.overlong_factor >= 0, "at least 0"),
-            },
-        )
+        check_fields(self)
 
     @property
     def needs_reference(self) -> bool:

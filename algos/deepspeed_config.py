@@ -11,12 +11,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
+from engines.constraints import Count, NonNegative, Positive, WholeNumber, check_fields
 from engines.json_files import read_json
 
 DType = Literal["float32", "bfloat16"]
 LRSchedule = Literal["constant", "linear", "cosine"]
+
+Beta = Annotated[float, Meta(ge=0, lt=1, description="in [0, 1)")]
 
 BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ADAM_TYPES = ("adam", "adamw")
@@ -30,25 +35,25 @@ class TrainerConfig:
     """What DeepSpeed shards over ranks: 1 optimizer states, 2 and gradients, 3 and parameters."""
     dtype: DType = "float32"
     """Of weights and activations; bfloat16 keeps float32 master weights in the optimizer."""
-    learning_rate: float = 1e-6
+    learning_rate: Positive = 1e-6
     """AdamW's learning rate after warm-up."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegative = 0.01
     """AdamW's decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates of the moments."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive = 1e-8
     """AdamW's epsilon."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this global norm; 0 is off."""
     lr_schedule: LRSchedule = "constant"
     """After warm-up: constant, or down to zero at `total_steps` linearly or along a half cosine."""
-    warmup_steps: int = 0
+    warmup_steps: WholeNumber = 0
     """Optimizer steps over which the learning rate rises linearly from zero."""
-    total_steps: int | None = None
+    total_steps: Count | None = None
     """Optimizer steps at which a linear or cosine schedule reaches zero."""
-    mini_batch_size: int = 256
+    mini_batch_size: Count = 256
     """Sequences per optimizer step; the last of an epoch may be smaller."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: Count = 16384
     """Most tokens, padding included, that a rank computes at once; a longer sequence goes alone."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more computation."""
@@ -57,27 +62,12 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         needs_total = self.lr_schedule != "constant"
-        checks = (
-            ("zero_stage", self.zero_stage in (0, 1, 2, 3), "0, 1, 2 or 3"),
-            ("dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
-            ("learning_rate", self.learning_rate > 0, "above 0"),
-            ("weight_decay", self.weight_decay >= 0, "at least 0"),
-            ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
-            ("adam_eps", self.adam_eps > 0, "above 0"),
-            ("max_grad_norm", self.max_grad_norm >= 0, "at least 0 (0 is off)"),
-            ("lr_schedule", self.lr_schedule in ("constant", "linear", "cosine"), "constant, linear or cosine"),
-            ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
-            (
-                "total_steps",
-                not needs_total or (self.total_steps is not None and self.total_steps > self.warmup_steps),
-                f"above warmup_steps={self.warmup_steps} with lr_schedule={self.lr_schedule!r}",
-            ),
-            ("mini_batch_size", self.mini_batch_size >= 1, "at least 1 sequence"),
-            ("micro_batch_tokens", self.micro_batch_tokens >= 1, "at least 1 token"),
-        )
-        for name, holds, requirement in checks:
-            if not holds:
-                raise ValueError(f"TrainerConfig.{name}={getattr(self, name)!r}: must be {requirement}")
+        check_fields(self)
+        if needs_total and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            raise ValueError(
+                f"TrainerConfig.total_steps={self.total_steps}: must be above warmup_steps={self.warmup_steps} with "
+                f"lr_schedule={self.lr_schedule!r}; give the run's number of optimizer steps"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

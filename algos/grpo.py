@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from algos import losses
 from algos.advantages import group_advantages
-from algos.algorithm import check_fields, objective_checks, one_of
 from algos.experience import LossInputs, LossOutput
+from engines.constraints import Count, NonNegative, Positive, Share, check_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 class GRPO:
     """Hyperparameters of GRPO; the methods are its equations."""
 
-    ratio_clip_low: float = 0.2
+    ratio_clip_low: Share = 0.2
     """The ratio of new to old probability is clipped below at 1 - this (the paper's epsilon)."""
-    ratio_clip_high: float = 0.2
+    ratio_clip_high: Positive = 0.2
     """The ratio is clipped above at 1 + this."""
-    dual_clip: float | None = None
+    dual_clip: losses.DualClip | None = None
     """Bounds the loss of tokens with negative advantage at this many times |A| (verl: 3.0); None leaves it open."""
     normalise_std: bool = True
     """Divide a group's advantages by its standard deviation; no is Dr. GRPO."""
     loss_aggregation: losses.LossAggregation = "sequence-mean"
     """From a loss per token to one number; sequence-mean is the paper's 1/G sum 1/|o_i| sum."""
-    constant_length: int = 1024
+    constant_length: Count = 1024
     """Divisor of a sequence's summed loss under constant-length (Dr. GRPO's fixed generation budget), tokens."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegative = 0.0
     """Weight of the KL term to the initial model (the paper's beta, 0.04 there); 0 loads no reference model."""
     kl_estimator: losses.KLEstimator = "k3"
     """Estimator of the KL term; k3 is the paper's Eq. 4."""
@@ -42,20 +42,13 @@ class GRPO:
     """Weight of the entropy bonus."""
     importance_correction: losses.ImportanceCorrection = "token"
     """Weigh tokens by the trainer's over the rollout engine's probability, truncated; per token or per sequence."""
-    importance_cap: float = 2.0
+    importance_cap: Positive = 2.0
     """Largest such weight."""
-    num_epochs: int = 1
+    num_epochs: Count = 1
     """Passes over a rollout's experiences (the paper's mu)."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            objective_checks(self)
-            | {
-                "kl_coef": (self.kl_coef >= 0, "at least 0"),
-                "kl_estimator": one_of(self.kl_estimator, losses.KLEstimator),
-            },
-        )
+        check_fields(self)
 
     @property
     def max_sampling_rounds(self) -> int:

@@ -9,7 +9,9 @@ Operations are methods of tensors: torch itself is not imported, since `--help` 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta
 
 from algos.experience import LossInputs
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 LossAggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceCorrection = Literal["off", "token", "sequence"]
+DualClip = Annotated[float, Meta(gt=1, description="above 1")]
 
 # exp() of a larger difference of log-probs is useless as a weight, and soon infinite (verl clamps alike).
 MAX_LOG_RATIO = 20.0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from algos.tasks.arithmetic import ArithmeticTask
+from engines.constraints import Count, Positive, check_fields
 
 ModelSize = Literal["tiny", "draft-2l", "draft-1l"]
 
@@ -24,13 +27,13 @@ class WarmStartConfig:
 
     size: ModelSize = "tiny"
     """Which shape: the policy, or one of its two drafters."""
-    steps: int = 450
+    steps: Count = 450
     """Optimiser steps; more teach longer sums."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Problems per step."""
-    learning_rate: float = 0.02
+    learning_rate: Positive = 0.02
     """Muon's peak rate, for the weight matrices; embeddings and norms take AdamW at 0.3 of it."""
-    label_smoothing: float = 0.02
+    label_smoothing: Annotated[float, Meta(ge=0, lt=1, description="in [0, 1)")] = 0.02
     """Probability taught for all other tokens together, at every token; 0 makes the surest policy."""
     seed: int = 0
     """Of the initial weights."""
@@ -39,14 +42,4 @@ class WarmStartConfig:
     """The problems to learn from."""
 
     def __post_init__(self) -> None:
-        if self.size not in get_args(ModelSize):
-            raise ValueError(f"WarmStartConfig.size={self.size!r}: use one of {list(get_args(ModelSize))}")
-        checks = (
-            ("steps", self.steps >= 1, "at least 1"),
-            ("batch_size", self.batch_size >= 1, "at least 1"),
-            ("learning_rate", self.learning_rate > 0, "above 0"),
-            ("label_smoothing", 0 <= self.label_smoothing < 1, "in [0, 1)"),
-        )
-        for name, ok, want in checks:
-            if not ok:
-                raise ValueError(f"WarmStartConfig.{name}={getattr(self, name)}: must be {want}")
+        check_fields(self)

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from engines.constraints import Count, Int64, Share, WholeNumber, check_fields
 from engines.json_files import read_json
-from engines.sequence import is_int64
 
 DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native"]
@@ -208,23 +208,23 @@ class EngineConfig:
 
     dtype: DType = "float32"
     """Weights, activations and KV. float64 is for tests of token equality."""
-    block_size: int = 16
+    block_size: Count = 16
     """Tokens per KV block."""
-    kv_cache_bytes: int | Literal["auto"] = 512 * 2**20
+    kv_cache_bytes: Count | Literal["auto"] = 512 * 2**20
     """Memory of each rank for the KV cache, over all layers. "auto" takes what is left of the free memory, beside all
     else that the engine takes, and no more than `max_num_seqs` of the longest sequences fill."""
-    memory_utilization: float = 0.9
+    memory_utilization: Share = 0.9
     """Part of the free memory that the engine may take where the KV cache's size is "auto"."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Most sequences in one forward pass."""
-    max_num_batched_tokens: int = 4096
+    max_num_batched_tokens: Count = 4096
     """Most tokens in one forward pass; decodes come first, prefills are chunked into the rest."""
-    prefill_chunk_size: int | None = None
+    prefill_chunk_size: Count | None = None
     """Most tokens of one sequence's prompt per forward pass; None leaves only the budget above."""
     prefix_caching: bool = True
     """Whether a sequence takes the KV of its first full blocks from another one that began alike, under the same
     weights: the members of a group compute their prompt once."""
-    max_model_len: int | None = None
+    max_model_len: Count | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
     kernels: Kernels = "auto"
     """Small operations: "native" is compiled C++, for CPUs; "auto" takes it where it can be had, and else torch's. With
@@ -235,57 +235,33 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Whether passes of decodes alone are captured and replayed, which spares their launches. No effect but on CUDA,
     with an attention backend and a transport that can be captured."""
-    async_scheduling: bool = True
-    """Whether a pass of decodes is launched before the tokens of the one before it are read back, so that the device
-    need not wait for the host. No effect but where `cuda_graphs` has one."""
     preemption: Preemption = "auto"
     """What becomes of the KV of a sequence that must give up its blocks: "swap" stores it in the tiers below, while
     they have room; "recompute" keeps nothing; "auto" does what is faster by costs measured in the run. Where tokens of
     low precision are to repeat bit for bit it must not depend on time: give one of the two others."""
-    kv_host_bytes: int | None = None
+    kv_host_bytes: WholeNumber | None = None
     """Most host memory (/dev/shm) that a rank fills with KV outside its cache; None: 1 GiB, or less where little is
     free."""
-    kv_disk_bytes: int = 0
+    kv_disk_bytes: WholeNumber = 0
     """Most of a disk that a rank fills with KV that finds no room in host memory."""
     kv_disk_folder: str | None = None
     """Where that disk is: a folder that exists. While it cannot be written to, KV is computed again instead."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
     preempted. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
-    seed: int = 0
+    seed: Int64 = 0
     """The run's seed: the first part of every sequence's key."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "prefill_chunk_size",
-            "max_model_len",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            is_off = value is None and name in ("prefill_chunk_size", "max_model_len")
-            is_off |= value == "auto" and name == "kv_cache_bytes"
-            if not is_off and not (is_int64(value) and value >= 1):
-                or_auto = ', or "auto"' if name == "kv_cache_bytes" else ""
-                raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 1 (64 bits){or_auto}")
-        is_number = isinstance(self.memory_utilization, int | float) and not isinstance(self.memory_utilization, bool)
-        if not is_number or not 0 < self.memory_utilization <= 1:
-            raise ValueError(f"EngineConfig.memory_utilization={self.memory_utilization!r}: must be above 0, at most 1")
+        if isinstance(self.kv_disk_folder, os.PathLike):
+            object.__setattr__(self, "kv_disk_folder", os.fspath(self.kv_disk_folder))
+        check_fields(self, "EngineConfig.")
         self._check_tiers()
-        for name in ("prefix_caching", "cuda_graphs", "async_scheduling", "batch_invariant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"EngineConfig.{name}={getattr(self, name)!r}: must be True or False")
         if self.batch_invariant and not {self.kernels, self.attention} <= {"auto", "native"}:
             raise ValueError(
                 "EngineConfig.batch_invariant=True: needs kernels and attention both 'auto' or 'native', not "
                 f"{self.kernels!r} and {self.attention!r}: the bits of others depend on the batch"
             )
-        if not is_int64(self.seed):
-            raise ValueError(f"EngineConfig.seed={self.seed!r}: must be an integer of 64 bits")
-        if self.kernels not in get_args(Kernels):
-            raise ValueError(f"EngineConfig.kernels={self.kernels!r}: use one of {list(get_args(Kernels))}")
-        if self.attention not in get_args(Attention):
-            raise ValueError(f"EngineConfig.attention={self.attention!r}: use one of {list(get_args(Attention))}")
-        if self.dtype not in ("float64", "float32", "bfloat16"):
-            raise ValueError(f"EngineConfig.dtype={self.dtype!r}: use 'float64', 'float32' or 'bfloat16'")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"EngineConfig.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
@@ -293,15 +269,8 @@ class EngineConfig:
             )
 
     def _check_tiers(self) -> None:
-        if self.preemption not in ("auto", "swap", "recompute"):
-            raise ValueError(f"EngineConfig.preemption={self.preemption!r}: use 'auto', 'swap' or 'recompute'")
-        for name in ("kv_host_bytes", "kv_disk_bytes"):
-            value = getattr(self, name)
-            if not (value is None and name == "kv_host_bytes") and not (is_int64(value) and value >= 0):
-                raise ValueError(f"EngineConfig.{name}={value!r}: must be an integer of at least 0 (64 bits)")
         if self.kv_disk_folder is not None:
-            is_path = isinstance(self.kv_disk_folder, str | os.PathLike) and str(self.kv_disk_folder)
-            if not is_path or "\0" in str(self.kv_disk_folder):
+            if not self.kv_disk_folder or "\0" in self.kv_disk_folder:
                 raise ValueError(f"EngineConfig.kv_disk_folder={self.kv_disk_folder!r}: must be a path")
             # Replicas outside the world run elsewhere.
             object.__setattr__(self, "kv_disk_folder", os.path.abspath(self.kv_disk_folder))

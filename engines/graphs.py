@@ -81,20 +81,6 @@ class PaddedDecodes:
             self._table.view(-1).index_copy_(0, moved["flat"], moved["blocks"])
         return size
 
-    def fill_from(
-        self,
-        drawn: Tensor,
-        places: list[int],
-        positions: np.ndarray,
-        slots: np.ndarray,
-        changes: tuple[np.ndarray, np.ndarray],
-    ) -> int:
-        """As `fill`, with the tokens at `places` in `drawn`, int64 on the device: the host need not know them."""
-        size = self.fill(places, positions, slots, changes)
-        first = self._rows[0, : len(places)]  # the places; from now on the tokens
-        first.copy_(drawn.index_select(0, first))
-        return size
-
     def batch(self, size: int) -> ForwardBatch:
         """The first `size` rows, padding included. Its tensors are views of the same memory each time, or computed
         from such on the device; the block table is as wide as the longest sequence may need.

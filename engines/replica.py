@@ -220,8 +220,7 @@ class Replica:
         try:
             scheduled = self.scheduler.schedule(self._load_kv, self._swap_out)
             # What waits would come into the next pass, not beside it.
-            ahead = not self.scheduler.waiting
-            drawn = iter(self._runner.run(scheduled, ahead=ahead) if scheduled else [])
+            drawn = iter(self._runner.run(scheduled) if scheduled else [])
             lengths = [len(item.sequence.state.tokens) for item in scheduled]
             for sequence, num_tokens in scheduled:
                 sequence.num_computed += num_tokens
@@ -254,7 +253,6 @@ class Replica:
         """Has all sequences, and those that were about to leave, wait to be recomputed, whatever was half done."""
         for sequence in returning:
             self._sequences[sequence.state.sequence_id] = sequence
-        self._runner.drop_ahead()
         self.scheduler.restart(self._sequences.values())
 
     def clear(self) -> None:

@@ -20,7 +20,7 @@ from engines.sampler import draw_natively, sample
 from engines.scheduler import Scheduled, Sequence
 from engines.sequence import KVPart
 from engines.slot_table import SlotTable
-from engines.staging import Drawn, Readback, Staging
+from engines.staging import Readback, Staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +34,6 @@ class _Pass:
     """int64 [R]: those of the sequences that draw a token."""
     positions: Tensor
     """int64 [R]: where it will be."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PassAhead:
-    """A pass of decodes that was launched before the host had read the tokens that it begins with: the device has them.
-
-    So the device need not wait while the host appends tokens, looks for ends, and schedules. Nothing is decided ahead:
-    the next step schedules as it would have, and takes the rows that it asks for. It is looked at in that step only:
-    whoever is in its schedule has gone on by the token drawn. The other rows, of sequences that have ended or left, are
-    dropped. They wrote KV of one token at the end of their own blocks, of which nobody knows, and whoever has such a
-    block next writes before it reads.
-    """
-
-    drawn: Drawn
-    rows: dict[Sequence, int]
 
 
 class ModelRunner:
@@ -66,17 +51,12 @@ class ModelRunner:
         self._readback = Readback(decoder.device, config.max_num_seqs)
         self._padded: PaddedDecodes | None = None
         self._graphs: Graphs | None = None
-        self._runs_ahead = False
-        self._ahead: _PassAhead | None = None
         if config.cuda_graphs and decoder.capturable:
-            self.pad_decodes(run_ahead=config.async_scheduling)
+            self.pad_decodes()
             self._graphs = Graphs(self._forward_padded, decoder.device)
 
-    def pad_decodes(self, *, run_ahead: bool) -> None:
-        """From now on decodes alone run padded, and ahead where that is asked for: what graphs replay, and runs
-        anywhere without them.
-        """
-        self._runs_ahead = run_ahead
+    def pad_decodes(self) -> None:
+        """From now on passes of decodes alone run padded: what graphs replay, and what runs anywhere without them."""
         self._padded = PaddedDecodes(
             num_slots=self._slots.block_table.shape[0],
             max_blocks=self._slots.block_table.shape[1],
@@ -90,76 +70,20 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.drop()
 
-    def drop_ahead(self) -> None:
-        """To be called when a step has failed: the next pass is to begin anew."""
-        self._ahead = None
-
-    def run(self, scheduled: list[Scheduled], *, ahead: bool = False) -> list[tuple[int, float]]:
-        """One forward pass; two where some items were computed ahead and others were not. Returns a token and its
-        log-prob for each item that samples, in order.
-
-        With `ahead` the pass that is likely to be next is launched before these are read, where the runner does so; see
-        `drop_ahead`.
+    def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
+        """One forward pass. Returns a token and its log-prob for each item that samples, in order.
 
         Raises FloatingPointError when the weights give logits that are not finite; the KV cache is empty then.
         """
-        before, self._ahead = self._ahead, None
-        found = [before.rows.get(item.sequence) for item in scheduled] if before is not None else []
-        rows = [row for row in found if row is not None]
-        if before is None or not rows:
-            drawn = self._pass(scheduled)
-            rows = list(range(len(drawn.tokens)))
-        elif len(rows) == len(scheduled):
-            drawn = before.drawn
-        else:
-            return self._beside(before.drawn, found, scheduled)
-        if ahead and self._runs_ahead and len(rows) == len(scheduled):
-            self._ahead = self._run_ahead(scheduled, drawn, rows)
-        return self._read(drawn, rows)
-
-    def _pass(self, scheduled: list[Scheduled]) -> Drawn:
         what = self._build(scheduled)
         logits = self._forward(what)
-        return self._draw(logits, what)
-
-    def _beside(self, drawn: Drawn, rows: list[int | None], scheduled: list[Scheduled]) -> list[tuple[int, float]]:
-        """Runs those items that have no row in `drawn`."""
-        others = self._pass([item for item, row in zip(scheduled, rows, strict=True) if row is None])
-        from_others = iter(self._read(others, list(range(len(others.tokens)))))
-        known = iter(self._read(drawn, [row for row in rows if row is not None]))
-        return [
-            next(from_others if row is None else known)
-            for item, row in zip(scheduled, rows, strict=True)
-            if row is not None or item.samples
-        ]
-
-    def _run_ahead(self, scheduled: list[Scheduled], drawn: Drawn, rows: list[int]) -> _PassAhead | None:
-        """Launches the decodes of those that are likely to go on with what is at `rows` in `drawn`."""
-        assert self._padded is not None
-        sequences, places = [], []
-        for item, row in zip(scheduled, rows, strict=True):
-            sequence = item.sequence
-            num_tokens = len(sequence.state.tokens) + 1
-            if num_tokens < sequence.release_len and self._has_room(sequence, num_tokens):
-                sequences.append(sequence)
-                places.append(row)
-        if not sequences or not self._padded.fits(len(sequences)):
-            return None
-        slots = np.array([sequence.slot for sequence in sequences])
-        positions = np.array([len(sequence.state.tokens) for sequence in sequences])
-        size = self._padded.fill_from(drawn.tokens, places, positions, slots, self._slots.take_changes())
-        what = _Pass(batch=None, padded_size=size, slots=slots, positions=self._padded.next_positions(len(sequences)))
-        drawn = self._draw(self._forward(what), what)
-        return _PassAhead(drawn=drawn, rows={sequence: row for row, sequence in enumerate(sequences)})
-
-    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence's blocks hold so many tokens: they are grown where some are free."""
-        if num_tokens > sequence.num_table_blocks * self._blocks.block_size:
-            if not self._blocks.can_grow(sequence, num_tokens):
-                return False
-            self._blocks.grow(sequence, num_tokens)
-            self._slots.follow(sequence, self._blocks.table(sequence))
-        return True
+        if not len(what.slots):
+            return []
+        tokens, logprobs = self._draw(logits, what)
+        if not np.isfinite(logprobs).all():
+            self._kv.clear()  # NaN in a block would reach every later holder of it: masked, but 0 * NaN is NaN
+            raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity")
+        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _forward(self, what: _Pass) -> Tensor:
         """Logits of the rows that draw, [R, vocab_size]."""
@@ -168,23 +92,13 @@ class ModelRunner:
         hidden = (self._graphs or self._forward_padded)(what.padded_size)
         return self._decoder.logits(hidden[: len(what.slots)])
 
+    def _draw(self, logits: Tensor, what: _Pass) -> tuple[np.ndarray, np.ndarray]:
+        batch = self._slots.sampling_batch(what.slots, what.positions)
+        return self._readback.read(sample(logits, batch, self._draw_tokens))
+
     def _forward_padded(self, size: int) -> Tensor:
         assert self._padded is not None
         return self._decoder.hidden(self._padded.batch(size), self._kv)
-
-    def _draw(self, logits: Tensor, what: _Pass) -> Drawn:
-        batch = self._slots.sampling_batch(what.slots, what.positions)
-        return self._readback.begin(sample(logits, batch, self._draw_tokens))
-
-    def _read(self, drawn: Drawn, rows: list[int]) -> list[tuple[int, float]]:
-        """Tokens and log-probs of these rows. Waits for the device only if there are any."""
-        if not rows:
-            return []
-        tokens, logprobs = drawn.read()
-        if not np.isfinite(logprobs[rows]).all():
-            self._kv.clear()  # NaN in a block would reach every later holder of it: masked, but 0 * NaN is NaN
-            raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity")
-        return list(zip(tokens[rows].tolist(), logprobs[rows].tolist(), strict=True))
 
     @property
     def num_shards(self) -> int:

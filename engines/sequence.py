@@ -9,21 +9,21 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+from engines.constraints import Count, Fraction, Int64, Share, check_fields
 
 FinishReason = Literal["stop", "length", "abort"]
 SequenceId = tuple[int, int, int]
 """(policy step, prompt uid, sample index): unique among the sequences of a run."""
+StopString = Annotated[str, Meta(min_length=1, description="text that is not empty")]
 
 
 def is_int64(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-
-
-def _in_range(value: object, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_unicode(text: str) -> bool:
@@ -38,28 +38,28 @@ class SamplingParams:
     The processors apply in Hugging Face's order: temperature, top-k, top-p, min-p.
     """
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=1e6, description="0 (greedy), or in [1e-6, 1e6]")] = 1.0
     """0 is greedy: the most likely token, log-probs then being those of the unscaled distribution."""
-    top_k: int = -1
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 (off), or an integer from 1 to 2^31 - 1")] = -1
     """Keep the k most likely tokens; -1 keeps all."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Keep the smallest set of tokens whose probability reaches top_p."""
-    min_p: float = 0.0
+    min_p: Fraction = 0.0
     """Drop tokens less likely than min_p times the most likely one."""
-    n: int = 1
+    n: Count = 1
     """Completions per prompt."""
-    max_tokens: int = 16
+    max_tokens: Count = 16
     """Most tokens generated per completion."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Int64, ...] = ()
     """Token ids that end a completion, beside the model's own end-of-sequence ids."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopString, ...] = ()
     """Strings that end a completion; the text is cut before the string, the tokens are kept.
 
     U+FFFD matches what is no text, once something follows: before that it may be half a character.
     """
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence ids (`stop_token_ids` still end)."""
-    seed: int | None = None
+    seed: Int64 | None = None
     """Makes the completions of this request independent of the run's seed, policy step and prompt uid."""
 
     def __post_init__(self) -> None:
@@ -69,30 +69,13 @@ class SamplingParams:
             if not isinstance(value, Iterable):
                 raise ValueError(f"SamplingParams.{name}={value!r}: must be a list or tuple")
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        is_greedy = _in_range(self.temperature, 0, 0)
-        checks = (
-            ("temperature", is_greedy or _in_range(self.temperature, 1e-6, 1e6), "0 (greedy), or in [1e-6, 1e6]"),
-            (
-                "top_k",
-                is_int64(self.top_k) and (self.top_k == -1 or 1 <= self.top_k < 2**31),
-                "-1 (off), or an integer from 1 to 2^31 - 1",
-            ),
-            ("top_p", _in_range(self.top_p, 0, 1) and self.top_p > 0, "in (0, 1]"),
-            ("min_p", _in_range(self.min_p, 0, 1), "in [0, 1]"),
-            ("n", is_int64(self.n) and self.n >= 1, "an integer of at least 1"),
-            ("max_tokens", is_int64(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
-            (
-                "stop",
-                all(isinstance(one, str) and one and is_unicode(one) for one in self.stop),
-                "non-empty strings without half a surrogate pair, which is no text",
-            ),
-            ("stop_token_ids", all(map(is_int64, self.stop_token_ids)), "integers of 64 bits"),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
-            ("seed", self.seed is None or is_int64(self.seed), "an integer of 64 bits, or None"),
-        )
-        for name, ok, want in checks:
-            if not ok:
-                raise ValueError(f"SamplingParams.{name}={getattr(self, name)!r}: must be {want}")
+        check_fields(self)
+        if not all(map(is_unicode, self.stop)):
+            raise ValueError(f"SamplingParams.stop={self.stop!r}: must be text, and half a surrogate pair is none")
+        if 0 < self.temperature < 1e-6:
+            raise ValueError(f"SamplingParams.temperature={self.temperature!r}: must be 0 (greedy), or in [1e-6, 1e6]")
+        if self.top_k == 0:
+            raise ValueError("SamplingParams.top_k=0: must be -1 (off), or an integer from 1 to 2^31 - 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -76,45 +75,23 @@ class Staging:
         self._shapes = dict(shapes)  # last: what an interrupt has left half done is laid out again
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """What a pass has drawn, on its way to the host."""
-
-    tokens: Tensor
-    """int64 [N], on the device."""
-    _host: tuple[np.ndarray, np.ndarray]
-    _arrived: torch.cuda.Event | None
-
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, int64 [N], and log-probs, floating [N]. Waits for the device, for this pass and what came before."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        tokens, logprobs = self._host
-        return tokens.astype(np.int64, copy=False), logprobs
-
-
 class Readback:
     """Drawn tokens and their log-probs, to the host together."""
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
-        on_cuda = device.type == "cuda"
         self._device = device
-        # Two, in turn: a pass may be under way while the one before is read.
-        self._free = [
-            (torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True), torch.cuda.Event())
-            for _ in range(2 * on_cuda)
-        ]
+        self._pinned: Tensor | None = None
+        if device.type == "cuda":
+            self._pinned = torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True)
 
-    def begin(self, sampled: Sampled) -> Drawn:
-        """What is drawn next but one takes the same memory: read this before."""
-        if not self._free:
-            return Drawn(tokens=sampled.tokens, _host=(sampled.tokens.numpy(), sampled.logprobs.numpy()), _arrived=None)
-        host, arrived = self._free[0]
-        self._free.reverse()
+    def read(self, sampled: Sampled) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, integers [N], and log-probs, floating [N]; the next call writes over them. Waits for the device."""
+        if self._pinned is None:
+            return sampled.tokens.numpy(), sampled.logprobs.numpy()
         count = len(sampled.tokens)
         # float64 holds every token id and every float32.
         both = torch.cat((sampled.tokens.double(), sampled.logprobs.double()))
-        host[: 2 * count].copy_(both, non_blocking=True)
-        arrived.record(torch.cuda.current_stream(self._device))
-        numbers = host.numpy()
-        return Drawn(tokens=sampled.tokens, _host=(numbers[:count], numbers[count : 2 * count]), _arrived=arrived)
+        self._pinned[: 2 * count].copy_(both, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        numbers = self._pinned.numpy()
+        return numbers[:count].astype(np.int64), numbers[count : 2 * count]

@@ -15,14 +15,16 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
+from msgspec import Meta
 from tqdm import tqdm
 
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.config import DType
+from engines.constraints import Count, check_fields
 from engines.sequence import Work
 from experiments import launch
 from experiments.random_model import save_random_model
@@ -35,15 +37,15 @@ class BenchBatchInvariantConfig:
 
     shape: str = "25m"
     """A name in research/workloads/shapes.py."""
-    batch: int = 32
+    batch: Count = 32
     """Sequences at a time."""
-    prompt: int = 128
+    prompt: Count = 128
     """Tokens of each prompt."""
-    length: int = 64
+    length: Annotated[int, Meta(ge=2, description="at least 2")] = 64
     """Tokens that each sequence generates."""
     dtype: DType = "bfloat16"
     """Of weights and activations."""
-    repeats: int = 5
+    repeats: Count = 5
     """Interleaved measurements of each side; the median counts."""
     output: Path | None = None
     """Also write the JSON result there."""
@@ -51,9 +53,7 @@ class BenchBatchInvariantConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: give one of {', '.join(SHAPES)}")
-        for name, least in (("batch", 1), ("prompt", 1), ("length", 2), ("repeats", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        check_fields(self, "")
 
 
 def main() -> dict[str, Any]:

@@ -21,13 +21,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 import tyro
+from msgspec import Meta
 from tqdm import tqdm
 
+from engines.constraints import Count, check_fields
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.shared_memory import SLOT_BYTES
@@ -40,15 +42,15 @@ TRANSPORTS = ("gloo", "shared memory")
 class BenchCollectivesConfig:
     """Time all-reduce and all-gather over gloo and shared memory, interleaved."""
 
-    ranks: int = 4
+    ranks: Annotated[int, Meta(ge=2, description="at least 2")] = 4
     """Processes to start; under torchrun, its own number holds."""
     sizes: tuple[int, ...] = (4096, 65536, 1048576)
     """Bytes that each rank brings."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Of the tensors."""
-    calls: int = 20
+    calls: Count = 20
     """Calls in a row per sample."""
-    samples: int = 30
+    samples: Count = 30
     """Samples of each transport, and as many again for A/A."""
     slot_bytes: int = SLOT_BYTES
     """Shared memory: a longer message goes in chunks of this many bytes."""
@@ -56,9 +58,7 @@ class BenchCollectivesConfig:
     """Also write the JSON result there."""
 
     def __post_init__(self) -> None:
-        for name, least in (("ranks", 2), ("calls", 1), ("samples", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        check_fields(self, "")
         itemsize = getattr(torch, self.dtype).itemsize
         if not self.sizes or any(size < itemsize or size % itemsize for size in self.sizes):
             raise ValueError(f"sizes={self.sizes}: must be multiples of {itemsize}, the bytes of a {self.dtype}")

@@ -18,6 +18,7 @@ from typing import Any
 
 import tyro
 
+from engines.constraints import Count, Counts, check_fields
 from engines.control.messages import Event, ReplicaReady, SequencesFinished, StepReported, SubmitWork
 from engines.parallel.layout import contiguous_layout
 from engines.rollout.core import RolloutCore
@@ -31,23 +32,19 @@ from experiments import launch
 class BenchCoreConfig:
     """Time the coordinator's decisions with few and with many sequences waiting."""
 
-    waiting: tuple[int, ...] = (10, 100, 1_000, 10_000)
+    waiting: Counts = (10, 100, 1_000, 10_000)
     """Sequences that wait when the timing begins."""
-    replicas: int = 8
+    replicas: Count = 8
     """Replicas."""
-    slots: int = 32
+    slots: Count = 32
     """Sequences that each runs at once."""
-    events: int = 2_000
+    events: Count = 2_000
     """Finished sequences timed for each number of waiting ones; as many are submitted to replace them."""
     output: Path | None = None
     """Also write the JSON result there."""
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "slots", "events"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if not self.waiting or min(self.waiting) < 1:
-            raise ValueError(f"waiting={self.waiting}: give numbers of at least 1")
+        check_fields(self, "")
 
 
 def main() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from algos.warmstart import warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams, SequenceState
+from engines.constraints import Count, NonNegative, Positive, check_fields
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, nested_layout
@@ -48,27 +49,27 @@ class BenchDispatchConfig:
 
     model: str = "tiny"
     """A Hugging Face folder, or an embedded model: what draws the tokens, not what sets the time."""
-    ranks: int = 4
+    ranks: Count = 4
     """Processes; under torchrun, its own number holds."""
     tensor_parallel_size: int = 1
     """Processes that form one replica, and run the model in shards."""
     profile: str | None = None
     """Whose steps: <device>-<model>-tp<size> (docs/latency_profiles.md); by default h100-8b at a replica's size."""
-    scale: float = 2.0
+    scale: NonNegative = 2.0
     """Seconds here per second of the profile; 0 lets each step last what it lasts (tier "live", no floor)."""
-    context_scale: float = 16.0
+    context_scale: Positive = 16.0
     """Tokens of context in the profile per token here: lengths are scaled down, their spread is not."""
-    batch: int = 384
+    batch: Count = 384
     """Sequences."""
-    slots: int = 16
+    slots: Count = 16
     """Most sequences of a replica at a time, as its KV cache would set it."""
     median: float = 100.0
     """Median response length, tokens."""
     sigma: float = 0.884
     """Spread of the logarithm of the length; PAT's anchors."""
-    cap: int = 600
+    cap: Count = 600
     """Longest response, tokens: all that dispatch is told."""
-    repeats: int = 3
+    repeats: Count = 3
     """Interleaved measurements of each dispatch, and as many again for A/A."""
     seed: int = 0
     """Of lengths, prompts and samples."""
@@ -76,11 +77,7 @@ class BenchDispatchConfig:
     """Folder for the JSON result, a Chrome trace of each dispatch, and the timeline figure."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "batch", "slots", "cap", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.scale < 0 or self.context_scale <= 0:
-            raise ValueError(f"scale={self.scale}, context_scale={self.context_scale}: must be above 0 (scale: or 0)")
+        check_fields(self, "")
         if self.scale and profile(self.profile_name).tp_size != self.tensor_parallel_size:
             raise ValueError(
                 f"profile={self.profile!r}: is not of tensor_parallel_size={self.tensor_parallel_size}, the replicas' "

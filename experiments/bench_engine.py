@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from engines import LLM, SamplingParams, SequenceState
 from engines.config import DType
+from engines.constraints import Count, check_fields
 from experiments import launch
 from experiments.hf_peer import START_S, ContinuousBatchingPeer, HuggingFacePeer, best_threads
 from experiments.random_model import save_random_model
@@ -51,7 +52,7 @@ class BenchEngineConfig:
     """Names in research/workloads/shapes.py."""
     batches: tuple[int, ...] = (1, 8, 32, 64)
     """Sequences of equal length."""
-    length: int = 128
+    length: Count = 128
     """Tokens that each of them generates."""
     tail: int = 64
     """Sequences of the long tail; 0 leaves it out."""
@@ -59,7 +60,7 @@ class BenchEngineConfig:
     """Its median length, tokens."""
     sigma: float = 1.0
     """Spread of the logarithm of its lengths."""
-    cap: int = 1024
+    cap: Count = 1024
     """Its longest length, all that ours is told."""
     dtype: DType = "bfloat16"
     """Of weights and activations, all sides."""
@@ -67,12 +68,12 @@ class BenchEngineConfig:
     """Peers of this Python, in the long tail only: Hugging Face `generate`, and its continuous batching."""
     vllm_python: Path | None = None
     """A Python that has vLLM; it becomes a peer in every cell."""
-    threads: int | None = None
+    threads: Count | None = None
     """torch threads of ours and Hugging Face; by default ours takes the better of one and all cores, found in its
     warm-up, and Hugging Face all."""
-    repeats: int = 3
+    repeats: Count = 3
     """Interleaved measurements of each side and cell; the median counts."""
-    hf_repeats: int = 1
+    hf_repeats: Count = 1
     """As many of Hugging Face's, minutes each: the first rounds have them."""
     seed: int = 0
     """Of prompts, lengths and samples."""
@@ -85,9 +86,7 @@ class BenchEngineConfig:
         unknown = [name for name in self.shapes if name not in SHAPES]
         if unknown or not self.shapes:
             raise ValueError(f"shapes={self.shapes}: give some of {', '.join(SHAPES)}")
-        for name in ("length", "cap", "repeats", "hf_repeats", *(["threads"] if self.threads is not None else [])):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_fields(self, "")
         if self.tail < 0 or any(batch < 1 for batch in self.batches) or not (self.batches or self.tail):
             raise ValueError(f"batches={self.batches}, tail={self.tail}: give numbers of sequences")
         if self.vllm_python is not None and not self.vllm_python.is_file():

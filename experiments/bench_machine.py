@@ -26,6 +26,7 @@ import tyro
 from tqdm import tqdm
 
 from engines import LLM
+from engines.constraints import Count, Counts, check_fields
 from experiments import launch
 from experiments.blank_kv import submit_decodes
 from experiments.random_model import save_random_model
@@ -45,11 +46,11 @@ class BenchMachineConfig:
 
     shape: str = "25m"
     """A name in research/workloads/shapes.py."""
-    batches: tuple[int, ...] = (1, 8, 64)
+    batches: Counts = (1, 8, 64)
     """Sequences in a step."""
-    neighbours: int = 1
+    neighbours: Count = 1
     """Processes that keep a core busy each."""
-    turns: int = 6
+    turns: Count = 6
     """Of each side, per batch."""
     output: Path | None = None
     """Also write the JSON result there."""
@@ -57,11 +58,7 @@ class BenchMachineConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: give one of {', '.join(SHAPES)}")
-        if not self.batches or min(self.batches) < 1:
-            raise ValueError(f"batches={self.batches}: give numbers of sequences")
-        for name in ("neighbours", "turns"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_fields(self, "")
 
 
 def main() -> dict[str, Any]:

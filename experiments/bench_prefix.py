@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.config import DType
+from engines.constraints import Count, check_fields
 from engines.sequence import Work
 from experiments import launch
 from experiments.random_model import save_random_model
@@ -37,15 +38,15 @@ class BenchPrefixConfig:
 
     shape: str = "25m"
     """A name in research/workloads/shapes.py."""
-    group_size: int = 16
+    group_size: Count = 16
     """Samples of the prompt."""
-    prompt: int = 512
+    prompt: Count = 512
     """Its tokens."""
-    length: int = 64
+    length: Count = 64
     """Tokens that each sample generates."""
     dtype: DType = "bfloat16"
     """Of weights and activations."""
-    repeats: int = 5
+    repeats: Count = 5
     """Interleaved measurements of each side; the median counts."""
     output: Path | None = None
     """Also write the JSON result there."""
@@ -53,9 +54,7 @@ class BenchPrefixConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: give one of {', '.join(SHAPES)}")
-        for name in ("group_size", "prompt", "length", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_fields(self, "")
 
 
 def main() -> dict[str, Any]:

@@ -29,6 +29,7 @@ from algos.warmstart import warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import DType
+from engines.constraints import Count, check_fields
 from experiments import launch
 from experiments.hf_peer import HuggingFacePeer, best_threads
 from research.workloads.lengths import LogNormalLengths
@@ -43,19 +44,19 @@ class BenchRolloutConfig:
 
     model: str = "tiny"
     """A Hugging Face folder, or an embedded model (warm-started once under runs/models)."""
-    batch: int = 64
+    batch: Count = 64
     """Sequences."""
     median: float = 100.0
     """Median response length, tokens."""
     sigma: float = 1.0
     """Spread of the logarithm of the length."""
-    cap: int = 1024
+    cap: Count = 1024
     """Longest response, tokens: all that the engines are told."""
     dtype: DType = "float32"
     """Of weights and activations, both sides."""
     threads: int | None = None
     """torch threads, both sides; by default each side's better choice of one and all cores."""
-    repeats: int = 3
+    repeats: Count = 3
     """Interleaved measurements of each side."""
     seed: int = 0
     """Of prompts, lengths and samples."""
@@ -63,9 +64,7 @@ class BenchRolloutConfig:
     """Also write the JSON result there."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "cap", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_fields(self, "")
         if self.output is not None and not self.output.parent.is_dir():
             raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
 

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from engines import LLM
 from engines.config import DType
+from engines.constraints import Count, Counts, check_fields
 from experiments import launch
 from experiments.blank_kv import submit_decodes
 from experiments.random_model import save_random_model
@@ -42,15 +43,15 @@ class BenchStepConfig:
 
     shape: str = "25m"
     """A name in research/workloads/shapes.py."""
-    batches: tuple[int, ...] = (1, 8, 64, 256)
+    batches: Counts = (1, 8, 64, 256)
     """Sequences in a step."""
     context: int = 128
     """Tokens of each sequence at the first timed step."""
     dtype: DType = "bfloat16"
     """Of weights and activations."""
-    steps: int = 40
+    steps: Count = 40
     """Timed steps per batch; the medians count."""
-    threads: int = 1
+    threads: Count = 1
     """torch threads."""
     output: Path | None = None
     """Also write the JSON result there."""
@@ -58,13 +59,9 @@ class BenchStepConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: give one of {', '.join(SHAPES)}")
-        if not self.batches or any(batch < 1 for batch in self.batches):
-            raise ValueError(f"batches={self.batches}: give numbers of sequences")
         if self.context <= WARM_UP:
             raise ValueError(f"context={self.context}: must be more than the {WARM_UP} steps of the warm-up")
-        for name in ("steps", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        check_fields(self, "")
 
 
 def main() -> dict[str, Any]:
@@ -81,7 +78,6 @@ def main() -> dict[str, Any]:
                 folder,
                 device=DEVICE,
                 dtype=config.dtype,
-                async_scheduling=False,  # the parts one after the other
                 max_num_seqs=batch,
                 max_num_batched_tokens=max(4096, batch),
                 kv_cache_bytes=batch * (longest + 16) * shape.kv_elements_per_token * item,

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.config import DType
+from engines.constraints import Count, Counts, check_fields
 from engines.kvcache.disk import disk_folder
 from engines.scheduler import Sequence
 from engines.sequence import Work
@@ -50,7 +51,7 @@ class BenchSwapConfig:
 
     shape: str = "25m"
     """A name in research/workloads/shapes.py."""
-    lengths: tuple[int, ...] = (128, 1024, 4096)
+    lengths: Counts = (128, 1024, 4096)
     """Tokens of the sequence."""
     tier: Literal["host", "disk", "cold-disk"] = "host"
     """Where its KV goes."""
@@ -60,7 +61,7 @@ class BenchSwapConfig:
     """For the disk tiers; a folder on the disk to measure."""
     dtype: DType = "bfloat16"
     """Of weights, activations and KV."""
-    repeats: int = 5
+    repeats: Count = 5
     """Interleaved measurements of each way and length; the median counts."""
     output: Path | None = None
     """Also write the JSON result there."""
@@ -68,10 +69,7 @@ class BenchSwapConfig:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"shape={self.shape!r}: give one of {', '.join(SHAPES)}")
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths={self.lengths}: give numbers of at least 1")
-        if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats}: must be at least 1")
+        check_fields(self, "")
         if not self.disk_folder.is_dir():
             raise ValueError(f"disk_folder={str(self.disk_folder)!r}: there is no such folder; make it")
 

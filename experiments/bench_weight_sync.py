@@ -22,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -34,6 +34,7 @@ from algos.grpo import GRPO
 from algos.tokenizer import VOCAB_SIZE
 from algos.trainer import Trainer
 from engines import LLM
+from engines.constraints import Count, check_fields
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
@@ -45,27 +46,23 @@ from research.workloads.shapes import DecoderShape
 class BenchWeightSyncConfig:
     """Time the way of the weights from a DeepSpeed trainer to tensor-parallel engines."""
 
-    ranks: int = 4
+    ranks: Count = 4
     """Processes to start."""
-    hidden: int = 512
+    hidden: Count = 512
     """Hidden size of a random Qwen3 (25 M parameters by default)."""
-    layers: int = 8
+    layers: Count = 8
     """Its layers."""
-    vocab: int = 8192
+    vocab: Count = 8192
     """Its vocabulary; the embedding is the largest parameter."""
-    stages: tuple[int, ...] = (0, 1, 2, 3)
+    stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
     """ZeRO stages."""
-    repeats: int = 5
+    repeats: Count = 5
     """Updates of each kind; the median counts."""
     output: Path | None = None
     """Also write the JSON result there."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "hidden", "layers", "vocab", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if not set(self.stages) <= {0, 1, 2, 3}:
-            raise ValueError(f"stages={self.stages}: ZeRO has stages 0 to 3")
+        check_fields(self, "")
         if self.hidden % 64:
             raise ValueError(f"hidden={self.hidden}: must be a multiple of 64, the head_dim")
 
@@ -92,7 +89,7 @@ def main() -> dict[str, Any] | None:
     rows = []
     with tqdm(total=len(config.stages) * len(sizes), desc="bench", unit="cell", disable=world.rank > 0) as progress:
         for stage in config.stages:
-            trainer = Trainer(TrainerConfig(zero_stage=stage, mini_batch_size=8), GRPO(), model)  # type: ignore[arg-type]
+            trainer = Trainer(TrainerConfig(zero_stage=stage, mini_batch_size=8), GRPO(), model)
             checksums = set()
             for size, llm in engines.items():
                 seconds, extra = [], 0

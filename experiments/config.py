@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from msgspec import Meta
 
 from algos.dapo import DAPO
 from algos.deepspeed_config import TrainerConfig
@@ -18,6 +19,7 @@ from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.task import Task
 from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
+from engines.constraints import Count, Positive, check_fields
 from experiments.engine_options import MIB, EngineOptions
 
 Flat = tyro.conf.arg(name="")
@@ -28,14 +30,14 @@ ALGORITHMS: dict[str, type[GRPO] | type[DAPO]] = {"grpo": GRPO, "dapo": DAPO}
 class RolloutConfig:
     """How completions are sampled in training."""
 
-    prompts_per_step: int = 32
+    prompts_per_step: Count = 32
     """Prompts (groups) that one training step learns from."""
-    group_size: int = 16
+    group_size: Annotated[int, Meta(ge=2, le=2**31, description="an integer of at least 2")] = 16
     """Completions per prompt."""
-    max_tokens: int = 340
+    max_tokens: Count = 340
     """Most tokens per completion."""
-    temperature: float = 1.0
-    """Sampling temperature; training divides its logits by the same."""
+    temperature: Positive = 1.0
+    """Sampling temperature; training divides its logits by the same. Greedy groups are all alike, so not 0."""
     top_k: int = -1
     """Must stay off: training computes log-probs over the whole vocabulary."""
     top_p: float = 1.0
@@ -45,11 +47,7 @@ class RolloutConfig:
     engine: Annotated[EngineOptions, Flat] = field(default_factory=lambda: EngineOptions(kv_cache_bytes=256 * MIB))
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts_per_step", 1), ("group_size", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"rollout.{name}={getattr(self, name)}: must be at least {least}")
-        if self.temperature <= 0:
-            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0; greedy groups are all alike")
+        check_fields(self, "rollout.")
         for name, off in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(self, name) != off:
                 raise ValueError(
@@ -84,7 +82,7 @@ class TrainConfig:
     """The run's folder under runs/; by default a new one named after task and algorithm."""
     runs: Path = Path("runs")
     """Where run folders and embedded models lie."""
-    ranks: int = 1
+    ranks: Count = 1
     """Processes to start; under torchrun, its own number holds."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
@@ -93,27 +91,28 @@ class TrainConfig:
     replica i mod their number. auto: on-demand where there are several replicas, unless `--deterministic`."""
     resume: bool = False
     """Go on with the run called `--name`, or the newest without a name, from its last published checkpoint."""
-    steps: int = 80
+    steps: Count = 80
     """Training steps."""
     seed: int = 0
     """Of the problems' order and of every sampled token."""
     deterministic: bool = False
     """Only deterministic kernels, static dispatch, KV of preempted sequences computed again, and rewards after the
     rollout: nothing depends on timing, and two runs give the same metrics bit for bit, but for times."""
-    eval_every: int = 10
+    eval_every: Count = 10
     """Steps between evaluations on held-out problems, beside one before the first step and one after the last."""
-    eval_problems: int = 128
+    eval_problems: Count = 128
     """Held-out problems."""
-    eval_samples: int = 4
+    eval_samples: Count = 4
     """Completions of each; pass@1 is the mean over them, pass@k for k up to them."""
-    save_every: int = 20
+    save_every: Count = 20
     """Steps between resume points; one follows the last step in any case."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Resume points kept; older ones are deleted."""
     reward: str | None = None
     """What to train on instead of the task's reward: "package.module:function" or "file.py:function", with TRL's
     signature. Evaluation keeps the task's."""
-    rank_timeout_s: float = 1800.0
+    # The coordinator's heartbeat is of 1 s; timers take no infinity.
+    rank_timeout_s: Annotated[float, Meta(ge=2, le=1e6, description="from 2 to 1e6 (seconds)")] = 1800.0
     """Longest that a rank waits for another, seconds: the run then ends and names who was waited for."""
     wandb: Literal["auto", "off"] = "auto"
     """auto: as wandb's own settings and environment say, and offline in the run folder while nobody is logged in."""
@@ -123,14 +122,7 @@ class TrainConfig:
     algorithm: Annotated[GRPO | DAPO, Flat, tyro.conf.AvoidSubcommands] = field(default_factory=GRPO)
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("ranks", 1), ("steps", 1), ("eval_every", 1), ("eval_problems", 1), ("eval_samples", 1), ("save_every", 1),
-            ("keep_checkpoints", 1),
-        ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
-        if not 2 <= self.rank_timeout_s <= 1e6:  # the coordinator's heartbeat is of 1 s; timers take no infinity
-            raise ValueError(f"rank_timeout_s={self.rank_timeout_s}: must be from 2 to 1e6 (seconds)")
+        check_fields(self, "")
         if (self.task == "gsm8k") != (self.data is not None):
             fix = "give --data PATH to a JSONL file" if self.data is None else "only --task gsm8k reads --data"
             raise ValueError(f"data={self.data}: does not go with task={self.task!r}; {fix}")

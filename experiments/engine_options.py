@@ -9,6 +9,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from engines.config import EngineConfig
+from engines.constraints import Count, WholeNumber
 from engines.sequence import is_int64
 
 MIB = 2**20
@@ -46,9 +47,9 @@ def _mib(name: str, word: Literal["auto", "None"] | None = None) -> tuple[Primit
 class EngineOptions(EngineConfig):
     """How a rank's engine runs."""
 
-    kv_cache_bytes: Annotated[int | Literal["auto"], *_mib("kv-cache-mib", "auto")] = EngineConfig.kv_cache_bytes
-    kv_host_bytes: Annotated[int | None, *_mib("kv-host-mib", "None")] = EngineConfig.kv_host_bytes
-    kv_disk_bytes: Annotated[int, *_mib("kv-disk-mib")] = EngineConfig.kv_disk_bytes
+    kv_cache_bytes: Annotated[Count | Literal["auto"], *_mib("kv-cache-mib", "auto")] = EngineConfig.kv_cache_bytes
+    kv_host_bytes: Annotated[WholeNumber | None, *_mib("kv-host-mib", "None")] = EngineConfig.kv_host_bytes
+    kv_disk_bytes: Annotated[WholeNumber, *_mib("kv-disk-mib")] = EngineConfig.kv_disk_bytes
     seed: tyro.conf.Suppress[int] = EngineConfig.seed  # each command has one of its own
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ import tyro
 
 from algos.publish import read_record
 from algos.warmstart_config import WarmStartConfig
+from engines.constraints import Count, check_fields
 from engines.hugging_face import read_checkpoint
 from experiments import launch
 
@@ -28,12 +29,11 @@ class MakeModelConfig:
     directory: Annotated[Path, tyro.conf.Positional]
     """Where the model goes. A model that the same settings made there is kept as it is."""
     train: Annotated[WarmStartConfig, tyro.conf.arg(name="")] = field(default_factory=WarmStartConfig)
-    widen: int = 1
+    widen: Count = 1
     """Above 1, also write DIRECTORY-x<N>: the same function with N times the hidden size, heads and MLP."""
 
     def __post_init__(self) -> None:
-        if self.widen < 1:
-            raise ValueError(f"MakeModelConfig.widen={self.widen}: must be at least 1 (1 widens nothing)")
+        check_fields(self)
 
 
 def make_model(config: MakeModelConfig) -> dict[str, object]:

@@ -16,6 +16,7 @@ from random import Random
 from typing import ClassVar
 
 from algos.tasks.task import Problem
+from engines.constraints import Count, NonNegative, Positive, check_fields
 
 # One pair of operands in so many is held out.
 _HELD_OUT_ONE_IN = 8
@@ -29,22 +30,15 @@ class ArithmeticTask:
 
     seed: int = 0
     """Which problems are drawn. Whether a problem is held out does not depend on it."""
-    median_digits: float = 2.5
+    median_digits: Positive = 2.5
     """Median number of digits of an operand."""
-    sigma: float = 0.884
+    sigma: NonNegative = 0.884
     """Spread of the logarithm of the digit count; 0.884 is the spread of real response lengths (PAT §2)."""
-    max_digits: int = 32
+    max_digits: Count = 32
     """Longer problems are cut to this many digits; 32 take about 310 tokens."""
 
     def __post_init__(self) -> None:
-        checks = (
-            ("median_digits", self.median_digits > 0, "above 0"),
-            ("sigma", self.sigma >= 0, "at least 0 (0 makes all problems equally long)"),
-            ("max_digits", self.max_digits >= 1, "at least 1"),
-        )
-        for name, ok, want in checks:
-            if not ok:
-                raise ValueError(f"ArithmeticTask.{name}={getattr(self, name)}: must be {want}")
+        check_fields(self)
 
     def train_problem(self, index: int) -> Problem:
         return self._draw(index, held_out=False)

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from random import Random
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 
 from algos.tasks.task import Problem
+from engines.constraints import check_fields
 
 Row = tuple[str, str]
 """Question, and final answer."""
@@ -29,7 +32,7 @@ class Gsm8kTask:
     """JSONL file to train on."""
     held_out_path: str | None = None
     """JSONL file of held-out problems, whose questions are never trained on; None holds out a part of `path`."""
-    held_out_fraction: float = 0.05
+    held_out_fraction: Annotated[float, Meta(gt=0, lt=1, description="between 0 and 1")] = 0.05
     """Share of `path`'s questions held out when there is no `held_out_path`; a hash of the question picks them."""
     template: str = "Question: {question}\nReason step by step, then write the final answer in \\boxed{}.\nAnswer:"
     """The prompt; `{question}` is replaced, all else stays as it is (braces too)."""
@@ -37,8 +40,7 @@ class Gsm8kTask:
     """Of the order in which each epoch goes through the training problems."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.held_out_fraction < 1:
-            raise ValueError(f"Gsm8kTask.held_out_fraction={self.held_out_fraction}: must be between 0 and 1")
+        check_fields(self)
         if "{question}" not in self.template:
             raise ValueError(f"Gsm8kTask.template={self.template!r}: must contain {{question}}")
         self._splits  # noqa: B018 - a bad file is an error here, not in the middle of a run

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from engines.constraints import NonNegative, Positive, Share, WholeNumber, check_fields
 from research.simulator.datasheets import BYTES_PER_ELEMENT, DEVICES, SHAPES, Device, ModelShape
 
 TP_SIZES = (1, 2, 4, 8)
@@ -31,21 +32,16 @@ class Efficiencies:
     sampling_bytes_per_logit: four passes over fp32 logits (temperature, max, normaliser, noise and argmax): counted.
     """
 
-    weight_read: float = 0.8
-    gemm: float = 0.6
-    kv_read: float = 0.7
-    attention: float = 0.4
-    step_overhead_s: float = 0.5e-3
-    layer_overhead_s: float = 10e-6
-    sampling_bytes_per_logit: int = 16
+    weight_read: Share = 0.8
+    gemm: Share = 0.6
+    kv_read: Share = 0.7
+    attention: Share = 0.4
+    step_overhead_s: NonNegative = 0.5e-3
+    layer_overhead_s: NonNegative = 10e-6
+    sampling_bytes_per_logit: WholeNumber = 16
 
     def __post_init__(self) -> None:
-        for name in ("weight_read", "gemm", "kv_read", "attention"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a share of the data sheet, give one in (0, 1]")
-        for name in ("step_overhead_s", "layer_overhead_s", "sampling_bytes_per_logit"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +173,11 @@ class Pace:
     """A profile slowed down (`scale` > 1) so that a small machine can follow; ratios between profiles stay."""
 
     profile: LatencyProfile
-    scale: float
+    scale: Positive
+    """Seconds here per second of the profile."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < float("inf"):
-            raise ValueError(f"scale={self.scale}: seconds here per second of the profile, give a positive number")
+        check_fields(self)
 
     def seconds(
         self,

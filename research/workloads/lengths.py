@@ -6,18 +6,19 @@ import math
 import random
 from dataclasses import dataclass
 
+from engines.constraints import Count, NonNegative, Positive, check_fields
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogNormalLengths:
     """Long-tailed response lengths in tokens: log-normal, rounded up, at least 1 and at most `cap`."""
 
-    median: float
-    sigma: float
-    cap: int
+    median: Positive
+    sigma: NonNegative
+    cap: Count
 
     def __post_init__(self) -> None:
-        if self.median <= 0 or self.sigma < 0 or self.cap < 1:
-            raise ValueError(f"{self}: median must be positive, sigma at least 0, cap at least 1")
+        check_fields(self)
 
     def draw(self, count: int, seed: int) -> list[int]:
         rng = random.Random(seed)

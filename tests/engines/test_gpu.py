@@ -48,14 +48,10 @@ def test_bfloat16_and_memory(qwen3: str) -> None:
     assert len(llm.generate(PROMPTS, PARAMS)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("max_num_seqs", [7, 48])
-def test_graphs_replay_the_same_tokens(
-    qwen3: str, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, async_scheduling: bool
-) -> None:
+def test_graphs_replay_the_same_tokens(qwen3: str, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> None:
     monkeypatch.setattr(sdpa, "capturable", True)  # wasteful, but right: its plan of decodes asks nothing of the host
     options = {"device": "cuda", "dtype": "float64", "kv_cache_bytes": 2**24, "max_num_seqs": max_num_seqs}
-    options["async_scheduling"] = async_scheduling
     eager, llm = (LLM(qwen3, cuda_graphs=graphs, **options) for graphs in (False, True))
     graphs = llm.replica._runner._graphs
     assert graphs is not None and eager.replica._runner._graphs is None

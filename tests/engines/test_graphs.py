@@ -16,7 +16,7 @@ from tests.engines.test_token_equality import LONG, PARAMS, PROMPTS, SWITCHES, r
 def padded(model: str, **options) -> LLM:
     """An engine whose decodes run padded, and whose scratch block is poison to whoever sees it."""
     llm = LLM(model, **{"dtype": "float64", "kv_cache_bytes": 2**24, **options})
-    llm.replica._runner.pad_decodes(run_ahead=False)
+    llm.replica._runner.pad_decodes()
     poison(llm)
     return llm
 

@@ -42,7 +42,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"layout_policy": OnDemand()}, r"layout_policy=<.*>: give an object with the method `decide`"),
         ({"memory_utilization": True}, r"EngineConfig.memory_utilization=True: must be above 0"),
         ({"block_size": 2**40}, r"one block of 1099511627776 tokens takes \d+ .*; give at least that, or lower block_"),
-        ({"kv_cache_bytes": "1GB"}, r"EngineConfig.kv_cache_bytes='1GB': must be an integer .*, or \"auto\""),
+        ({"kv_cache_bytes": "1GB"}, r"EngineConfig.kv_cache_bytes='1GB': must be an integer .*, or 'auto'"),
         ({"max_num_seqs": 2**63}, r"EngineConfig.max_num_seqs=9223372036854775808: must be an integer .*\(64 bits\)"),
     ],
 )

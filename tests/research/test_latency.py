@@ -150,7 +150,7 @@ def test_pace_scales_seconds() -> None:
     told = pace.seconds(8, 16, 800, pairs=1000, logit_rows=8)
     assert told == 3 * replica.step_seconds(8, 16, 800, pairs=1000, logit_rows=8)
     for scale in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"scale=.*positive"):
+        with pytest.raises(ValueError, match=r"Pace.scale=.*: must be above 0"):
             replica.scaled(scale)
 
 

@@ -1,0 +1,66 @@
+"""What the fields of a dataclass may hold, written beside them as types, and checked where one is made. Torch-free."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="an integer of 64 bits")]
+WholeNumber = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer of at least 0 (64 bits)")]
+Count = Annotated[int, Meta(ge=1, le=2**63 - 1, description="an integer of at least 1 (64 bits)")]
+Counts = Annotated[tuple[Count, ...], Meta(min_length=1, description="numbers of at least 1")]
+Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="above 0")]
+NonNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="at least 0")]
+Share = Annotated[float, Meta(gt=0, le=1, description="above 0, at most 1")]
+Fraction = Annotated[float, Meta(ge=0, le=1, description="at least 0, at most 1")]
+
+_LEAVES = {int: "an integer", float: "a number", bool: "True or False", str: "text", type(None): "None"}
+
+
+def check_fields(values: object, owner: str | None = None) -> None:
+    """Raises ValueError, which names field, value and what it must be, for the first field that breaks its type.
+
+    `owner` is what the message puts before the field's name: the name of the class by default. Fields of other types
+    than numbers, bools, text, None, literals and tuples of these are not looked at.
+    """
+    prefix = f"{type(values).__name__}." if owner is None else owner
+    for name, hint in _plain_fields(type(values)).items():  # type: ignore[arg-type] # mypy holds no class hashable
+        value = getattr(values, name)
+        try:
+            msgspec.convert(value, hint)
+        except (msgspec.ValidationError, UnicodeEncodeError):
+            raise ValueError(f"{prefix}{name}={value!r}: must be {describe(hint)}") from None
+
+
+def describe(hint: Any) -> str:
+    """What a value of this type is, in words: the description of its constraint, where it has one."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        given = [one.description for one in arguments[1:] if isinstance(one, Meta) and one.description]
+        return given[0] if given else describe(arguments[0])
+    if origin is Literal:
+        return f"one of {list(arguments)}" if len(arguments) > 1 else repr(arguments[0])
+    if origin in (Union, types.UnionType):
+        return ", or ".join(map(describe, arguments))
+    if origin is tuple:
+        return "a list of: " + ", ".join(describe(one) for one in arguments if one is not Ellipsis)
+    return _LEAVES[hint]
+
+
+@functools.cache
+def _plain_fields(kind: type) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if _is_plain(hint)}
+
+
+def _is_plain(hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _is_plain(arguments[0])
+    if origin in (Union, types.UnionType, tuple):
+        return all(_is_plain(one) for one in arguments if one is not Ellipsis)
+    return origin is Literal or hint in _LEAVES
