@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -13,18 +14,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from algos.rewards.process import WorkerError, WorkerProcess
 from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
+from engines.constraints import Count, check_fields
 
 logger = logging.getLogger(__name__)
 
 FailureKind = Literal["raised", "timed_out", "invalid"]
-_MOST_S = 1e6
-"""Longest limit: sockets and timers take no number of seconds that is much longer."""
+Seconds = Annotated[float, Meta(gt=0, le=1e6, description="above 0, and at most 1e+06 (seconds)")]
+"""Sockets and timers take no number of seconds that is much longer."""
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")]
 _GRACE = 0.2
 """An async function is cancelled at the limit, and its process killed this share of it later if that did not help."""
 
@@ -33,33 +37,23 @@ _GRACE = 0.2
 class RewardConfig:
     """Limits on a reward function."""
 
-    timeout_s: float = 10.0
+    timeout_s: Seconds = 10.0
     """Wall-clock limit of one call of the function, that is of one chunk."""
-    chunk_size: int | None = None
+    chunk_size: Count | None = None
     """Completions per call of the function: those of a call that raises, hangs, ends its process or returns a wrong
     number of rewards all fail. None: 1, for an async function 16. More suit a function that is quicker with several."""
-    failed_reward: float = 0.0
+    failed_reward: Finite = 0.0
     """Reward of a completion that could not be scored."""
-    max_failures: int = 8
-    """Hangs after which a `score` gives up on what is left to call."""
-    start_timeout_s: float = 120.0
+    max_failures: Count = 8
+    """Hangs, or ends of the function's process, after which a `score` gives up on what is left to call."""
+    start_timeout_s: Seconds = 120.0
     """Limit on starting the process, the imports of the function's module included."""
     beside_rollout: bool = True
     """Score completions as they finish, while others are generated: a call then gets what has finished by then. Off:
     after it, in calls that depend on nothing timed; with a `chunk_size` of the group size each gets a group."""
 
     def __post_init__(self) -> None:
-        size = self.chunk_size
-        checks = (
-            ("timeout_s", 0 < self.timeout_s <= _MOST_S, f"above 0, and at most {_MOST_S:g} (seconds)"),
-            ("chunk_size", size is None or (isinstance(size, int) and size >= 1), "an integer of at least 1, or None"),
-            ("failed_reward", abs(self.failed_reward) < float("inf"), "a finite number"),
-            ("max_failures", isinstance(self.max_failures, int) and self.max_failures >= 1, "an integer of at least 1"),
-            ("start_timeout_s", 0 < self.start_timeout_s <= _MOST_S, f"above 0, and at most {_MOST_S:g} (seconds)"),
-        )
-        for name, ok, want in checks:
-            if not ok:
-                raise ValueError(f"RewardConfig.{name}={getattr(self, name)!r}: must be {want}")
+        check_fields(self)
 
     def completions_per_call(self, is_async: bool) -> int:
         """At most."""
@@ -190,6 +184,11 @@ class RewardRunner:
         worker, self._worker = self._worker, None
         return worker.kill() if worker else "is not running"
 
+    @property
+    def has_worker(self) -> bool:
+        """Whether its process runs: the last call has not ended it."""
+        return self._worker is not None
+
     def _limit_s(self) -> float:
         """How long the worker may be silent while it has something to do."""
         assert self._ready is not None
@@ -288,7 +287,7 @@ class Scoring:
                 logger.warning(
                     "reward %s: a call timed out (timeout_s=%g): %s", runner.spec, config.timeout_s, hang.error
                 )
-            self._num_hangs += hang is not None
+            self._num_hangs += hang is not None or not runner.has_worker
         for part, result in zip(batch, results, strict=True):
             kind: FailureKind = "invalid" if result.kind == "ok" else result.kind
             values = result.values if result.kind == "ok" else [None] * len(part)
@@ -309,8 +308,8 @@ class Scoring:
             )
         if self._num_given_up:
             logger.warning(
-                "reward %s: gave up on %d of %d completions after %d hangs (max_failures=%d, timeout_s=%g): make the "
-                "function faster, or raise these limits",
+                "reward %s: gave up on %d of %d completions after %d hangs or ends of its process (max_failures=%d, "
+                "timeout_s=%g): mend the function, make it faster, or raise these limits",
                 *(spec, self._num_given_up, len(self._rewards), self._num_hangs),
                 *(config.max_failures, config.timeout_s),
             )

@@ -75,6 +75,10 @@ def always_raises(completions):
     raise RuntimeError("no reward today")
 
 
+def always_ends(completions):
+    os._exit(3)
+
+
 def always_hangs(completions):
     time.sleep(1000)
 

@@ -344,6 +344,11 @@ def test_one_warning_for_many_failures(make: Callable[..., RewardRunner], caplog
     assert len(caplog.text) < 1500
 
 
+def test_a_function_that_always_ends_its_process_is_given_up(make: Callable[..., RewardRunner]) -> None:
+    result = score(make("always_ends", max_failures=3, chunk_size=1), ["x"] * 1000)
+    assert (result.num_raised, result.num_timed_out) == (3, 997)
+
+
 def test_a_function_that_always_hangs_is_given_up(
     make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
