@@ -16,8 +16,8 @@ from algos.rewards.pool import Item, ItemKey, RewardPool
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
 from engines import LLM, Completion, RequestOutput, SamplingParams
-from engines.journal import Journal
 from engines.parallel.collectives import Communicator
+from engines.rollout.journal import Journal
 from engines.sequence import Finished
 
 _MOST_SKIPPED = 100

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from algos.deepspeed_config import ResolvedConfig
-from engines.hugging_face import read_checkpoint
 from engines.json_files import read_json
+from engines.models.hugging_face import read_checkpoint
 
 MAX_SHARD_BYTES = 5_000_000_000
 # What a checkpoint directory holds beside its weights and config.json.

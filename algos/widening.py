@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from algos.publish import check_replaceable, only_writer, publish_directory, read_record
-from engines.hugging_face import read_checkpoint
+from engines.models.hugging_face import read_checkpoint
 
 _SUPPORTED = ("llama", "qwen2", "qwen3")
 

@@ -16,23 +16,25 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engines.capacity import Capacity
 from engines.config import ModelConfig, engine_config, longest_sequence
-from engines.free_memory import FreeMemory, free_memory
-from engines.host_weights import HostWeights
-from engines.journal import CompletionStore
+from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.kvcache.transfer import HostKVStore
-from engines.local_engine import LocalEngine, kv_capacity
-from engines.memory import MemoryPlan
+from engines.memory.free_memory import FreeMemory, free_memory
+from engines.memory.plan import MemoryPlan
+from engines.models.host_weights import HostWeights
 from engines.models.loader import checkpoint_tensors
+from engines.models.tokenizer import Prompt, detokenizer, encode_prompt, load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, nested_layout
 from engines.parallel.sharding import check_shardable
-from engines.preflight import check_engine, check_policy, usable_device
-from engines.replica import HiddenStop, Replica
-from engines.rollout.policies import LayoutPolicy, SchedulePolicy
+from engines.replica.capacity import Capacity
+from engines.replica.engine import LocalEngine, kv_capacity
+from engines.replica.preflight import check_engine, check_policy, usable_device
+from engines.replica.replica import HiddenStop, Replica
+from engines.replica.turn import Turn, alone
+from engines.rollout.journal import CompletionStore
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker import Pace
 from engines.rollout.world import RolloutWorld
@@ -47,8 +49,6 @@ from engines.sequence import (
     Work,
     is_int64,
 )
-from engines.tokenizer import Prompt, detokenizer, encode_prompt, load_tokenizer
-from engines.turn import Turn, alone
 
 
 class LLM:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -19,6 +19,8 @@ from engines.constraints import Count, Fraction, Int64, Share, check_fields
 FinishReason = Literal["stop", "length", "abort"]
 SequenceId = tuple[int, int, int]
 """(policy step, prompt uid, sample index): unique among the sequences of a run."""
+Detokenize = Callable[[Sequence[int]], str]
+"""Token ids to text."""
 StopString = Annotated[str, Meta(min_length=1, description="text that is not empty")]
 
 

@@ -20,10 +20,10 @@ import tyro
 
 from engines.constraints import Count, Counts, check_fields
 from engines.control.messages import Event, ReplicaReady, SequencesFinished, StepReported, SubmitWork
+from engines.coordination.core import RolloutCore
+from engines.coordination.policies import OnDemand
+from engines.coordination.requests import BeginPhase, SubmitSequences
 from engines.parallel.layout import contiguous_layout
-from engines.rollout.core import RolloutCore
-from engines.rollout.policies import OnDemand
-from engines.rollout.requests import BeginPhase, SubmitSequences
 from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState
 from experiments import launch
 

@@ -29,10 +29,10 @@ from algos.warmstart import warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams, SequenceState
 from engines.constraints import Count, NonNegative, Positive, check_fields
+from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, nested_layout
-from engines.rollout.policies import OnDemand, SchedulePolicy, Static
 from engines.rollout.telemetry import StepRecord, busy_share, write_chrome_trace
 from experiments import launch
 from experiments.figures import draw_timelines

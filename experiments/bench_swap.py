@@ -33,7 +33,7 @@ from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.config import DType
 from engines.constraints import Count, Counts, check_fields
 from engines.kvcache.disk import disk_folder
-from engines.scheduler import Sequence
+from engines.replica.scheduler import Sequence
 from engines.sequence import Work
 from experiments import launch
 from experiments.random_model import save_random_model

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from engines.config import DType
-from engines.hugging_face import read_checkpoint
+from engines.models.hugging_face import read_checkpoint
 
 START_S = 300.0
 """Longest wait for a peer to start, and for one of its answers."""

@@ -18,7 +18,7 @@ import tyro
 from algos.publish import read_record
 from algos.warmstart_config import WarmStartConfig
 from engines.constraints import Count, check_fields
-from engines.hugging_face import read_checkpoint
+from engines.models.hugging_face import read_checkpoint
 from experiments import launch
 
 

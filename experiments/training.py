@@ -32,15 +32,15 @@ from algos.warmstart import new_config, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import ModelConfig
-from engines.journal import Journal
+from engines.coordination.policies import OnDemand
 from engines.json_files import read_json
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.parallel.sharding import check_shardable
-from engines.preflight import check_engine, usable_device
-from engines.rollout.policies import OnDemand
+from engines.replica.preflight import check_engine, usable_device
+from engines.rollout.journal import Journal
 from engines.rollout.telemetry import StepRecord, chrome_trace
 from engines.sequence import Finished
 from experiments import launch

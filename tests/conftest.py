@@ -15,8 +15,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on a CPU
 
-from engines import local_engine
 from engines.native import wait_policy
+from engines.replica import engine
 from tests.checkpoints import save_checkpoint
 
 
@@ -25,7 +25,7 @@ def _one_thread() -> None:
     """Tiny tensors: more threads only cost. So nobody need watch the cores here, either, by a thread that opens files
     between a test's two looks at threads and files (`tests/engines/test_wait_policy.py` has processes for it)."""
     torch.set_num_threads(1)
-    for module in (local_engine, wait_policy):
+    for module in (engine, wait_policy):
         module.watch_cores = lambda: None  # type: ignore[attr-defined]
 
 

@@ -18,6 +18,13 @@ MAY_IMPORT = {
 }
 
 
+ROOMS = (
+    *("fleet", "rollout", "coordination", "replica", "models", "sampling", "attention", "kvcache", "memory"),
+    *("control", "parallel", "native"),
+)
+"""Of `engines`: each imports from those after it alone, and from the values that stand beside them."""
+
+
 def imports_of(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -38,6 +45,16 @@ def test_imports_run_one_way(room: str) -> None:
         assert ours <= MAY_IMPORT[room] | {room}, f"{path.relative_to(ROOT)} imports {ours}"
 
 
+def test_no_room_imports_from_one_above() -> None:
+    assert {path.parent.name for path in (ROOT / "engines").glob("*/__init__.py")} == {*ROOMS}
+    for path in (ROOT / "engines").glob("*/*.py"):
+        below = ROOMS[ROOMS.index(path.parent.name) :]
+        rooms = {name.split(".")[1] for name in imports_of(path) if name.startswith("engines.")}
+        assert not rooms & {*ROOMS, "llm"} - {*below}, f"{path.relative_to(ROOT)} imports from {rooms - {*below}}"
+    for path in (ROOT / "engines").glob("[!l_]*.py"):
+        assert not {name for name in imports_of(path) if name.startswith(tuple(f"engines.{room}" for room in ROOMS))}
+
+
 @pytest.mark.parametrize(
     "module",
     [
@@ -45,13 +62,13 @@ def test_imports_run_one_way(room: str) -> None:
         "research.workloads.lengths",
         "engines",
         "engines.sequence",
-        "engines.scheduler",
+        "engines.replica.scheduler",
         "engines.parallel.layout",
         "engines.control.messages",
-        "engines.rollout.core",
+        "engines.coordination.core",
         "engines.rollout.coordinator",
-        "engines.rollout.launcher",
-        "engines.rollout.policies",
+        "engines.fleet.launcher",
+        "engines.coordination.policies",
     ],
 )
 def test_planners_load_no_torch(module: str) -> None:

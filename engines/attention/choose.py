@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engines.attention import sdpa
+from engines.attention.batch import ForwardBatch
 from engines.attention.flash_attn import FlashAttention
 from engines.attention.native import NativeAttention
-from engines.batch import ForwardBatch
 from engines.config import Attention, EngineConfig, ModelConfig
 from engines.native.library import choose_library
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.batch import ForwardBatch
+from engines.attention.batch import ForwardBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engines.batch import ForwardBatch
+from engines.attention.batch import ForwardBatch
 from engines.native.library import Library, address
 
 

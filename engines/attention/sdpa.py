@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engines.batch import ForwardBatch
-from engines.memory import PIECE_BYTES, PIECE_TOKENS
+from engines.attention.batch import ForwardBatch
+from engines.memory.plan import PIECE_BYTES, PIECE_TOKENS
 
 capturable = False
 """Whether `plan` and `attention` of decodes can be captured in a CUDA graph: whether they ask nothing of the host, and

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.batch import ForwardBatch
+from engines.attention.batch import ForwardBatch
 
 MIN_PART = 256
 """Tokens of context that are worth a program of their own."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from engines.host_memory import free_host_bytes
+from engines.memory.host_memory import free_host_bytes
 from engines.parallel.segment import DEV_SHM, start_time
 
 _FEWEST_FILES = 64

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.attention.batch import ForwardBatch
 from engines.attention.choose import ChosenAttention
-from engines.batch import ForwardBatch
 from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache
+from engines.models.checksums import checksum_parts
 from engines.models.invariant import check_products, project_invariant
 from engines.models.operations import NativeOperations, Operations, TorchOperations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
@@ -20,7 +21,6 @@ from engines.native.library import Library
 from engines.parallel.collectives import Communicator
 from engines.parallel.ordered import in_rank_order
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
-from engines.weights import checksum_parts
 
 
 class Decoder:

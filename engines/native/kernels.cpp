@@ -1,6 +1,6 @@
 // On a CPU: the decoder's small operations, each in one pass over its data, products of few rows, attention over the
 // paged cache, and the draw. Twins, with the shapes and the meaning, are in engines/models/operations.py and
-// projection.py, engines/attention/sdpa.py and engines/sampler.py. They round to the storage type T where the twins do,
+// projection.py, engines/attention/sdpa.py and engines/sampling/sampler.py. They round to the storage type T where the twins do,
 // and compute in A = max(float, T). What is done for a row depends on nothing but the row: the same bits in any batch
 // and with any number of threads. So sums are vectors whose lanes and order are written out: left to the compiler, two
 // copies of a loop may sum in two orders.
@@ -489,7 +489,7 @@ void paged_attention(const T* q, const T* keys, const T* values, T* out, const i
 
 // -- sampling
 
-// engines/noise.py, whose numbers these are.
+// engines/sampling/noise.py, whose numbers these are.
 constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15u;
 
 inline uint64_t mix64(uint64_t x) {

@@ -9,18 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 import queue
+import signal
 import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from engines.control import messages
 from engines.control.ends import Lost, Notice, Received, ServerEnd
-from engines.parallel.layout import ReplicaSpec
-from engines.rollout.core import RolloutCore
-from engines.rollout.launcher import Exit
-from engines.rollout.requests import (
+from engines.coordination.core import RolloutCore
+from engines.coordination.requests import (
     AddReplica,
     BeginPhase,
     Deliver,
@@ -39,6 +39,7 @@ from engines.rollout.requests import (
     SubmitSequences,
     Tick,
 )
+from engines.parallel.layout import ReplicaSpec
 from engines.rollout.telemetry import Mark
 from engines.sequence import Finished, KVPart, SequenceState
 
@@ -47,6 +48,21 @@ POLL_S = 0.02
 AWAY_S = 1.0
 """A longer time between two events was this process's own absence: it was stopped, or its caller busy."""
 _MAY_COME_LATE = (RequestMove, RequestAbort, RequestRegroup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """A process that has ended."""
+
+    replica_id: int
+    code: int
+    """Negative: the signal that killed it."""
+    log_tail: str
+
+    def __str__(self) -> str:
+        how = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
+        tail = self.log_tail.strip()
+        return f"its process {how}" + (f"; its last output:\n{tail}" if tail else "; it printed nothing")
 
 
 class Launcher(Protocol):

@@ -2,7 +2,7 @@
 
 The leader of a replica (`ranks[0]`) hears the coordinator and passes on what it hears, so that all shards take a
 command at the same step; followers hear their leader only. An idle rank hears the coordinator itself. A replica outside
-the world (`engines/rollout/outside.py`) runs the same loop, and there alone weights are loaded by command.
+the world (`engines/fleet/outside.py`) runs the same loop, and there alone weights are loaded by command.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 
 from engines.control import messages as m
 from engines.control.ends import ClientEnd
-from engines.local_engine import LocalEngine
 from engines.parallel.layout import Layout
+from engines.replica.engine import LocalEngine
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SequenceId
 

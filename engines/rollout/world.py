@@ -11,15 +11,15 @@ import msgspec
 
 from engines.control.sealing import new_token
 from engines.control.transport import Client, Server
+from engines.coordination.core import RolloutCore
+from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.peer import PeerKVStore
 from engines.kvcache.tiers import TieredKVStore
 from engines.kvcache.transfer import HostKVStore, reclaim
-from engines.local_engine import LocalEngine
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
+from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import Coordinator, peer_of
-from engines.rollout.core import RolloutCore
-from engines.rollout.policies import LayoutPolicy, SchedulePolicy
 from engines.rollout.telemetry import Mark, StepRecord
 from engines.rollout.worker import Pace, Worker
 from engines.sequence import Finished, SequenceState

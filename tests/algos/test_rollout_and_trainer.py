@@ -24,7 +24,7 @@ def train_and_roll_out(model: str, stages: list[int]) -> dict[str, Any]:
     from algos.experience import Experience
     from algos.grpo import GRPO
     from algos.trainer import Trainer
-    from engines import weights
+    from engines.models.checksums import checksum as checksum_of
     from engines.parallel.collectives import TorchGroup
     from engines.parallel.groups import GroupCache
 
@@ -56,7 +56,7 @@ def train_and_roll_out(model: str, stages: list[int]) -> dict[str, Any]:
         sequences = [o.prompt_token_ids + c.token_ids for o in second for c in o.outputs]
         results[str(stage)] = {
             "checksums": [int.from_bytes(c, "little") for c in group.all_gather_bytes(checksum.to_bytes(8, "little"))],
-            "trainer_checksum": weights.checksum(trained),
+            "trainer_checksum": checksum_of(trained),
             "k3": metrics["rollout_corr/k3_kl"],
             "k1": metrics["rollout_corr/kl"],
             "steps": metrics["actor/num_steps"],
@@ -106,7 +106,7 @@ def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
     from algos.experience import Experience
     from algos.grpo import GRPO
     from algos.trainer import Trainer
-    from engines import weights
+    from engines.models.checksums import checksum as checksum_of
     from engines.parallel.collectives import TorchGroup
     from engines.parallel.groups import GroupCache, all_layouts
 
@@ -139,7 +139,7 @@ def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
         )
         trained = dict(trainer.engine.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(trained.values()), enabled=stage == 3):
-            mine = [weights.checksum({name: parameter.data for name, parameter in trained.items()})]
+            mine = [checksum_of({name: parameter.data for name, parameter in trained.items()})]
         mine += [llm.update_weights(trainer.named_weights(), version=stage) for llm in engines.values()]
         checksums[str(stage)] = [format(value, "x") for value in mine]
     stop_deepspeed()

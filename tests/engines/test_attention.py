@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engines.attention import sdpa
-from engines.batch import ForwardBatch
+from engines.attention.batch import ForwardBatch
 from engines.kvcache.paged import write_kv
 
 BLOCK = 4

@@ -17,7 +17,7 @@ from engines.models import invariant
 from engines.models.invariant import SIZES, Product, checked_sizes, project_invariant
 from engines.models.projection import copy_dtype, pack_matrix
 from engines.native.library import choose_library
-from engines.replica import Replica
+from engines.replica.replica import Replica
 from engines.sequence import Finished, Work
 from experiments.random_model import save_random_model
 from research.workloads.shapes import SHAPES

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engines.attention import sdpa
+from engines.attention.batch import ForwardBatch
 from engines.attention.flash_attn import FlashAttention
-from engines.batch import ForwardBatch
 from tests.engines.test_attention import dense
 from tests.engines.test_native import make_batch, normal
 

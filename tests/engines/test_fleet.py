@@ -28,17 +28,17 @@ from engines.control import messages
 from engines.control.ends import ClientEnd, memory_pair
 from engines.control.sealing import new_token
 from engines.control.transport import Server
+from engines.coordination.core import RolloutCore
+from engines.coordination.policies import OnDemand
+from engines.coordination.requests import RequestAbort, RequestMove, SubmitSequences
+from engines.coordination.views import Dispatch, ScheduleView
+from engines.fleet.fleet import Fleet
+from engines.fleet.launcher import ReplicaLauncher, ReplicaOrders
+from engines.fleet.outside import FAILED, ORPHANED, make_engine
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout import coordinator as coordinator_module
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.core import RolloutCore
-from engines.rollout.fleet import Fleet
-from engines.rollout.launcher import ReplicaLauncher, ReplicaOrders
-from engines.rollout.outside import FAILED, ORPHANED, make_engine
-from engines.rollout.policies import OnDemand
-from engines.rollout.requests import RequestAbort, RequestMove, SubmitSequences
-from engines.rollout.views import Dispatch, ScheduleView
 from engines.rollout.worker import NO_WEIGHTS, Worker
 from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
 from tests.checkpoints import save_checkpoint
@@ -374,7 +374,7 @@ def test_weights_of_a_killed_fleet_are_removed_by_the_next(qwen3: str, tmp_path:
 import os, signal
 from pathlib import Path
 from engines.models.loader import checkpoint_tensors
-from engines.rollout.fleet import Fleet
+from engines.fleet.fleet import Fleet
 fleet = Fleet({qwen3!r}, num_replicas=0, weights_folder=Path({str(tmp_path)!r}))
 fleet.publish(checkpoint_tensors({qwen3!r}), version=1)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -459,7 +459,7 @@ def test_launcher(qwen3: str, tmp_path: Path) -> None:
         ready = wait_for_ready(server)
         assert (ready.replica_id, ready.rank, ready.policy_version) == (4, 4, NO_WEIGHTS)
         told = [Path(f"/proc/{pid}/{file}").read_text() for file in ("cmdline", "environ")]
-        assert "engines.rollout.outside" in told[0] and "OMP_NUM_THREADS=1" in told[1]
+        assert "engines.fleet.outside" in told[0] and "OMP_NUM_THREADS=1" in told[1]
         for written in (token.hex(), b64encode(token).decode()):  # a reward's code, too, may read both files
             assert all(written not in text for text in told)
         assert os.getsid(pid) == pid
@@ -485,7 +485,7 @@ def test_replicas_die_with_their_launcher(qwen3: str, tmp_path: Path, is_stopped
     """Though it is killed with -9; a stopped replica, too, which cannot see to that itself."""
     script = f"""
 import time
-from engines.rollout.fleet import Fleet
+from engines.fleet.fleet import Fleet
 fleet = Fleet({qwen3!r}, num_replicas=1, weights_folder={str(tmp_path)!r}, **{OPTIONS!r})
 fleet.wait_for_replicas(1)
 print(fleet.launcher.pids()[0], flush=True)

@@ -8,7 +8,7 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig
-from engines.graphs import LARGEST, ladder
+from engines.replica.graphs import LARGEST, ladder
 from engines.sequence import SequenceKey, SequenceState, Work
 from tests.engines.test_token_equality import LONG, PARAMS, PROMPTS, SWITCHES, run, tokens_of
 
@@ -54,7 +54,7 @@ def test_the_same_tokens(qwen3: str, plain: list[list[list[int]]], switch: str, 
 def test_more_rows_than_the_ladder_has(
     qwen3: str, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.graphs.LARGEST", 5)
+    monkeypatch.setattr("engines.replica.graphs.LARGEST", 5)
     llm = padded(qwen3, max_num_seqs=6)
     sizes = []
     forward = llm.replica._runner._forward_padded

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engines import LLM, Completion, SamplingParams
-from engines.journal import Journal
 from engines.parallel.collectives import SingleRank
+from engines.rollout.journal import Journal
 from engines.sequence import Finished, SequenceKey, SequenceState
 from tests.checkpoints import save_checkpoint
 from tests.worlds import run_world
@@ -194,10 +194,10 @@ def test_a_rollout_outlives_its_journal(tmp_path: Path, checkpoint: Path) -> Non
 def journaled_world(directory: str, folder: str, kinds: list[str]) -> dict[str, Any]:
     import torch.distributed as dist
 
+    from engines.coordination.policies import OnDemand
     from engines.parallel.collectives import TorchGroup
     from engines.parallel.groups import GroupCache
     from engines.parallel.layout import nested_layout
-    from engines.rollout.policies import OnDemand
 
     dist.init_process_group("gloo")
     world = TorchGroup(timeout_s=120)

@@ -36,7 +36,7 @@ from engines.kvcache.transfer import (
 )
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
-from engines.replica import Replica
+from engines.replica.replica import Replica
 from engines.sequence import Completion, KVPart, SequenceId, Work
 from tests.engines.test_token_equality import PARAMS, PROMPTS, TIGHT_KV, make_states
 from tests.worlds import ROOT, run_world

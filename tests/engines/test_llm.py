@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines import LLM, RequestOutput, SamplingParams
+from engines.models.checksums import checksum
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished, SequenceKey, SequenceState, Work
-from engines.weights import checksum
 from tests.checkpoints import EOS, save_checkpoint, save_text_checkpoint
 
 
@@ -393,7 +393,7 @@ class TestChecksum:
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
     def test_pieces_add_up(self, dtype: torch.dtype) -> None:
-        from engines import weights as module
+        from engines.models import checksums as module
 
         tensor = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
         before = tensor.clone()

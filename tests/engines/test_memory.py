@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from engines import LLM, SamplingParams
-from engines.capacity import Capacity
 from engines.config import EngineConfig, ModelConfig
-from engines.free_memory import FreeMemory
-from engines.host_memory import free_host_bytes
-from engines.memory import MIB, MemoryPlan, plan_memory
+from engines.memory.free_memory import FreeMemory
+from engines.memory.host_memory import free_host_bytes
+from engines.memory.plan import MIB, MemoryPlan, plan_memory
 from engines.models.parameters import DecoderParameters, logical_shapes
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.parallel.sharding import Shard, shard_config
+from engines.replica.capacity import Capacity
 from tests.checkpoints import FAMILIES, save_checkpoint
 from tests.worlds import error_of, run_world
 
@@ -135,8 +135,8 @@ def test_the_plan_is_an_upper_bound_and_not_a_loose_one(
 def attend_wide() -> list[int]:
     """Extra memory of attention over one long context among many short ones, and over a long prompt; the bounds."""
     from engines.attention import sdpa
-    from engines.batch import ForwardBatch
-    from engines.memory import PIECE_BYTES
+    from engines.attention.batch import ForwardBatch
+    from engines.memory.plan import PIECE_BYTES
 
     torch.set_num_threads(2)
     caches = [torch.randn(1024, 16, 2, 64) for _ in range(2)]  # 16384 tokens

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from engines.noise import gumbel, gumbel_at, splitmix64
+from engines.sampling.noise import gumbel, gumbel_at, splitmix64
 
 # Reference outputs of SplitMix64 seeded with 1234567 (Vigna's splitmix64.c).
 KNOWN = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]

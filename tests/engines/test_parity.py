@@ -25,7 +25,7 @@ def mixed_prompts(count: int, longest: int = 60) -> list[list[int]]:
 
 def engine_logits(llm: LLM, tokens: list[int], chunk: int) -> torch.Tensor:
     """Logits of every position: teacher-forced, `chunk` tokens at a time through the paged cache."""
-    from engines.batch import ForwardBatch
+    from engines.attention.batch import ForwardBatch
 
     block = llm.config.block_size
     num_blocks = -(-len(tokens) // block)

@@ -10,9 +10,9 @@ import torch
 
 from engines import LLM
 from engines.attention.choose import why_not_importable
+from engines.coordination.policies import OnDemand
+from engines.fleet.fleet import Fleet
 from engines.native import library
-from engines.rollout.fleet import Fleet
-from engines.rollout.policies import OnDemand
 from tests.checkpoints import save_checkpoint
 from tests.worlds import error_of, run_world
 

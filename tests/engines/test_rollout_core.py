@@ -14,11 +14,11 @@ import pytest
 
 from engines.control import messages as m
 from engines.control.messages import ProtocolError, decode_command, decode_event, encode
+from engines.coordination import requests as r
+from engines.coordination.core import RolloutCore
+from engines.coordination.policies import OnDemand, Static
+from engines.coordination.views import Dispatch, LayoutView, ScheduleView
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
-from engines.rollout import requests as r
-from engines.rollout.core import RolloutCore
-from engines.rollout.policies import OnDemand, Static
-from engines.rollout.views import Dispatch, LayoutView, ScheduleView
 from engines.sequence import (
     Completion,
     Finished,

@@ -54,7 +54,7 @@ class Flip:
 
 def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
     """Returns an `on_finished` that moves a few of the others whenever one ends, with their KV or without."""
-    from engines.rollout.requests import RequestMove
+    from engines.coordination.requests import RequestMove
 
     rng = random.Random(seed)
     left = num_moves
@@ -76,9 +76,9 @@ def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
 def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
     import torch.distributed as dist
 
+    from engines.coordination.policies import OnDemand
     from engines.parallel.collectives import TorchGroup
     from engines.parallel.groups import GroupCache, all_layouts
-    from engines.rollout.policies import OnDemand
 
     dist.init_process_group("gloo")
     world = TorchGroup(timeout_s=120)
@@ -175,10 +175,10 @@ def fail_on_rank_0(directory: str, host_size: int) -> list[str]:
 
     import torch.distributed as dist
 
+    from engines.coordination.policies import OnDemand
     from engines.parallel import groups as groups_module
     from engines.parallel.collectives import TorchGroup
     from engines.parallel.groups import GroupCache, all_layouts
-    from engines.rollout.policies import OnDemand
 
     groups_module._host = lambda: f"host {int(os.environ['RANK']) // host_size}"
     dist.init_process_group("gloo")
@@ -211,9 +211,9 @@ def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:
 
     import torch.distributed as dist
 
+    from engines.coordination.policies import OnDemand
     from engines.parallel.collectives import TorchGroup
     from engines.parallel.groups import GroupCache, all_layouts
-    from engines.rollout.policies import OnDemand
 
     dist.init_process_group("gloo")
     groups = GroupCache(TorchGroup(timeout_s=60), all_layouts(range(2)), timeout_s=60)
@@ -304,9 +304,9 @@ BAD_LAYOUTS = {
 def give_bad_layouts(directory: str) -> dict[str, Any]:
     import torch.distributed as dist
 
+    from engines.coordination.policies import OnDemand
+    from engines.coordination.requests import RequestRegroup
     from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-    from engines.rollout.policies import OnDemand
-    from engines.rollout.requests import RequestRegroup
 
     two = Layout(epoch=1, replicas=(ReplicaSpec(id=5, ranks=(0, 1)), ReplicaSpec(id=2, ranks=(2,))))
     groups = join([nested_layout(range(3), 1), two, (0, 1, 2)])
@@ -361,8 +361,8 @@ def test_layouts_that_cannot_be_had_are_refused_before_anyone_regroups(checkpoin
 def roll_out_from_tp2_to_tp1(directory: str) -> dict[str, Any]:
     import torch.distributed as dist
 
+    from engines.coordination.policies import OnDemand
     from engines.parallel.layout import nested_layout
-    from engines.rollout.policies import OnDemand
 
     groups = join()
     policy = Once(lambda epoch: nested_layout(range(2), 1, epoch=epoch))
@@ -406,7 +406,7 @@ def shared_files() -> int:
 def open_and_close(directory: str) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from engines.rollout.policies import OnDemand
+    from engines.coordination.policies import OnDemand
 
     groups = join()
     options = {"world": groups, "schedule": OnDemand(), "layout_policy": Once(None), **OPTIONS}
@@ -436,8 +436,8 @@ def update_badly(directory: str) -> dict[str, list[str]]:
     import torch
     import torch.distributed as dist
 
+    from engines.coordination.policies import OnDemand
     from engines.models.loader import checkpoint_tensors
-    from engines.rollout.policies import OnDemand
 
     groups = join()
     name = "model.layers.0.self_attn.q_proj.weight"

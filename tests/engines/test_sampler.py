@@ -17,10 +17,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engines import sampler
-from engines.memory import rows_sampled_at_once
+from engines.memory.plan import rows_sampled_at_once
 from engines.native.library import choose_library
-from engines.sampler import Draw, SamplingBatch, draw_natively, make_sampling_batch, process_logits, sample
+from engines.sampling import sampler
+from engines.sampling.sampler import Draw, SamplingBatch, draw_natively, make_sampling_batch, process_logits, sample
 
 SETTINGS = [
     {},

@@ -8,7 +8,7 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
-from engines.scheduler import Scheduled, Scheduler, Sequence
+from engines.replica.scheduler import Scheduled, Scheduler, Sequence
 from engines.sequence import KVHandle, SamplingParams, SequenceKey, SequenceState
 
 

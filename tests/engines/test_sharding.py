@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engines.config import ModelConfig, RopeConfig
+from engines.models.checksums import checksum, checksum_parts
 from engines.models.parameters import logical_shapes
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
 from engines.parallel.sharding import Shard, is_first_holder, padded_vocab_size, shard_config, shard_slices
-from engines.weights import checksum, checksum_parts
 
 BASE = ModelConfig(
     architecture="Qwen3ForCausalLM",

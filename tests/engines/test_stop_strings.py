@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
 from engines import LLM, SamplingParams
-from engines.replica import Replica
-from engines.scheduler import Sequence
+from engines.models.tokenizer import detokenizer
+from engines.replica.replica import Replica
+from engines.replica.scheduler import Sequence
+from engines.replica.stop_strings import StopSearch
 from engines.sequence import Completion, SequenceKey, SequenceState
-from engines.stop_strings import StopSearch
-from engines.tokenizer import detokenizer
 from tests.checkpoints import save_text_checkpoint
 
 SPECIAL = (PAD_TOKEN_ID, EOS_TOKEN_ID)

@@ -199,9 +199,9 @@ def test_replicas_of_two_sizes_take_what_fits_in_all(checkpoints: Path) -> None:
 def give_ranks_unequal_options(directory: str) -> list[str]:
     import torch.distributed as dist
 
+    from engines.coordination.policies import OnDemand
     from engines.parallel.collectives import TorchGroup
     from engines.parallel.groups import GroupCache, all_layouts
-    from engines.rollout.policies import OnDemand
 
     dist.init_process_group("gloo")
     groups = GroupCache(TorchGroup(timeout_s=60), all_layouts(range(2)), timeout_s=60)

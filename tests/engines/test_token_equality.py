@@ -18,7 +18,7 @@ import torch
 from engines import LLM, SamplingParams
 from engines.models.decoder import Decoder
 from engines.models.loader import checkpoint_tensors
-from engines.noise import gumbel
+from engines.sampling.noise import gumbel
 from engines.sequence import Completion, SequenceKey, SequenceState, Work
 
 RNG = random.Random(1)

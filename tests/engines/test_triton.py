@@ -14,7 +14,7 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.attention import sdpa
-from engines.batch import ForwardBatch
+from engines.attention.batch import ForwardBatch
 from tests.engines.test_native import make_batch, normal
 from tests.worlds import ROOT
 

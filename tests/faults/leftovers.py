@@ -33,4 +33,4 @@ def is_alive(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return status != "Z" and b"engines.rollout.outside" in command
+    return status != "Z" and b"engines.fleet.outside" in command

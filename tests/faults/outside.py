@@ -15,8 +15,8 @@ from typing import Any
 
 from engines.control.ends import Lost, Notice
 from engines.control.transport import Client
+from engines.fleet.fleet import Fleet
 from engines.models.loader import checkpoint_tensors
-from engines.rollout.fleet import Fleet
 from tests.faults.channel import Faults, FaultyServer
 from tests.faults.leftovers import assert_nothing_left
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options

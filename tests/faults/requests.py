@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+from engines.coordination.policies import OnDemand, SchedulePolicy
+from engines.coordination.requests import RequestAbort, RequestMove, SubmitSequences
+from engines.coordination.views import Dispatch, ScheduleView
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.policies import OnDemand, SchedulePolicy
-from engines.rollout.requests import RequestAbort, RequestMove, SubmitSequences
-from engines.rollout.views import Dispatch, ScheduleView
 from engines.sequence import Finished, SequenceId, SequenceState
 
 

@@ -16,14 +16,14 @@ from engines import parallel
 from engines.config import EngineConfig, ModelConfig
 from engines.control.ends import Notice
 from engines.control.transport import Client, Server
+from engines.coordination.requests import RequestRegroup
 from engines.kvcache.transfer import DEV_SHM
-from engines.local_engine import LocalEngine
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.replica.engine import LocalEngine
 from engines.rollout import worker, world
-from engines.rollout.requests import RequestRegroup
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
 from tests.faults.requests import Caller, random_policy

@@ -20,25 +20,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engines.capacity import Capacity
 from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
 from engines.control.sealing import new_token
 from engines.control.transport import Server
-from engines.free_memory import FreeMemory, Memory, free_memory
+from engines.coordination.core import RolloutCore
+from engines.coordination.policies import OnDemand, SchedulePolicy
+from engines.fleet.launcher import ReplicaLauncher
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
-from engines.local_engine import kv_capacity
+from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.models.loader import checked_weights
+from engines.models.tokenizer import load_tokenizer
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.parallel.segment import start_time
-from engines.preflight import check_engine, check_policy, usable_device
-from engines.replica import Limits
+from engines.replica.capacity import Capacity
+from engines.replica.engine import kv_capacity
+from engines.replica.preflight import check_engine, check_policy, usable_device
+from engines.replica.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
-from engines.rollout.core import RolloutCore
-from engines.rollout.launcher import ReplicaLauncher
-from engines.rollout.policies import OnDemand, SchedulePolicy
 from engines.rollout.worker import NO_WEIGHTS
 from engines.sequence import Finished, SequenceState, is_int64
-from engines.tokenizer import load_tokenizer
 
 SHARD_BYTES = 2**30
 _GRACE_S = 5.0  # that replicas get to end by themselves

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from engines.host_memory import free_host_bytes
+from engines.memory.host_memory import free_host_bytes
 from engines.parallel.collectives import Communicator
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-Detokenize = Callable[[Items[int]], str]
+from engines.sequence import Detokenize
 
 _HALF = "\ufffd"
 _SLACK = 8

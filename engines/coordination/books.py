@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from engines.rollout.records import ReplicaRecord, SequenceRecord
-from engines.rollout.views import ReplicaView, SequenceView
+from engines.coordination.records import ReplicaRecord, SequenceRecord
+from engines.coordination.views import ReplicaView, SequenceView
 from engines.sequence import SequenceId, SequenceState
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.memory import rows_sampled_at_once
+from engines.memory.plan import rows_sampled_at_once
 from engines.native.library import Library, address
-from engines.noise import gumbel, gumbel_at
+from engines.sampling.noise import gumbel, gumbel_at
 
-# Above the largest value that `engines.noise` can draw.
+# Above the largest value that `engines.sampling.noise` can draw.
 GUMBEL_MAX = 22.9
 # Below this vocabulary, drawing all noise costs less than finding who can still win.
 _DENSE_VOCAB = 4096

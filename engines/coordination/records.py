@@ -6,8 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from engines.control.messages import ReplicaReady, StepReported
+from engines.coordination.views import ReplicaView, SequenceView, num_reserved_tokens
 from engines.parallel.layout import ReplicaSpec
-from engines.rollout.views import ReplicaView, SequenceView, num_reserved_tokens
 from engines.sequence import Completion, Finished, KVHandle, SequenceId, SequenceState
 
 

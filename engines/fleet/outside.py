@@ -1,4 +1,4 @@
-"""The process of a replica outside the torchrun world: `python -m engines.rollout.outside`, by `ReplicaLauncher` only.
+"""The process of a replica outside the torchrun world: `python -m engines.fleet.outside`, by `ReplicaLauncher` only.
 
 It holds one control connection and no process group. When the coordinator is gone it ends by itself.
 """
@@ -14,21 +14,21 @@ import traceback
 import msgspec
 import torch
 
-from engines.capacity import Capacity
 from engines.config import ModelConfig, longest_sequence
 from engines.control import messages
 from engines.control.transport import Client
-from engines.free_memory import FreeMemory, free_memory
+from engines.fleet.launcher import ReplicaOrders
 from engines.kvcache.tiers import make_kv_store
 from engines.kvcache.transfer import KVStore
-from engines.local_engine import LocalEngine
+from engines.memory.free_memory import FreeMemory, free_memory
 from engines.models.loader import checkpoint_tensors
+from engines.models.tokenizer import detokenizer, load_tokenizer
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.replica.capacity import Capacity
+from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import peer_of
-from engines.rollout.launcher import ReplicaOrders
 from engines.rollout.worker import Worker
-from engines.tokenizer import detokenizer, load_tokenizer
 
 FAILED, ORPHANED = 1, 3  # exit codes
 _PR_SET_PDEATHSIG = 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engines.control import messages
+from engines.coordination.books import Books
+from engines.coordination.outbox import Outbox
+from engines.coordination.policies import SchedulePolicy
+from engines.coordination.records import ReplicaRecord, SequenceRecord
+from engines.coordination.views import Dispatch, ScheduleView, num_reserved_tokens
 from engines.parallel.layout import Layout
-from engines.rollout.books import Books
-from engines.rollout.outbox import Outbox
-from engines.rollout.policies import SchedulePolicy
-from engines.rollout.records import ReplicaRecord, SequenceRecord
-from engines.rollout.views import Dispatch, ScheduleView, num_reserved_tokens
 from engines.sequence import Work
 
 

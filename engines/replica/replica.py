@@ -10,10 +10,13 @@ import msgspec
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.transfer import KVStore
 from engines.parallel.collectives import Communicator, SingleRank
-from engines.runner import ModelRunner
-from engines.scheduler import Scheduled, Scheduler, Sequence
+from engines.replica.runner import ModelRunner
+from engines.replica.scheduler import Scheduled, Scheduler, Sequence
+from engines.replica.stop_strings import StopSearch, find_stop
+from engines.replica.swap import SwapPolicy
 from engines.sequence import (
     Completion,
+    Detokenize,
     Finished,
     FinishReason,
     KVHandle,
@@ -23,8 +26,6 @@ from engines.sequence import (
     SequenceState,
     Work,
 )
-from engines.stop_strings import Detokenize, StopSearch, find_stop
-from engines.swap import SwapPolicy
 
 HiddenStop = Callable[[SequenceState], bool]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from typing import Protocol
 
+from engines.coordination.views import Dispatch, LayoutView, ScheduleView
 from engines.parallel.layout import Layout
-from engines.rollout.views import Dispatch, LayoutView, ScheduleView
 from engines.sequence import SequenceId
 
 

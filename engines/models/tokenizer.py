@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.config import ModelConfig
-from engines.hugging_face import read_checkpoint
-from engines.sequence import is_unicode
-from engines.stop_strings import Detokenize
+from engines.models.hugging_face import read_checkpoint
+from engines.sequence import Detokenize, is_unicode
 
 Prompt = str | list[int]
 

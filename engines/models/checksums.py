@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from engines.noise import GOLDEN_GAMMA, mix64_
+from engines.sampling.noise import GOLDEN_GAMMA, mix64_
 
 _CHUNK = 1 << 15  # elements: what is written for them stays in the second-level cache
 _BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.sampler import Sampled
+from engines.sampling.sampler import Sampled
 
 _ALIGNMENT = 64
 Shapes = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]

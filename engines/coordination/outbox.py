@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.control.messages import Command
-from engines.rollout.records import ReplicaRecord
-from engines.rollout.requests import Result
+from engines.coordination.records import ReplicaRecord
+from engines.coordination.requests import Result
 
 
 @dataclass(frozen=True, kw_only=True)

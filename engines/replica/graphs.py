@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.batch import ForwardBatch
-from engines.staging import Staging
+from engines.attention.batch import ForwardBatch
+from engines.replica.staging import Staging
 
 LARGEST = 512
 """Most rows of a pass that is worth a graph: the device computes longer than the host takes to launch a larger one.

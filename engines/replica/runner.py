@@ -8,19 +8,19 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from engines.batch import ForwardBatch
+from engines.attention.batch import ForwardBatch
 from engines.config import EngineConfig
-from engines.graphs import Graphs, PaddedDecodes
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, to_host, tokens_digest
 from engines.models.decoder import Decoder
 from engines.parallel.sharding import kv_heads
-from engines.sampler import draw_natively, sample
-from engines.scheduler import Scheduled, Sequence
+from engines.replica.graphs import Graphs, PaddedDecodes
+from engines.replica.scheduler import Scheduled, Sequence
+from engines.replica.slot_table import SlotTable
+from engines.replica.staging import Readback, Staging
+from engines.sampling.sampler import draw_natively, sample
 from engines.sequence import KVPart
-from engines.slot_table import SlotTable
-from engines.staging import Readback, Staging
 
 
 @dataclass(frozen=True, kw_only=True)

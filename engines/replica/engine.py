@@ -9,10 +9,10 @@ from torch import Tensor
 
 from engines.attention.choose import choose_backend
 from engines.config import EngineConfig, ModelConfig
-from engines.free_memory import free_memory
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
-from engines.memory import kv_block_bytes
+from engines.memory.free_memory import free_memory
+from engines.memory.plan import kv_block_bytes
 from engines.models.decoder import Decoder
 from engines.models.loader import load_weights
 from engines.native.library import choose_library
@@ -20,11 +20,11 @@ from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
-from engines.replica import HiddenStop, Replica
-from engines.runner import ModelRunner
-from engines.scheduler import Scheduler
-from engines.stop_strings import Detokenize
-from engines.swap import SwapPolicy
+from engines.replica.replica import HiddenStop, Replica
+from engines.replica.runner import ModelRunner
+from engines.replica.scheduler import Scheduler
+from engines.replica.swap import SwapPolicy
+from engines.sequence import Detokenize
 
 
 class LocalEngine:

@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 
 from engines.control import messages
 from engines.control.messages import Command, Event
-from engines.parallel.layout import Layout
-from engines.rollout.books import Books
-from engines.rollout.dispatcher import Dispatcher
-from engines.rollout.outbox import Outbox
-from engines.rollout.policies import LayoutPolicy, SchedulePolicy
-from engines.rollout.records import ReplicaRecord, SequenceRecord
-from engines.rollout.requests import (
+from engines.coordination.books import Books
+from engines.coordination.dispatcher import Dispatcher
+from engines.coordination.outbox import Outbox
+from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.coordination.records import ReplicaRecord, SequenceRecord
+from engines.coordination.requests import (
     AddReplica,
     BeginPhase,
     Deliver,
@@ -49,7 +48,8 @@ from engines.rollout.requests import (
     SubmitSequences,
     Tick,
 )
-from engines.rollout.views import Decision, LayoutView
+from engines.coordination.views import Decision, LayoutView
+from engines.parallel.layout import Layout
 from engines.sequence import Finished, SequenceId, Work
 
 # Events about sequences: only those of this phase count. Answers are checked by what is awaited.

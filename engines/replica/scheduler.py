@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
+from engines.replica.stop_strings import StopSearch
 from engines.sequence import KVHandle, SequenceState
-from engines.stop_strings import StopSearch
 
 
 @dataclass(eq=False, kw_only=True)

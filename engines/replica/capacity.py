@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from engines.config import EngineConfig, ModelConfig, longest_sequence
-from engines.free_memory import FreeMemory
-from engines.memory import MIB, MemoryPlan, kv_block_bytes, mib, plan_memory
+from engines.memory.free_memory import FreeMemory
+from engines.memory.plan import MIB, MemoryPlan, kv_block_bytes, mib, plan_memory
 from engines.models.projection import copy_dtype
 from engines.parallel.layout import Layout
 

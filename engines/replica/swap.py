@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from engines.batch import ForwardBatch
+from engines.attention.batch import ForwardBatch
 from engines.config import Preemption
 from engines.kvcache.cost import (
     CopyCost,

@@ -18,6 +18,7 @@ import msgspec
 
 from engines.config import EngineConfig
 from engines.parallel.layout import ReplicaSpec
+from engines.rollout.coordinator import Exit
 
 _TAIL_BYTES = 2000
 _KILL_S = 10.0  # a killed process that is still there is stuck in the kernel
@@ -41,21 +42,6 @@ class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float
     min_step_s: float
     """Shortest time that a step lasts, in seconds: to slow a replica down in tests and paced runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exit:
-    """A process that has ended."""
-
-    replica_id: int
-    code: int
-    """Negative: the signal that killed it."""
-    log_tail: str
-
-    def __str__(self) -> str:
-        how = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
-        tail = self.log_tail.strip()
-        return f"its process {how}" + (f"; its last output:\n{tail}" if tail else "; it printed nothing")
 
 
 @dataclass(kw_only=True)
@@ -126,7 +112,7 @@ class ReplicaLauncher:
         orders = msgspec.structs.replace(self._orders, spec=spec)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "engines.rollout.outside"],
+                [sys.executable, "-m", "engines.fleet.outside"],
                 cwd=Path(__file__).parents[2],
                 env=os.environ | {"OMP_NUM_THREADS": str(self._num_threads)},
                 stdin=subprocess.PIPE,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from engines.sampler import SamplingBatch, make_sampling_batch
-from engines.scheduler import Sequence
+from engines.replica.scheduler import Sequence
+from engines.sampling.sampler import SamplingBatch, make_sampling_batch
 
 
 class SlotTable:
