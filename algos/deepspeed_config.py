@@ -72,7 +72,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """What the trainer goes by, once the user's JSON has had its say."""
+    """The trainer's settings, after the user's JSON has replaced some of them."""
 
     deepspeed: dict[str, Any]
     """What `deepspeed.initialize` gets."""

@@ -280,7 +280,7 @@ class LLM:
 
     @property
     def memory(self) -> MemoryPlan:
-        """What this rank takes, in the layout of now."""
+        """What this rank takes in the current layout."""
         return self._capacity.plan(self._engine.spec.tp_size, self._world.rank)
 
     @property
@@ -311,7 +311,7 @@ class LLM:
 
         `on_finished` is called for each sequence as it ends: for those of a replica on its first rank; with a
         `schedule` policy for all of them on rank 0, by another thread. A `journal` keeps what it is called for.
-        Sequences that are found there are not generated again; they are told first, as if they had just ended.
+        Sequences found there are not generated again; `on_finished` gets them first, as if they had just ended.
 
         Raises ValueError before anything runs, which begins with `prompts[3]` where that one cannot run here. Raises
         RuntimeError while another call runs. After an error or an interrupt nothing of the call is left; but where
@@ -414,7 +414,7 @@ class LLM:
         try:
             finished = rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear)
         finally:
-            self.layout = rollout.layout  # a regroup is told only to the ranks that it moves
+            self.layout = rollout.layout  # only the ranks that a regroup moves have heard of it
         self.step_records = rollout.step_records
         return {(one.state.key.prompt_uid, one.completion.index): one.completion for one in known + finished}
 

@@ -125,7 +125,7 @@ class SequenceState:
         return (self.key.policy_step, self.key.prompt_uid, self.key.sample_index)
 
     def cut(self, length: int) -> None:
-        """Takes back generated tokens beyond so many tokens, prompt included."""
+        """Removes generated tokens until `num_tokens` are left, prompt included."""
         del self.tokens[length:]
         del self.logprobs[length - self.num_prompt_tokens :]
         del self.versions[length - self.num_prompt_tokens :]

@@ -68,7 +68,7 @@ class BenchDispatchConfig:
     sigma: float = 0.884
     """Spread of the logarithm of the length; PAT's anchors."""
     cap: Count = 600
-    """Longest response, tokens: all that dispatch is told."""
+    """Longest response, tokens: all that dispatch knows of lengths."""
     repeats: Count = 3
     """Interleaved measurements of each dispatch, and as many again for A/A."""
     seed: int = 0

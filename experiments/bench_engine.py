@@ -4,7 +4,7 @@
     python experiments/bench_engine.py --shapes 25m --batches 1 --profile trace.json
 
 All sides read the same checkpoint and generate the same numbers of tokens from the same prompts at temperature 1. In
-the long tail ours sees the cap only, a hidden stop ends its sequences; vLLM is told each length; Hugging Face pads all
+the long tail ours sees the cap only, a hidden stop ends its sequences; vLLM knows each length; Hugging Face pads all
 rows until the longest is done. Cells are run one after the other, their sides in turn; ours runs twice (A/A). Beside
 milliseconds per step stands the floor: the bytes of weights and KV that a step must read over the bandwidth that a
 plain read of as many bytes has here.
@@ -61,7 +61,7 @@ class BenchEngineConfig:
     sigma: float = 1.0
     """Spread of the logarithm of its lengths."""
     cap: Count = 1024
-    """Its longest length, all that ours is told."""
+    """Its longest length: all that our engine knows of lengths."""
     dtype: DType = "bfloat16"
     """Of weights and activations, all sides."""
     peers: tuple[Literal["hf", "hf_cb"], ...] = ("hf", "hf_cb")
@@ -219,7 +219,7 @@ def _floor_seconds(cell: Cell, shape: DecoderShape, config: BenchEngineConfig) -
 
 
 def _read_bandwidth(num_bytes: int) -> float:
-    """Bytes per second of summing so many, as often as the weights are read: from a cache where they fit in one."""
+    """Bytes per second of summing `num_bytes` again and again: from a cache where they fit in one."""
     data = torch.ones(num_bytes // 8, dtype=torch.int64, device=DEVICE)
     rates = []
     for _ in range(9):

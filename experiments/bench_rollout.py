@@ -51,7 +51,7 @@ class BenchRolloutConfig:
     sigma: float = 1.0
     """Spread of the logarithm of the length."""
     cap: Count = 1024
-    """Longest response, tokens: all that the engines are told."""
+    """Longest response, tokens: all that the engines know of lengths."""
     dtype: DType = "float32"
     """Of weights and activations, both sides."""
     threads: int | None = None

@@ -122,7 +122,7 @@ def main() -> dict[str, Any]:
 
 
 def _engine(folder: str, config: BenchStepScalingConfig, batch: int, num_tokens: int) -> LLM:
-    """With room for so many sequences of so many tokens."""
+    """An engine with room for `batch` sequences of `num_tokens` tokens."""
     token_bytes = SHAPES[config.shape].kv_elements_per_token * getattr(torch, config.dtype).itemsize
     return LLM(
         folder,
@@ -145,7 +145,7 @@ def _step_ms(folder: str, config: BenchStepScalingConfig, batch: int, context: i
 
 
 def _finished_ms(folder: str, config: BenchStepScalingConfig) -> dict[int, dict[str, float]]:
-    """Of a step after so many have finished in the engine, and in the same moments of one in which none has."""
+    """Milliseconds of a step after each number of sequences has ended in the engine, and of one where none has."""
     room = FINISHED_CONTEXT * FINISHED_AT_ONCE // config.context_batch + config.batch_context + config.steps
     batch = max(config.context_batch, FINISHED_AT_ONCE)
     engines = {name: _engine(folder, config, batch, room) for name in ("after", "fresh")}

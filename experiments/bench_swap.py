@@ -116,7 +116,7 @@ def _tiers(config: BenchSwapConfig) -> dict[str, Any]:
 
 
 def _preempt(llm: LLM, config: BenchSwapConfig, num_tokens: int, uid: int) -> dict[str, float]:
-    """Seconds that each way costs a sequence of so many computed tokens."""
+    """Seconds that each way costs a sequence with `num_tokens` computed tokens."""
     generator = torch.Generator().manual_seed(uid)
     prompt = torch.randint(2, 256, (num_tokens,), generator=generator).tolist()
     for index in range(2 if config.shared else 1):

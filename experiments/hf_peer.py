@@ -32,7 +32,7 @@ class HuggingFacePeer:
         self._network = network.eval().to(device)
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
-        """Samples so many tokens behind each prompt, all of equal length; returns seconds."""
+        """Samples `max(lengths)` tokens after each prompt; returns seconds."""
         self._network.generation_config = settings = GenerationConfig(
             do_sample=True, top_k=0, max_new_tokens=max(lengths), pad_token_id=0, eos_token_id=None
         )
@@ -53,7 +53,7 @@ class HuggingFacePeer:
 
 
 class ContinuousBatchingPeer:
-    """transformers' own continuous batching over a paged cache. It is told each length."""
+    """transformers' own continuous batching over a paged cache. It knows each length."""
 
     def __init__(self, model: str | Path, dtype: DType, device: torch.device, num_tokens: int) -> None:
         """`num_tokens`: the most that the cache must hold, over all sequences at their full length."""
@@ -62,7 +62,7 @@ class ContinuousBatchingPeer:
         self._num_tokens = num_tokens
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
-        """Samples so many tokens behind each prompt; returns seconds, without those that its manager takes to start."""
+        """Samples `lengths[i]` tokens after prompt i; returns seconds, without the start of its manager."""
         settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1)
         sizes = ContinuousBatchingConfig(num_blocks=self._num_tokens // 256 + len(prompts), page_size=256)
         with self._network.continuous_batching_context_manager(

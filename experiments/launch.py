@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engines import LLM
 
-# Errors that a user can mend: told in one line. Anything else is a bug, and keeps its traceback.
+# Errors that a user can mend: printed in one line. Anything else is a bug, and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 from algos.tasks.task import Problem
 from engines.constraints import Count, NonNegative, Positive, check_fields
 
-# One pair of operands in so many is held out.
+# One pair of operands in eight is held out.
 _HELD_OUT_ONE_IN = 8
 
 

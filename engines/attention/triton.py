@@ -41,7 +41,7 @@ class Tile:
 
 
 def choose_tile(rows: int, head_dim: int, itemsize: int) -> Tile:
-    """For sequences with so many rows: of all powers of two, as many as they have, from 16 to what registers hold.
+    """The tile for sequences with `rows` rows: a power of two of them, from 16 to what registers hold.
 
     Keys and values of a tile take at most 32 KiB of shared memory, for each of the stages that are under way.
     """
@@ -189,7 +189,7 @@ def _num_processors(device: torch.device) -> int:
 # -- kernels. A row is a query head of a new token; row r of a sequence is head r % GROUP of its token r // GROUP.
 
 _VARYING = ("num_rows", "num_parts", "table_width")
-"""Integers that no kernel is to be compiled anew for."""
+"""Integers for which no kernel must be compiled again."""
 
 
 @triton.jit(do_not_specialize=_VARYING)

@@ -36,7 +36,7 @@ Notice = Received | Joined | Lost
 
 
 class ServerEnd(Protocol):
-    """The coordinator's end. To be used by one thread; `peers` and `send` know what `receive` has told."""
+    """The coordinator's end. For one thread; `peers` and `send` know what `receive` has returned so far."""
 
     def receive(self, timeout_s: float) -> Notice | None:
         """The next notice, in order per peer; None when there was none in `timeout_s` seconds."""

@@ -108,7 +108,7 @@ class RankIdle(_Message, frozen=True, kw_only=True):
 
 
 class StepReported(_Message, frozen=True, kw_only=True):
-    """After a step, or after several: the sums since the last report, the levels as of now."""
+    """After one step or several: sums since the last report, and current levels."""
 
     num_running: int
     num_waiting: int

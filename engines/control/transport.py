@@ -63,7 +63,7 @@ class _Peer:
 class Server:
     """The coordinator's end of all control connections, on `host`:`port` (0: any free one; see `address`).
 
-    Beats every `interval_s` seconds, and gives up a peer that was silent for `patience_s`. Peers are told apart by a
+    Beats every `interval_s` seconds, and drops a peer that was silent for `patience_s`. Peers are distinguished by a
     session that each makes when it joins, inside the MAC: nobody without the token can speak under a peer's name.
     The inbox is not bounded: who has the token is trusted to send what is wanted.
     Raises OSError when the port is in use, ValueError for settings that cannot be.

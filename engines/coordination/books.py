@@ -105,7 +105,7 @@ class Books:
                 self.wait(sequence)
 
     def touch(self, replica: ReplicaRecord) -> None:
-        """Its view is to be made anew."""
+        """Its view is out of date."""
         self._changed[replica] = None
 
     def views(self) -> Mapping[int, ReplicaView]:

@@ -100,7 +100,7 @@ Request = (
 
 @dataclass(frozen=True, kw_only=True)
 class Deliver:
-    """A sequence's end, told exactly once. An abort of a sequence that ran nowhere has no `text`."""
+    """A sequence's end, reported exactly once. An abort of a sequence that ran nowhere has no `text`."""
 
     finished: Finished
 

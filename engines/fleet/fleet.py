@@ -146,7 +146,7 @@ class Fleet:
         return spec
 
     def wait_for_replicas(self, num_replicas: int) -> None:
-        """Returns when so many stand by. Between phases only.
+        """Returns when this number of replicas is ready. To be called between phases only.
 
         Raises RuntimeError, naming those that were lost, when they do not within `timeout_s` seconds, or all are lost.
         """
@@ -237,7 +237,7 @@ class Fleet:
                 self._source_in_use = None
                 self._remove_outdated()
                 if len(self.coordinator.lost) > num_lost:
-                    # KV of the dead that nobody was told of; no sequence is left that could want it.
+                    # Stored KV of dead replicas that never reported it; no sequence is left that could use it.
                     reclaim_tiers(self._kv_disk_folder)
 
     def _check(self, state: SequenceState) -> None:

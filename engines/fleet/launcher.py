@@ -33,7 +33,7 @@ class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
     spec: ReplicaSpec
     parent_pid: int
     model: str
-    """Folder of the checkpoint whose config and tokenizer are used; weights are loaded when told."""
+    """Folder of the checkpoint whose config and tokenizer are used; weights are loaded by a command."""
     config: EngineConfig
     device: str
     kv_token: str

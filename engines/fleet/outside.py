@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """The exit code: 0 when told to end, `FAILED` after an error, `ORPHANED` when the coordinator was lost."""
+    """The exit code: 0 after the command to end, `FAILED` after an error, `ORPHANED` when the coordinator was lost."""
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaOrders)
     _die_with(orders.parent_pid)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
-    """Obeys until told to end."""
+    """Runs commands until the one that ends it."""
     engine = make_engine(orders)
     engine.replica.kv_store = store
 

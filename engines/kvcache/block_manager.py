@@ -98,7 +98,7 @@ class BlockManager:
         return blocks
 
     def num_free_of(self, blocks: Items[int]) -> int:
-        """How many of these are free: sharing takes so many away from `num_free_blocks`."""
+        """How many of these are free: sharing them lowers `num_free_blocks` by this number."""
         return sum(self._num_holders[block] == 0 for block in blocks)
 
     def share(self, holder: object, blocks: Items[int]) -> None:

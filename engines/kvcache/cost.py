@@ -51,7 +51,8 @@ class SwapCost:
         return self.prefill.seconds(num_tokens, num_known)
 
     def cheaper(self, num_tokens: int, num_known: int = 0) -> Literal["swap", "recompute"]:
-        """For a sequence of which so many tokens are computed, the first `num_known` in blocks that others hold, too.
+        """The cheaper way for a sequence of `num_tokens` computed tokens, the first `num_known` of which lie in blocks
+        that other sequences also hold.
 
         A tie is recomputed: it takes no memory.
         """

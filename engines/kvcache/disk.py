@@ -30,7 +30,7 @@ _Writer = Callable[[int], None]
 
 
 class DiskKVStore:
-    """Parts as files on a disk. Whatever goes wrong there is told once, and answered by keeping no KV.
+    """Parts as files on a disk. An error of the disk is reported once, and from then on no KV is kept there.
 
     Files are not flushed: they need not outlive the machine.
     """

@@ -91,7 +91,7 @@ class KVStore(Protocol):
         ...
 
     def tier_for(self, num_bytes: int) -> Tier | None:
-        """Where a part with so many bytes of KV would be kept now; None when there is no room."""
+        """The tier that would now take a part of this many bytes; None when no tier has room."""
         ...
 
     def drop(self, part: KVPart) -> None:

@@ -238,7 +238,7 @@ def _attention_bytes(model: ModelConfig, item: int, tokens: int, num_seqs: int, 
 
 
 def rows_sampled_at_once(vocab_size: int, device_type: str) -> int:
-    """Into pieces of so many rows the sampler cuts a batch whose logits it copies."""
+    """Rows of each piece into which the sampler cuts a batch whose logits it copies."""
     return max(1, _sampler_piece(device_type) // (_SAMPLED_BYTES[device_type] * vocab_size))
 
 

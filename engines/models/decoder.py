@@ -125,7 +125,7 @@ class Decoder:
         return x
 
     def _products(self, num_rows: int) -> tuple[DecoderParameters, Project]:
-        """The parameters, and how to multiply so many rows by them."""
+        """The parameters, and the function that multiplies this many rows by them."""
         if self._few_rows is not None and num_rows <= self._few_rows.most_rows:
             return self.parameters, self._few_rows
         return self._forward_parameters, self._project

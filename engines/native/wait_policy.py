@@ -71,7 +71,7 @@ def loaded_runtimes() -> list[ctypes.CDLL]:
 
 
 def can_start(num_threads: int) -> bool:
-    """Whether the system lets this process have so many more threads: libgomp ends a process that it refuses one."""
+    """Whether the system lets this process start this many threads: libgomp ends a process where it does not."""
     over, threads = threading.Event(), []
     try:
         for _ in range(num_threads):

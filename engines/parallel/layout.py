@@ -43,7 +43,7 @@ class Layout:
         return next((replica for replica in self.replicas if rank in replica.ranks), None)
 
     def check_places(self, num_ranks: int) -> None:
-        """Raises ValueError when it leaves one of so many ranks idle, or has others."""
+        """Raises ValueError when a rank below `num_ranks` has no replica, or a replica has other ranks."""
         placed = sorted(rank for replica in self.replicas for rank in replica.ranks)
         if placed != list(range(num_ranks)):
             raise ValueError(f"layout: places ranks {placed}; give each of the {num_ranks} ranks a replica")

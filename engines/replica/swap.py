@@ -64,7 +64,8 @@ class SwapPolicy:
         """By the name of the tier, as far as measured."""
 
     def swaps(self, num_tokens: int, num_known: int, store: KVStore) -> bool:
-        """For a sequence of which so many tokens are computed, the first `num_known` in blocks that others hold, too.
+        """Whether to store the KV of a sequence of `num_tokens` computed tokens, the first `num_known` of which lie in
+        blocks that other sequences also hold.
 
         All ranks of the replica call it together.
         """
@@ -107,7 +108,7 @@ def bytes_per_token(kv: PagedKVCache) -> int:
 
 
 def scratch_cache(kv: PagedKVCache, num_tokens: int) -> PagedKVCache:
-    """A cache like `kv` that holds so many tokens, wherever in a block they begin."""
+    """A cache like `kv` with room for `num_tokens` tokens, wherever in a block they begin."""
     _, block_size, num_heads, head_dim = kv.keys[0].shape
     return PagedKVCache(
         num_layers=len(kv.keys),
@@ -187,7 +188,7 @@ def _fill(kv: PagedKVCache, blocks: list[int], tier: Tier, part: Any, content: K
 
 
 def _seconds(kv: PagedKVCache, call: Callable[[], object], times: int = 2) -> float:
-    """Of the shortest of so many calls: the first may pay for memory and caches."""
+    """Seconds of the shortest of `times` calls: the first may pay for memory and caches."""
     took = []
     for _ in range(times):
         start = time.perf_counter()

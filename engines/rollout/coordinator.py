@@ -283,7 +283,7 @@ class Coordinator:
         ]
 
     def close(self) -> None:
-        """Ends the connections. Whoever still listens is told the error that has ended the last rollout, if one has."""
+        """Ends the connections. Peers that still listen get the error that ended the last rollout, if one did."""
         if self._failure is None:
             self._server.close()
         else:

@@ -109,7 +109,7 @@ class Journal:
             self._found |= {(entry.weights, entry.key, entry.request): entry.completion for entry in decode(part)}
 
     def find(self, states: Sequence[SequenceState], num_replicas: int) -> dict[SequenceId, Completion]:
-        """The completions that are there, of new sequences which are dealt to so many replicas in turn."""
+        """The journaled completions of these sequences, which `num_replicas` replicas take in turn."""
         found: Mapping[SequenceId, Completion] = {
             state.sequence_id: completion
             for state in (states if self._found else ())

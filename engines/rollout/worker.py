@@ -147,7 +147,7 @@ class Worker:
         if problem is not None:
             raise problem
         if told.failure is not None:
-            raise ConnectionError(f"rank {self._rank}: the leader of its replica has given up: {told.failure}")
+            raise ConnectionError(f"rank {self._rank}: the leader of its replica has failed: {told.failure}")
         return [m.decode_command(data) for data in told.commands]
 
     def _hear(self) -> list[m.Command]:

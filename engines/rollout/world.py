@@ -120,7 +120,7 @@ class RolloutWorld:
 
     @property
     def engine(self) -> LocalEngine | None:
-        """This rank's, in the layout of now."""
+        """This rank's engine in the current layout."""
         return self._worker.engine
 
     @property
