@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from engines.coordination.records import ReplicaRecord, SequenceRecord
-from engines.coordination.views import ReplicaView, SequenceView
-from engines.sequence import SequenceId, SequenceState
+from engines.coordination.views import EndedView, ReplicaView, SequenceView
+from engines.sequence import Finished, SequenceId, SequenceState
 
 
 class Books:
@@ -29,6 +29,7 @@ class Books:
         self.waiting: Mapping[SequenceId, SequenceView] = MappingProxyType(self._waiting)
         """For any replica."""
         self._entered: list[SequenceView] = []
+        self._ended: list[EndedView] = []
         self._views: dict[int, ReplicaView] = {}
         # A dict for its order: with a set, what a policy iterates over would depend on memory addresses.
         self._changed: dict[ReplicaRecord, None] = {}
@@ -78,7 +79,7 @@ class Books:
         replica.assign(sequence, max_new_tokens)
         self._changed[replica] = None
 
-    def deliver(self, sequence: SequenceRecord) -> None:
+    def deliver(self, sequence: SequenceRecord, finished: Finished) -> None:
         self.unqueue(sequence)
         self.pin(sequence, None)
         if sequence.replica is not None:
@@ -86,6 +87,16 @@ class Books:
             sequence.replica.give_up(sequence)
         del self.sequences[sequence.id]
         self.delivered.add(sequence.id)
+        state = finished.state
+        self._ended.append(
+            EndedView(
+                sequence_id=sequence.id,
+                group_id=state.group_id,
+                num_prompt_tokens=state.num_prompt_tokens,
+                num_generated=state.num_generated,
+                finish_reason=finished.completion.finish_reason,
+            )
+        )
 
     def add_replica(self, replica: ReplicaRecord) -> None:
         self.replicas[replica.spec.id] = replica
@@ -125,6 +136,11 @@ class Books:
         """Sequences that came to wait for any replica since the last call."""
         entered, self._entered = tuple(self._entered), []
         return entered
+
+    def take_ended(self) -> tuple[EndedView, ...]:
+        """Sequences that have ended since the last call."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
 
     def check_integrity(self) -> None:
         """Asserts that every unfinished sequence is in one place, and that the sums are right."""

@@ -426,7 +426,7 @@ class RolloutCore:
         self._deliver(sequence, sequence.aborted())
 
     def _deliver(self, sequence: SequenceRecord, finished: Finished) -> None:
-        self._books.deliver(sequence)
+        self._books.deliver(sequence, finished)
         self._outbox.tell(Deliver(finished=finished))
 
     def _on_ready(self, event: messages.ReplicaReady, replica: ReplicaRecord) -> None:

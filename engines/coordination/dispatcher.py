@@ -47,6 +47,7 @@ class Dispatcher:
                 layout=layout,
                 waiting=self._books.waiting,
                 entered=self._books.take_entered(),
+                ended=self._books.take_ended(),
                 replicas=self._books.views(),
             )
             dispatch = self._policy.next(view)

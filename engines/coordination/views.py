@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engines.parallel.layout import Layout, ReplicaSpec
-from engines.sequence import SequenceId
+from engines.sequence import FinishReason, SequenceId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,17 @@ class SequenceView:
     """Where it was last; None when it has not run in this phase."""
     has_kv: bool
     """Whether KV was exported, for any replica to import."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedView:
+    """A sequence that has ended: what its length tells of others is known now."""
+
+    sequence_id: SequenceId
+    group_id: int
+    num_prompt_tokens: int
+    num_generated: int
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +93,7 @@ def num_reserved_tokens(num_tokens: int, max_len: int, num_ahead: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleView:
-    """All that a `SchedulePolicy` may go by."""
+    """All that a `SchedulePolicy` sees."""
 
     now: float
     """Seconds, on the clock of whoever drives the core."""
@@ -91,12 +102,14 @@ class ScheduleView:
     """Sequences that may be dispatched."""
     entered: tuple[SequenceView, ...]
     """Those that came to wait since the last call (some may have left again): feed for a policy's own order."""
+    ended: tuple[EndedView, ...]
+    """Sequences that have ended since the last call, in that order; also those of which no replica ran any."""
     replicas: Mapping[int, ReplicaView]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutView:
-    """All that a `LayoutPolicy` may go by."""
+    """All that a `LayoutPolicy` sees."""
 
     now: float
     layout: Layout

@@ -17,7 +17,7 @@ from engines.control.messages import ProtocolError, decode_command, decode_event
 from engines.coordination import requests as r
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, Static
-from engines.coordination.views import Dispatch, LayoutView, ScheduleView
+from engines.coordination.views import Dispatch, EndedView, LayoutView, ScheduleView
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
 from engines.sequence import (
     Completion,
@@ -181,8 +181,10 @@ class RandomPolicy:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
+        self.ended: list[EndedView] = []
 
     def next(self, view: ScheduleView) -> Dispatch | None:
+        self.ended += view.ended
         candidates = list(view.waiting.values())
         self.rng.shuffle(candidates)
         for sequence in candidates[:3]:
@@ -820,6 +822,24 @@ def test_a_loss_drops_kv_and_forgets_tokens_that_were_only_reported() -> None:
     assert only(output, r.DiscardKV).kv == KV
     (work,) = only(output, m.SubmitWork).works
     assert work.kv is None and work.state.num_generated == 2
+
+
+def test_policies_hear_once_of_each_sequence_that_has_ended() -> None:
+    num_ended = 0
+    for seed in range(200):
+        world = replay(seed)
+        if isinstance(policy := world.core._dispatcher._policy, RandomPolicy):
+            assert len({one.sequence_id for one in policy.ended}) == len(policy.ended)
+            for one in policy.ended:
+                if finished := world.delivered.get(one.sequence_id):  # of the last phase
+                    assert one.num_generated == len(finished.completion.token_ids) == finished.state.num_generated
+                    assert one.num_prompt_tokens == finished.state.num_prompt_tokens
+                    assert (one.group_id, one.finish_reason) == (
+                        finished.state.group_id,
+                        finished.completion.finish_reason,
+                    )
+                    num_ended += 1
+    assert num_ended > 100
 
 
 def test_a_loss_counts_tokens_from_the_state_again() -> None:
