@@ -48,9 +48,11 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
     sink: PartialOutput | StdoutLines = StdoutLines(group, records=records, num_samples=config.sampling.n)
     if config.output is not None:
         request = _request(config, records)
-        sink = PartialOutput(config.output, group, records=records, request=request, resume=config.resume)
+        sink = PartialOutput(config.output, group, records=records, request=request)
     with contextlib.closing(sink):
         launch.end_on_signals(lambda: f"interrupted: {sink.tell()}")
+        if isinstance(sink, PartialOutput):
+            sink.open(resume=config.resume)
         llm = LLM(
             config.model,
             device=device,

@@ -122,37 +122,40 @@ class PartialOutput:
         *,
         records: Sequence[Mapping[str, Any]],
         request: Mapping[str, Any],
-        resume: bool,
     ) -> None:
-        """For all ranks together. `records` are what was given with the prompts; `request` is what decides the
-        completions, beside what `begin` adds: it has at least `num_prompts` and `n`.
-
-        Raises ValueError, on every rank, when the file cannot be written, when it keeps completions and `resume` is
-        False, or when `resume` is True and it is missing or of another request.
-        """
+        """`records` are what was given with the prompts; `request` is what decides the completions, beside what `begin`
+        adds: it has at least `num_prompts` and `n`."""
         self.output = output.resolve() if output.is_symlink() else output
         self.path = self.output.with_name(self.output.name + ".partial")
-        self._is_published = False
+        self._is_mine = self._is_published = False
         self._group = group
         self._records = records
         self._request = dict(request)
         self._descriptor = -1
+        self.kept: dict[tuple[int, int], Completion] = {}
+        """What an earlier run has finished, by prompt index and sample index."""
+        self._kept_request: dict[str, Any] = {}
+
+    def open(self, *, resume: bool) -> None:
+        """For all ranks together. To be called first.
+
+        Raises ValueError, on every rank, when the file cannot be written, when it keeps completions and `resume` is
+        False, or when `resume` is True and it is missing or of another request.
+        """
         problem, data = "", b""
-        if group.rank == 0:
+        if self._group.rank == 0:
             try:
                 data = self._open_first(resume)
             except ValueError as error:
                 problem = str(error)
-        message = group.broadcast_bytes(msgspec.msgpack.encode((problem, data)))
+        message = self._group.broadcast_bytes(msgspec.msgpack.encode((problem, data)))
         problem, data = msgspec.msgpack.decode(message, type=tuple[str, bytes])
         if problem:
             raise ValueError(problem)
-        if group.rank > 0:
+        if self._group.rank > 0:
             self._descriptor = self._open()
         kept = _Kept(data)
-        self.kept = kept.completions
-        """What an earlier run has finished, by prompt index and sample index."""
-        self._kept_request = kept.request
+        self.kept, self._kept_request = kept.completions, kept.request
         self._check(self._request)
 
     def _open(self) -> int:
@@ -160,6 +163,13 @@ class PartialOutput:
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise ValueError(f"output={str(self.output)!r}: {str(self.path)!r} cannot be written ({error})") from None
+
+    def _make(self) -> int:
+        """-1 when the file is there, or cannot be made."""
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        except OSError:
+            return -1
 
     def _open_first(self, resume: bool) -> bytes:
         """Returns the lines to go on from."""
@@ -177,6 +187,7 @@ class PartialOutput:
                 f"output={str(self.output)!r}: {str(self.path)!r} keeps {kept} of a run that ended early; add --resume "
                 "to go on with it, or delete it to start anew"
             )
+        self._is_mine = True
         whole = kept.whole if kept.completions else b""
         os.ftruncate(self._descriptor, len(whole))
         return whole
@@ -185,7 +196,10 @@ class PartialOutput:
         """Opens and locks the file until this process ends, and returns whether it is still the one at its path."""
         if resume and not self.path.exists():
             raise ValueError(f"resume: there is no {str(self.path)!r} to go on with; leave --resume out to start anew")
-        self._descriptor = self._open()
+        self._descriptor = self._make() if not resume else -1
+        self._is_mine = self._descriptor >= 0
+        if not self._is_mine:
+            self._descriptor = self._open()
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -239,12 +253,14 @@ class PartialOutput:
         self._is_published = True
 
     def close(self) -> None:
-        """Removes the file, on rank 0, when the output is published, or when it keeps nothing."""
-        if self._group.rank == 0 and (self._is_published or self._is_empty()):
+        """Removes the file, on the rank that made or took it, when the output is published or it keeps nothing."""
+        if self._is_mine and (self._is_published or self._is_empty()):
             self.path.unlink(missing_ok=True)
 
     def tell(self) -> str:
         """Closes, and returns what is where: for a process that ends at once, wherever it is."""
+        if not self._is_mine:
+            return "nothing was generated"
         self.close()
         if self._is_published:
             return f"all completions are in {str(self.output)!r}"

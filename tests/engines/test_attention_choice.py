@@ -110,7 +110,7 @@ def test_a_package_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "flash"}, r"EngineConfig.attention='flash': use one of \['auto', 'flash_attn', 'triton', "),
+        ({"attention": "flash"}, r"EngineConfig.attention='flash': must be one of \['auto', 'flash_attn', 'triton', "),
         ({"attention": "triton", "dtype": "float64"}, "attention='triton': computes in float32, so dtype='float64'"),
         (
             {"attention": "flash_attn", "dtype": "float64"},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engines import LLM, SamplingParams
+from engines import LLM, RequestOutput, SamplingParams
 from engines.kvcache.disk import DiskKVStore
 from engines.kvcache.tiers import TieredKVStore
 from engines.kvcache.transfer import HostKVStore
@@ -39,6 +39,11 @@ def finish(llm: LLM) -> dict[int, list[int]]:
     while llm.replica.has_work:
         tokens |= {one.state.key.prompt_uid: one.completion.token_ids for one in llm.replica.step().finished}
     return tokens
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    """Log-probs are rounded by the shapes of the passes, which the prefix cache decides."""
+    return [[one.token_ids for one in output.outputs] for output in outputs]
 
 
 def check_replica(llm: LLM) -> None:
@@ -84,14 +89,14 @@ def test_of_a_call_at_every_few_lines(qwen3: str, tmp_path: Path, files: list[st
         )
 
     llm = make()
-    expected = llm.generate(PROMPTS, PARAMS, prompt_uids=range(3))
+    expected = tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(3)))
     assert llm.replica.kv_moves.num_swapped_in >= 2
     for interrupter in interrupts(*files, step=step):
         interrupter.run(lambda: llm.generate(PROMPTS, PARAMS, prompt_uids=range(3)))
         assert not llm.replica.has_work and not llm.replica.states() and not stored_files(llm, tmp_path)
         check_replica(llm)
-        assert llm.generate(PROMPTS, PARAMS, prompt_uids=range(3)) == expected
-    assert make().generate(PROMPTS, PARAMS, prompt_uids=range(3)) == expected
+        assert tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(3))) == expected
+    assert tokens_of(make().generate(PROMPTS, PARAMS, prompt_uids=range(3))) == expected
 
 
 def export(store: TieredKVStore) -> KVPart:

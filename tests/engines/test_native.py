@@ -300,7 +300,7 @@ def test_without_a_library_torch_does_it_and_it_is_told(
 
 
 def test_options() -> None:
-    with pytest.raises(ValueError, match=r"EngineConfig.kernels='fast': use one of \['auto', 'torch', "):
+    with pytest.raises(ValueError, match=r"EngineConfig.kernels='fast': must be one of \['auto', 'torch', "):
         EngineConfig(kernels="fast")  # type: ignore[arg-type]
 
 

@@ -157,9 +157,12 @@ def test_interrupted_before_a_completion_ends_nothing_is_left(
     """While the model is loaded, or soon after: all sequences run together, so that none ends for long."""
     output = tmp_path / "out.jsonl"
     together = ["--n", "40", "--max-num-seqs", "2400", "--max-tokens", "500"]
-    told = signal_when(
-        process := begin([*PYTHON, *arguments(folder, output), *together]), number, partial_of(output).exists
-    )
+
+    def is_locked() -> bool:
+        path = partial_of(output)
+        return path.exists() and f":{path.stat().st_ino} " in Path("/proc/locks").read_text()
+
+    told = signal_when(process := begin([*PYTHON, *arguments(folder, output), *together]), number, is_locked)
     assert told.splitlines()[-1] == "interrupted: no completion had ended, nothing is kept"
     assert "Traceback" not in told and process.returncode == 128 + number
     assert not [*tmp_path.iterdir()]
@@ -232,7 +235,9 @@ def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path:
 def partial_output(folder: Path, *, resume: bool = False) -> PartialOutput:
     request = {"num_prompts": 2, "n": 1}
     records = [{"prompt": "a"}, {"prompt": "b"}]
-    return PartialOutput(folder / "out.jsonl", SingleRank(), records=records, request=request, resume=resume)
+    sink = PartialOutput(folder / "out.jsonl", SingleRank(), records=records, request=request)
+    sink.open(resume=resume)
+    return sink
 
 
 def test_a_file_that_another_run_removes_at_its_end_is_opened_anew(
