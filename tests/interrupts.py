@@ -19,7 +19,7 @@ class Interrupter:
     """
 
     def __init__(self, files: Collection[str], number: int) -> None:
-        self._files = {str(ROOT / file) for file in files}
+        self._files = {str((ROOT / file).resolve(strict=True)) for file in files}
         self._left = number
 
     @property

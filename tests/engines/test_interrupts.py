@@ -20,8 +20,8 @@ from tests.engines.test_swap import PART, TOKEN_BYTES, make_llm, stored_files
 from tests.interrupts import interrupts
 
 LOOP = [
-    f"engines/{name}.py"
-    for name in ("replica", "scheduler", "slot_table", "runner", "staging", "kvcache/block_manager", "stop_strings")
+    *(f"engines/replica/{name}.py" for name in ("replica", "scheduler", "slot_table", "runner", "staging")),
+    *("engines/kvcache/block_manager.py", "engines/replica/stop_strings.py"),
 ]
 STORES = [f"engines/kvcache/{name}.py" for name in ("tiers", "disk", "files", "transfer")]
 PROMPTS = [[5, 6, 7] * 6, [8] * 20, [3, 4] * 10]
