@@ -26,7 +26,7 @@ from engines.models.host_weights import HostWeights
 from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import Prompt, detokenizer, encode_prompt, load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, together
-from engines.parallel.groups import GroupCache
+from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
 from engines.parallel.layout import Layout, nested_layout
 from engines.parallel.sharding import check_shardable
 from engines.replica.capacity import Capacity
@@ -54,10 +54,11 @@ from engines.sequence import (
 class LLM:
     """A Hugging Face checkpoint (Llama, Qwen2/2.5, Qwen3) ready to generate.
 
-    Under torchrun give the ranks' groups as `world`: each `tensor_parallel_size` ranks form a replica that holds one
-    copy of the model, in shards (`nested_layout`). Every rank calls `generate` with the same prompts, and gets all
-    outputs. Replica i mod dp runs sequence i; with a `schedule` policy replicas are given sequences while they have
-    room, and a `layout_policy` may regroup the ranks under way.
+    Under torchrun the ranks form replicas: each `tensor_parallel_size` of them hold one copy of the model, in shards
+    (`nested_layout`). Every rank makes the same LLM, calls `generate` with the same prompts, and gets all outputs.
+    Replica i mod dp runs sequence i; with a `schedule` policy replicas are given sequences while they have room, and a
+    `layout_policy` may regroup the ranks under way. Ranks that share their groups with a trainer give them as `world`;
+    without it, an LLM with neither a `tensor_parallel_size` nor a `layout` nor a `schedule` is its own rank's alone.
     """
 
     def __init__(
@@ -86,7 +87,14 @@ class LLM:
         rank, where all must be given the same.
         """
         if world is not None and not isinstance(world, GroupCache):
-            raise ValueError(f"world={world!r}: give a GroupCache of the ranks, as the README shows")
+            raise ValueError(f"world={world!r}: give a GroupCache of the ranks, as docs/rollouts.md shows")
+        self._own_groups: GroupCache | None = None
+        has_replicas = tensor_parallel_size != 1 or isinstance(layout, Layout) or schedule is not None
+        if world is None and has_replicas and num_torchrun_ranks() > 1:
+            ranks = range(num_torchrun_ranks())
+            first = layout or nested_layout(ranks, tensor_parallel_size)
+            layouts = [first] if layout_policy is None else [first, *all_layouts(ranks)]
+            world = self._own_groups = start_world(layouts, on_cuda=str(device or "cuda").startswith("cuda"))
         self._groups = world
         self._world: Communicator = world.world if world is not None else SingleRank()
         self._hidden_stop = hidden_stop
@@ -114,8 +122,7 @@ class LLM:
                 raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: the layout says it; leave one out")
             if world is None and tensor_parallel_size != 1:
                 raise ValueError(
-                    f"tensor_parallel_size={tensor_parallel_size}: one process has one shard; start ranks with "
-                    "torchrun, and give them as world=GroupCache(...)"
+                    f"tensor_parallel_size={tensor_parallel_size}: one process has one shard; start ranks with torchrun"
                 )
             self.layout = layout or nested_layout(range(self._world.size), tensor_parallel_size)
             """Of the world; during a rollout still the one of its start."""
@@ -538,7 +545,8 @@ class LLM:
 
     @alone
     def close(self) -> None:
-        """Ends the connections of coordinated rollouts, and gives up the host's copy of the weights.
+        """Ends the connections of coordinated rollouts; gives back the host's copy of the weights, and the groups of
+        ranks that this LLM has made.
 
         All ranks together. Nothing can be generated any more.
         """
@@ -550,6 +558,8 @@ class LLM:
             self.rollout = None
         if self._host_weights is not None:
             self._host_weights.close()
+        if self._own_groups is not None:
+            self._own_groups.close()
 
     def _check_open(self) -> None:
         if self._closed:

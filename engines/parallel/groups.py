@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -13,6 +14,7 @@ from typing import Literal
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.layout import Layout, contiguous_layout, nested_layout
@@ -35,6 +37,31 @@ def all_layouts(ranks: Sequence[int]) -> Iterator[Layout]:
             if layout.replicas not in seen:
                 seen.add(layout.replicas)
                 yield layout
+
+
+def num_torchrun_ranks() -> int:
+    """Ranks that torchrun has started, this one included; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_world(layouts: Iterable[Layout], *, on_cuda: bool) -> GroupCache:
+    """The groups of torchrun's ranks. All ranks call it together.
+
+    torch.distributed is started where nobody has yet, and then lasts as long as the process. With `on_cuda` each rank
+    takes the GPU of its number on the host, where there are any.
+    """
+    on_cuda = on_cuda and torch.cuda.is_available()
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_cuda else "gloo")
+        atexit.register(_end_world)
+    return GroupCache(TorchGroup(), layouts)
+
+
+def _end_world() -> None:
+    if dist.is_initialized():  # else its threads end the process by an abort
+        dist.destroy_process_group()
 
 
 class GroupCache:

@@ -6,7 +6,10 @@ which no number of ranks divides.
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 
 from engines import LLM, SamplingParams
 from tests.checkpoints import save_checkpoint
-from tests.worlds import error_of, run_world
+from tests.worlds import ROOT, error_of, run_world
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(12)]
@@ -139,6 +142,38 @@ def test_sizes_that_do_not_divide_are_refused_on_every_rank(checkpoints: Path) -
         assert "tensor_parallel_size=3: does not divide the 2 ranks" in messages[0]
         assert "layout: places ranks [0]" in messages[1]
         assert "num_heads=3" in messages[2]
+
+
+PLAIN_LINES = """
+from engines import LLM, SamplingParams
+llm = LLM({model!r}, tensor_parallel_size=2, dtype="float64", kv_cache_bytes=2**24)
+outputs = llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=20, n=2, ignore_eos=True))
+print([[one.token_ids for one in output.outputs] for output in outputs], flush=True)
+"""
+ON_DEMAND = """
+from engines import LLM, SamplingParams
+from engines.coordination.policies import OnDemand
+for _ in range(2):
+    llm = LLM({model!r}, schedule=OnDemand(), dtype="float64", kv_cache_bytes=2**24)
+    outputs = llm.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=20, n=2, ignore_eos=True))
+    assert len(llm.layout.replicas) == 2
+    llm.close()
+print([[one.token_ids for one in output.outputs] for output in outputs], flush=True)
+"""
+
+
+@pytest.mark.parametrize("lines", [PLAIN_LINES, ON_DEMAND], ids=["TP2", "DP2 on demand"])
+def test_a_few_lines_under_torchrun_make_their_own_world(checkpoints: Path, tmp_path: Path, lines: str) -> None:
+    model = str(checkpoints / "qwen3")
+    (tmp_path / "script.py").write_text(lines.format(model=model))
+    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    alone = LLM(model, dtype="float64", kv_cache_bytes=2**24)
+    outputs = alone.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=20, n=2, ignore_eos=True))
+    told = str([[one.token_ids for one in output.outputs] for output in outputs])
+    assert done.stdout.replace("\n", "") == told * 2  # two ranks' lines may mix with their ends
 
 
 def roll_out_with_other_ids(directory: str) -> dict[str, Any]:
