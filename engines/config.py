@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from engines.constraints import Count, Int64, Share, WholeNumber, check_fields
+from engines.constraints import Count, Int64, Positive, Share, WholeNumber, check_fields
 from engines.json_files import read_json
 
 DType = Literal["float64", "float32", "bfloat16"]
@@ -83,7 +82,6 @@ class ModelConfig:
 
 
 Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Scale = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 TokenIds = Annotated[int, Meta(ge=-1, le=2**31 - 1)] | list[Annotated[int, Meta(ge=-1, le=2**31 - 1)]]
 
 
@@ -108,7 +106,7 @@ class _Fields(Struct, frozen=True, kw_only=True):
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     max_position_embeddings: Size
-    rms_norm_eps: Scale | None = None
+    rms_norm_eps: Positive | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
@@ -117,7 +115,7 @@ class _Fields(Struct, frozen=True, kw_only=True):
     hidden_act: str | None = None
     quantization_config: Any = None
     partial_rotary_factor: float | None = None
-    rope_theta: Scale | None = None
+    rope_theta: Positive | None = None
     # transformers 5 writes `rope_parameters`; earlier releases `rope_theta` and `rope_scaling`.
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -128,11 +126,11 @@ class _RopeFields(Struct, frozen=True, kw_only=True):
 
     type: RopeType | None = None
     rope_type: RopeType | None = None
-    rope_theta: Scale | None = None
+    rope_theta: Positive | None = None
     partial_rotary_factor: float | None = None
-    factor: Scale | None = None
-    low_freq_factor: Scale | None = None
-    high_freq_factor: Scale | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
     original_max_position_embeddings: Size | None = None
 
 

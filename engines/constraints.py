@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -28,8 +29,12 @@ def check_fields(values: object, owner: str | None = None) -> None:
     `owner` is what the message puts before the field's name: the name of the class by default. Fields of other types
     than numbers, bools, text, None, literals and tuples of these are not looked at.
     """
+    hints, together = _plain_fields(type(values))  # type: ignore[arg-type] # mypy holds no class hashable
+    with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
+        msgspec.convert(values, together, from_attributes=True)  # a third of the time of one by one
+        return
     prefix = f"{type(values).__name__}." if owner is None else owner
-    for name, hint in _plain_fields(type(values)).items():  # type: ignore[arg-type] # mypy holds no class hashable
+    for name, hint in hints.items():
         value = getattr(values, name)
         try:
             msgspec.convert(value, hint)
@@ -53,8 +58,10 @@ def describe(hint: Any) -> str:
 
 
 @functools.cache
-def _plain_fields(kind: type) -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if _is_plain(hint)}
+def _plain_fields(kind: type) -> tuple[dict[str, Any], type[msgspec.Struct]]:
+    """Their types by name, and a struct of them."""
+    hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if _is_plain(hint)}
+    return hints, msgspec.defstruct(kind.__name__, list(hints.items()))
 
 
 def _is_plain(hint: Any) -> bool:
