@@ -32,7 +32,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder with SwiGLU, grouped-query attention and an output head of its own (untied)."""
+    """A dense decoder with SwiGLU and grouped-query attention."""
 
     name: str
     num_layers: int
@@ -44,6 +44,13 @@ class ModelShape:
     vocab: int
     qkv_bias: bool
     source: str
+    qk_norm: bool = False
+    tied: bool = False
+    """Whether the output head is the embedding."""
+
+    def splits_into(self, tp_size: int) -> bool:
+        """Whether `tp_size` ranks can have the same number of query heads, and of KV heads."""
+        return self.num_heads % tp_size == self.num_kv_heads % tp_size == 0
 
     @property
     def matrix_parameters_per_layer(self) -> int:
@@ -54,8 +61,10 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         bias = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) if self.qkv_bias else 0
-        per_layer = self.matrix_parameters_per_layer + bias + 2 * self.hidden
-        return self.num_layers * per_layer + 2 * self.vocab * self.hidden + self.hidden
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        per_layer = self.matrix_parameters_per_layer + bias + norms
+        embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
+        return self.num_layers * per_layer + embeddings + self.hidden
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -87,6 +96,14 @@ H200 = replace(
     memory_bytes=141e9,
     source="NVIDIA H200 data sheet, SXM: 1,979 TFLOPS sparse, 4.8 TB/s, 141 GB, NVLink 900 GB/s",
 )
+H20 = replace(
+    H100,
+    name="H20",
+    peak_flops=148e12,
+    memory_bandwidth=4.0e12,
+    memory_bytes=96e9,
+    source="vendors' H20 lists: 148 TFLOPS dense, 4.0 TB/s, 96 GB, NVLink 900 GB/s",
+)
 # NVLink bridges join A40s in pairs only, so TP 4 and 8 would cross PCIe anyway, and PAT's testbed has none: PCIe.
 # The link's efficiency is calibrated, an input: PAT Fig. 12 re-shards in 1.03 s, 8 of 32 GB/s if a rank gathers 8 GB.
 A40 = Device(
@@ -100,7 +117,7 @@ A40 = Device(
     switched_links=False,
     source="NVIDIA A40 data sheet: 149.7 TFLOPS dense, 696 GB/s, 48 GB, PCIe 4.0 x16 64 GB/s",
 )
-DEVICES = (H100, H800, H200, A40)
+DEVICES = (H100, H800, H200, H20, A40)
 
 LLAMA_8B = ModelShape(
     name="8B",
@@ -139,4 +156,56 @@ QWEN_72B = ModelShape(
     qkv_bias=True,
     source="Qwen/Qwen2.5-72B",
 )
-SHAPES = (LLAMA_8B, QWEN_14B, QWEN_32B, QWEN_72B)
+QWEN_7B = replace(
+    QWEN_14B,
+    name="7B",
+    num_layers=28,
+    hidden=3584,
+    intermediate=18944,
+    num_heads=28,
+    num_kv_heads=4,
+    source="Qwen/Qwen2.5-7B",
+)
+QWEN_1_5B = replace(
+    QWEN_7B,
+    name="1.5B",
+    hidden=1536,
+    intermediate=8960,
+    num_heads=12,
+    num_kv_heads=2,
+    vocab=151936,
+    tied=True,
+    source="Qwen/Qwen2.5-1.5B",
+)
+QWEN_0_5B = replace(
+    QWEN_1_5B,
+    name="0.5B",
+    num_layers=24,
+    hidden=896,
+    intermediate=4864,
+    num_heads=14,
+    head_dim=64,
+    source="Qwen/Qwen2.5-0.5B",
+)
+QWEN3_8B = ModelShape(
+    name="Qwen3-8B",
+    num_layers=36,
+    hidden=4096,
+    intermediate=12288,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab=151936,
+    qkv_bias=False,
+    qk_norm=True,
+    source="Qwen/Qwen3-8B",
+)
+QWEN3_14B = replace(
+    QWEN3_8B, name="Qwen3-14B", num_layers=40, hidden=5120, intermediate=17408, num_heads=40, source="Qwen/Qwen3-14B"
+)
+QWEN3_32B = replace(
+    QWEN3_14B, name="Qwen3-32B", num_layers=64, intermediate=25600, num_heads=64, source="Qwen/Qwen3-32B"
+)
+SHAPES = (
+    QWEN_0_5B, QWEN_1_5B, QWEN_7B, LLAMA_8B, QWEN_14B, QWEN_32B, QWEN_72B, QWEN3_8B, QWEN3_14B, QWEN3_32B
+)  # fmt: skip

@@ -56,7 +56,7 @@ class LatencyProfile:
     def __post_init__(self) -> None:
         if self.tp_size not in TP_SIZES:
             raise ValueError(f"tp_size={self.tp_size}: give one of {TP_SIZES}, the powers of two within a host")
-        if self.shape.num_heads % self.tp_size or self.shape.num_kv_heads % self.tp_size:
+        if not self.shape.splits_into(self.tp_size):
             heads = f"num_heads={self.shape.num_heads}, num_kv_heads={self.shape.num_kv_heads}"
             raise ValueError(f"tp_size={self.tp_size}: must divide {heads} of {self.shape.name}; give a smaller one")
 
@@ -193,13 +193,21 @@ class Pace:
         return self.scale * step
 
 
-def profile(name: str) -> LatencyProfile:
-    """The profile named `<device>-<model>-tp<size>`, as in "h100-8b-tp1". ValueError when there is none, or no room."""
-    candidates = (
+def profiles() -> list[LatencyProfile]:
+    """One for each device, shape and TP size that splits its heads evenly, whether or not it fits."""
+    return [
         LatencyProfile(device=device, shape=shape, tp_size=tp_size)
         for device, shape, tp_size in itertools.product(DEVICES, SHAPES, TP_SIZES)
-    )
-    found = next((candidate for candidate in candidates if candidate.name == name.lower()), None)
+        if shape.splits_into(tp_size)
+    ]
+
+
+def profile(name: str) -> LatencyProfile:
+    """The profile named `<device>-<model>-tp<size>`, as in "h100-8b-tp1".
+
+    Raises ValueError when there is none, as for a TP size that does not divide the heads, or no room for the weights.
+    """
+    found = next((candidate for candidate in profiles() if candidate.name == name.lower()), None)
     if found is None:
         devices, shapes = ", ".join(device.name for device in DEVICES), ", ".join(shape.name for shape in SHAPES)
         exist = f"<device>-<model>-tp<size> of {devices} x {shapes} x TP {', '.join(map(str, TP_SIZES))}"
@@ -215,8 +223,7 @@ def markdown_table(batches: tuple[int, ...] = (1, 32, 128), context: int = 4096)
     """Milliseconds of a decode step of every profile that fits; "-" where the replica's cache is too small."""
     columns = ["profile", "weights, GB/rank", "KV capacity, tokens", *(f"batch {batch}, ms" for batch in batches)]
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    for device, shape, tp_size in itertools.product(DEVICES, SHAPES, TP_SIZES):
-        row = LatencyProfile(device=device, shape=shape, tp_size=tp_size)
+    for row in profiles():
         capacity = row.kv_tokens_capacity()
         cells = [
             f"{row.step_seconds(batch, batch, batch * context) * 1e3:.2f}" if batch * context <= capacity else "-"

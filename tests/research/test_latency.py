@@ -4,15 +4,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from research.simulator.datasheets import A40, DEVICES, H100, H800, LLAMA_8B, QWEN_32B, SHAPES
-from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile, markdown_table, profile
+from research.simulator.datasheets import A40, DEVICES, H100, H800, LLAMA_8B, QWEN_14B, QWEN_32B, QWEN_72B, SHAPES
+from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile, markdown_table, profile, profiles
 
-ALL = [LatencyProfile(device=d, shape=s, tp_size=tp) for d in DEVICES for s in SHAPES for tp in TP_SIZES]
+ALL = profiles()
 
 
 def test_parameters_are_the_published_counts() -> None:
     """The sums of elements that the checkpoints' safetensors indices name on Hugging Face."""
-    published = {"8B": 8_030_261_248, "14B": 14_770_033_664, "32B": 32_763_876_352, "72B": 72_706_203_648}
+    published = {
+        "0.5B": 494_032_768,
+        "1.5B": 1_543_714_304,
+        "7B": 7_615_616_512,
+        "8B": 8_030_261_248,
+        "14B": 14_770_033_664,
+        "32B": 32_763_876_352,
+        "72B": 72_706_203_648,
+        "Qwen3-8B": 8_190_735_360,
+        "Qwen3-14B": 14_768_307_200,
+        "Qwen3-32B": 32_762_123_264,
+    }
     assert {shape.name: shape.num_parameters for shape in SHAPES} == published
 
 
@@ -114,7 +125,7 @@ def test_weights_and_memory() -> None:
 def test_pat_s_premise_latency() -> None:
     """A larger TP size makes one sequence faster, wherever it fits (PAT §3.1), but for less than its GPUs."""
     for device in DEVICES:
-        for shape in SHAPES:
+        for shape in (LLAMA_8B, QWEN_14B, QWEN_32B, QWEN_72B):
             steps = [LatencyProfile(device=device, shape=shape, tp_size=tp).step_seconds(1, 1, 4096) for tp in TP_SIZES]
             assert steps == sorted(steps, reverse=True)
             assert steps[0] / steps[-1] < 8
@@ -154,9 +165,9 @@ def test_pace_scales_seconds() -> None:
             replica.scaled(scale)
 
 
-@pytest.mark.parametrize("name", ["b200-8b-tp1", "h100-7b-tp1", "h100-8b-tp3", "h100-8b-tp16", "h100-8b", ""])
+@pytest.mark.parametrize("name", ["b200-8b-tp1", "h100-9b-tp1", "h100-0.5b-tp4", "h100-8b-tp3", "h100-8b-tp16", "h100-8b", ""])
 def test_unknown_profiles(name: str) -> None:
-    with pytest.raises(ValueError, match=r"H100, H800, H200, A40 x 8B, 14B, 32B, 72B x TP 1, 2, 4, 8") as error:
+    with pytest.raises(ValueError, match=r"H100, H800, H200, H20, A40 x 0.5B, .*, Qwen3-32B x TP 1, 2, 4, 8") as error:
         profile(name)
     assert repr(name) in str(error.value)
 
