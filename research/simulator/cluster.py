@@ -1,0 +1,404 @@
+"""A rollout on many GPUs in virtual time, decided by the objects that decide in a live one. Torch-free.
+
+`RolloutCore`, the policies, `WorkerCore`, `Replica`, `Scheduler` and `BlockManager` are the live ones. Simulated are the
+passes and the KV (`runner.py`), the time that they take (`pace.py`), and messages, which arrive a fixed time after they
+were sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from engines.config import EngineConfig
+from engines.constraints import NonNegative, check_fields
+from engines.control import messages
+from engines.coordination.core import RolloutCore
+from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.coordination.requests import (
+    BeginPhase,
+    Deliver,
+    DiscardKV,
+    Failed,
+    PhaseComplete,
+    Request,
+    RequestEndPhase,
+    SubmitSequences,
+    Tick,
+)
+from engines.coordination.views import Decision
+from engines.kvcache.block_manager import BlockManager
+from engines.kvcache.cost import SwapCost
+from engines.parallel.layout import Layout, ReplicaSpec
+from engines.replica.replica import Replica, StepOutput
+from engines.replica.scheduler import Scheduler
+from engines.rollout.pace import Pace
+from engines.rollout.telemetry import StepRecord
+from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
+from engines.sequence import Finished, SequenceId, SequenceState
+from research.simulator.events import Appointment, EventQueue
+from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
+
+LONGEST_LEAP = 4096  # steps
+
+# Of what happens at one time: first messages reach workers, then the coordinator, then steps end, then steps begin.
+_TO_WORKER, _TO_CORE, _STEP_END, _TURN = range(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """Seconds that a live run spends beside steps and transfers: inputs, see docs/simulator.md."""
+
+    message_s: NonNegative = 0.0
+    """From the sending of a message to the moment in which its receiver, if idle, acts on it."""
+    gap_s: NonNegative = 0.0
+    """From the end of a step to the start of the replica's next one."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """What is simulated, but for the policies."""
+
+    layout: Layout
+    engine: EngineConfig
+    pace: Pace
+    num_kv_tokens: Mapping[int, int]
+    """Tokens that a replica's KV cache holds, by its TP size."""
+    max_model_len: int
+    overheads: Overheads = Overheads()
+    pool_tokens: int = 2**62
+    """Tokens of KV that host memory keeps for sequences that move or are preempted."""
+    swap_cost: Mapping[int, SwapCost] = field(default_factory=dict)
+    """By TP size; where there is none, preempted sequences are recomputed."""
+    leap: bool = True
+    """Whether steps between which nothing can change are taken at once: the same results in less time."""
+    timeout_s: float = 60.0
+    records_steps: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRollout:
+    """What came out, in virtual seconds from the start."""
+
+    finish_times: dict[SequenceId, float]
+    """In the order of the ends."""
+    steps: list[StepRecord]
+    decisions: list[Decision]
+    num_preempted: int
+
+    @property
+    def makespan(self) -> float:
+        return max(self.finish_times.values())
+
+
+class Cluster:
+    """Ranks, and the coordinator's core. One rollout."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        schedule_policy: SchedulePolicy,
+        lengths: Mapping[SequenceId, int],
+        layout_policy: LayoutPolicy | None = None,
+        check_layout: Callable[[Layout], None] | None = None,
+    ) -> None:
+        """`lengths` are the tokens that each sequence will generate: the policies do not see them.
+
+        Raises ValueError for a layout with a replica for whose TP size `config` has no KV cache.
+        """
+        self.config = config
+        self.lengths = lengths
+        self.queue = EventQueue()
+        self.pool = KVPool(capacity_tokens=config.pool_tokens)
+        self.steps: list[StepRecord] = []
+        num_ranks = 1 + max(rank for spec in config.layout.replicas for rank in spec.ranks)
+
+        def check(layout: Layout) -> None:
+            for spec in layout.replicas:
+                if config.num_kv_tokens.get(spec.tp_size, 0) < config.engine.block_size:
+                    raise ValueError(
+                        f"layout: replica {spec.id} of {spec.tp_size} GPUs has no room for weights and a block of KV; "
+                        f"give replicas of {sorted(config.num_kv_tokens)}"
+                    )
+            if check_layout is not None:
+                check_layout(layout)
+
+        check(config.layout)
+        self.core = RolloutCore(
+            layout=config.layout,
+            world_size=num_ranks,
+            schedule_policy=schedule_policy,
+            layout_policy=layout_policy,
+            check_layout=check,
+            timeout_s=config.timeout_s,
+        )
+        self._layout = config.layout
+        self._old: set[ReplicaSpec] = set()
+        self._switch_s = 0.0
+        """Of the regroup to `_layout`, from `_old`."""
+        self._unplaced: set[int] = set()
+        """Ranks that have left a replica and wait for the others of their next one."""
+        self._ranks = [_Rank(self, rank) for rank in range(num_ranks)]
+        self._finish_times: dict[SequenceId, float] = {}
+        self._is_complete = False
+        self._ends = False
+        self.num_preempted = 0
+
+    def roll_out(self, states: Iterable[SequenceState]) -> SimulatedRollout:
+        """Completes the sequences. Raises RuntimeError, as a live rollout, when the core fails."""
+        for spec in self._layout.replicas:
+            self._form(spec, self._layout.epoch)
+        for rank in self._ranks:
+            if self._layout.replica_of(rank.number) is None:
+                rank.take_place(None, self._layout.epoch)
+        self._take(BeginPhase(phase=0, policy_version=0))
+        self._take(SubmitSequences(states=tuple(states)))
+        while not self._is_complete:
+            if not self.queue.run_next():
+                # Nothing will happen any more but that deadlines pass.
+                self.queue.at(self.queue.now + self.config.timeout_s + 1, (_TO_CORE,), lambda: self._take(Tick()))
+        return SimulatedRollout(
+            finish_times=self._finish_times,
+            steps=self.steps,
+            decisions=list(self.core.decisions),
+            num_preempted=self.num_preempted,
+        )
+
+    def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
+        time = self.queue.now + delay_s + self.config.overheads.message_s
+        self.queue.at(time, (_TO_CORE, event.rank), lambda: self._take(event))
+
+    def _take(self, event: Request | messages.Event) -> None:
+        for output in self.core.on_event(event, self.queue.now):
+            match output:
+                case Deliver():
+                    self._deliver(output.finished)
+                case DiscardKV():
+                    self.pool.drop(output.kv)
+                case PhaseComplete():
+                    self._is_complete = True
+                case Failed():
+                    raise RuntimeError(f"simulated rollout, at {self.queue.now:g} s: {output.reason}")
+                case _ if isinstance(output, messages.Command):
+                    self._send(output)
+        if not self._ends and not self.core.num_unfinished and not self.core.regrouping:
+            self._ends = True
+            self._take(RequestEndPhase())
+
+    def _send(self, command: messages.Command) -> None:
+        rank = self._ranks[command.rank]
+        time = self.queue.now + self.config.overheads.message_s
+        self.queue.at(time, (_TO_WORKER, command.rank), lambda: rank.hear(command))
+
+    def _deliver(self, finished: Finished) -> None:
+        self._finish_times[finished.state.sequence_id] = self.queue.now
+
+    # -- places
+
+    def replica(self, tp_size: int) -> Replica:
+        """A live replica with a runner and a mover that only count."""
+        config = self.config
+        blocks = BlockManager(config.num_kv_tokens[tp_size] // config.engine.block_size, config.engine.block_size)
+        return Replica(
+            runner=SimulatedRunner(),
+            scheduler=Scheduler(config.engine, blocks),
+            mover=SimulatedMover(self.pool, config.swap_cost.get(tp_size)),
+            max_model_len=config.max_model_len,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            detokenize=None,
+            hidden_stop=lambda state: state.num_generated >= self.lengths[state.sequence_id],
+            max_kv_tokens=min(config.num_kv_tokens.values()),
+        )
+
+    def regroup(self, ranks: Iterable[int], layout: Layout) -> None:
+        """These ranks have left their places for those that the layout gives; a replica forms when all its ranks have."""
+        self._unplaced |= set(ranks)
+        if layout.epoch != self._layout.epoch:
+            self._switch_s = self.config.pace.switch(self._layout, layout, 0)
+            self._old, self._layout = set(self._layout.replicas), layout
+        old, switch_s = self._old, self._switch_s
+        for new in layout.replicas:
+            if new not in old and set(new.ranks) <= self._unplaced:
+                self._unplaced -= set(new.ranks)
+                self.queue.at(
+                    self.queue.now + switch_s,
+                    (_STEP_END, new.ranks[0]),
+                    lambda new=new: self._form(new, layout.epoch),
+                )
+        for idle in [one for one in sorted(self._unplaced) if layout.replica_of(one) is None]:
+            self._unplaced.discard(idle)
+            self._ranks[idle].take_place(None, layout.epoch)
+
+    def _form(self, spec: ReplicaSpec, epoch: int) -> None:
+        self._ranks[spec.ranks[0]].take_place(spec, epoch)
+
+
+class _Rank:
+    """A rank that speaks for a replica, or that is idle: its worker's loop, turn by turn."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.number = number
+        self._cluster = cluster
+        self._core = WorkerCore(number)
+        self._inbox: deque[messages.Command] = deque()
+        self._spec: ReplicaSpec | None = None
+        self._replica: Replica | None = None
+        self._epoch = 0
+        self._is_free = True
+        """Whether no turn or step of it is scheduled."""
+        self._leap: _Leap | None = None
+        self._moved_tokens = 0
+
+    def take_place(self, spec: ReplicaSpec | None, epoch: int) -> None:
+        cluster = self._cluster
+        self._spec, self._epoch = spec, epoch
+        self._replica = None if spec is None else cluster.replica(spec.tp_size)
+        self._moved_tokens = 0
+        self._core.take_place(epoch, None if spec is None else spec.id, self._replica, cluster.queue.now)
+        if spec is None:
+            event = self._core.event(messages.RankIdle)
+        else:
+            engine = cluster.config.engine
+            event = self._core.event(
+                messages.ReplicaReady,
+                max_num_seqs=engine.max_num_seqs,
+                num_kv_tokens=cluster.config.num_kv_tokens[spec.tp_size],
+                block_size=engine.block_size,
+                policy_version=0,
+            )
+        cluster.send_event(event)
+        self._is_free = True
+        if self._inbox:
+            self._begin_turn(0.0)
+
+    def hear(self, command: messages.Command) -> None:
+        """A command has come: it is obeyed at the next turn, which is now where nothing runs."""
+        self._inbox.append(command)
+        if self._leap is not None:
+            self._leap.end_by(self._cluster.queue.now)
+        elif self._is_free:
+            self._begin_turn(0.0)
+
+    def _begin_turn(self, gap_s: float) -> None:
+        self._is_free = False
+        queue = self._cluster.queue
+        queue.at(queue.now + gap_s, (_TURN, self.number), self._turn)
+
+    def _turn(self) -> None:
+        """Between two steps: obeys, then starts a step."""
+        cluster, self._leap = self._cluster, None
+        self._is_free = True
+        delay_s = 0.0
+        while self._inbox:
+            command = self._inbox.popleft()
+            if isinstance(command, messages.Regroup):
+                spec, self._spec, self._replica = self._spec, None, None
+                cluster.regroup((self.number,) if spec is None else spec.ranks, command.layout)
+                return
+            events = self._core.obey(command)
+            delay_s += self._transfer_s()
+            for event in events:
+                cluster.send_event(event, delay_s)
+        if self._core.has_work:
+            self._is_free = False
+            self._start(cluster.queue.now + delay_s)
+
+    def _start(self, start: float) -> None:
+        assert self._replica is not None and self._spec is not None
+        cluster = self._cluster
+        limit = self._num_quiet_steps() if cluster.config.leap else 0
+        if limit > 1:
+            self._leap = _Leap(self, cluster.queue, start, limit, cluster.config.overheads.gap_s)
+            return
+        output = self._replica.step()
+        seconds = cluster.config.pace.step(self._spec, output) + self._transfer_s()
+        self.record(start, seconds, output)
+        cluster.queue.at(start + seconds, (_STEP_END, self.number), lambda: self._end_step(output, seconds))
+
+    def _end_step(self, output: StepOutput, seconds: float) -> None:
+        for event in self._core.on_step(output, seconds, self._cluster.queue.now):
+            self._cluster.send_event(event)
+        self._begin_turn(self._cluster.config.overheads.gap_s)
+
+    def record(self, start: float, seconds: float, output: StepOutput) -> None:
+        cluster = self._cluster
+        cluster.num_preempted += output.num_preempted
+        if cluster.config.records_steps and self._spec is not None:
+            cluster.steps.append(StepRecord.of(output, self._spec, self._epoch, start, seconds))
+
+    def _transfer_s(self) -> float:
+        """What the KV that has moved since the last call takes."""
+        if self._replica is None or self._spec is None:
+            return 0.0
+        moved = self._replica.mover.moves.moved_tokens
+        num_tokens, self._moved_tokens = moved - self._moved_tokens, moved
+        return self._cluster.config.pace.transfer(self._spec, num_tokens, "host")
+
+    # -- steps in which nothing happens
+
+    def _num_quiet_steps(self) -> int:
+        """Of the next steps, those that decode the same sequences, and that none of them ends."""
+        assert self._replica is not None
+        running = self._replica.scheduler.running
+        lengths = self._cluster.lengths
+        left = min((lengths[one.state.sequence_id] - one.state.num_generated for one in running), default=1)
+        return self._replica.scheduler.num_quiet_steps(min(LONGEST_LEAP, left - 1))
+
+    def plan_leap(self, start: float, most_steps: int) -> list[tuple[float, float, StepOutput]]:
+        """Up to the step at whose end a report is due, or `most_steps`: each one's start, seconds and output."""
+        assert self._replica is not None and self._spec is not None
+        pace, gap_s = self._cluster.config.pace, self._cluster.config.overheads.gap_s
+        running = self._replica.scheduler.running
+        context = sum(len(one.state.tokens) for one in running)
+        steps = []
+        for _ in range(most_steps):
+            output = StepOutput.of_decodes(len(running), context)
+            seconds = pace.step(self._spec, output)
+            steps.append((start, seconds, output))
+            if start + seconds - self._core.reported >= REPORT_EVERY_S:
+                break
+            start = start + seconds + gap_s
+            context += len(running)
+        return steps
+
+    def end_leap(self, steps: list[tuple[float, float, StepOutput]]) -> None:
+        """Takes these steps, the last of which has ended by now."""
+        assert self._replica is not None
+        cluster, self._leap = self._cluster, None
+        self._replica.leap(len(steps))
+        for start, seconds, output in steps:
+            self.record(start, seconds, output)
+            for event in self._core.on_step(output, seconds, start + seconds):
+                cluster.send_event(event)
+        cluster.queue.at(start + seconds + cluster.config.overheads.gap_s, (_TURN, self.number), self._turn)
+
+
+class _Leap:
+    """Steps of a replica that are taken at once, when something happens to it."""
+
+    def __init__(self, rank: _Rank, queue: EventQueue, start: float, most_steps: int, gap_s: float) -> None:
+        self._rank, self._queue, self._gap_s = rank, queue, gap_s
+        self._steps = rank.plan_leap(start, most_steps)
+        self._appointment = self._make_appointment()
+
+    def end_by(self, now: float) -> None:
+        """A command has come: the replica takes it at the first turn from now on."""
+        turns = [start + seconds + self._gap_s for start, seconds, _ in self._steps]
+        count = bisect_left(turns, now) + 1
+        if count < len(self._steps):
+            del self._steps[count:]
+            self._appointment.cancel()
+            self._appointment = self._make_appointment()
+
+    def _make_appointment(self) -> Appointment:
+        start, seconds, _ = self._steps[-1]
+        time = max(self._queue.now, start + seconds)
+        return self._queue.at(time, (_STEP_END, self._rank.number), lambda: self._rank.end_leap(self._steps))
