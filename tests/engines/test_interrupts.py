@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.kvcache.disk import DiskKVStore
+from engines.kvcache.transfer import HostKVStore
 
 from engines import LLM, RequestOutput, SamplingParams
-from engines.kvcache.disk import DiskKVStore
 from engines.kvcache.tiers import TieredKVStore
-from engines.kvcache.transfer import HostKVStore
 from engines.sequence import KVPart, SequenceKey, SequenceState, Work
 from tests.engines.test_kv_tiers import SIZE, files_in
 from tests.engines.test_kv_transfer import CONTENT, TOKEN, layers_of

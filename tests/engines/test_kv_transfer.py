@@ -20,10 +20,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-
-from engines import LLM
-from engines.config import ModelConfig
-from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.transfer import (
     HEADER_BYTES,
     HostKVStore,
@@ -34,6 +30,10 @@ from engines.kvcache.transfer import (
     reclaim,
     tokens_digest,
 )
+
+from engines import LLM
+from engines.config import ModelConfig
+from engines.kvcache.paged import PagedKVCache
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
 from engines.replica.replica import Replica

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from engines.kvcache.transfer import DEV_SHM, HEADER_BYTES, HostKVStore
 
 from engines import LLM, SamplingParams
 from engines.kvcache.cost import CopyCost, PrefillCost, SwapCost
-from engines.kvcache.transfer import DEV_SHM, HEADER_BYTES, HostKVStore
 from engines.models.decoder import Decoder
 from engines.models.loader import checkpoint_tensors
 from engines.sequence import Completion, SequenceId, Work
