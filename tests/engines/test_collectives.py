@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.parallel import groups as groups_module
+from engines.parallel import owned_files
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
 from engines.parallel.layout import nested_layout
