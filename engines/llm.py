@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engines.config import ModelConfig, engine_config, longest_sequence
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.kvcache.files import FileKVStore
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
-from engines.kvcache.transfer import HostKVStore
 from engines.memory.free_memory import FreeMemory, free_memory
 from engines.memory.plan import MemoryPlan
 from engines.models.host_weights import HostWeights
@@ -150,7 +150,7 @@ class LLM:
         self._capacities = {size: kv_capacity(self.model_config, self.config, size) for size in sizes}
         """Tokens of KV by the sizes of replicas that this run may have."""
         self._capacity.check(self.layout)
-        self._kv_store: HostKVStore | TieredKVStore | None = None
+        self._kv_store: FileKVStore | TieredKVStore | None = None
         """Of preempted sequences; that of coordinated rollouts is theirs."""
         if schedule is None and self.config.preemption != "recompute":
             mine = secrets.token_hex(16).encode() if self._world.rank == 0 else None
@@ -216,7 +216,7 @@ class LLM:
         """Of this rank's host."""
         return 1 if self._groups is None else self._groups.hosts.count(self._groups.hosts[self._world.rank])
 
-    def _make_kv_store(self, token: str) -> HostKVStore | TieredKVStore:
+    def _make_kv_store(self, token: str) -> FileKVStore | TieredKVStore:
         return make_kv_store(
             token,
             host_bytes=self._host_bytes,
@@ -227,7 +227,7 @@ class LLM:
     def _make_engine(self, layout: Layout) -> LocalEngine:
         spec = layout.replica_of(self._world.rank)
         assert spec is not None
-        engine = LocalEngine(
+        return LocalEngine(
             self.model_config,
             self.config,
             spec=spec,
@@ -238,9 +238,8 @@ class LLM:
             detokenize=detokenizer(self.tokenizer),
             hidden_stop=self._hidden_stop,
             max_kv_tokens=min(self._capacities.values()),
+            kv_store=self._kv_store,
         )
-        engine.replica.kv_store = self._kv_store
-        return engine
 
     def _coordinate(self, schedule: SchedulePolicy, layout_policy: LayoutPolicy | None, pace: Pace | None) -> None:
         assert self._groups is not None

@@ -31,7 +31,7 @@ from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.models.loader import checked_weights
 from engines.models.tokenizer import load_tokenizer
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-from engines.parallel.segment import start_time
+from engines.parallel.owned_files import start_time
 from engines.replica.capacity import Capacity
 from engines.replica.engine import kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device

@@ -169,10 +169,7 @@ class Worker:
         if isinstance(command, m.SubmitWork):
             self._submit(command)
         elif isinstance(command, m.PauseSequences):
-            works = self._local.replica.pause(
-                self._here(command.sequence_ids),
-                self._local.replica.kv_store if command.with_kv else None,
-            )
+            works = self._local.replica.pause(self._here(command.sequence_ids), with_kv=command.with_kv)
             self._send(m.SequencesPaused, acks=command.seq, works=tuple(works))
         elif isinstance(command, m.AbortSequences):
             ids = self._here(command.sequence_ids) or ()

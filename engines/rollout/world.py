@@ -13,9 +13,10 @@ from engines.control.sealing import new_token
 from engines.control.transport import Client, Server
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.kvcache import tiers
+from engines.kvcache.files import FileKVStore
 from engines.kvcache.peer import PeerKVStore
 from engines.kvcache.tiers import TieredKVStore
-from engines.kvcache.transfer import HostKVStore, reclaim
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
@@ -59,7 +60,7 @@ class RolloutWorld:
         check_layout: Callable[[Layout], None] | None = None,
         pace: Pace | None = None,
         kv_store_bytes: int = 2**30,
-        make_kv_store: Callable[[str], HostKVStore | TieredKVStore] | None = None,
+        make_kv_store: Callable[[str], FileKVStore | TieredKVStore] | None = None,
     ) -> None:
         """`rebuild`: see `Worker`; `check_layout`: see `RolloutCore`. `kv_store_bytes` bounds what a rank may keep of
         KV on its way to other replicas, or of preempted sequences; `make_kv_store` makes another store instead, of the
@@ -84,16 +85,15 @@ class RolloutWorld:
             told = msgspec.msgpack.encode(msgspec.structs.replace(launch, address=server.address))
         launch = msgspec.msgpack.decode(world.broadcast_bytes(told), type=Launch)
         self._client = Client(peer_of(world.rank), launch.address, launch.token, patience_s=timeout_s)
-        reclaim(keep_token=launch.kv_token)
-        make = make_kv_store or partial(HostKVStore, capacity_bytes=kv_store_bytes)
+        make = make_kv_store or partial(tiers.make_kv_store, host_bytes=kv_store_bytes, disk_bytes=0, disk_parent=None)
         local_store = make(launch.kv_token)
-        self._kv_store: HostKVStore | TieredKVStore | PeerKVStore = local_store
+        self._kv_store: FileKVStore | TieredKVStore | PeerKVStore = local_store
         if len(set(groups.hosts)) > 1:
             host = groups.hosts[world.rank]
             self._kv_store = PeerKVStore(local_store, host=host, address=address, token=launch.token)
         self._rebuild_engine = rebuild
         if engine is not None:
-            engine.replica.kv_store = self._kv_store
+            engine.replica.mover.use(self._kv_store)
         if server is not None:
             core = RolloutCore(
                 layout=layout,
@@ -115,7 +115,7 @@ class RolloutWorld:
         engine = self._rebuild_engine(layout)
         self.layout = layout
         if engine is not None:
-            engine.replica.kv_store = self._kv_store
+            engine.replica.mover.use(self._kv_store)
         return engine
 
     @property

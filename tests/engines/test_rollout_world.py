@@ -98,7 +98,7 @@ def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
         ids = [(0, uid, index) for uid in range(len(PROMPTS)) for index in range(2)]
         hook = move_at_random(llm, ids, seed=3, num_moves=400) if "moves" in kind else None
         out = llm.generate(PROMPTS, PARAMS, on_finished=hook)
-        moves, store = llm.replica.kv_moves, llm.replica.kv_store
+        moves, store = llm.replica.kv_moves, llm.replica.mover.store
         results[case] = {
             "tokens": [[c.token_ids for c in o.outputs] for o in out],
             "epoch": llm.layout.epoch,

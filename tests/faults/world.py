@@ -17,11 +17,11 @@ from engines.config import EngineConfig, ModelConfig
 from engines.control.ends import Notice
 from engines.control.transport import Client, Server
 from engines.coordination.requests import RequestRegroup
-from engines.kvcache.transfer import DEV_SHM
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.parallel.owned_files import DEV_SHM
 from engines.replica.engine import LocalEngine
 from engines.rollout import worker, world
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
@@ -129,7 +129,7 @@ class _Schedule:
             kv_store_bytes=self._kv_store_bytes,
         )
         self._coordinator = rollout.coordinator
-        self._kv_token = getattr(rollout._kv_store, "_local", rollout._kv_store)._token
+        self._kv_token = getattr(rollout._kv_store, "_local", rollout._kv_store).token
         for index, version in enumerate(self._versions):
             if index and self._engine is not None:
                 self._engine.load(checkpoint_tensors(self._oracle.checkpoint(version)), version)
