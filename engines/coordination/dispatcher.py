@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from engines.control import messages
 from engines.coordination.books import Books
 from engines.coordination.outbox import Outbox
 from engines.coordination.policies import SchedulePolicy
 from engines.coordination.records import ReplicaRecord, SequenceRecord
 from engines.coordination.views import Dispatch, ScheduleView, num_reserved_tokens
-from engines.parallel.layout import Layout
 from engines.sequence import Work
 
 
 class Dispatcher:
     """Pinned sequences first, which no policy sees; then one by one, until the policy has no more."""
 
-    def __init__(self, books: Books, outbox: Outbox, policy: SchedulePolicy, decide: Callable[..., None]) -> None:
-        """`decide` records a decision; see `RolloutCore._decide`."""
+    def __init__(self, books: Books, outbox: Outbox, policy: SchedulePolicy) -> None:
         self._books = books
         self._outbox = outbox
         self._policy = policy
-        self._decide = decide
 
-    def dispatch(self, layout: Layout) -> None:
+    def dispatch(self) -> None:
         """Sends all that can be sent now: one command per replica. What a policy raises comes after that."""
         batches: dict[ReplicaRecord, list[Work]] = {}
         try:
-            self._assign_all(layout, batches)
+            self._assign_all(batches)
         finally:
             for replica, works in batches.items():
                 self._outbox.send(messages.SubmitWork, replica, works=tuple(works))
 
-    def _assign_all(self, layout: Layout, batches: dict[ReplicaRecord, list[Work]]) -> None:
+    def _assign_all(self, batches: dict[ReplicaRecord, list[Work]]) -> None:
         for replica in self._books.replicas.values():
             while replica.pinned_waiting:
                 sequence = next(iter(replica.pinned_waiting.values()))
@@ -44,7 +39,7 @@ class Dispatcher:
         while self._books.waiting:
             view = ScheduleView(
                 now=self._outbox.now,
-                layout=layout,
+                layout=self._books.layout,
                 waiting=self._books.waiting,
                 entered=self._books.take_entered(),
                 ended=self._books.take_ended(),
@@ -83,7 +78,7 @@ class Dispatcher:
         max_new_tokens: int | None,
         batches: dict[ReplicaRecord, list[Work]],
     ) -> None:
-        self._decide("dispatch", [sequence.id], replica)
-        self._books.assign(sequence, replica, max_new_tokens, self._outbox.now)
+        self._books.decide("dispatch", [sequence.id], replica)
+        self._books.assign(sequence, replica, max_new_tokens)
         work = Work(state=sequence.state, max_new_tokens=max_new_tokens, kv=sequence.kv)
         batches.setdefault(replica, []).append(work)
