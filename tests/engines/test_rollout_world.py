@@ -221,7 +221,7 @@ def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:
     held = []
     for iteration in range(60):
         llm.generate(PROMPTS[:4], SamplingParams(max_tokens=6))
-        llm.update_weights(((name, w.clone()) for name, w in llm._weights()), version=iteration + 1)
+        llm.update_weights(((name, w.clone()) for name, w in llm._placement.weights()), version=iteration + 1)
         if iteration in (9, 59):
             status = Path("/proc/self/status").read_text()
             held.append(
@@ -461,8 +461,8 @@ def update_badly(directory: str) -> dict[str, list[str]]:
         ):  # fmt: skip
             errors.append(error_of(lambda llm=llm, weights=weights: llm.update_weights(weights, version=1)))
             errors.append(error_of(lambda llm=llm: llm.generate([[5]])))
-        if llm._host_weights is not None:
-            errors.append(str(dict(llm._host_weights.tensors())[name].eq(7.0).all().item()))
+        if llm._placement.host_weights is not None:
+            errors.append(str(dict(llm._placement.host_weights.tensors())[name].eq(7.0).all().item()))
         errors.append(str(llm.update_weights(stream(), version=1) == good))
         errors.append(error_of(lambda llm=llm: llm.generate([[5]])))
         results[kind] = errors

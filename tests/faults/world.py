@@ -23,7 +23,7 @@ from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.engine import LocalEngine
-from engines.rollout import worker, world
+from engines.rollout import worker_core, world
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
 from tests.faults.requests import Caller, random_policy
@@ -56,7 +56,7 @@ def _rank(oracle_directory: str, seeds: list[int]) -> dict[str, Any]:
     one_host = GroupCache(group, every, timeout_s=TIMEOUT_S)
     parallel.groups._host = lambda: f"host {group.rank // 2}"
     two_hosts = GroupCache(group, every, timeout_s=TIMEOUT_S)
-    worker.REPORT_EVERY_S = 0.01  # more to repeat, and more moments to act at
+    worker_core.REPORT_EVERY_S = 0.01  # more to repeat, and more moments to act at
     oracle = Oracle(oracle_directory)
     counts: Counter[str] = Counter()
     seconds = []
