@@ -6,7 +6,8 @@ from engines.control import messages
 from engines.coordination.books import Books
 from engines.coordination.outbox import Outbox
 from engines.coordination.records import ReplicaRecord
-from engines.coordination.requests import DiscardKV, ReplicaDropped
+from engines.coordination.requests import DiscardKV, ReplicaDropped, RequestRefused
+from engines.parallel.layout import ReplicaSpec
 
 
 class Attendance:
@@ -16,6 +17,19 @@ class Attendance:
         self._books = books
         self._outbox = outbox
         self._checksums: dict[int, int] = {}
+
+    def add(self, spec: ReplicaSpec) -> None:
+        """A replica outside the world was launched."""
+        books = self._books
+        if spec.id in books.replicas or spec.id in books.outside_ids:
+            raise RequestRefused(f"AddReplica.spec.id={spec.id}: was used before; take an id that no replica has had")
+        taken = {rank for replica in books.replicas.values() for rank in replica.spec.ranks}
+        if min(spec.ranks) < books.world_size or taken & set(spec.ranks):
+            raise RequestRefused(f"AddReplica.spec.ranks={spec.ranks}: taken; number them from {books.world_size} on")
+        books.outside_ids.add(spec.id)
+        replica = ReplicaRecord(spec=spec, epoch=0, outside=True)
+        books.add_replica(replica)
+        self._outbox.wait_for(replica.ready_key, replica, "to be ready")
 
     def announce(self, event: messages.ReplicaReady, replica: ReplicaRecord) -> None:
         """A replica stands by; one outside the world loads the weights of the phase where it has others."""

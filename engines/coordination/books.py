@@ -17,6 +17,9 @@ from engines.coordination.views import Decision, EndedView, ReplicaView, Sequenc
 from engines.parallel.layout import Layout
 from engines.sequence import Finished, SequenceId, SequenceState, Work
 
+MAX_DECISIONS = 100_000
+"""The last ones are kept."""
+
 
 class Books:
     """An unfinished sequence is in exactly one place: waiting for any replica, waiting for one, or assigned.
@@ -24,14 +27,14 @@ class Books:
     What changes here and is the caller's to know goes on to the outbox.
     """
 
-    def __init__(self, outbox: Outbox, layout: Layout, world_size: int, max_decisions: int) -> None:
+    def __init__(self, outbox: Outbox, layout: Layout, world_size: int) -> None:
         self._outbox = outbox
         self.layout = layout
         self.world_size = world_size
         self.phase: PhaseRecord | None = None
         self.failed: str | None = None
         self.ignored: Counter[str] = Counter()
-        self.decisions: deque[Decision] = deque(maxlen=max_decisions)
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.replicas: dict[int, ReplicaRecord] = {}
         self.outside_ids: set[int] = set()
         """Of all replicas outside the world that there ever were."""

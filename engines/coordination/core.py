@@ -28,7 +28,6 @@ from engines.coordination.books import Books
 from engines.coordination.dispatcher import Dispatcher
 from engines.coordination.outbox import Outbox
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
-from engines.coordination.recall import Recall
 from engines.coordination.records import PhaseRecord, ReplicaRecord
 from engines.coordination.regroup import Regrouper, check_ranks
 from engines.coordination.requests import Request, RequestRefused, Result
@@ -60,31 +59,25 @@ class RolloutCore:
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
         check_layout: Callable[[Layout], None] | None = None,
-        regroup_with_kv: bool = True,
         timeout_s: float = 60.0,
-        max_decisions: int = 100_000,
     ) -> None:
         """`layout` is of the torchrun world of `world_size` ranks (0: none; replicas are then added).
 
         `check_layout` raises ValueError for a layout that the world cannot have, before any replica hears of it.
-
-        `regroup_with_kv` is for the layout policy's regroups. `timeout_s` is the longest wait for an answer, and the
-        longest silence of a replica that has work. The last `max_decisions` decisions are kept.
+        `timeout_s` is the longest wait for an answer, and the longest silence of a replica that has work.
         """
         check_ranks(layout, world_size)
         self._outbox = Outbox(timeout_s)
-        self._books = Books(self._outbox, layout, world_size, max_decisions)
+        self._books = Books(self._outbox, layout, world_size)
         self._attendance = Attendance(self._books, self._outbox)
-        self._recall = Recall(self._books, self._outbox)
-        self._regrouper = Regrouper(
-            self._books,
-            self._outbox,
-            self._recall,
-            policy=layout_policy,
-            check_layout=check_layout,
-            with_kv=regroup_with_kv,
-        )
         self._dispatcher = Dispatcher(self._books, self._outbox, schedule_policy)
+        self._regrouper = Regrouper(
+            self._books, self._outbox, self._dispatcher, policy=layout_policy, check_layout=check_layout
+        )
+        self.decisions: deque[Decision] = self._books.decisions
+        """The last ones."""
+        self.ignored: Counter[str] = self._books.ignored
+        """Events without effect, by reason."""
         self._shut_down = False
 
     @property
@@ -126,15 +119,6 @@ class RolloutCore:
         """Those of them that wait for any replica."""
         return len(self._books.waiting)
 
-    @property
-    def decisions(self) -> deque[Decision]:
-        return self._books.decisions
-
-    @property
-    def ignored(self) -> Counter[str]:
-        """Events without effect, by reason."""
-        return self._books.ignored
-
     def check_integrity(self) -> None:
         """Asserts the books' invariants; linear in the number of sequences."""
         self._books.check_integrity()
@@ -171,17 +155,18 @@ class RolloutCore:
                 self._submit(request)
             case requests.RequestMove():
                 self._require_phase(request)
-                self._recall.move(request)
+                self._dispatcher.move(request)
             case requests.RequestAbort():
                 self._require_phase(request)
-                self._recall.abort(request.sequence_ids)
+                self._dispatcher.abort(request.sequence_ids)
             case requests.RequestRegroup():
                 self._require_phase(request)
                 self._regrouper.begin(request.layout, request.with_kv)
             case requests.RequestEndPhase():
                 self._request_end(request)
             case requests.AddReplica():
-                self._add_replica(request)
+                self._regrouper.check_id(request.spec.id)
+                self._attendance.add(request.spec)
             case requests.RequestShutdown():
                 self._shutdown()
             case requests.Tick():
@@ -234,28 +219,13 @@ class RolloutCore:
         for state in request.states:
             self._books.submit(state)
 
-    def _add_replica(self, request: requests.AddReplica) -> None:
-        spec, books = request.spec, self._books
-        if spec.id in books.replicas or spec.id in books.outside_ids:
-            raise RequestRefused(f"AddReplica.spec.id={spec.id}: was used before; take an id that no replica has had")
-        taken = {rank for replica in books.replicas.values() for rank in replica.spec.ranks}
-        if min(spec.ranks) < books.world_size or taken & set(spec.ranks):
-            raise RequestRefused(f"AddReplica.spec.ranks={spec.ranks}: taken; number them from {books.world_size} on")
-        regrouping = self._regrouper.under_way
-        if regrouping and spec.id in {other.id for other in regrouping.layout.replicas}:
-            raise RequestRefused(f"AddReplica.spec.id={spec.id}: is in the layout to come; take another")
-        books.outside_ids.add(spec.id)
-        replica = ReplicaRecord(spec=spec, epoch=0, outside=True)
-        books.add_replica(replica)
-        self._outbox.wait_for(replica.ready_key, replica, "to be ready")
-
     def _request_end(self, request: requests.RequestEndPhase) -> None:
         phase = self._require_phase(request)
         if self.num_unfinished and not request.abort:
             raise RequestRefused(
                 f"RequestEndPhase: {self.num_unfinished} sequences are unfinished; wait for them, or use abort=True"
             )
-        self._recall.abort(list(self._books.sequences))
+        self._dispatcher.abort(list(self._books.sequences))
         phase.is_ending = True
 
     def _shutdown(self) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from engines.control import messages
 from engines.coordination.books import Books
+from engines.coordination.dispatcher import Dispatcher
 from engines.coordination.outbox import Outbox
 from engines.coordination.policies import LayoutPolicy
-from engines.coordination.recall import Recall
 from engines.coordination.records import ReplicaRecord
 from engines.coordination.requests import RegroupComplete, RequestRefused
 from engines.coordination.views import LayoutView
@@ -39,19 +39,17 @@ class Regrouper:
         self,
         books: Books,
         outbox: Outbox,
-        recall: Recall,
+        dispatcher: Dispatcher,
         *,
         policy: LayoutPolicy | None,
         check_layout: Callable[[Layout], None] | None,
-        with_kv: bool,
     ) -> None:
         """The arguments are `RolloutCore`'s."""
         self._books = books
         self._outbox = outbox
-        self._recall = recall
+        self._dispatcher = dispatcher
         self._policy = policy
         self._check_layout = check_layout
-        self._with_kv = with_kv
         self.layout_error: str | None = None
         self.under_way: Regrouping | None = None
 
@@ -71,11 +69,11 @@ class Regrouper:
         if (layout := self._policy.decide(view)) is None:
             return
         try:
-            self.begin(layout, self._with_kv)
+            self.begin(layout, with_kv=True)
         except RequestRefused as error:
             self.layout_error = f"layout_policy: gave a layout that cannot be had: {error}"
             books.decide("refuse_layout", detail=self.layout_error)
-            self._recall.abort(list(books.sequences))
+            self._dispatcher.abort(list(books.sequences))
 
     def begin(self, layout: Layout, with_kv: bool) -> None:
         """Pauses the replicas that the layout changes. Raises RequestRefused for a layout that cannot come next."""
@@ -93,7 +91,7 @@ class Regrouper:
         for replica in leaving:
             replica.closed = True
             books.touch(replica)
-            self._recall.pause(replica, with_kv)
+            self._dispatcher.pause(replica, with_kv)
 
     def _check(self, layout: Layout) -> None:
         if self.under_way:
@@ -108,6 +106,11 @@ class Regrouper:
             raise RequestRefused(str(error)) from None
         if clash := {spec.id for spec in layout.replicas} & self._books.outside_ids:
             raise RequestRefused(f"Layout.replicas: ids {sorted(clash)} are of replicas outside the world; take others")
+
+    def check_id(self, replica_id: int) -> None:
+        """Raises RequestRefused for a replica outside the world whose id a layout to come has."""
+        if self.under_way and replica_id in {spec.id for spec in self.under_way.layout.replicas}:
+            raise RequestRefused(f"AddReplica.spec.id={replica_id}: is in the layout to come; take another")
 
     def advance(self) -> None:
         """Orders the regroup when all that leave are empty and quiet; ends it when all that come are ready."""
