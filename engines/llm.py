@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.config import longest_sequence
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.tiers import TieredKVStore
 from engines.kvcache.transfer import HostKVStore
@@ -26,7 +25,7 @@ from engines.replica.replica import HiddenStop, Replica
 from engines.replica.turn import Turn, alone
 from engines.rollout.generation import check_same_states, make_states, one_per_prompt, split_done
 from engines.rollout.journal import CompletionStore
-from engines.rollout.setup import Arguments
+from engines.rollout.placement import Arguments, Placement
 from engines.rollout.steps import Pace, roll_out_static
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.world import RolloutWorld
@@ -90,10 +89,10 @@ class LLM:
         groups = world or self._own_groups
         self._world: Communicator = groups.world if groups is not None else SingleRank()
         try:
-            self._placement = arguments.place(model, device, options, groups)
+            self._placement = Placement(model, device, arguments, options, groups)
             self.config, self.model_config = self._placement.config, self._placement.model
             self.device, self.tokenizer = self._placement.device, self._placement.tokenizer
-            self.max_model_len = longest_sequence(self.config, self.model_config)
+            self.max_model_len = self._placement.max_model_len
             self.layout = self._placement.layout
             """Of the world; during a rollout still the one of its start."""
             self._start(arguments, groups)

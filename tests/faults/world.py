@@ -17,7 +17,7 @@ from engines.config import EngineConfig, ModelConfig
 from engines.control.ends import Notice
 from engines.control.transport import Client, Server
 from engines.coordination.requests import RequestRegroup
-from engines.kvcache.transfer import DEV_SHM
+from engines.kvcache.transfer import DEV_SHM, HostKVStore
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
@@ -126,7 +126,7 @@ class _Schedule:
             rebuild=self._build,
             schedule_policy=random_policy(self._own),
             pace=self._pace,
-            kv_store_bytes=self._kv_store_bytes,
+            make_kv_store=partial(HostKVStore, capacity_bytes=self._kv_store_bytes),
         )
         self._coordinator = rollout.coordinator
         self._kv_token = getattr(rollout._kv_store, "_local", rollout._kv_store)._token
