@@ -65,7 +65,6 @@ class Fleet:
         `weights_folder` (by default the temporary one). A replica is dropped when it was silent on the network for
         `patience_s` seconds, or owes an answer or a step for `timeout_s`. For the other arguments see
         `ReplicaLauncher` and `ReplicaOrders`.
-
         Raises FileNotFoundError or ValueError, naming field, value and fix, before anything is made.
         """
         _check_numbers(
