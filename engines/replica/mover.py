@@ -155,9 +155,7 @@ class KVMover:
                 continue
             parts = tuple(part for shard_parts in by_shard for part in shard_parts or ())
             handles.append(
-                KVHandle(
-                    num_tokens=cached.num_tokens, policy_version=policy_version, dtype=self._dtype, parts=parts
-                )
+                KVHandle(num_tokens=cached.num_tokens, policy_version=policy_version, dtype=self._dtype, parts=parts)
             )
         return handles
 
