@@ -35,11 +35,15 @@ def check_fields(values: object, owner: str | None = None) -> None:
         return
     prefix = f"{type(values).__name__}." if owner is None else owner
     for name, hint in hints.items():
-        value = getattr(values, name)
-        try:
-            msgspec.convert(value, hint)
-        except (msgspec.ValidationError, UnicodeEncodeError):
-            raise ValueError(f"{prefix}{name}={value!r}: must be {describe(hint)}") from None
+        check_value(f"{prefix}{name}", getattr(values, name), hint)
+
+
+def check_value(name: str, value: object, hint: Any) -> None:
+    """Raises ValueError, which names value and what it must be, for one that breaks the type `hint`."""
+    try:
+        msgspec.convert(value, hint)
+    except (msgspec.ValidationError, UnicodeEncodeError):
+        raise ValueError(f"{name}={value!r}: must be {describe(hint)}") from None
 
 
 def describe(hint: Any) -> str:

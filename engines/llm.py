@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import secrets
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
-from engines.config import ModelConfig, engine_config, longest_sequence
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
-from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
-from engines.kvcache.transfer import HostKVStore
-from engines.memory.free_memory import FreeMemory, free_memory
+from engines.kvcache.files import FileKVStore
+from engines.kvcache.tiers import TieredKVStore
 from engines.memory.plan import MemoryPlan
-from engines.models.host_weights import HostWeights
-from engines.models.loader import checkpoint_tensors
-from engines.models.tokenizer import Prompt, detokenizer, encode_prompt, load_tokenizer
+from engines.models.tokenizer import Prompt, encode_prompt
 from engines.parallel.collectives import Communicator, SingleRank, together
-from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
-from engines.parallel.layout import Layout, nested_layout
-from engines.parallel.sharding import check_shardable
-from engines.replica.capacity import Capacity
-from engines.replica.engine import LocalEngine, kv_capacity
-from engines.replica.preflight import check_engine, check_policy, usable_device
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import Layout
+from engines.replica.engine import LocalEngine
 from engines.replica.replica import HiddenStop, Replica
 from engines.replica.turn import Turn, alone
+from engines.rollout.generation import check_same_states, make_states, one_per_prompt, split_done
 from engines.rollout.journal import CompletionStore
+from engines.rollout.placement import Arguments, Placement
+from engines.rollout.steps import Pace, roll_out_static
 from engines.rollout.telemetry import StepRecord
-from engines.rollout.worker import Pace
 from engines.rollout.world import RolloutWorld
-from engines.sequence import (
-    Completion,
-    Finished,
-    RequestOutput,
-    SamplingParams,
-    SequenceId,
-    SequenceKey,
-    SequenceState,
-    Work,
-    is_int64,
-)
+from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64
 
 
 class LLM:
@@ -86,189 +67,69 @@ class LLM:
         Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is taken; in a world on every
         rank, where all must be given the same.
         """
-        if world is not None and not isinstance(world, GroupCache):
-            raise ValueError(f"world={world!r}: give a GroupCache of the ranks, as docs/rollouts.md shows")
-        self._own_groups: GroupCache | None = None
-        has_replicas = tensor_parallel_size != 1 or isinstance(layout, Layout) or schedule is not None
-        if world is None and has_replicas and num_torchrun_ranks() > 1:
-            ranks = range(num_torchrun_ranks())
-            first = layout or nested_layout(ranks, tensor_parallel_size)
-            layouts = [first] if layout_policy is None else [first, *all_layouts(ranks)]
-            world = self._own_groups = start_world(layouts, on_cuda=str(device or "cuda").startswith("cuda"))
-        self._groups = world
-        self._world: Communicator = world.world if world is not None else SingleRank()
-        self._hidden_stop = hidden_stop
-        self._closed = False
+        arguments = Arguments(
+            world=world,
+            tensor_parallel_size=tensor_parallel_size,
+            layout=layout,
+            schedule=schedule,
+            layout_policy=layout_policy,
+            pace=pace,
+            hidden_stop=hidden_stop,
+            load=load,
+        )
         self._turn = Turn()
-        given = {"schedule": schedule, "layout_policy": layout_policy, "pace": pace, "hidden_stop": hidden_stop}
-        with together(self._world, "LLM"):
-            self.config = engine_config("LLM", options)
-            self.model_config = ModelConfig.from_pretrained(model)
-            self.device = usable_device("LLM", device)
-            self.max_model_len = longest_sequence(self.config, self.model_config)
-            self.tokenizer = load_tokenizer(model, self.model_config)
-            if schedule is not None:
-                check_policy("schedule", schedule, "next")
-            if layout_policy is not None:
-                check_policy("layout_policy", layout_policy, "decide")
-            for name, function in (("pace", pace), ("hidden_stop", hidden_stop)):
-                if function is not None and not callable(function):
-                    raise ValueError(f"{name}={function!r}: give a function")
-            if not isinstance(load, bool):
-                raise ValueError(f"load={load!r}: must be True or False")
-            if layout is not None and not isinstance(layout, Layout):
-                raise ValueError(f"layout={layout!r}: give a Layout, as `nested_layout` makes them")
-            if layout is not None and tensor_parallel_size != 1:
-                raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: the layout says it; leave one out")
-            if world is None and tensor_parallel_size != 1:
-                raise ValueError(
-                    f"tensor_parallel_size={tensor_parallel_size}: one process has one shard; start ranks with torchrun"
-                )
-            self.layout = layout or nested_layout(range(self._world.size), tensor_parallel_size)
-            """Of the world; during a rollout still the one of its start."""
-            self._check_groups(self.layout)
-            self._host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=self._num_local_ranks())
-            if schedule is not None and world is None:
-                raise ValueError(
-                    "schedule: one process has nothing to dispatch to; give a world of ranks, or leave it out"
-                )
-            if schedule is None and (layout_policy is not None or pace is not None):
-                raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
-            check_engine(self.config, self.model_config, self.device)
-            memory = free_memory(self.device, world.hosts[self._world.rank] if world is not None else "this host")
-        self._check_same_options(load=load, **{name: value is not None for name, value in given.items()})
-        sizes = self._replica_sizes(with_policy=layout_policy is not None)
-        self._capacity = Capacity(
-            model=self.model_config,
-            config=self.config,
-            device=self.device,
-            free=FreeMemory.agree(self._world, memory),
-            max_tp_size=world.max_tp_size if world is not None else 1,
-            host_copy=layout_policy is not None,
-        ).with_kv_bytes(sizes)
-        self.config = self._capacity.config
-        self._capacities = {size: kv_capacity(self.model_config, self.config, size) for size in sizes}
-        """Tokens of KV by the sizes of replicas that this run may have."""
-        self._capacity.check(self.layout)
-        self._kv_store: HostKVStore | TieredKVStore | None = None
-        """Of preempted sequences; that of coordinated rollouts is theirs."""
-        if schedule is None and self.config.preemption != "recompute":
-            mine = secrets.token_hex(16).encode() if self._world.rank == 0 else None
-            self._kv_store = self._make_kv_store(self._world.broadcast_bytes(mine).decode())
-            weakref.finalize(self, self._kv_store.close)
-        with together(self._world, "LLM"):
-            self._engine = self._make_engine(self.layout)
-            if load:
-                self._engine.load(checkpoint_tensors(model), version=0)
-        self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: checkpoint_tensors(model)
-        """Whole weights, to build this rank's part of another layout from."""
-        self._host_weights: HostWeights | None = None
-        self.rollout: RolloutWorld | None = None
-        if schedule is not None:
-            self._coordinate(schedule, layout_policy, pace)
+        self._closed = False
         self._next_uid = 0
         self.step_records: list[StepRecord] = []
         """One entry per step of this rank's part of the last `generate`."""
-
-    def _check_groups(self, layout: Layout) -> None:
-        if self._groups is not None:
-            self._groups.check(layout)
-        else:
-            layout.check_places(self._world.size)
-
-    def _replica_sizes(self, *, with_policy: bool) -> list[int]:
-        """Of all replicas that this run may have, whatever its layout is now."""
-        sizes = {replica.tp_size for replica in self.layout.replicas}
-        if with_policy and self._groups is not None:
-            sizes |= {size for size in self._groups.replica_sizes if _can_be_cut(self.model_config, size)}
-        return sorted(sizes)
-
-    def _check_layout(self, layout: Layout) -> None:
-        """Raises ValueError for a layout that this run cannot go to."""
-        self._check_groups(layout)
-        for replica in layout.replicas:
-            check_shardable(self.model_config, replica.tp_size)
-            if replica.tp_size not in self._capacities:
-                raise ValueError(
-                    f"layout: replica {replica.id} has {replica.tp_size} ranks, and the KV cache is checked for those "
-                    f"of {sorted(self._capacities)}; add the layout to GroupCache's, and give LLM a layout_policy"
-                )
-        self._capacity.check(layout)
-        if self._weights is _no_whole_weights:
-            raise ValueError("layout: whole weights are kept after an update only with a layout_policy; give LLM one")
-
-    def _check_same_options(self, **options: bool) -> None:
-        """Raises ValueError, on every rank, where they were not given the same."""
-        values: dict[str, Any] = {"layout": self.layout, **options}
-        values |= {f"EngineConfig.{name}": value for name, value in dataclasses.asdict(self.config).items()}
-        values |= {f"ModelConfig.{name}": value for name, value in dataclasses.asdict(self.model_config).items()}
-        mine = {name: repr(value) for name, value in values.items()}
-        everyone = self._world.all_gather_bytes(msgspec.msgpack.encode(mine))
-        first, *others = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in everyone]
-        for rank, other in enumerate(others, start=1):
-            for name, value in first.items():
-                if other[name] != value:
-                    raise ValueError(
-                        f"LLM: {name}: rank {rank} has {other[name]}, rank 0 has {value}; give all ranks the same"
-                    )
-
-    def _num_local_ranks(self) -> int:
-        """Of this rank's host."""
-        return 1 if self._groups is None else self._groups.hosts.count(self._groups.hosts[self._world.rank])
-
-    def _make_kv_store(self, token: str) -> HostKVStore | TieredKVStore:
-        return make_kv_store(
-            token,
-            host_bytes=self._host_bytes,
-            disk_bytes=self.config.kv_disk_bytes,
-            disk_parent=self.config.kv_disk_folder,
-        )
-
-    def _make_engine(self, layout: Layout) -> LocalEngine:
-        spec = layout.replica_of(self._world.rank)
-        assert spec is not None
-        engine = LocalEngine(
-            self.model_config,
-            self.config,
-            spec=spec,
-            max_tp_size=self._capacity.max_tp_size,
-            tensor_parallel=self._groups.get(spec.ranks) if self._groups is not None else SingleRank(),
-            max_model_len=self.max_model_len,
-            device=self.device,
-            detokenize=detokenizer(self.tokenizer),
-            hidden_stop=self._hidden_stop,
-            max_kv_tokens=min(self._capacities.values()),
-        )
-        engine.replica.kv_store = self._kv_store
-        return engine
-
-    def _coordinate(self, schedule: SchedulePolicy, layout_policy: LayoutPolicy | None, pace: Pace | None) -> None:
-        assert self._groups is not None
-        if layout_policy is not None:
-            self._host_weights = HostWeights(self._groups, self.model_config, self.config.dtype)
+        self.rollout: RolloutWorld | None = None
+        self._kv_store: FileKVStore | TieredKVStore | None = None
+        """Of preempted sequences; that of coordinated rollouts is theirs."""
+        self._own_groups = arguments.start_world(device)
+        groups = world or self._own_groups
+        self._world: Communicator = groups.world if groups is not None else SingleRank()
         try:
-            self.rollout = RolloutWorld(
-                self._groups,
-                self.layout,
-                engine=self._engine,
-                rebuild=self._rebuild,
-                schedule_policy=schedule,
-                layout_policy=layout_policy,
-                check_layout=self._check_layout,
-                pace=pace,
-                make_kv_store=self._make_kv_store,
-            )
+            self._placement = Placement(model, device, arguments, options, groups)
+            self.config, self.model_config = self._placement.config, self._placement.model
+            self.device, self.tokenizer = self._placement.device, self._placement.tokenizer
+            self.max_model_len = self._placement.max_model_len
+            self.layout = self._placement.layout
+            """Of the world; during a rollout still the one of its start."""
+            self._start(arguments, groups)
         except BaseException:
             self.close()
             raise
 
-    def _rebuild(self, layout: Layout) -> LocalEngine:
-        """This rank's part of another layout, made after the one it had is given up."""
-        version = self.policy_version
-        self._engine.sleep(weights=True)
-        self._engine = self._make_engine(layout)
-        self._engine.load(self._weights(), version)
-        return self._engine
+    def _start(self, given: Arguments, groups: GroupCache | None) -> None:
+        """Takes the memory and the weights; with a schedule policy, connects the ranks."""
+        placement = self._placement
+        if given.schedule is None and self.config.preemption != "recompute":
+            token = self._world.broadcast_bytes(secrets.token_hex(16).encode() if self._world.rank == 0 else None)
+            self._kv_store = placement.kv_store = placement.make_kv_store(token.decode())
+            weakref.finalize(self, self._kv_store.close)
+        with together(self._world, "LLM"):
+            placement.build(self.layout)
+            if given.load:
+                placement.engine.load(placement.weights(), version=0)
+        if given.schedule is None or groups is None:
+            return
+        if given.layout_policy is not None:
+            placement.share_weights()
+        self.rollout = RolloutWorld(
+            groups,
+            self.layout,
+            engine=placement.engine,
+            rebuild=placement.rebuild,
+            schedule_policy=given.schedule,
+            layout_policy=given.layout_policy,
+            check_layout=placement.check,
+            pace=given.pace,
+            make_kv_store=placement.make_kv_store,
+        )
+
+    @property
+    def _engine(self) -> LocalEngine:
+        return self._placement.engine
 
     @property
     def replica(self) -> Replica:
@@ -288,7 +149,7 @@ class LLM:
     @property
     def memory(self) -> MemoryPlan:
         """What this rank takes in the current layout."""
-        return self._capacity.plan(self._engine.spec.tp_size, self._world.rank)
+        return self._placement.memory
 
     @property
     def attention(self) -> str:
@@ -327,14 +188,15 @@ class LLM:
         with together(self._world, "generate"):
             self._check_ready()
             token_lists = self.encode(prompts)
-            params = _broadcast_params(sampling_params, len(prompts))
-            states = self._make_states(token_lists, params, prompt_uids)
+            params = one_per_prompt(sampling_params, len(prompts))
+            uids = range(self._next_uid, self._next_uid + len(prompts)) if prompt_uids is None else prompt_uids
+            states = make_states(token_lists, params, uids, run_seed=self.config.seed, policy_step=self.policy_version)
             for index, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
                 self.replica.check(tokens, one, f"prompts[{index}]")
         if prompt_uids is None:
             self._next_uid += len(prompts)
         if self._world.size > 1:
-            self._check_same_request(states)
+            check_same_states(self._world, states)
         done = journal.find(states, len(self.layout.replicas)) if journal is not None else {}
 
         def hear(finished: Finished) -> None:
@@ -343,10 +205,7 @@ class LLM:
             if on_finished is not None:
                 on_finished(finished)
 
-        if self.rollout is None:
-            completions = self._roll_out_static(states, done, hear)
-        else:
-            completions = self._roll_out_coordinated(self.rollout, states, done, hear)
+        completions = self._roll_out(states, done, hear)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return [
             RequestOutput(
@@ -354,9 +213,7 @@ class LLM:
                 outputs=[completions[uid, index] for index in range(one.n)],
                 prompt=text,
             )
-            for tokens, one, text, uid in zip(
-                token_lists, params, texts, dict.fromkeys(s.key.prompt_uid for s in states), strict=True
-            )
+            for tokens, one, text, uid in zip(token_lists, params, texts, uids, strict=True)
         ]
 
     def encode(self, prompts: Items[Prompt]) -> list[list[int]]:
@@ -372,32 +229,6 @@ class LLM:
         """Raises ValueError, with the numbers, when the prompt's completions could never run here."""
         self.replica.check(encode_prompt(self.tokenizer, prompt, "prompt"), sampling_params)
 
-    def _make_states(
-        self, token_lists: list[list[int]], params: list[SamplingParams], uids: Items[int] | None
-    ) -> list[SequenceState]:
-        if uids is None:
-            uids = range(self._next_uid, self._next_uid + len(token_lists))
-        wrong = [uid for uid in uids if not is_int64(uid)]
-        if wrong:
-            raise ValueError(f"prompt_uids: {wrong[0]!r} is not an integer of 64 bits")
-        if len(set(uids)) != len(token_lists):
-            raise ValueError(
-                f"prompt_uids: {len(set(uids))} distinct values for {len(token_lists)} prompts; give one each"
-            )
-        return [
-            SequenceState(
-                key=SequenceKey(
-                    run_seed=self.config.seed, policy_step=self.policy_version, prompt_uid=uid, sample_index=index
-                ),
-                group_id=uid,
-                tokens=list(tokens),
-                num_prompt_tokens=len(tokens),
-                params=one,
-            )
-            for tokens, one, uid in zip(token_lists, params, uids, strict=True)
-            for index in range(one.n)
-        ]
-
     def _check_ready(self) -> None:
         self._check_open()
         if self._engine.is_asleep:
@@ -407,94 +238,29 @@ class LLM:
         if self.replica.has_work:
             raise RuntimeError("LLM: the replica has sequences; pause() or abort() them first, or clear() it")
 
-    def _roll_out_coordinated(
-        self,
-        rollout: RolloutWorld,
-        states: list[SequenceState],
-        done: Mapping[SequenceId, Completion],
-        hear: Callable[[Finished], None],
+    def _roll_out(
+        self, states: list[SequenceState], done: Mapping[SequenceId, Completion], hear: Callable[[Finished], None]
     ) -> dict[tuple[int, int], Completion]:
-        known, left = _split(states, done)
+        """All completions, by prompt uid and sample index."""
+        if self.rollout is None:
+            self.step_records = []
+            try:
+                pairs = roll_out_static(self._engine, self.layout, self._world, states, done, hear, self.step_records)
+            except BaseException:
+                if self._kv_store is not None:
+                    self._kv_store.close()
+                raise
+            return {(uid, completion.index): completion for uid, completion in pairs}
+        known, left = split_done(states, done)
         if self._world.rank == 0:
             for one in known:
                 hear(one)
         try:
-            finished = rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear)
+            finished = self.rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear)
         finally:
-            self.layout = rollout.layout  # only the ranks that a regroup moves have heard of it
-        self.step_records = rollout.step_records
+            self.layout = self.rollout.layout  # only the ranks that a regroup moves have heard of it
+        self.step_records = self.rollout.step_records
         return {(one.state.key.prompt_uid, one.completion.index): one.completion for one in known + finished}
-
-    def _roll_out_static(
-        self, states: list[SequenceState], done: Mapping[SequenceId, Completion], hear: Callable[[Finished], None]
-    ) -> dict[tuple[int, int], Completion]:
-        """Replica i mod dp runs sequence i: a dispatch that depends on nothing timed."""
-        is_first = self._engine.tensor_parallel.rank == 0
-        position = self.layout.replicas.index(self._engine.spec)
-        known, left = _split(states[position :: len(self.layout.replicas)], done)
-        if is_first:
-            for one in known:
-                hear(one)
-        ended = known + self._run(left, hear if is_first else None)
-        return self._gather([(one.state.key.prompt_uid, one.completion) for one in ended])
-
-    def _run(self, states: list[SequenceState], hear: Callable[[Finished], None] | None) -> list[Finished]:
-        """This rank's sequences, in the order they finish."""
-        replica = self.replica
-        self.step_records = []
-        done: list[Finished] = []
-        try:
-            for state in states:
-                replica.submit(Work(state=state))
-            while replica.has_work:
-                start = time.monotonic()
-                output = replica.step()
-                self.step_records.append(
-                    StepRecord(
-                        replica_id=self._engine.spec.id,
-                        epoch=self.layout.epoch,
-                        tp_size=self._engine.spec.tp_size,
-                        start=start,
-                        seconds=time.monotonic() - start,
-                        num_running=output.num_running,
-                        num_tokens=output.num_tokens,
-                        num_preempted=output.num_preempted,
-                        num_swapped_out=output.num_swapped_out,
-                        num_swapped_in=output.num_swapped_in,
-                    )
-                )
-                for finished in output.finished:
-                    done.append(finished)
-                    if hear is not None:
-                        hear(finished)
-                if len(done) + replica.num_sequences < len(states):
-                    raise RuntimeError(
-                        "generate: on_finished has paused or aborted sequences; do that between two calls only"
-                    )
-        except BaseException:  # the next call starts clean
-            replica.clear()
-            if self._kv_store is not None:
-                self._kv_store.close()
-            raise
-        return done
-
-    def _check_same_request(self, states: list[SequenceState]) -> None:
-        digest = hashlib.blake2b(msgspec.msgpack.encode(states), digest_size=16).digest()
-        others = [rank for rank, other in enumerate(self._world.all_gather_bytes(digest)) if other != digest]
-        if others:
-            raise ValueError(
-                f"generate: ranks {others} were given other prompts or parameters than rank "
-                f"{self._world.rank}; give all ranks the same"
-            )
-
-    def _gather(self, mine: list[tuple[int, Completion]]) -> dict[tuple[int, int], Completion]:
-        if self._world.size > 1:
-            decode = msgspec.msgpack.Decoder(list[tuple[int, Completion]]).decode
-            # Every shard of a replica has drawn the same tokens; the first one's are sent.
-            told = mine if self._engine.tensor_parallel.rank == 0 else []
-            parts = self._world.all_gather_bytes(msgspec.msgpack.encode(told))
-            mine = [pair for part in parts for pair in decode(part)]
-        return {(uid, completion.index): completion for uid, completion in mine}
 
     # -- weights and memory
 
@@ -514,14 +280,7 @@ class LLM:
                 raise RuntimeError("update_weights: sequences are running; pause() them first")
         if self._kv_store is not None:
             self._kv_store.close()  # paused sequences may have left with some; the version need not tell it from new KV
-        kept = self._host_weights
-        self._weights = kept.tensors if kept is not None else _no_whole_weights
-        try:
-            with together(self._world, "update_weights"):
-                self._engine.load(kept.keep(weights) if kept is not None else weights, version)
-        except BaseException:
-            self._engine.has_weights = False
-            raise
+        self._placement.update(weights, version)
         return self.checksum()
 
     def checksum(self) -> int:
@@ -556,8 +315,8 @@ class LLM:
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None
-        if self._host_weights is not None:
-            self._host_weights.close()
+        if hasattr(self, "_placement"):  # else the constructor has failed
+            self._placement.close()
         if self._own_groups is not None:
             self._own_groups.close()
 
@@ -566,46 +325,3 @@ class LLM:
             raise RuntimeError("LLM: is closed; make a new one")
         if self.rollout is not None and self.rollout.has_failed:
             raise RuntimeError("LLM: a rollout has failed, which ended the ranks' connections; make a new one")
-
-
-def _no_whole_weights() -> Iterable[tuple[str, Tensor]]:
-    raise RuntimeError("regroup: whole weights are kept after an update only with a layout_policy; give LLM one")
-
-
-def _can_be_cut(model: ModelConfig, tp_size: int) -> bool:
-    try:
-        check_shardable(model, tp_size)
-    except ValueError:
-        return False
-    return True
-
-
-def _split(
-    states: Items[SequenceState], done: Mapping[SequenceId, Completion]
-) -> tuple[list[Finished], list[SequenceState]]:
-    """Those that are done already, as if they had just ended, and the others."""
-    known = []
-    for state in states:
-        if state.sequence_id in done:
-            completion = done[state.sequence_id]
-            ended = dataclasses.replace(
-                state,
-                tokens=state.tokens + completion.token_ids,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-            )
-            known.append(Finished(state=ended, completion=completion))
-    return known, [state for state in states if state.sequence_id not in done]
-
-
-def _broadcast_params(params: SamplingParams | Items[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not hasattr(params, "__len__"):
-        raise ValueError(f"sampling_params={params!r}: give SamplingParams, or a list of one per prompt")
-    if len(params) != count:
-        raise ValueError(f"sampling_params: {len(params)} for {count} prompts; give one, or one per prompt")
-    for index, one in enumerate(params):
-        if not isinstance(one, SamplingParams):
-            raise ValueError(f"sampling_params[{index}]={one!r}: give SamplingParams")
-    return list(params)

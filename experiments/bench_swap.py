@@ -32,8 +32,8 @@ from tqdm import tqdm
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.config import DType
 from engines.constraints import Count, Counts, check_fields
-from engines.kvcache.disk import disk_folder
-from engines.replica.scheduler import Sequence
+from engines.kvcache.tiers import disk_folder
+from engines.replica.scheduler import Preempted, Sequence
 from engines.sequence import Work
 from experiments import launch
 from experiments.random_model import save_random_model
@@ -138,9 +138,9 @@ def _come_back(llm: LLM, config: BenchSwapConfig, sequence: Sequence, side: str)
     """Seconds from the preemption to the next token."""
     scheduler = llm.replica.scheduler
     start = time.perf_counter()
+    victim = scheduler._preempt_latest()
     if side.startswith("swap"):
-        _swap_out(llm, sequence)
-    scheduler._preempt_latest()
+        _swap_out(llm, victim)
     seconds = time.perf_counter() - start
     if not config.shared:
         scheduler.blocks.forget()  # somebody else has taken the blocks
@@ -152,12 +152,11 @@ def _come_back(llm: LLM, config: BenchSwapConfig, sequence: Sequence, side: str)
     return seconds
 
 
-def _swap_out(llm: LLM, sequence: Sequence) -> None:
+def _swap_out(llm: LLM, victim: Preempted) -> None:
     """As the replica does it when the policy says so."""
     replica = llm.replica
-    assert replica.kv_store is not None
-    sequence.kv = replica._export_kv([sequence], replica.kv_store).get(sequence.state.sequence_id)
-    if sequence.kv is None:
+    (victim.sequence.kv,) = replica.mover.export([victim.cached], replica.policy_version)
+    if victim.sequence.kv is None:
         raise ValueError("the tier has no room for the sequence; give shorter lengths, or free some memory or disk")
 
 
@@ -178,8 +177,8 @@ def _drop_pages(paths: Iterable[Path]) -> None:
 
 
 def _ask(llm: LLM, num_tokens: int, num_known: int) -> dict[str, Any]:
-    policy, store = llm.replica.swap_policy, llm.replica.kv_store
-    assert policy is not None and store is not None
+    policy, store = llm.replica.mover.swap_policy, llm.replica.mover.store
+    assert store is not None
     start = time.perf_counter()
     swaps = policy.swaps(num_tokens, num_known, store)
     took = time.perf_counter() - start

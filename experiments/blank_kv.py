@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
-from engines.kvcache.transfer import KVContent, Tier
+from engines.kvcache.store import KVContent, Tier
 from engines.sequence import KVHandle, KVPart, Work
 
 
@@ -36,7 +36,7 @@ def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, f
 
     The next step computes the last of these tokens, which gives the first of those.
     """
-    llm.replica.kv_store = BlankKV()
+    llm.replica.mover.use(BlankKV())
     dtype = str(llm.config.dtype)
     heads = llm.model_config.num_kv_heads
     generator = torch.Generator().manual_seed(first_uid)

@@ -67,6 +67,7 @@ def test_no_room_imports_from_one_above() -> None:
         "engines.control.messages",
         "engines.coordination.core",
         "engines.rollout.coordinator",
+        "engines.rollout.worker_core",
         "engines.fleet.launcher",
         "engines.coordination.policies",
     ],

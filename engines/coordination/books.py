@@ -1,29 +1,46 @@
-"""Who is where: unfinished sequences, the queues they wait in, the replicas that have them. Torch-free.
+"""What the core knows: the phase, the layout, the replicas, and where each unfinished sequence is. Torch-free.
 
-Every operation takes time that does not grow with the number of waiting sequences.
+Every operation on a sequence takes time that does not grow with the number of waiting ones.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from engines.coordination.records import ReplicaRecord, SequenceRecord
-from engines.coordination.views import EndedView, ReplicaView, SequenceView
-from engines.sequence import Finished, SequenceId, SequenceState
+from engines.control.messages import StepReported
+from engines.coordination.outbox import Outbox
+from engines.coordination.records import PhaseRecord, ReplicaRecord, SequenceRecord
+from engines.coordination.requests import Deliver, DiscardKV, Failed, RequestRefused
+from engines.coordination.views import Decision, EndedView, ReplicaView, SequenceView
+from engines.parallel.layout import Layout
+from engines.sequence import Finished, SequenceId, SequenceState, Work
+
+MAX_DECISIONS = 100_000
+"""The last ones are kept."""
 
 
 class Books:
-    """An unfinished sequence is in exactly one place: waiting for any replica, waiting for one, or assigned."""
+    """An unfinished sequence is in exactly one place: waiting for any replica, waiting for one, or assigned.
 
-    def __init__(self) -> None:
+    What changes here and is the caller's to know goes on to the outbox.
+    """
+
+    def __init__(self, outbox: Outbox, layout: Layout, world_size: int) -> None:
+        self._outbox = outbox
+        self.layout = layout
+        self.world_size = world_size
+        self.phase: PhaseRecord | None = None
+        self.failed: str | None = None
+        self.ignored: Counter[str] = Counter()
+        self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.replicas: dict[int, ReplicaRecord] = {}
+        self.outside_ids: set[int] = set()
+        """Of all replicas outside the world that there ever were."""
         self.sequences: dict[SequenceId, SequenceRecord] = {}
         """Submitted and not delivered."""
         self.delivered: set[SequenceId] = set()
-        self.policy_version: int | None = None
-        """That a replica's weights must have; None between phases."""
         # Ordered, since a plain dict that loses its first entries gets slow to find the next one.
         self._waiting: OrderedDict[SequenceId, SequenceView] = OrderedDict()
         self.waiting: Mapping[SequenceId, SequenceView] = MappingProxyType(self._waiting)
@@ -34,18 +51,45 @@ class Books:
         # A dict for its order: with a set, what a policy iterates over would depend on memory addresses.
         self._changed: dict[ReplicaRecord, None] = {}
         self._num_submitted = 0
+        for spec in layout.replicas:
+            self.add_replica(ReplicaRecord(spec=spec, epoch=layout.epoch, outside=False))
 
-    def begin_phase(self, policy_version: int) -> None:
-        self.policy_version = policy_version
+    def begin_phase(self, phase: PhaseRecord) -> None:
+        self.phase = phase
         self._num_submitted = 0
         self.delivered.clear()
         self._changed.update(dict.fromkeys(self.replicas.values()))
+
+    def fail(self, reason: str) -> None:
+        """The run cannot go on."""
+        if self.failed is None:
+            self.decide("fail", detail=reason)
+            self.failed = reason
+            self._outbox.tell(Failed(reason=reason))
+
+    # --- Sequences
 
     def submit(self, state: SequenceState) -> None:
         sequence = SequenceRecord(state=state, index=self._num_submitted, num_tokens=len(state.tokens))
         self._num_submitted += 1
         self.sequences[sequence.id] = sequence
         self.wait(sequence)
+
+    def find(self, sequence_id: SequenceId, what: str) -> SequenceRecord | None:
+        """The unfinished sequence; None (counted) when it is delivered. Raises RequestRefused when never submitted."""
+        if sequence_id in self.delivered:
+            self.ignored["a request for a delivered sequence"] += 1
+            return None
+        if sequence_id not in self.sequences:
+            raise RequestRefused(f"{what}: sequence {sequence_id} was not submitted in phase {self._outbox.phase}")
+        return self.sequences[sequence_id]
+
+    def find_assigned(self, sequence_id: SequenceId, replica: ReplicaRecord) -> SequenceRecord | None:
+        """The sequence if this replica has it; else None, which is counted."""
+        sequence = replica.assigned.get(sequence_id)
+        if sequence is None:
+            self.ignored["about a sequence that is not there"] += 1
+        return sequence
 
     def wait(self, sequence: SequenceRecord) -> None:
         """Queues a sequence that is nowhere: for the replica it is pinned to, else for any."""
@@ -71,13 +115,37 @@ class Books:
         if replica is not None:
             replica.pins[sequence.id] = sequence
 
-    def assign(self, sequence: SequenceRecord, replica: ReplicaRecord, max_new_tokens: int | None, now: float) -> None:
+    def assign(self, sequence: SequenceRecord, replica: ReplicaRecord, max_new_tokens: int | None) -> None:
         self.unqueue(sequence)
         self.pin(sequence, None)
         if not replica.assigned:
-            replica.last_heard = now  # its silence counts from here
+            replica.last_heard = self._outbox.now  # its silence counts from here
         replica.assign(sequence, max_new_tokens)
         self._changed[replica] = None
+
+    def note_progress(self, report: StepReported, replica: ReplicaRecord) -> None:
+        """A replica's load, and what its sequences have grown by."""
+        replica.report = report
+        for sequence_id, num_new_tokens in report.progress:
+            if sequence := self.find_assigned(sequence_id, replica):
+                replica.progress(sequence, num_new_tokens)
+
+    def take_back(self, works: Iterable[Work], replica: ReplicaRecord) -> None:
+        """Sequences that a replica has given back go on their way."""
+        for work in works:
+            if sequence := self.find_assigned(work.state.sequence_id, replica):
+                replica.give_up(sequence)
+                sequence.take_back(work.state, work.kv)
+                self.send_on(sequence)
+
+    def send_on(self, sequence: SequenceRecord) -> None:
+        """Sends a sequence that is on no replica on its way: to wait, or to its end."""
+        if not sequence.aborting:
+            self.wait(sequence)
+            return
+        if sequence.kv is not None:
+            self._outbox.tell(DiscardKV(kv=sequence.kv))
+        self.deliver(sequence, sequence.aborted())
 
     def deliver(self, sequence: SequenceRecord, finished: Finished) -> None:
         self.unqueue(sequence)
@@ -97,6 +165,9 @@ class Books:
                 finish_reason=finished.completion.finish_reason,
             )
         )
+        self._outbox.tell(Deliver(finished=finished))
+
+    # --- Replicas
 
     def add_replica(self, replica: ReplicaRecord) -> None:
         self.replicas[replica.spec.id] = replica
@@ -119,16 +190,19 @@ class Books:
         """Its view is out of date."""
         self._changed[replica] = None
 
+    def idle_ranks(self) -> list[int]:
+        """Ranks of the world that the layout gives no replica."""
+        return [rank for rank in range(self.world_size) if self.layout.replica_of(rank) is None]
+
+    # --- What policies see, and what was decided
+
     def views(self) -> Mapping[int, ReplicaView]:
+        version = None if self.phase is None else self.phase.policy_version
         for replica in self._changed:
-            accepts = (
-                replica.ready is not None
-                and not replica.closed
-                and replica.spec.role == "rollout"
-                and self.policy_version is not None
-                and replica.version == self.policy_version
+            is_open = replica.ready is not None and not replica.closed and replica.spec.role == "rollout"
+            self._views[replica.spec.id] = replica.view(
+                accepts=is_open and version is not None and replica.version == version
             )
-            self._views[replica.spec.id] = replica.view(accepts)
         self._changed.clear()
         return MappingProxyType(self._views)
 
@@ -141,6 +215,23 @@ class Books:
         """Sequences that have ended since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
+
+    def decide(
+        self, action: str, ids: Iterable[SequenceId] = (), replica: ReplicaRecord | None = None, detail: str = ""
+    ) -> None:
+        """Notes a decision, and what was seen then."""
+        self.decisions.append(
+            Decision(
+                now=self._outbox.now,
+                action=action,
+                sequence_ids=tuple(ids),
+                replica_id=None if replica is None else replica.spec.id,
+                detail=detail,
+                num_waiting=len(self._waiting),
+                num_unfinished=len(self.sequences),
+                replicas=tuple(self.views().values()),
+            )
+        )
 
     def check_integrity(self) -> None:
         """Asserts that every unfinished sequence is in one place, and that the sums are right."""

@@ -1,39 +1,40 @@
-"""Waiting sequences to replicas that have room, as the schedule policy says. Torch-free."""
+"""Sequences go to replicas that have room, as the schedule policy says, and are called back from them. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from engines.control import messages
 from engines.coordination.books import Books
 from engines.coordination.outbox import Outbox
 from engines.coordination.policies import SchedulePolicy
 from engines.coordination.records import ReplicaRecord, SequenceRecord
+from engines.coordination.requests import RequestMove, RequestRefused
 from engines.coordination.views import Dispatch, ScheduleView, num_reserved_tokens
-from engines.parallel.layout import Layout
-from engines.sequence import Work
+from engines.sequence import SequenceId, Work
 
 
 class Dispatcher:
-    """Pinned sequences first, which no policy sees; then one by one, until the policy has no more."""
+    """What replicas answer goes to the books."""
 
-    def __init__(self, books: Books, outbox: Outbox, policy: SchedulePolicy, decide: Callable[..., None]) -> None:
-        """`decide` records a decision; see `RolloutCore._decide`."""
+    def __init__(self, books: Books, outbox: Outbox, policy: SchedulePolicy) -> None:
         self._books = books
         self._outbox = outbox
         self._policy = policy
-        self._decide = decide
 
-    def dispatch(self, layout: Layout) -> None:
-        """Sends all that can be sent now: one command per replica. What a policy raises comes after that."""
+    def dispatch(self) -> None:
+        """Sends all that can be sent now, one command per replica: first the pinned sequences, which no policy sees.
+
+        What a policy raises comes after that.
+        """
         batches: dict[ReplicaRecord, list[Work]] = {}
         try:
-            self._assign_all(layout, batches)
+            self._assign_all(batches)
         finally:
             for replica, works in batches.items():
                 self._outbox.send(messages.SubmitWork, replica, works=tuple(works))
 
-    def _assign_all(self, layout: Layout, batches: dict[ReplicaRecord, list[Work]]) -> None:
+    def _assign_all(self, batches: dict[ReplicaRecord, list[Work]]) -> None:
         for replica in self._books.replicas.values():
             while replica.pinned_waiting:
                 sequence = next(iter(replica.pinned_waiting.values()))
@@ -44,7 +45,7 @@ class Dispatcher:
         while self._books.waiting:
             view = ScheduleView(
                 now=self._outbox.now,
-                layout=layout,
+                layout=self._books.layout,
                 waiting=self._books.waiting,
                 entered=self._books.take_entered(),
                 ended=self._books.take_ended(),
@@ -83,7 +84,53 @@ class Dispatcher:
         max_new_tokens: int | None,
         batches: dict[ReplicaRecord, list[Work]],
     ) -> None:
-        self._decide("dispatch", [sequence.id], replica)
-        self._books.assign(sequence, replica, max_new_tokens, self._outbox.now)
+        self._books.decide("dispatch", [sequence.id], replica)
+        self._books.assign(sequence, replica, max_new_tokens)
         work = Work(state=sequence.state, max_new_tokens=max_new_tokens, kv=sequence.kv)
         batches.setdefault(replica, []).append(work)
+
+    # --- Back from replicas
+
+    def move(self, request: RequestMove) -> None:
+        books = self._books
+        target = None if request.replica_id is None else books.replicas.get(request.replica_id)
+        if request.replica_id is not None and (target is None or target.spec.role != "rollout"):
+            raise RequestRefused(f"RequestMove.replica_id={request.replica_id}: is no rollout replica; choose another")
+        sequence = books.find(request.sequence_id, "RequestMove")
+        if sequence is None or sequence.aborting:
+            return
+        books.decide("move", [sequence.id], target)
+        replica = sequence.replica
+        if replica is None:
+            books.unqueue(sequence)
+            books.pin(sequence, target)
+            books.wait(sequence)
+        elif replica is target and sequence.pause_seq < 0:
+            books.pin(sequence, None)
+        else:
+            books.pin(sequence, target)
+            if sequence.pause_seq < 0:
+                self.pause(replica, request.with_kv, only=sequence)
+
+    def pause(self, replica: ReplicaRecord, with_kv: bool, only: SequenceRecord | None = None) -> None:
+        """Takes all sequences off a replica, or only one."""
+        fields = {"sequence_ids": None if only is None else (only.id,), "with_kv": with_kv}
+        seq = self._outbox.send(messages.PauseSequences, replica, "to pause sequences", **fields)
+        for sequence in replica.assigned.values() if only is None else [only]:
+            if sequence.pause_seq < 0:
+                sequence.pause_seq = seq
+
+    def abort(self, sequence_ids: Iterable[SequenceId]) -> None:
+        running: dict[ReplicaRecord, list[SequenceId]] = {}
+        for sequence in [self._books.find(id_, "RequestAbort") for id_ in dict.fromkeys(sequence_ids)]:
+            if sequence is None or sequence.aborting:
+                continue
+            sequence.aborting = True
+            if sequence.replica is None:
+                self._books.decide("abort", [sequence.id])
+                self._books.send_on(sequence)
+            else:
+                running.setdefault(sequence.replica, []).append(sequence.id)
+        for replica, ids in running.items():
+            self._books.decide("abort", ids, replica)
+            self._outbox.send(messages.AbortSequences, replica, "to abort sequences", sequence_ids=tuple(ids))

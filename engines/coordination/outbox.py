@@ -1,4 +1,4 @@
-"""Commands on their way out, and the answers that they wait for. Torch-free."""
+"""Commands and results on their way out, and the answers that are awaited. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from engines.coordination.requests import Result
 class Awaited:
     """An answer that must come before `deadline`, in seconds on the caller's clock."""
 
-    replica: ReplicaRecord | None
-    """None: an idle rank, or nobody in particular."""
-    who: str
+    who: ReplicaRecord | str
+    """The name of an idle rank, or of what is no replica."""
     what: str
     deadline: float
 
@@ -34,50 +33,47 @@ class Outbox:
         self._num_commands = 0
         self._messages: list[Command | Result] = []
 
-    def _next_seq(self) -> int:
-        self._num_commands += 1
-        return self._num_commands - 1
-
     def send(self, kind: Callable[..., Command], replica: ReplicaRecord, awaits: str = "", **fields: Any) -> int:
         """Sends to a replica's leader, which relays; returns the command's `seq`. `awaits` names the answer."""
-        seq = self._next_seq()
         spec = replica.spec
         address = {"replica_id": spec.id, "rank": spec.ranks[0], "epoch": replica.epoch}
-        self._messages.append(kind(**address, phase=self.phase, seq=seq, **fields))
-        if awaits:
-            self.wait_for(seq, replica, str(replica), awaits)
-        return seq
+        return self._post(kind(**address, phase=self.phase, seq=self._num_commands, **fields), replica, awaits)
 
     def send_idle(self, kind: Callable[..., Command], rank: int, epoch: int, awaits: str = "", **fields: Any) -> int:
         """Sends to an idle rank; as `send`."""
-        seq = self._next_seq()
-        self._messages.append(kind(replica_id=None, rank=rank, epoch=epoch, phase=self.phase, seq=seq, **fields))
+        address = {"replica_id": None, "rank": rank, "epoch": epoch}
+        command = kind(**address, phase=self.phase, seq=self._num_commands, **fields)
+        return self._post(command, f"rank {rank} (idle)", awaits)
+
+    def _post(self, command: Command, who: ReplicaRecord | str, awaits: str) -> int:
+        self._num_commands += 1
+        self._messages.append(command)
         if awaits:
-            self.wait_for(seq, None, f"rank {rank} (idle)", awaits)
-        return seq
+            self.wait_for(command.seq, who, awaits)
+        return command.seq
 
     def tell(self, result: Result) -> None:
         self._messages.append(result)
 
-    def wait_for(self, key: Hashable, replica: ReplicaRecord | None, who: str, what: str) -> None:
+    def wait_for(self, key: Hashable, who: ReplicaRecord | str, what: str) -> None:
         """Notes the answer as awaited from now on, unless it is already."""
         if key not in self.awaited:
-            self.awaited[key] = Awaited(replica=replica, who=who, what=what, deadline=self.now + self.timeout_s)
+            self.awaited[key] = Awaited(who=who, what=what, deadline=self.now + self.timeout_s)
 
     def answered(self, key: Hashable, replica: ReplicaRecord | None) -> bool:
-        """Takes an answer; False when nobody waits for it, or not from this replica."""
-        if key not in self.awaited or self.awaited[key].replica is not replica:
+        """Takes an answer, of no replica when None; False when nobody waits for it, or not from this one."""
+        awaited = self.awaited.get(key)
+        if awaited is None or (None if isinstance(awaited.who, str) else awaited.who) is not replica:
             return False
         del self.awaited[key]
         return True
 
     def is_awaited_of(self, replica: ReplicaRecord) -> bool:
-        return any(awaited.replica is replica for awaited in self.awaited.values())
+        return any(awaited.who is replica for awaited in self.awaited.values())
 
     def forget(self, replica: ReplicaRecord) -> None:
         """Waits for this replica no more."""
-        for key in [key for key, awaited in self.awaited.items() if awaited.replica is replica]:
-            del self.awaited[key]
+        self.awaited = {key: awaited for key, awaited in self.awaited.items() if awaited.who is not replica}
 
     def overdue(self) -> Awaited | None:
         late = (awaited for awaited in self.awaited.values() if self.now > awaited.deadline)

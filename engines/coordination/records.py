@@ -1,4 +1,4 @@
-"""The core's books: one record per unfinished sequence, one per replica. Mutable, and the core's alone. Torch-free."""
+"""The core's books: a record of the phase, of each unfinished sequence, of each replica. Mutable. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from engines.control.messages import ReplicaReady, StepReported
 from engines.coordination.views import ReplicaView, SequenceView, num_reserved_tokens
 from engines.parallel.layout import ReplicaSpec
 from engines.sequence import Completion, Finished, KVHandle, SequenceId, SequenceState
+
+
+@dataclass(eq=False, kw_only=True)
+class PhaseRecord:
+    """The phase that is open."""
+
+    number: int
+    policy_version: int
+    weights_source: str | None
+    """What replicas outside the world load `policy_version` from."""
+    is_ending: bool = False
+    """No more sequences may come."""
+    end_seqs: list[int] = field(default_factory=list)
+    """`seq` of the commands that end it, once they are sent."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,6 +120,11 @@ class ReplicaRecord:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.spec.ranks))
         return f"replica {self.spec.id} (rank{'s' * (len(self.spec.ranks) > 1)} {ranks})"
+
+    @property
+    def ready_key(self) -> tuple[str, int, int]:
+        """Under which its `ReplicaReady` is awaited."""
+        return ("ready", self.spec.id, self.epoch)
 
     @property
     def block_size(self) -> int:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -17,30 +13,27 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
+from engines.constraints import Count, NonNegative, Positive, WholeNumber, check_value
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
-from engines.fleet.launcher import ReplicaLauncher
+from engines.fleet.launcher import ReplicaLauncher, ReplicaOrders
+from engines.fleet.weights import PublishedWeights
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
-from engines.models.loader import checked_weights
 from engines.models.tokenizer import load_tokenizer
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-from engines.parallel.segment import start_time
 from engines.replica.capacity import Capacity
 from engines.replica.engine import kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
-from engines.rollout.worker import NO_WEIGHTS
-from engines.sequence import Finished, SequenceState, is_int64
+from engines.sequence import Finished, SequenceState
 
-SHARD_BYTES = 2**30
 _GRACE_S = 5.0  # that replicas get to end by themselves
 
 
@@ -68,76 +61,82 @@ class Fleet:
         **options: Any,
     ) -> None:
         """`model` is a Hugging Face checkpoint, whose weights are those of the first phase; `options` are the fields of
-        `EngineConfig`. The policy is to go by `view.replicas`, as there is no layout. `publish` writes to a new folder
-        in `weights_folder` (by default the temporary one).
-
-        A replica is given up when it was silent on the network for `patience_s` seconds, or owes an answer or a step
-        for `timeout_s`. For the other arguments see `ReplicaLauncher`.
-
+        `EngineConfig`. The policy must use `view.replicas`, as there is no layout. `publish` writes to a new folder in
+        `weights_folder` (by default the temporary one). A replica is dropped when it was silent on the network for
+        `patience_s` seconds, or owes an answer or a step for `timeout_s`. For the other arguments see
+        `ReplicaLauncher` and `ReplicaOrders`.
         Raises FileNotFoundError or ValueError, naming field, value and fix, before anything is made.
         """
-        _check_counts(num_replicas=(num_replicas, 0), num_threads=(num_threads, 1), kv_store_bytes=(kv_store_bytes, 0))
-        _check_seconds(timeout_s, patience_s, min_step_s)
+        _check_numbers(
+            num_replicas=num_replicas,
+            num_threads=num_threads,
+            kv_store_bytes=kv_store_bytes,
+            timeout_s=timeout_s,
+            patience_s=patience_s,
+            min_step_s=min_step_s,
+        )
         _check_folders(weights_folder=weights_folder, log_folder=log_folder)
         schedule_policy = OnDemand() if schedule_policy is None else schedule_policy
         check_policy("schedule_policy", schedule_policy, "next")
         where = usable_device("Fleet", device)
-        ModelConfig.from_pretrained(model)
-        self._model = Path(model).resolve()  # replicas run in another folder
-        capacity = _capacity(self._model, engine_config("Fleet", options), where, max(1, num_replicas))
-        config = capacity.config
-        if config.kv_host_bytes is not None:
-            kv_store_bytes = host_pool_bytes(config.kv_host_bytes, num_ranks=max(1, num_replicas))
+        config = _with_capacity(model, engine_config("Fleet", options), where, max(1, num_replicas))
+        model = Path(model).resolve()  # replicas run in another folder
+        self._limits = _limits(model, config)
         self._kv_disk_folder = config.kv_disk_folder
-        self._limits = _limits(self._model, config)
         self._timeout_s = timeout_s
-        self._phase = NO_WEIGHTS
-        self._source, self._version = self._model, 0
-        self._source_in_use: Path | None = None
-        """What the replicas of the open phase load from."""
+        self._phase = -1
+        orders = ReplicaOrders(
+            address="",
+            token=new_token(),
+            model=str(model),
+            config=config,
+            device=str(where),
+            kv_token=secrets.token_hex(16),
+            kv_store_bytes=_store_bytes(config, kv_store_bytes, max(1, num_replicas)),
+            interval_s=min(1.0, patience_s / 5),
+            patience_s=patience_s,
+            min_step_s=min_step_s,
+        )
         with ExitStack() as undo:
-            self._weights_folder = _make_weights_folder(weights_folder)
-            undo.callback(shutil.rmtree, self._weights_folder, ignore_errors=True)
-            token, kv_token = new_token(), secrets.token_hex(16)
-            self._kv_store = make_kv_store(  # only to drop what others have made
-                kv_token, host_bytes=0, disk_bytes=0, disk_parent=config.kv_disk_folder
-            )
-            interval_s = min(1.0, patience_s / 5)
-            self._server = Server(token, interval_s=interval_s, patience_s=patience_s)
-            undo.callback(self._server.close)
-            self.launcher = ReplicaLauncher(
-                address=self._server.address,
-                token=token,
-                model=self._model,
-                config=config,
-                device=str(where),
-                num_threads=num_threads,
-                kv_token=kv_token,
-                kv_store_bytes=kv_store_bytes,
-                interval_s=interval_s,
-                patience_s=patience_s,
-                min_step_s=min_step_s,
-                log_folder=None if log_folder is None else Path(log_folder),
-            )
-            undo.callback(self.launcher.close)
-            core = RolloutCore(
-                layout=Layout(epoch=0, replicas=()),
-                world_size=0,
-                schedule_policy=schedule_policy,
-                timeout_s=timeout_s,
-            )
-            self.coordinator = Coordinator(
-                core,
-                self._server,
-                num_ranks=0,
-                timeout_s=timeout_s,
-                drop_kv=self._kv_store.drop,
-                launcher=self.launcher,
-                check_state=self._check,
-            )
+            self._weights = PublishedWeights(model, weights_folder)
+            undo.callback(self._weights.close)
+            self._connect(orders, schedule_policy, undo, num_threads, log_folder)
             for _ in range(num_replicas):
                 self.launch()
             undo.pop_all()
+
+    def _connect(
+        self,
+        orders: ReplicaOrders,
+        schedule_policy: SchedulePolicy,
+        undo: ExitStack,
+        num_threads: int,
+        log_folder: str | Path | None,
+    ) -> None:
+        self._server = Server(orders.token, interval_s=orders.interval_s, patience_s=orders.patience_s)
+        undo.callback(self._server.close)
+        orders = msgspec.structs.replace(orders, address=self._server.address)
+        logs = None if log_folder is None else Path(log_folder)
+        self.launcher = ReplicaLauncher(orders, num_threads=num_threads, log_folder=logs)
+        undo.callback(self.launcher.close)
+        core = RolloutCore(
+            layout=Layout(epoch=0, replicas=()),
+            world_size=0,
+            schedule_policy=schedule_policy,
+            timeout_s=self._timeout_s,
+        )
+        store = make_kv_store(  # only to drop what others have made
+            orders.kv_token, host_bytes=0, disk_bytes=0, disk_parent=self._kv_disk_folder
+        )
+        self.coordinator = Coordinator(
+            core,
+            self._server,
+            num_ranks=0,
+            timeout_s=self._timeout_s,
+            drop_kv=store.drop,
+            launcher=self.launcher,
+            check_state=self._check,
+        )
 
     def launch(self) -> ReplicaSpec:
         """Adds a replica, which takes part as soon as it has started and loaded the weights of the phase."""
@@ -174,28 +173,8 @@ class Fleet:
         not load it again, so that new weights need a new one. What was published before goes, at the end of the rollout
         that loads it if one is running.
         """
-        _check_version("version", version)
-        partial = self._weights_folder / ".partial"
-        partial.mkdir()
-        try:
-            _write_shards(partial, checked_weights(weights, ModelConfig.from_pretrained(self._model)))
-            shutil.copyfile(self._model / "config.json", partial / "config.json")
-            for path in partial.iterdir():
-                _flush(path)
-            names = (f"version-{version}" + f"-{count}" * (count > 1) for count in itertools.count(1))
-            target = next(folder for name in names if not (folder := self._weights_folder / name).exists())
-            partial.rename(target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        self._source, self._version = target, version
-        self._remove_outdated()
-        return target
-
-    def _remove_outdated(self) -> None:
-        for folder in self._weights_folder.iterdir():
-            if folder not in (self._source, self._source_in_use):
-                shutil.rmtree(folder)
+        check_value("version", version, WholeNumber)
+        return self._weights.publish(weights, version)
 
     def roll_out(
         self,
@@ -214,28 +193,28 @@ class Fleet:
         an interrupt, another rollout may follow.
         """
         if policy_version is None:
-            policy_version = self._version
-        _check_version("policy_version", policy_version)
-        if weights_source is None and policy_version != self._version:
+            policy_version = self._weights.version
+        check_value("policy_version", policy_version, WholeNumber)
+        if weights_source is None and policy_version != self._weights.version:
             raise ValueError(
-                f"policy_version={policy_version}: version {self._version} was published last; publish the weights of "
-                f"this one first, or name their folder as weights_source"
+                f"policy_version={policy_version}: version {self._weights.version} was published last; publish the "
+                f"weights of this one first, or name their folder as weights_source"
             )
         self._phase += 1
         num_lost = len(self.coordinator.lost)
-        self._source_in_use = Path(weights_source or self._source).resolve()
+        self._weights.in_use = Path(weights_source or self._weights.source).resolve()
         try:
             return self.coordinator.roll_out(
                 states,
                 phase=self._phase,
                 policy_version=policy_version,
-                weights_source=str(self._source_in_use),
+                weights_source=str(self._weights.in_use),
                 on_finished=on_finished,
             )
         finally:
             if self.coordinator.core.phase is None:
-                self._source_in_use = None
-                self._remove_outdated()
+                self._weights.in_use = None
+                self._weights.remove_outdated()
                 if len(self.coordinator.lost) > num_lost:
                     # Stored KV of dead replicas that never reported it; no sequence is left that could use it.
                     reclaim_tiers(self._kv_disk_folder)
@@ -261,7 +240,7 @@ class Fleet:
             self.launcher.close(grace_s)
         finally:
             self._server.close()
-            shutil.rmtree(self._weights_folder, ignore_errors=True)
+            self._weights.close()
             reclaim_tiers(self._kv_disk_folder)
 
     def __enter__(self) -> Fleet:
@@ -271,8 +250,8 @@ class Fleet:
         self.close()
 
 
-def _capacity(model: Path, config: EngineConfig, device: torch.device, num_replicas: int) -> Capacity:
-    """Of replicas of one rank. Raises ValueError where none could be made here, or not all fit together.
+def _with_capacity(model: str | Path, config: EngineConfig, device: torch.device, num_replicas: int) -> EngineConfig:
+    """The options with their numbers. Raises ValueError where a replica could not be made here, or not all fit.
 
     What an accelerator has free is not asked here, where no engine runs: each replica does, for itself.
     """
@@ -283,7 +262,13 @@ def _capacity(model: Path, config: EngineConfig, device: torch.device, num_repli
     capacity = Capacity(model=sizes, config=config, device=device, free=free).with_kv_bytes([1])
     kv_capacity(sizes, capacity.config, 1)
     capacity.check(nested_layout(range(num_replicas), 1))
-    return capacity
+    return capacity.config
+
+
+def _store_bytes(config: EngineConfig, by_default: int, num_replicas: int) -> int:
+    if config.kv_host_bytes is None:
+        return by_default
+    return host_pool_bytes(config.kv_host_bytes, num_ranks=num_replicas)
 
 
 def _limits(model: Path, config: EngineConfig) -> Limits:
@@ -297,23 +282,10 @@ def _limits(model: Path, config: EngineConfig) -> Limits:
     )
 
 
-def _check_counts(**counts: tuple[int, int]) -> None:
-    """Each a value and the least that it may be."""
-    for name, (value, lowest) in counts.items():
-        if not is_int64(value) or value < lowest:
-            raise ValueError(f"Fleet.{name}={value!r}: must be an integer of at least {lowest}")
-
-
-def _check_seconds(timeout_s: float, patience_s: float, min_step_s: float) -> None:
-    for name, seconds in (("timeout_s", timeout_s), ("patience_s", patience_s)):
-        if not _is_number(seconds) or not 0 < seconds < math.inf:
-            raise ValueError(f"Fleet.{name}={seconds!r}: must be a number of seconds above 0")
-    if not _is_number(min_step_s) or not 0 <= min_step_s < math.inf:
-        raise ValueError(f"Fleet.min_step_s={min_step_s!r}: must be a number of seconds, 0 for none")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _check_numbers(**numbers: object) -> None:
+    for name, number in numbers.items():
+        hint = {"num_threads": Count, "timeout_s": Positive, "patience_s": Positive, "min_step_s": NonNegative}
+        check_value(f"Fleet.{name}", number, hint.get(name, WholeNumber))
 
 
 def _check_folders(**folders: str | Path | None) -> None:
@@ -331,48 +303,3 @@ def _check_folders(**folders: str | Path | None) -> None:
             raise ValueError(
                 f"Fleet.{name}={str(folder)!r}: cannot be written to ({error.strerror}); give another"
             ) from None
-
-
-def _make_weights_folder(parent: str | Path | None) -> Path:
-    """A new folder in `parent`, by default the temporary one. Those there that a kill has left behind are removed."""
-    parent = Path(parent or tempfile.gettempdir()).resolve()
-    # A process id means something within its namespace only; with the start time it does not come again.
-    family = f"curtail-weights-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
-    for folder in parent.glob(f"{family}-*"):
-        pid, started = map(int, folder.name.removeprefix(f"{family}-").split("-")[:2])
-        if start_time(pid) != started:
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{family}-{os.getpid()}-{start_time(os.getpid())}-", dir=parent))
-
-
-def _check_version(name: str, version: int) -> None:
-    if not is_int64(version) or version < 0:
-        raise ValueError(f"{name}={version!r}: must be an integer of at least 0; replicas without weights say -1")
-
-
-def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Files of about `SHARD_BYTES`, one in memory at a time, and the index that names them."""
-    places: dict[str, str] = {}
-    pending: dict[str, Tensor] = {}
-    num_files = 0
-
-    def flush() -> None:
-        nonlocal num_files
-        num_files += 1
-        filename = f"model-{num_files:05}.safetensors"
-        save_file(pending, folder / filename, metadata={"format": "pt"})
-        places.update(dict.fromkeys(pending, filename))
-        pending.clear()
-
-    for name, tensor in weights:
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(one.nbytes for one in pending.values()) >= SHARD_BYTES:
-            flush()
-    if pending:
-        flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

@@ -30,17 +30,17 @@ class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """Of the coordinator's `Server`."""
     token: bytes
-    spec: ReplicaSpec
-    parent_pid: int
     model: str
     """Folder of the checkpoint whose config and tokenizer are used; weights are loaded by a command."""
     config: EngineConfig
-    device: str
     kv_token: str
     kv_store_bytes: int
-    interval_s: float
-    patience_s: float
-    min_step_s: float
+    spec: ReplicaSpec = ReplicaSpec(id=0, ranks=(0,))
+    parent_pid: int = msgspec.field(default_factory=os.getpid)
+    device: str = "cpu"
+    interval_s: float = 1.0
+    patience_s: float = 10.0
+    min_step_s: float = 0.0
     """Shortest time that a step lasts, in seconds: to slow a replica down in tests and paced runs."""
 
 
@@ -54,48 +54,20 @@ class _Launched:
 class ReplicaLauncher:
     """One process per replica, each a session of its own that dies with this process. `launch` is for any thread."""
 
-    def __init__(
-        self,
-        *,
-        address: str,
-        token: bytes,
-        model: str | Path,
-        config: EngineConfig,
-        world_size: int = 0,
-        device: str = "cpu",
-        num_threads: int = 1,
-        kv_token: str,
-        kv_store_bytes: int,
-        interval_s: float = 1.0,
-        patience_s: float = 10.0,
-        min_step_s: float = 0.0,
-        log_folder: Path | None = None,
-    ) -> None:
-        """`num_threads` of torch per process. Ids and ranks count up from `world_size`.
+    def __init__(self, orders: ReplicaOrders, *, num_threads: int = 1, log_folder: Path | None = None) -> None:
+        """`num_threads` of torch per process. Each gets `orders` with a spec of its own: ids and ranks count up from
+        the id there.
 
         Output goes to `replica-<id>.log` in `log_folder`; without one to files without a name, of which only the end
-        is ever read, when a process has died. The other arguments: see `ReplicaOrders`.
+        is ever read, when a process has died.
         """
+        self._orders = orders
         self._num_threads = num_threads
         self._log_folder = log_folder
-        self._next_id = world_size
+        self._next_id = orders.spec.id
         self._launched: dict[int, _Launched] = {}
         # The kernel kills a child when the *thread* that made it ends: this one ends with the launcher.
         self._spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-launcher")
-        self._orders = ReplicaOrders(
-            address=address,
-            token=token,
-            spec=ReplicaSpec(id=world_size, ranks=(world_size,)),
-            parent_pid=os.getpid(),
-            model=str(model),
-            config=config,
-            device=device,
-            kv_token=kv_token,
-            kv_store_bytes=kv_store_bytes,
-            interval_s=interval_s,
-            patience_s=patience_s,
-            min_step_s=min_step_s,
-        )
 
     def launch(self) -> ReplicaSpec:
         """Starts a replica under an id that no other has had; it will join, and announce itself, in a while."""

@@ -18,8 +18,8 @@ from engines.config import ModelConfig, longest_sequence
 from engines.control import messages
 from engines.control.transport import Client
 from engines.fleet.launcher import ReplicaOrders
+from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import make_kv_store
-from engines.kvcache.transfer import KVStore
 from engines.memory.free_memory import FreeMemory, free_memory
 from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import detokenizer, load_tokenizer
@@ -73,8 +73,7 @@ def main() -> int:
 
 def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
     """Runs commands until the one that ends it."""
-    engine = make_engine(orders)
-    engine.replica.kv_store = store
+    engine = make_engine(orders, store)
 
     def load_from(source: str, version: int) -> int:
         engine.load(checkpoint_tensors(source), version)
@@ -93,7 +92,7 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
         worker.run()
 
 
-def make_engine(orders: ReplicaOrders) -> LocalEngine:
+def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEngine:
     """A replica of one rank, without weights.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is none, or one that does not fit in what is free now.
@@ -112,6 +111,7 @@ def make_engine(orders: ReplicaOrders) -> LocalEngine:
         max_model_len=longest_sequence(orders.config, model),
         device=device,
         detokenize=detokenizer(load_tokenizer(orders.model, model)),
+        kv_store=store,
     )
 
 

@@ -1,45 +1,200 @@
-"""Files of KV: how they are named, so that a run knows its own and the dead's are found, and how many bytes they have.
-
-Torch-free.
-"""
+"""Stored KV as files of a host: in its memory (/dev/shm), or in a folder on a disk."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import re
-import secrets
+import shutil
 import threading
-from collections.abc import Iterator
+import warnings
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from engines.kvcache.store import HEADER_BYTES, KVContent, Tier, encode_header, layers_in
 from engines.memory.host_memory import free_host_bytes
-from engines.parallel.segment import DEV_SHM, start_time
+from engines.parallel.owned_files import DEV_SHM, has_label, new_name
+from engines.sequence import KVPart
 
 _FEWEST_FILES = 64
 
 
-def family() -> str:
-    """How names of this user in this container begin: a process id means something within its namespace only."""
-    return f"curtail-kv-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
+class FileKVStore:
+    """Entries as files, which every process of the host and user that knows the run's token reads.
 
+    A part's location is the file's name: it says who made it and in which run, and cannot be guessed. Files are read
+    and written by calls, never mapped: where a disk is full, fails or goes away, a call says so, whereas a mapping
+    would kill the process. They are not flushed, since they need not outlive the machine.
+    """
 
-class FileNames:
-    """The names of a run's files. They tell the creator and the run, whose `token` nobody else can guess."""
+    def __init__(
+        self,
+        name: str,
+        token: str,
+        capacity_bytes: int,
+        folders: Items[Path],
+        *,
+        remedy: str,
+        makes_folders: bool = False,
+    ) -> None:
+        """Of all files that this process has made at most `capacity_bytes` bytes exist at any time.
 
-    def __init__(self, owner: str, token: str) -> None:
-        """Raises ValueError naming `owner` for a token that could be guessed."""
+        A file goes to the first folder that has room. One that has none is reported, with the `remedy`, once.
+        `makes_folders` has folders made where they are missing. All processes of a run have the same `token`, which
+        nobody else can guess; one that could be guessed is a ValueError.
+        """
         if not re.fullmatch(r"[0-9a-zA-Z]{16,64}", token):
-            raise ValueError(f"{owner}.token={token!r}: use 16 to 64 letters and digits (secrets.token_hex(16))")
-        self._prefix = f"{family()}-{os.getpid()}-{start_time(os.getpid())}-{token}-"
-        self._pattern = re.compile(rf"{family()}-\d+-\d+-{token}-[0-9a-f]+")
+            raise ValueError(f"FileKVStore.token={token!r}: use 16 to 64 letters and digits (secrets.token_hex(16))")
+        if capacity_bytes < 0:
+            raise ValueError(f"FileKVStore.capacity_bytes={capacity_bytes}: must be at least 0")
+        self.name = name
+        self.token = token
+        self.folders = tuple(folders)
+        self.files = FileLedger(capacity_bytes)
+        self._remedy = remedy
+        self._makes_folders = makes_folders
+        self._has_warned = False
 
-    def new(self) -> str:
-        return f"{self._prefix}{secrets.token_hex(8)}"
+    @property
+    def num_bytes(self) -> int:
+        """Of the files that this process has made and that exist."""
+        return self.files.num_bytes
 
-    def has(self, name: str) -> bool:
-        """Whether it is a name of this run, by whichever process."""
-        return self._pattern.fullmatch(name) is not None
+    def tier_for(self, num_bytes: int) -> Tier | None:
+        return Tier(self.name, self) if self.files.has_room(HEADER_BYTES + num_bytes) else None
+
+    def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
+        num_bytes = HEADER_BYTES + content.num_bytes
+
+        def write(descriptor: int) -> None:
+            place, checksum = HEADER_BYTES, 0
+            for layer in layers:
+                data = layer.contiguous().view(torch.uint8).flatten().numpy().data
+                checksum = zlib.crc32(data, checksum)
+                _write(descriptor, data, place)
+                place += len(data)
+            assert place == num_bytes, f"{place} bytes of layers, {num_bytes} wanted"
+            # Last: without it nobody takes the file.
+            _write(descriptor, memoryview(encode_header(content, checksum)), 0)
+
+        name = new_name(self.token)
+        if not self._make(name, num_bytes, write):
+            return None
+        return KVPart(
+            first_head=content.first_head, num_heads=content.num_heads, location=name, num_bytes=content.num_bytes
+        )
+
+    def adopt(self, source: Path) -> bool:
+        """Copies a file of another tier, under its name; False where there is no room, or the file is gone."""
+        try:
+            opened = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            num_bytes = os.fstat(opened).st_size
+
+            def write(descriptor: int) -> None:
+                done = 0
+                while done < num_bytes:
+                    count = os.sendfile(descriptor, opened, done, num_bytes - done)
+                    if not count:
+                        raise OSError(errno.EIO, f"{source} has become shorter")
+                    done += count
+
+            self._remove(source.name)  # of a move that was interrupted before the source was gone
+            return self._make(source.name, num_bytes, write)
+        finally:
+            os.close(opened)
+
+    def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
+        path = self.find(part.location)
+        if path is None:
+            raise ValueError(
+                f"KVPart.location={part.location!r}: is no file of this run in "
+                f"{' or '.join(map(str, self.folders))}: it is gone, or the run's processes have other folders; "
+                f"recompute the KV"
+            )
+        try:
+            memory = _read_whole(path, HEADER_BYTES + content.num_bytes)
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror}); recompute the KV") from None
+        layers = layers_in(memory, content, str(path))
+        self.files.touch(path)
+        return layers
+
+    def find(self, location: str) -> Path | None:
+        """Where the entry lies; None for one that is gone, or no file of this run."""
+        if not has_label(location, self.token):
+            return None
+        return next((path for folder in self.folders if os.path.lexists(path := folder / location)), None)
+
+    def drop(self, part: KVPart) -> None:
+        if has_label(part.location, self.token):
+            self._remove(part.location)
+
+    def close(self) -> None:
+        """Removes the files that this process has made, handed over or not; folders stay."""
+        self.files.clear()
+
+    def check(self) -> None:
+        """Warns where nothing can be written, or less is free than the capacity."""
+        name = new_name(self.token)
+        if self._make(name, HEADER_BYTES, lambda file: _write(file, memoryview(bytes(HEADER_BYTES)), 0)):
+            self._remove(name)
+            free = shutil.disk_usage(self.folders[0]).free
+            if free < self.files.capacity_bytes:
+                self._warn(f"{self.folders[0]} has {_mib(free)} free, not the {_mib(self.files.capacity_bytes)} wanted")
+
+    def _remove(self, name: str) -> None:
+        for folder in self.folders:
+            with contextlib.suppress(OSError):  # on a disk that fails
+                self.files.remove(folder / name)
+
+    def _make(self, name: str, num_bytes: int, write: Callable[[int], None]) -> bool:
+        """Makes a file that is whole, or none. `write` gets its descriptor."""
+        if not self.files.has_room(num_bytes):
+            return False
+        for folder in self.folders:
+            path, descriptor = folder / name, -1
+            try:
+                with self.files.making(path, num_bytes):
+                    if self._makes_folders:
+                        folder.mkdir(exist_ok=True)
+                    descriptor = _create(path, num_bytes)
+                    try:
+                        write(descriptor)
+                    finally:
+                        os.close(descriptor)
+                return True
+            except OSError as error:
+                self._report(folder, num_bytes, error)
+                if descriptor >= 0:
+                    break  # what was to be written is used up
+        return False
+
+    def _report(self, folder: Path, num_bytes: int, error: OSError) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f", {_mib(shutil.disk_usage(folder).free)} are free"
+        self._warn(f"cannot write {num_bytes} bytes in {folder} ({error.strerror}{free})")
+
+    def _warn(self, problem: str) -> None:
+        warnings.warn(
+            f"KV {self.name} tier: {problem}; KV that finds no room is recomputed. Give {self._remedy}, or a smaller "
+            f"kv_{self.name}_bytes than {self.files.capacity_bytes}",
+            stacklevel=5,
+        )
 
 
 class FileLedger:
@@ -49,12 +204,12 @@ class FileLedger:
     removed are forgotten when it matters, and often enough. For several threads.
     """
 
-    def __init__(self, owner: str, capacity_bytes: int) -> None:
-        if capacity_bytes < 0:
-            raise ValueError(f"{owner}.capacity_bytes={capacity_bytes}: must be at least 0")
+    def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._pid = os.getpid()
-        self._sizes: dict[Path, int] = {}
+        self._sizes: OrderedDict[Path, int] = OrderedDict()
+        self._total = 0
+        """Bytes of these; after an interrupt perhaps more, until `_look` counts again."""
         self._next_look = _FEWEST_FILES
         self._lock = threading.Lock()
 
@@ -63,43 +218,48 @@ class FileLedger:
         """Of those that exist."""
         with self._lock:
             self._look()
-            return sum(self._sizes.values())
+            return self._total
 
     def has_room(self, num_bytes: int) -> bool:
         with self._lock:
-            if sum(self._sizes.values()) + num_bytes > self.capacity_bytes or len(self._sizes) >= self._next_look:
+            if self._total + num_bytes > self.capacity_bytes or len(self._sizes) >= self._next_look:
                 self._look()
-            return sum(self._sizes.values()) + num_bytes <= self.capacity_bytes
+            return self._total + num_bytes <= self.capacity_bytes
 
     def _look(self) -> None:
-        self._sizes = {path: size for path, size in self._sizes.items() if os.path.exists(path)}
+        self._sizes = OrderedDict((path, size) for path, size in self._sizes.items() if os.path.exists(path))
+        self._total = sum(self._sizes.values())
         self._next_look = max(_FEWEST_FILES, 2 * len(self._sizes))
 
     @contextlib.contextmanager
     def making(self, path: Path, num_bytes: int) -> Iterator[None]:
         """Around what makes the file: it is there as a whole, or, after an error or an interrupt, not at all."""
         try:
-            with self._lock:
-                self._sizes[path] = num_bytes
+            self._count(path, num_bytes)
             yield
-            with self._lock:  # another thread may have looked before there was a file
-                self._sizes[path] = num_bytes
+            self._count(path, num_bytes)  # another thread may have looked before there was a file
         except BaseException:
             with contextlib.suppress(OSError):  # where nothing can be written nothing is there
                 self.remove(path)
             raise
 
+    def _count(self, path: Path, num_bytes: int) -> None:
+        with self._lock:
+            if path not in self._sizes:
+                self._total += num_bytes
+                self._sizes[path] = num_bytes
+
     def touch(self, path: Path) -> None:
         """It was used just now; one that is not in the ledger is no error."""
         with self._lock:
             if path in self._sizes:
-                self._sizes[path] = self._sizes.pop(path)
+                self._sizes.move_to_end(path)
 
     def remove(self, path: Path) -> None:
         """Removes the file, whoever has made it; one that is gone is no error."""
         path.unlink(missing_ok=True)
         with self._lock:
-            self._sizes.pop(path, None)
+            self._total -= self._sizes.pop(path, 0)
 
     def oldest(self) -> Path | None:
         """The least recently used one."""
@@ -115,6 +275,7 @@ class FileLedger:
                 with contextlib.suppress(OSError):  # gone, or on a disk that fails
                     path.unlink()
             self._sizes.clear()
+            self._total = 0
 
 
 def free_memory_bytes() -> int:
@@ -129,3 +290,45 @@ def free_memory_bytes() -> int:
     there = shm.f_bavail * shm.f_frsize
     host = free_host_bytes()
     return there if host is None else min(there, host)
+
+
+def _create(path: Path, num_bytes: int) -> int:
+    """A descriptor of a new file, all of whose bytes have room. Raises OSError where they have not."""
+    if path.parent == DEV_SHM and num_bytes > free_memory_bytes():
+        raise OSError(errno.ENOMEM, "the machine's memory is in use")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _write(descriptor: int, data: memoryview, place: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], place + done)
+
+
+def _read_whole(path: Path, num_bytes: int) -> mmap.mmap:
+    """A file's bytes. Raises OSError, or ValueError for a file that is not as long."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        found, done = os.fstat(descriptor).st_size, 0
+        memory = mmap.mmap(-1, num_bytes) if found == num_bytes else None
+        while memory is not None and done < num_bytes:
+            with memoryview(memory)[done:] as rest:
+                count = os.preadv(descriptor, [rest], done)
+            if not count:  # it has just become shorter
+                found, memory = done, None
+            done += count
+    finally:
+        os.close(descriptor)
+    if memory is None:
+        raise ValueError(f"{path}: has {found} bytes, {num_bytes} wanted; it is damaged, recompute the KV")
+    return memory
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,10 @@ class PagedKVCache:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+
     def clear(self) -> None:
         for tensor in (*self.keys, *self.values):
             tensor.zero_()
@@ -48,3 +54,52 @@ class PagedKVCache:
 def write_kv(cache: Tensor, slot_mapping: Tensor, new: Tensor) -> None:
     """Scatters new keys or values [T, num_kv_heads, head_dim] into one layer's cache."""
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+
+
+def read_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Iterator[Tensor]:
+    """Of each layer the KV of the first `num_tokens` tokens of a block table, [2, num_tokens, num_heads, head_dim]."""
+    slots = _token_slots(kv, blocks, num_tokens)
+    for keys, values in zip(kv.keys, kv.values, strict=True):
+        layer = keys.new_empty((2, num_tokens, *keys.shape[2:]))
+        for cache, out in zip((keys, values), layer, strict=True):
+            torch.index_select(cache.view(-1, *cache.shape[2:]), 0, slots, out=out)
+        yield layer
+
+
+def fill_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int, layers: Iterable[Tensor], *, first: int = 0) -> None:
+    """Writes tokens `first` to `num_tokens` of each layer, as `read_kv` gives them, where the block table says.
+
+    The blocks of the tokens before are left alone: others may hold them, too.
+    """
+    slots = _token_slots(kv, blocks, num_tokens)[first:]
+    for keys, values, layer in zip(kv.keys, kv.values, layers, strict=True):
+        for cache, new in zip((keys, values), layer, strict=True):
+            write_kv(cache, slots, new[first:num_tokens].to(cache.device))
+
+
+def to_host(layers: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The layers on the CPU. From CUDA they come through pinned memory, the next one while one is being used."""
+    ahead: tuple[Tensor, torch.cuda.Event] | None = None
+    for layer in layers:
+        if not layer.is_cuda:
+            yield layer
+            continue
+        staged = torch.empty(layer.shape, dtype=layer.dtype, pin_memory=True).copy_(layer, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        if ahead is not None:
+            ahead[1].synchronize()
+            yield ahead[0]
+        ahead = staged, arrived
+    if ahead is not None:
+        ahead[1].synchronize()
+        yield ahead[0]
+
+
+def _token_slots(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Tensor:
+    """int64 [num_tokens]: block * block_size + offset of each token."""
+    block_size, device = kv.keys[0].shape[1], kv.keys[0].device
+    starts = torch.tensor(blocks, dtype=torch.int64, device=device) * block_size
+    slots = (starts[:, None] + torch.arange(block_size, device=device)).flatten()
+    assert num_tokens <= len(slots), f"{num_tokens} tokens in {len(blocks)} blocks of {block_size}"
+    return slots[:num_tokens]

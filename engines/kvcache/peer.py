@@ -10,11 +10,9 @@ import mmap
 import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -22,8 +20,9 @@ from torch import Tensor
 
 from engines.control.ends import Received
 from engines.control.transport import Client, Server
+from engines.kvcache.files import FileKVStore
+from engines.kvcache.store import HEADER_BYTES, KVContent, Tier, layers_in
 from engines.kvcache.tiers import TieredKVStore
-from engines.kvcache.transfer import HEADER_BYTES, HostKVStore, KVContent, Tier, layers_in
 from engines.sequence import KVPart
 
 _PIECE_BYTES: Final = 4 << 20
@@ -32,9 +31,9 @@ _POLL_S: Final = 1.0
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Answered with these bytes of a file of the run, or with none when it is gone."""
+    """Answered with these bytes of an entry's file, or with none when it is gone."""
 
-    path: str
+    name: str
     start: int
     count: int
 
@@ -42,21 +41,21 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 class Drop(msgspec.Struct, frozen=True, tag=True):
     """Not answered."""
 
-    path: str
+    name: str
 
 
 _decode_request = msgspec.msgpack.Decoder(Read | Drop).decode
 
 
 class PeerKVStore:
-    """A host's store whose parts the processes of other hosts reach, too: each serves those that it has made.
+    """A host's store whose entries the processes of other hosts reach, too: each serves those that it has made.
 
-    A part's location says on which host it lies, who serves it and in which file.
+    A part's location says on which host the entry lies, who serves it, and its file's name.
     """
 
     def __init__(
         self,
-        local: HostKVStore | TieredKVStore,
+        local: FileKVStore | TieredKVStore,
         *,
         host: str,
         address: str,
@@ -72,7 +71,7 @@ class PeerKVStore:
         self._token = token
         self._patience_s = patience_s
         self.num_fetched = 0
-        """Parts that have come from other hosts."""
+        """Entries that have come from other hosts."""
         self._clients: dict[str, Client] = {}
         self._lock = threading.Lock()  # a connection's answers come in the order of its requests
         self._server = Server(token, host=address, patience_s=patience_s)
@@ -89,14 +88,14 @@ class PeerKVStore:
         return replace(part, location="|".join((self._host, self._server.address, part.location)))
 
     def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
-        host, address, path = _split(part)
+        host, address, name = _split(part)
         if host == self._host:
-            return self._local.load(replace(part, location=path), content)
+            return self._local.load(replace(part, location=name), content)
         num_bytes = HEADER_BYTES + content.num_bytes
         memory = mmap.mmap(-1, num_bytes)
         try:
             with self._lock:
-                self._fetch(address, path, memory)
+                self._fetch(address, name, memory)
         except (ConnectionError, ValueError) as error:  # it is gone, or has refused this process
             raise ValueError(f"{part.location}: cannot be fetched ({error}); recompute the KV") from None
         self.num_fetched += 1
@@ -104,12 +103,12 @@ class PeerKVStore:
 
     def drop(self, part: KVPart) -> None:
         with contextlib.suppress(ValueError, ConnectionError):
-            host, address, path = _split(part)
+            host, address, name = _split(part)
             if host == self._host:
-                self._local.drop(replace(part, location=path))
+                self._local.drop(replace(part, location=name))
             else:
                 with self._lock:
-                    self._client(address).send(msgspec.msgpack.encode(Drop(path=path)))
+                    self._client(address).send(msgspec.msgpack.encode(Drop(name=name)))
 
     def close(self) -> None:
         """Ends all connections and removes the files that this process has made."""
@@ -121,25 +120,23 @@ class PeerKVStore:
         self._thread.join()
         self._local.close()
 
-    def _fetch(self, address: str, path: str, memory: mmap.mmap) -> None:
+    def _fetch(self, address: str, name: str, memory: mmap.mmap) -> None:
         """Fills `memory` from the start of a file. Raises ConnectionError when it does not come."""
         try:
             client = self._client(address)
-            starts = deque(range(0, len(memory), _PIECE_BYTES))
-            wanted: deque[tuple[int, int]] = deque()
-            while starts or wanted:
-                while starts and len(wanted) < _NUM_AHEAD:
-                    start = starts.popleft()
-                    count = min(_PIECE_BYTES, len(memory) - start)
-                    client.send(msgspec.msgpack.encode(Read(path=path, start=start, count=count)))
-                    wanted.append((start, count))
+            starts = range(0, len(memory), _PIECE_BYTES)
+            asks = [Read(name=name, start=start, count=min(_PIECE_BYTES, len(memory) - start)) for start in starts]
+            for ask in asks[:_NUM_AHEAD]:
+                client.send(msgspec.msgpack.encode(ask))
+            for index, ask in enumerate(asks):
                 piece = client.receive(self._patience_s)
-                start, count = wanted.popleft()
                 if piece is None:
                     raise ConnectionError(f"{address}: no answer for {self._patience_s:g} s")
-                if len(piece) != count:
-                    raise ConnectionError(f"{address}: has {len(piece)} of {count} bytes from {start} on")
-                memory[start : start + count] = piece
+                if len(piece) != ask.count:
+                    raise ConnectionError(f"{address}: has {len(piece)} of {ask.count} bytes from {ask.start} on")
+                memory[ask.start : ask.start + ask.count] = piece
+                for later in asks[index + _NUM_AHEAD : index + _NUM_AHEAD + 1]:
+                    client.send(msgspec.msgpack.encode(later))
         except ConnectionError:
             # What was asked for may still come: it must not be taken for the answer to another question.
             if address in self._clients:
@@ -168,31 +165,27 @@ class PeerKVStore:
         except msgspec.MsgspecError:
             self._reply(peer, b"")
             return
-        try:
-            path: Path | None = self._local.path_of(request.path)
-        except ValueError:
-            path = None  # no file of this run
         if isinstance(request, Read):
-            self._reply(peer, _read(path, request) if path is not None else b"")
-        elif path is not None:
-            self._local.drop(KVPart(first_head=0, num_heads=0, location=str(path), num_bytes=0))
+            self._reply(peer, self._read(request))
+        else:
+            self._local.drop(KVPart(first_head=0, num_heads=0, location=request.name, num_bytes=0))
+
+    def _read(self, request: Read) -> bytes:
+        path = self._local.find(request.name)
+        if path is None:
+            return b""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                return os.pread(descriptor, min(request.count, _PIECE_BYTES), request.start)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return b""
 
     def _reply(self, peer: str, piece: bytes) -> None:
         with contextlib.suppress(ConnectionError):  # it has gone meanwhile
             self._server.send(peer, piece)
-
-
-def _read(path: Path, request: Read) -> bytes:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return b""
-    try:
-        return os.pread(descriptor, min(request.count, _PIECE_BYTES), request.start)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
 
 
 def _split(part: KVPart) -> tuple[str, str, str]:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.layout import Layout, contiguous_layout, nested_layout
-from engines.parallel.segment import Segment, reclaim
+from engines.parallel.owned_files import reclaim
+from engines.parallel.segment import Segment
 from engines.parallel.shared_memory import SLOT_BYTES, SharedMemoryGroup, region_bytes, supported
 
 Transport = Literal["auto", "shared memory", "gloo"]

@@ -7,20 +7,18 @@ import errno
 import fcntl
 import mmap
 import os
-import secrets
 import shutil
-import tempfile
 import warnings
 from pathlib import Path
 
-DEV_SHM = Path("/dev/shm")
+from engines.parallel.owned_files import LOCKED, memory_folders, new_name
 
 
 class Segment:
     """A file of memory that processes of one host and user map; its name tells whose it is, and cannot be guessed.
 
     The creator calls `unlink()` as soon as everyone has attached: from then on nothing is left of it when the processes
-    end, however they end. What a kill before that leaves is found by `reclaim()`.
+    end, however they end. What a kill before that leaves is found by `owned_files.reclaim`.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -37,8 +35,8 @@ class Segment:
         Raises RuntimeError when neither has room.
         """
         problems = []
-        for folder in dict.fromkeys((DEV_SHM, Path(tempfile.gettempdir()))):
-            path = folder / f"{_prefix()}{secrets.token_hex(8)}"
+        for folder in memory_folders():
+            path = folder / new_name(LOCKED)
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except OSError as error:
@@ -81,49 +79,6 @@ class Segment:
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._map.close()
-
-
-def reclaim() -> list[Path]:
-    """Removes segments of this user whose creators are dead, never those of living ones; returns which."""
-    removed = []
-    for folder in dict.fromkeys((DEV_SHM, Path(tempfile.gettempdir()))):
-        for path in sorted(folder.glob(f"curtail-{os.getuid()}-*")):
-            with contextlib.suppress(OSError):  # somebody else removes it at the same time
-                if _is_left_over(path):
-                    path.unlink()
-                    removed.append(path)
-    return removed
-
-
-def _prefix() -> str:
-    return f"curtail-{os.getuid()}-{os.getpid()}-{start_time(os.getpid())}-"
-
-
-def start_time(pid: int) -> int | None:
-    """Of a living process, in clock ticks since boot: a pid comes again, the pair does not. None when it is gone."""
-    try:
-        # The name, field 2, is in parentheses and may hold anything; the start time is field 22.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
-def _is_left_over(path: Path) -> bool:
-    pid, _, rest = path.name.removeprefix(f"curtail-{os.getuid()}-").partition("-")
-    started = rest.partition("-")[0]
-    if not (pid.isdigit() and started.isdigit()):
-        return False  # not a name of ours
-    if start_time(int(pid)) == int(started):
-        return False
-    # A process of another container is not seen in /proc, but its lock is.
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _problem(folder: Path, num_bytes: int, error: OSError) -> str:

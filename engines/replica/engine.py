@@ -11,6 +11,7 @@ from engines.attention.choose import choose_backend
 from engines.config import EngineConfig, ModelConfig
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
+from engines.kvcache.store import KVStore
 from engines.memory.free_memory import free_memory
 from engines.memory.plan import kv_block_bytes
 from engines.models.decoder import Decoder
@@ -20,6 +21,7 @@ from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
+from engines.replica.mover import KVMover
 from engines.replica.replica import HiddenStop, Replica
 from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
@@ -43,9 +45,10 @@ class LocalEngine:
         detokenize: Detokenize | None,
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
+        kv_store: KVStore | None = None,
     ) -> None:
         """Takes the memory; the weights are not there yet. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
-        `Replica`.
+        `Replica`; `kv_store`: see `KVMover`.
 
         Raises ValueError when the model cannot be cut so, the KV cache cannot hold a block, or there is no room for it.
         """
@@ -58,7 +61,6 @@ class LocalEngine:
         self.config = config
         self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
         """What the KV cache holds; another layout's may hold more or less."""
-        num_blocks = self.num_kv_tokens // config.block_size
         self.tensor_parallel = tensor_parallel
         self.decoder = Decoder(
             model,
@@ -71,37 +73,31 @@ class LocalEngine:
             library=choose_library(config.kernels, dtype, device),
             batch_invariant=config.batch_invariant,
         )
-        try:
-            self.kv = PagedKVCache(
-                num_layers=model.num_layers,
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                num_kv_heads=local.num_kv_heads,
-                head_dim=model.head_dim,
-                dtype=dtype,
-                device=device,
-            )
-        except RuntimeError as error:  # what torch's allocators raise; on a CPU it has no narrower type
-            raise ValueError(
-                f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: {device} has {free_memory(device).free} bytes "
-                f"free; give less"
-            ) from error
-        blocks = BlockManager(num_blocks, config.block_size)
-        self._runner = ModelRunner(self.decoder, self.kv, blocks, config, max_model_len)
+        self.kv = _make_cache(model, config, self.num_kv_tokens, local.num_kv_heads, dtype, device)
+        self._runner = ModelRunner(self.decoder, self.kv, config, max_model_len)
         self.replica = Replica(
             runner=self._runner,
-            scheduler=Scheduler(config, blocks),
-            blocks=blocks,
+            scheduler=Scheduler(config, BlockManager(self.num_kv_tokens // config.block_size, config.block_size)),
+            mover=KVMover(
+                self.kv,
+                model,
+                shard,
+                tensor_parallel=tensor_parallel,
+                swap_policy=SwapPolicy(
+                    config.preemption,
+                    self.decoder,
+                    self.kv,
+                    max_model_len=max_model_len,
+                    tensor_parallel=tensor_parallel,
+                ),
+                store=kv_store,
+            ),
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             detokenize=detokenize,
             hidden_stop=hidden_stop,
-            tensor_parallel=tensor_parallel,
             max_kv_tokens=max_kv_tokens,
-            swap_policy=SwapPolicy(
-                config.preemption, self.decoder, self.kv, max_model_len=max_model_len, tensor_parallel=tensor_parallel
-            ),
         )
         self.has_weights = False
         self.is_asleep = False
@@ -142,6 +138,27 @@ class LocalEngine:
         if self.is_asleep:
             self.kv.restore()
             self.is_asleep = False
+
+
+def _make_cache(
+    model: ModelConfig, config: EngineConfig, num_tokens: int, num_heads: int, dtype: torch.dtype, device: torch.device
+) -> PagedKVCache:
+    """Of `num_heads` KV heads. Raises ValueError where there is no room."""
+    try:
+        return PagedKVCache(
+            num_layers=model.num_layers,
+            num_blocks=num_tokens // config.block_size,
+            block_size=config.block_size,
+            num_kv_heads=num_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+    except RuntimeError as error:  # what torch's allocators raise; on a CPU it has no narrower type
+        raise ValueError(
+            f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: {device} has {free_memory(device).free} bytes "
+            f"free; give less"
+        ) from error
 
 
 def _resize(tensors: list[Tensor], *, full: bool) -> None:

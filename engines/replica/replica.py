@@ -1,31 +1,30 @@
-"""One replica: schedule, forward, sample, emit. A sequence enters as a state and leaves as a completion or a state."""
+"""One replica: schedule, forward, sample, emit. A sequence enters as a state and leaves as a completion or a state.
+
+Torch-free: tensors are the runner's and the mover's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from engines.kvcache.block_manager import BlockManager
-from engines.kvcache.transfer import KVStore
-from engines.parallel.collectives import Communicator, SingleRank
-from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduled, Scheduler, Sequence
 from engines.replica.stop_strings import StopSearch, find_stop
-from engines.replica.swap import SwapPolicy
 from engines.sequence import (
     Completion,
     Detokenize,
     Finished,
     FinishReason,
-    KVHandle,
-    KVPart,
     SamplingParams,
     SequenceId,
     SequenceState,
     Work,
 )
+
+if TYPE_CHECKING:  # both load torch
+    from engines.replica.mover import KVMover, KVMoves
+    from engines.replica.runner import ModelRunner
 
 HiddenStop = Callable[[SequenceState], bool]
 
@@ -49,27 +48,6 @@ class StepOutput:
     finished: list[Finished] = field(default_factory=list)
     released: list[Work] = field(default_factory=list)
     """Sequences that used up their `max_new_tokens` here, not finished; with their KV where the replica has a store."""
-
-
-@dataclass(kw_only=True)
-class KVMoves:
-    """How sequences came and went, counted since the replica was made."""
-
-    num_exported: int = 0
-    """Sequences that left with KV."""
-    num_refused: int = 0
-    """Sequences that were to leave with KV, for which a store had no room."""
-    num_imported: int = 0
-    """Sequences whose KV was taken on."""
-    num_recomputed: int = 0
-    """Sequences that brought KV which could not be used: gone, damaged, or of other weights or dtype."""
-    num_swapped_out: int = 0
-    """Preempted sequences whose KV was stored."""
-    num_swapped_in: int = 0
-    """Those of them that came back with it; the others were recomputed, or left."""
-    swapped_out_bytes: int = 0
-    """Of all shards; so are the others."""
-    swapped_in_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,28 +107,23 @@ class Replica:
         *,
         runner: ModelRunner,
         scheduler: Scheduler,
-        blocks: BlockManager,
+        mover: KVMover,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         detokenize: Detokenize | None,
         hidden_stop: HiddenStop | None = None,
-        kv_store: KVStore | None = None,
-        tensor_parallel: Communicator | None = None,
         max_kv_tokens: int | None = None,
-        swap_policy: SwapPolicy | None = None,
     ) -> None:
         """A sequence ends by `stop` where `hidden_stop` says so: how a benchmark sets lengths that no policy can see.
 
-        KV that sequences bring is read from `kv_store`, and recomputed without one. There `swap_policy` has that of
-        preempted sequences put, too.
-
-        With one, `tensor_parallel` must be the group of the ranks that hold the model's shards: they agree on what
-        could be stored and read. `max_kv_tokens` is the longest sequence to take on, where other replicas that it may
-        go to hold less than this one; by default what the blocks hold.
+        `max_kv_tokens` is the longest sequence to take on, where other replicas that it may go to hold less than this
+        one; by default what the blocks hold.
         """
         self._runner = runner
         self.scheduler = scheduler
+        self.mover = mover
+        blocks = scheduler.blocks
         self._limits = Limits(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
@@ -160,14 +133,12 @@ class Replica:
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._hidden_stop = hidden_stop
-        self.kv_store = kv_store
-        self.swap_policy = swap_policy
-        self._tensor_parallel = tensor_parallel or SingleRank()
-        if kv_store is not None:
-            self._check_group()
         self._sequences: dict[SequenceId, Sequence] = {}
         self.policy_version = 0
-        self.kv_moves = KVMoves()
+
+    @property
+    def kv_moves(self) -> KVMoves:
+        return self.mover.moves
 
     @property
     def has_work(self) -> bool:
@@ -219,7 +190,7 @@ class Replica:
         ended: list[Sequence] = []
         leaving: list[Sequence] = []
         try:
-            scheduled = self.scheduler.schedule(self._load_kv, self._swap_out)
+            scheduled = self._schedule()
             # What waits would come into the next pass, not beside it.
             drawn = iter(self._runner.run(scheduled) if scheduled else [])
             lengths = [len(item.sequence.state.tokens) for item in scheduled]
@@ -238,7 +209,7 @@ class Replica:
             for sequence in ended:
                 self._leave(sequence)
             if leaving:
-                output.released = self._release(leaving, self.kv_store)
+                output.released = self._release(leaving, with_kv=True)
         except BaseException:
             for item, length in zip(scheduled, lengths, strict=False):
                 item.sequence.state.cut(length)
@@ -249,6 +220,20 @@ class Replica:
         output.num_swapped_out = moves.num_swapped_out - swapped_out
         output.num_swapped_in = moves.num_swapped_in - swapped_in
         return output
+
+    def _schedule(self) -> list[Scheduled]:
+        """The next pass, once the KV of preempted sequences is stored and that of arriving ones is in the cache."""
+        schedule = self.scheduler.schedule()
+        for victim in schedule.preempted:
+            sequence = victim.sequence
+            sequence.kv = self.mover.swap_out(victim, self.policy_version)
+            sequence.is_swapped_out = sequence.kv is not None
+        if schedule.arriving:
+            loaded = self.mover.load(schedule.arriving, self.policy_version)
+            for sequence, num_tokens in zip(schedule.arriving, loaded, strict=True):
+                sequence.num_computed, sequence.kv, sequence.is_swapped_out = num_tokens, None, False
+            self.scheduler.add_loaded(schedule)
+        return schedule.batch
 
     def _restart(self, returning: Iterable[Sequence] = ()) -> None:
         """Has all sequences, and those that were about to leave, wait to be recomputed, whatever was half done."""
@@ -318,13 +303,13 @@ class Replica:
         """Drops a sequence; returns what it had. Raises KeyError when it is not here."""
         sequence = self._sequences[sequence_id]
         self._leave(sequence)
-        self.drop(sequence.kv)
+        self.mover.drop(sequence.kv)
         return Finished(state=sequence.state, completion=self._completion(sequence.state, "abort"))
 
-    def pause(self, sequence_ids: Iterable[SequenceId] | None = None, store: KVStore | None = None) -> list[Work]:
+    def pause(self, sequence_ids: Iterable[SequenceId] | None = None, *, with_kv: bool = False) -> list[Work]:
         """Takes sequences out, in the order named, or all in the order submitted; each can be resumed anywhere.
 
-        With a `store` those that have been computed here leave with their KV, while there is room; those that wait with
+        `with_kv` has those that have been computed here leave with their KV, while there is room; those that wait with
         stored KV leave with it in any case. Raises KeyError, before any is taken out, when one is not here.
         """
         named = list(self._sequences) if sequence_ids is None else list(dict.fromkeys(sequence_ids))
@@ -333,19 +318,17 @@ class Replica:
             raise KeyError(f"sequence {absent[0]}: is not on this replica")
         sequences = [self._sequences[sequence_id] for sequence_id in named]
         try:
-            return self._release(sequences, store)
+            return self._release(sequences, with_kv=with_kv)
         except BaseException:  # an interrupt
             self._restart(sequences)
             raise
 
-    def _release(self, sequences: list[Sequence], store: KVStore | None) -> list[Work]:
-        handles: dict[SequenceId, KVHandle] = {}
-        if store is not None:
-            computed = [sequence for sequence in sequences if sequence.num_computed]
-            handles = self._export_kv(computed, store)
-            self.kv_moves.num_exported += len(handles)
-            self.kv_moves.num_refused += len(computed) - len(handles)
-        self.kv_moves.num_exported += sum(sequence.is_swapped_out for sequence in sequences)
+    def _release(self, sequences: list[Sequence], *, with_kv: bool) -> list[Work]:
+        self.mover.moves.num_exported += sum(sequence.is_swapped_out for sequence in sequences)
+        computed = [sequence for sequence in sequences if with_kv and sequence.num_computed]
+        handles = self.mover.export([sequence.cached for sequence in computed], self.policy_version)
+        for sequence, handle in zip(computed, handles, strict=True):
+            sequence.kv = handle
         works = []
         for sequence in sequences:
             budget = sequence.release_len - len(sequence.state.tokens)
@@ -353,82 +336,8 @@ class Replica:
                 Work(
                     state=sequence.state,
                     max_new_tokens=budget if budget and sequence.release_len < sequence.max_len else None,
-                    # One that has not been admitted yet goes on with the KV it came with.
-                    kv=handles.get(sequence.state.sequence_id, sequence.kv),
+                    kv=sequence.kv,
                 )
             )
             self._leave(sequence)
         return works
-
-    # -- KV that comes and goes
-
-    def _export_kv(self, computed: list[Sequence], store: KVStore) -> dict[SequenceId, KVHandle]:
-        """Handles of those whose KV all shards could store; the same on every rank of the replica."""
-        self._check_group()
-        if not computed:
-            return {}
-        mine = [self._runner.export_kv(sequence, self.policy_version, store) for sequence in computed]
-        decode = msgspec.msgpack.Decoder(list[tuple[KVPart, ...] | None]).decode
-        everyone = [decode(told) for told in self._tensor_parallel.all_gather_bytes(msgspec.msgpack.encode(mine))]
-        handles = {}
-        for sequence, my_parts, *by_shard in zip(computed, mine, *everyone, strict=True):
-            parts = [part for shard_parts in by_shard for part in shard_parts or ()]
-            if None in by_shard:  # a part of the heads is of no use
-                for part in my_parts or ():
-                    store.drop(part)
-                continue
-            handles[sequence.state.sequence_id] = KVHandle(
-                num_tokens=sequence.num_computed,
-                policy_version=self.policy_version,
-                dtype=self._runner.kv_dtype,
-                parts=tuple(parts),
-            )
-        return handles
-
-    def _swap_out(self, victim: Sequence) -> None:
-        """Stores the KV of a sequence that is about to lose its blocks, where the policy says so and there is room."""
-        if self.swap_policy is None or self.kv_store is None or not victim.num_computed:
-            return
-        num_known = self.scheduler.num_common_tokens(victim)
-        if not self.swap_policy.swaps(victim.num_computed, num_known, self.kv_store):
-            return
-        victim.kv = self._export_kv([victim], self.kv_store).get(victim.state.sequence_id)
-        if victim.kv is not None:
-            victim.is_swapped_out = True
-            self.kv_moves.num_swapped_out += 1
-            self.kv_moves.swapped_out_bytes += victim.kv.num_bytes
-
-    def _load_kv(self, admitted: list[Sequence]) -> None:
-        """Takes on the KV that newly admitted sequences bring, where every shard can read its heads, and drops it."""
-        num_loaded = [
-            self._runner.load_kv(sequence, self.policy_version, self.kv_store) if self.kv_store is not None else 0
-            for sequence in admitted
-        ]
-        # All shards must schedule alike, and a file may be gone for one of them only. After this all have read.
-        told = bytes(num > 0 for num in num_loaded)
-        agreed = [all(flags) for flags in zip(*self._tensor_parallel.all_gather_bytes(told), strict=True)]
-        for sequence, num_tokens, usable in zip(admitted, num_loaded, agreed, strict=True):
-            assert sequence.kv is not None
-            if usable:
-                sequence.num_computed = num_tokens
-            if sequence.is_swapped_out:
-                self.kv_moves.num_swapped_in += usable
-                self.kv_moves.swapped_in_bytes += usable * sequence.kv.num_bytes
-            else:
-                self.kv_moves.num_imported += usable
-                self.kv_moves.num_recomputed += not usable
-            self.drop(sequence.kv)
-            sequence.kv, sequence.is_swapped_out = None, False
-
-    def drop(self, handle: KVHandle | None) -> None:
-        """Gives up stored KV that nobody will ask for. All ranks of the replica call it together."""
-        if handle is not None and self.kv_store is not None and self._tensor_parallel.rank == 0:
-            for part in handle.parts:
-                self.kv_store.drop(part)
-
-    def _check_group(self) -> None:
-        if self._tensor_parallel.size != self._runner.num_shards:
-            raise ValueError(
-                f"Replica.tensor_parallel: a group of {self._tensor_parallel.size} for {self._runner.num_shards} "
-                f"shards; give the replica its decoder's group, so that all shards move KV alike"
-            )

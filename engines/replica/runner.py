@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -10,17 +10,13 @@ from torch import Tensor
 
 from engines.attention.batch import ForwardBatch
 from engines.config import EngineConfig
-from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
-from engines.kvcache.transfer import KVContent, KVStore, fill_kv, load_heads, read_kv, to_host, tokens_digest
 from engines.models.decoder import Decoder
-from engines.parallel.sharding import kv_heads
 from engines.replica.graphs import Graphs, PaddedDecodes
-from engines.replica.scheduler import Scheduled, Sequence
+from engines.replica.scheduler import Scheduled
 from engines.replica.slot_table import SlotTable
 from engines.replica.staging import Readback, Staging
 from engines.sampling.sampler import draw_natively, sample
-from engines.sequence import KVPart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +35,12 @@ class _Pass:
 class ModelRunner:
     """Runs scheduled sequences on one decoder and its KV cache."""
 
-    def __init__(
-        self, decoder: Decoder, kv: PagedKVCache, blocks: BlockManager, config: EngineConfig, max_model_len: int
-    ) -> None:
+    def __init__(self, decoder: Decoder, kv: PagedKVCache, config: EngineConfig, max_model_len: int) -> None:
         self._decoder = decoder
         self._draw_tokens = None if decoder.library is None else partial(draw_natively, decoder.library)
         self._kv = kv
-        self._blocks = blocks
-        self._slots = SlotTable(config.max_num_seqs, blocks.blocks_for(max_model_len))
+        self._block_size = config.block_size
+        self._slots = SlotTable(config.max_num_seqs, -(-max_model_len // config.block_size))
         self._staging = Staging(decoder.device)
         self._readback = Readback(decoder.device, config.max_num_seqs)
         self._padded: PaddedDecodes | None = None
@@ -60,7 +54,7 @@ class ModelRunner:
         self._padded = PaddedDecodes(
             num_slots=self._slots.block_table.shape[0],
             max_blocks=self._slots.block_table.shape[1],
-            block_size=self._blocks.block_size,
+            block_size=self._block_size,
             scratch_block=self._kv.scratch_block,
             device=self._decoder.device,
         )
@@ -100,72 +94,16 @@ class ModelRunner:
         assert self._padded is not None
         return self._decoder.hidden(self._padded.batch(size), self._kv)
 
-    @property
-    def num_shards(self) -> int:
-        return self._decoder.shard.count
-
-    @property
-    def kv_dtype(self) -> str:
-        return str(self._decoder.dtype).removeprefix("torch.")
-
-    def export_kv(self, sequence: Sequence, policy_version: int, store: KVStore) -> tuple[KVPart, ...] | None:
-        """Stores this shard's KV heads of the tokens computed so far; none where an earlier shard holds the same.
-
-        Returns None when the store has no room.
-        """
-        shard = self._decoder.shard
-        heads = kv_heads(self._decoder.config, shard)
-        if shard.index and kv_heads(self._decoder.config, replace(shard, index=shard.index - 1)) == heads:
-            return ()
-        layers = to_host(read_kv(self._kv, self._blocks.table(sequence), sequence.num_computed))
-        part = store.export(self._kv_content(sequence, sequence.num_computed, policy_version), layers)
-        return None if part is None else (part,)
-
-    def load_kv(self, sequence: Sequence, policy_version: int, store: KVStore) -> int:
-        """Writes the KV that an admitted sequence brings to its blocks, after those tokens whose KV is there already.
-
-        Returns for how many tokens it is there then, 0 when what it brings is unusable. The last token is left to be
-        computed: its logits are wanted.
-        """
-        handle = sequence.kv
-        assert handle is not None
-        num_tokens = min(handle.num_tokens, len(sequence.state.tokens) - 1)
-        if num_tokens < 1 or handle.policy_version != policy_version or handle.dtype != self.kv_dtype:
-            return 0
-        if num_tokens <= sequence.num_computed:
-            return sequence.num_computed  # all that it brings was found in the prefix cache
-        try:
-            layers = load_heads(store, handle.parts, self._kv_content(sequence, handle.num_tokens, policy_version))
-        except ValueError:  # gone or damaged: recomputing is always right
-            return 0
-        fill_kv(self._kv, self._blocks.table(sequence), num_tokens, layers, first=sequence.num_computed)
-        return num_tokens
-
-    def _kv_content(self, sequence: Sequence, num_tokens: int, policy_version: int) -> KVContent:
-        """This shard's KV heads of the sequence's first tokens."""
-        config = self._decoder.config
-        heads = kv_heads(config, self._decoder.shard)
-        return KVContent(
-            policy_version=policy_version,
-            tokens_digest=tokens_digest(sequence.state.tokens[:num_tokens]),
-            dtype=self.kv_dtype,
-            num_layers=config.num_layers,
-            num_tokens=num_tokens,
-            first_head=heads.start,
-            num_heads=heads.stop - heads.start,
-            head_dim=config.head_dim,
-        )
-
     def _build(self, scheduled: list[Scheduled]) -> _Pass:
         sequences = [item.sequence for item in scheduled]
         slots = np.array([sequence.slot for sequence in sequences])
         starts = np.array([sequence.num_computed for sequence in sequences])
         lengths = np.array([item.num_tokens for item in scheduled])
         contexts = starts + lengths
-        block_size = self._blocks.block_size
+        block_size = self._block_size
         num_known = np.array([sequence.num_table_blocks for sequence in sequences])
         for row in np.flatnonzero(num_known * block_size < contexts).tolist():
-            self._slots.follow(sequences[row], self._blocks.table(sequences[row]))
+            self._slots.follow(sequences[row])
         samples = contexts == np.array([len(sequence.state.tokens) for sequence in sequences])
         num_seqs, num_tokens, num_drawn = len(sequences), int(lengths.sum()), int(samples.sum())
         tokens = _new_tokens(scheduled)
@@ -173,7 +111,7 @@ class ModelRunner:
             size = self._padded.fill(tokens, starts, slots, self._slots.take_changes())
             drawn_positions = self._padded.next_positions(num_drawn)
             return _Pass(batch=None, padded_size=size, slots=slots, positions=drawn_positions)
-        width = self._blocks.blocks_for(int(contexts.max()))
+        width = -(-int(contexts.max()) // block_size)
         arrays = self._staging.arrays(
             {
                 "tokens": (np.int64, (num_tokens,)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +11,14 @@ from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
 from engines.replica.stop_strings import StopSearch
 from engines.sequence import KVHandle, SequenceState
+
+
+class CachedKV(NamedTuple):
+    """KV in a replica's cache: of the first `num_tokens` of a sequence's tokens, in these blocks."""
+
+    tokens: list[int]
+    num_tokens: int
+    blocks: list[int]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -26,6 +34,8 @@ class Sequence:
     """Stored KV to begin with when it is admitted; None from then on."""
     is_swapped_out: bool = False
     """Whether `kv` was taken from this replica's own blocks when it was preempted."""
+    blocks: list[int] = field(default_factory=list)
+    """Its block table while running; the block manager's, not to be modified."""
     num_computed: int = 0
     """Tokens whose KV is in the cache."""
     slot: int = -1
@@ -39,9 +49,13 @@ class Sequence:
     stop_search: StopSearch | None = None
     """How far stop strings were looked for in this stay."""
 
+    @property
+    def cached(self) -> CachedKV:
+        return CachedKV(self.state.tokens, self.num_computed, self.blocks)
+
     def leave_slot(self) -> None:
         """It has no slot and no blocks from now on."""
-        self.slot = -1
+        self.slot, self.blocks = -1, []
         self.num_computed = self.num_table_blocks = self.num_published = 0
         self.stop_search = None
 
@@ -56,6 +70,28 @@ class Scheduled(NamedTuple):
     def samples(self) -> bool:
         """Whether these reach the sequence's end, so that a next token is drawn."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.state.tokens)
+
+
+class Preempted(NamedTuple):
+    """A sequence that has lost its blocks. What was in them is there until the next pass or load."""
+
+    sequence: Sequence
+    cached: CachedKV
+    num_common: int
+    """Of its first computed tokens, those whose KV others hold, too: it finds them again while these stay."""
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """What is to be done in a step: store KV of `preempted`, load that of `arriving` and `add_loaded`, run `batch`."""
+
+    batch: list[Scheduled]
+    """Decodes first, then prefill chunks. After `add_loaded` empty only when there is no work."""
+    preempted: list[Preempted]
+    arriving: list[Sequence]
+    """Admitted ones that bring stored KV. Their blocks are reserved; those of `num_computed` tokens are filled."""
+    budget: int
+    """Tokens that may join the batch."""
 
 
 class Scheduler:
@@ -90,32 +126,25 @@ class Scheduler:
             self.running.remove(sequence)
             self._vacate(sequence)
 
-    def schedule(
-        self,
-        load_kv: Callable[[list[Sequence]], None] | None = None,
-        store_kv: Callable[[Sequence], None] | None = None,
-    ) -> list[Scheduled]:
-        """The next forward pass: decodes first, then prefill chunks. Empty only when there is no work.
+    def schedule(self) -> Schedule:
+        """The next step; the caller advances `num_computed` when its pass has run.
 
-        `load_kv` gets those newly admitted that bring KV, their blocks reserved and the first `num_computed` tokens
-        there already, and raises `num_computed` of each to what it has loaded, less than its tokens; what it brings is
-        not looked at without. `store_kv` gets one that is to be preempted, still with its blocks, and may set its `kv`.
-        The caller advances `num_computed` when the pass has run. Blocks of this pass are known and shared already,
-        since a pass writes KV before it reads any, and the members of a group share what one of them computes in it:
-        when it fails, all are to be preempted, and the blocks to `forget` their contents.
+        Blocks of the pass are known and shared already, since a pass writes KV before it reads any, and the members of
+        a group share what one of them computes in it: when it fails, all are to be preempted, and the blocks to
+        `forget` their contents.
         """
         budget = self._config.max_num_batched_tokens
         decodes: list[Scheduled] = []
         filling: list[Scheduled] = []
         unfinished: list[Sequence] = []
-        preempted_before = self.num_preemptions
+        preempted: list[Preempted] = []
         block_size = self.blocks.block_size
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
             num_tokens = len(sequence.state.tokens)
             # Blocks that the runner has copied are there: most steps ask no further.
-            if num_tokens > sequence.num_table_blocks * block_size and not self._make_room(sequence, store_kv):
+            if num_tokens > sequence.num_table_blocks * block_size and not self._make_room(sequence, preempted):
                 break  # it was the last one, and is preempted itself
             index += 1
             if num_tokens - sequence.num_computed == 1:
@@ -130,13 +159,19 @@ class Scheduler:
         chunks: list[Scheduled] = []
         for sequence in unfinished:
             budget -= self._chunk(sequence, budget, chunks)
-        if self.num_preemptions == preempted_before:
-            self._admit(budget, chunks, load_kv)
-        # A last chunk of one token, or all that loaded KV leaves, runs with the decodes, which come first in a batch.
-        return decodes + sorted(chunks, key=lambda item: item.num_tokens > 1)
+        arriving: list[Sequence] = []
+        if not preempted:
+            budget = self._admit(budget, chunks, arriving)
+        return Schedule(batch=decodes + _in_order(chunks), preempted=preempted, arriving=arriving, budget=budget)
 
-    def _admit(self, budget: int, chunks: list[Scheduled], load_kv: Callable[[list[Sequence]], None] | None) -> None:
-        bringing = []
+    def add_loaded(self, schedule: Schedule) -> None:
+        """Has those that were arriving join the batch, where their `num_computed` now is."""
+        for sequence in schedule.arriving:
+            schedule.budget -= self._chunk(sequence, schedule.budget, schedule.batch)
+        schedule.batch = _in_order(schedule.batch)
+
+    def _admit(self, budget: int, chunks: list[Scheduled], arriving: list[Sequence]) -> int:
+        """Returns what is left of the budget."""
         num_growing = sum(self._may_grow(sequence) for sequence in self.running) if self.waiting else 0
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
@@ -152,23 +187,21 @@ class Scheduler:
             self.waiting.popleft()
             self.blocks.share(sequence, shared)
             self.blocks.grow(sequence, num_tokens)
+            sequence.blocks = self.blocks.table(sequence)
             sequence.num_computed = len(shared) * self.blocks.block_size
             self.num_shared_tokens += sequence.num_computed
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
             num_growing += self._may_grow(sequence)
-            if load_kv is not None and sequence.kv is not None:
-                bringing.append(sequence)
+            if sequence.kv is not None:
+                arriving.append(sequence)
             else:
                 budget -= self._chunk(sequence, budget, chunks)
-        if load_kv is not None and bringing:
-            load_kv(bringing)
-        for sequence in bringing:
-            budget -= self._chunk(sequence, budget, chunks)
+        return budget
 
     def _may_grow(self, sequence: Sequence) -> bool:
         """Whether its blocks do not yet hold all the tokens that are computed here: all but the last."""
-        return self.blocks.blocks_for(sequence.release_len - 1) > len(self.blocks.table(sequence))
+        return self.blocks.blocks_for(sequence.release_len - 1) > len(sequence.blocks)
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the KV of the sequence's first tokens; its last token is always left to be computed."""
@@ -205,18 +238,16 @@ class Scheduler:
             self.blocks.publish(sequence, index, keys[index])
         sequence.num_published = num_full
 
-    def _make_room(self, sequence: Sequence, store_kv: Callable[[Sequence], None] | None) -> bool:
+    def _make_room(self, sequence: Sequence, preempted: list[Preempted]) -> bool:
         """Gives the sequence blocks for all its tokens, preempting the latest admitted while there are too few."""
         while not self.blocks.can_grow(sequence, len(sequence.state.tokens)):
-            if store_kv is not None:
-                store_kv(self.running[-1])
-            if self._preempt_latest() is sequence:
+            preempted.append(self._preempt_latest())
+            if preempted[-1].sequence is sequence:
                 return False
         self.blocks.grow(sequence, len(sequence.state.tokens))
         return True
 
-    def num_common_tokens(self, sequence: Sequence) -> int:
-        """Of its first computed tokens, those whose KV others hold, too: it finds them again while these stay."""
+    def _num_common_tokens(self, sequence: Sequence) -> int:
         if not self._config.prefix_caching:
             return 0
         num_full = sequence.num_computed // self.blocks.block_size
@@ -232,14 +263,20 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.leave_slot()
 
-    def _preempt_latest(self) -> Sequence:
+    def _preempt_latest(self) -> Preempted:
         victim = self.running.pop()
+        preempted = Preempted(victim, victim.cached, self._num_common_tokens(victim))
         self._vacate(victim)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
-        return victim
+        return preempted
 
     def _vacate(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
         self._free_slots.append(sequence.slot)
         sequence.leave_slot()
+
+
+def _in_order(batch: list[Scheduled]) -> list[Scheduled]:
+    """A last chunk of one token, or all that loaded KV leaves, runs with the decodes, which come first in a batch."""
+    return sorted(batch, key=lambda item: item.num_tokens > 1)

@@ -24,9 +24,9 @@ class SlotTable:
         self._changed: dict[int, tuple[int, int]] = {}
         self._kept: tuple[np.ndarray, SamplingBatch] | None = None
 
-    def follow(self, sequence: Sequence, table: list[int]) -> None:
+    def follow(self, sequence: Sequence) -> None:
         """Brings the sequence's row up to date with its block table."""
-        known, slot = sequence.num_table_blocks, sequence.slot
+        table, known, slot = sequence.blocks, sequence.num_table_blocks, sequence.slot
         if known == 0:
             self._enter(sequence)
         if known < len(table):

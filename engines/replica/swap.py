@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -22,8 +22,8 @@ from engines.kvcache.cost import (
     slowest_copy,
     slowest_prefill,
 )
-from engines.kvcache.paged import PagedKVCache
-from engines.kvcache.transfer import KVContent, KVStore, Tier, fill_kv, read_kv, to_host
+from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
+from engines.kvcache.store import KVContent, KVStore, Tier
 from engines.models.decoder import Decoder
 from engines.parallel.collectives import Communicator
 
@@ -71,7 +71,7 @@ class SwapPolicy:
         """
         if self._preemption == "recompute":
             return False
-        tier = store.tier_for(num_tokens * bytes_per_token(self._kv))
+        tier = store.tier_for(num_tokens * self._kv.bytes_per_token)
         mine = 0 if tier is None else _TIERS.index(tier.name)
         everyone = [told[0] for told in self._group.all_gather_bytes(bytes([mine]))]
         if not all(everyone):
@@ -103,10 +103,6 @@ class SwapPolicy:
         return [msgspec.msgpack.decode(one, type=type(mine)) for one in told]
 
 
-def bytes_per_token(kv: PagedKVCache) -> int:
-    return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in (*kv.keys, *kv.values))
-
-
 def scratch_cache(kv: PagedKVCache, num_tokens: int) -> PagedKVCache:
     """A cache like `kv` with room for `num_tokens` tokens, wherever in a block they begin."""
     _, block_size, num_heads, head_dim = kv.keys[0].shape
@@ -127,8 +123,13 @@ def time_passes(
     """What `fit_prefill` takes. All ranks call it together; `agree` gives them one number for theirs."""
 
     def measure(num_tokens: int, context: int) -> PassTime:
-        batch = _prefill_batch(scratch, num_tokens, context)
-        seconds = _seconds(scratch, lambda: decoder.forward(batch, scratch))
+        """The shorter of two passes: the first may pay for memory and caches."""
+        batch, seconds = _prefill_batch(scratch, num_tokens, context), math.inf
+        for _ in range(2):
+            start = time.perf_counter()
+            decoder.forward(batch, scratch)
+            _wait_for(scratch)
+            seconds = min(seconds, time.perf_counter() - start)
         return PassTime(num_tokens=num_tokens, context=context, seconds=agree(seconds))
 
     num_tokens = min(_SHORT, max_model_len)
@@ -140,40 +141,14 @@ def time_passes(
 
 
 def time_copies(scratch: PagedKVCache, tier: Tier, max_model_len: int) -> CopyCost:
-    """Of a tier, by a part of one token and one of several MiB, or what it takes."""
-    token_bytes = bytes_per_token(scratch)
-    _, _, num_heads, head_dim = scratch.keys[0].shape
-    dtype = str(scratch.keys[0].dtype).removeprefix("torch.")
-
-    def measure(num_tokens: int) -> tuple[float, float] | None:
-        """Seconds out and in; None where there is no room."""
-        content = KVContent(
-            policy_version=0, tokens_digest="", dtype=dtype, num_layers=len(scratch.keys), num_tokens=num_tokens,
-            first_head=0, num_heads=num_heads, head_dim=head_dim,
-        )  # fmt: skip
-        blocks = _blocks(scratch, num_tokens)
-        took = []
-        for _ in range(2):  # the first may pay for memory
-            start = time.perf_counter()
-            part = tier.export(content, to_host(read_kv(scratch, blocks, num_tokens)))
-            if part is None:
-                return None
-            out_s = time.perf_counter() - start
-            try:
-                in_s = _seconds(scratch, lambda p=part: _fill(scratch, blocks, tier, p, content), times=1)  # type: ignore[misc]
-            except ValueError:
-                return None
-            finally:
-                tier.drop(part)
-            took.append((out_s, in_s))
-        return min(out_s for out_s, _ in took), min(in_s for _, in_s in took)
-
-    one = measure(1)
+    """Of a tier, by an entry of one token and one of several MiB, or what it takes."""
+    token_bytes = scratch.bytes_per_token
+    one = _time_copy(scratch, tier.store, 1)
     num_tokens = max(2, min(max_model_len, _COPY_BYTES // token_bytes))
-    many = measure(num_tokens)
+    many = _time_copy(scratch, tier.store, num_tokens)
     while many is None and num_tokens > 2:
         num_tokens //= 2
-        many = measure(num_tokens)
+        many = _time_copy(scratch, tier.store, num_tokens)
     if one is None or many is None:
         return _UNUSABLE
     num_bytes = (num_tokens - 1) * token_bytes
@@ -183,20 +158,36 @@ def time_copies(scratch: PagedKVCache, tier: Tier, max_model_len: int) -> CopyCo
     )
 
 
-def _fill(kv: PagedKVCache, blocks: list[int], tier: Tier, part: Any, content: KVContent) -> None:
-    fill_kv(kv, blocks, content.num_tokens, tier.load(part, content))
-
-
-def _seconds(kv: PagedKVCache, call: Callable[[], object], times: int = 2) -> float:
-    """Seconds of the shortest of `times` calls: the first may pay for memory and caches."""
-    took = []
-    for _ in range(times):
+def _time_copy(scratch: PagedKVCache, store: KVStore, num_tokens: int) -> tuple[float, float] | None:
+    """Seconds out and in, the shorter of two each; None where there is no room."""
+    _, _, num_heads, head_dim = scratch.keys[0].shape
+    content = KVContent(
+        policy_version=0, tokens_digest="", dtype=str(scratch.keys[0].dtype).removeprefix("torch."),
+        num_layers=len(scratch.keys), num_tokens=num_tokens, first_head=0, num_heads=num_heads, head_dim=head_dim,
+    )  # fmt: skip
+    blocks = _blocks(scratch, num_tokens)
+    out_s = in_s = math.inf
+    for _ in range(2):  # the first may pay for memory
         start = time.perf_counter()
-        call()
-        if kv.keys[0].is_cuda:
-            torch.cuda.synchronize(kv.keys[0].device)
-        took.append(time.perf_counter() - start)
-    return min(took)
+        part = store.export(content, to_host(read_kv(scratch, blocks, num_tokens)))
+        if part is None:
+            return None
+        out_s = min(out_s, time.perf_counter() - start)
+        try:
+            start = time.perf_counter()
+            fill_kv(scratch, blocks, num_tokens, store.load(part, content))
+            _wait_for(scratch)
+            in_s = min(in_s, time.perf_counter() - start)
+        except ValueError:
+            return None
+        finally:
+            store.drop(part)
+    return out_s, in_s
+
+
+def _wait_for(kv: PagedKVCache) -> None:
+    if kv.keys[0].is_cuda:
+        torch.cuda.synchronize(kv.keys[0].device)
 
 
 def _blocks(kv: PagedKVCache, num_tokens: int) -> list[int]:

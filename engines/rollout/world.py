@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
@@ -13,9 +12,9 @@ from engines.control.sealing import new_token
 from engines.control.transport import Client, Server
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.kvcache.files import FileKVStore
 from engines.kvcache.peer import PeerKVStore
 from engines.kvcache.tiers import TieredKVStore
-from engines.kvcache.transfer import HostKVStore, reclaim
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
@@ -26,7 +25,7 @@ from engines.sequence import Finished, SequenceState
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others so that they find it, and each other's KV."""
+    """What rank 0 sends the others so that they find it, and each other's KV."""
 
     address: str
     token: bytes
@@ -34,7 +33,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others when a rollout has ended."""
+    """What rank 0 sends the others when a rollout has ended."""
 
     finished: list[Finished]
     layout: Layout
@@ -54,16 +53,14 @@ class RolloutWorld:
         *,
         engine: LocalEngine | None,
         rebuild: Callable[[Layout], LocalEngine | None],
+        make_kv_store: Callable[[str], FileKVStore | TieredKVStore],
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
         check_layout: Callable[[Layout], None] | None = None,
         pace: Pace | None = None,
-        kv_store_bytes: int = 2**30,
-        make_kv_store: Callable[[str], HostKVStore | TieredKVStore] | None = None,
     ) -> None:
-        """`rebuild`: see `Worker`; `check_layout`: see `RolloutCore`. `kv_store_bytes` bounds what a rank may keep of
-        KV on its way to other replicas, or of preempted sequences; `make_kv_store` makes another store instead, of the
-        run's token.
+        """`rebuild`: see `Worker`; `check_layout`: see `RolloutCore`. `make_kv_store` makes this rank's store of the
+        run's token, for KV on its way to other replicas and of preempted sequences.
 
         Waits are as long as the groups'. Listens on the loopback where all ranks are on one host, else where its host
         is reached on the way to rank 0's (`GroupCache.address`).
@@ -72,28 +69,18 @@ class RolloutWorld:
         world = self._world = groups.world
         self._phase = -1
         self.layout = layout
-        """Of now, where this rank takes part in each regroup; after a rollout on every rank."""
+        """The present one, where this rank takes part in each regroup; after a rollout on every rank."""
         self.has_failed = False
         """Whether a rollout has ended by an error that closed the connections between the ranks."""
         self.coordinator: Coordinator | None = None
-        server: Server | None = None
-        told: bytes | None = None
-        if world.rank == 0:
-            launch = Launch(address="", token=new_token(), kv_token=secrets.token_hex(16))
-            server = Server(launch.token, host=address, patience_s=timeout_s)
-            told = msgspec.msgpack.encode(msgspec.structs.replace(launch, address=server.address))
-        launch = msgspec.msgpack.decode(world.broadcast_bytes(told), type=Launch)
+        launch, server = self._meet(address, timeout_s)
         self._client = Client(peer_of(world.rank), launch.address, launch.token, patience_s=timeout_s)
-        reclaim(keep_token=launch.kv_token)
-        make = make_kv_store or partial(HostKVStore, capacity_bytes=kv_store_bytes)
-        local_store = make(launch.kv_token)
-        self._kv_store: HostKVStore | TieredKVStore | PeerKVStore = local_store
+        local_store = make_kv_store(launch.kv_token)
+        self._kv_store: FileKVStore | TieredKVStore | PeerKVStore = local_store
         if len(set(groups.hosts)) > 1:
             host = groups.hosts[world.rank]
             self._kv_store = PeerKVStore(local_store, host=host, address=address, token=launch.token)
         self._rebuild_engine = rebuild
-        if engine is not None:
-            engine.replica.kv_store = self._kv_store
         if server is not None:
             core = RolloutCore(
                 layout=layout,
@@ -108,15 +95,33 @@ class RolloutWorld:
             )
             self.coordinator.wait_for_ranks()
         self._worker = Worker(
-            rank=world.rank, client=self._client, layout=layout, engine=engine, rebuild=self._rebuild, pace=pace
+            rank=world.rank,
+            client=self._client,
+            layout=layout,
+            engine=self._with_store(engine),
+            rebuild=self._rebuild,
+            pace=pace,
         )
+
+    def _meet(self, address: str, timeout_s: float) -> tuple[Launch, Server | None]:
+        """Where rank 0 listens, for every rank; on rank 0 also its end."""
+        if self._world.rank:
+            return msgspec.msgpack.decode(self._world.broadcast_bytes(None), type=Launch), None
+        token = new_token()
+        server = Server(token, host=address, patience_s=timeout_s)
+        launch = Launch(address=server.address, token=token, kv_token=secrets.token_hex(16))
+        self._world.broadcast_bytes(msgspec.msgpack.encode(launch))
+        return launch, server
+
+    def _with_store(self, engine: LocalEngine | None) -> LocalEngine | None:
+        if engine is not None:
+            engine.replica.mover.use(self._kv_store)
+        return engine
 
     def _rebuild(self, layout: Layout) -> LocalEngine | None:
         engine = self._rebuild_engine(layout)
         self.layout = layout
-        if engine is not None:
-            engine.replica.kv_store = self._kv_store
-        return engine
+        return self._with_store(engine)
 
     @property
     def engine(self) -> LocalEngine | None:
@@ -180,12 +185,16 @@ class RolloutWorld:
             if problems:
                 self.has_failed = True
                 raise problems[0]
+        return self._share(finished)
+
+    def _share(self, finished: list[Finished]) -> list[Finished]:
+        """What rank 0 has heard, on every rank."""
         outcome: Outcome | None = None
         if self.coordinator is not None:
             core = self.coordinator.core
             outcome = Outcome(finished, core.layout, core.layout_error)
-        told = self._world.broadcast_bytes(None if outcome is None else msgspec.msgpack.encode(outcome))
-        outcome = outcome or msgspec.msgpack.decode(told, type=Outcome)
+        data = self._world.broadcast_bytes(None if outcome is None else msgspec.msgpack.encode(outcome))
+        outcome = outcome or msgspec.msgpack.decode(data, type=Outcome)
         self.layout = outcome.layout
         if outcome.layout_error is not None:
             raise ValueError(outcome.layout_error)

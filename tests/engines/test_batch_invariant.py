@@ -22,7 +22,8 @@ from engines.sequence import Finished, Work
 from experiments.random_model import save_random_model
 from research.workloads.shapes import SHAPES
 from tests.checkpoints import save_checkpoint
-from tests.engines.test_kv_transfer import make_store, with_store
+from tests.engines.test_kv_mover import make_replica
+from tests.engines.test_kv_store import make_store
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -165,7 +166,7 @@ def test_the_same_bits_when_moved_with_kv_and_without(tiny: Path, tmp_path: Path
     expected = alone(model, states, dtype=dtype)
     store, rng = make_store(tmp_path), random.Random(1)
     options = {"device": "cpu", "dtype": dtype, "batch_invariant": True, "kv_cache_bytes": 2**22}
-    replicas = [with_store(LLM(model, max_num_seqs=size, **options), store) for size in (3, 20)]
+    replicas = [make_replica(model, store, max_num_seqs=size, **options) for size in (3, 20)]
     for state in states:
         rng.choice(replicas).submit(fresh(state))
     done: dict[Any, Bits] = {}
@@ -173,7 +174,7 @@ def test_the_same_bits_when_moved_with_kv_and_without(tiny: Path, tmp_path: Path
         for replica in replicas:
             done |= {one.state.sequence_id: bits(one) for one in replica.step().finished}
         if rng.random() < 0.3:
-            for work in rng.choice(replicas).pause(store=store if rng.random() < 0.7 else None):
+            for work in rng.choice(replicas).pause(with_kv=rng.random() < 0.7):
                 rng.choice(replicas).submit(work)
     assert done == expected
     assert sum(replica.kv_moves.num_imported for replica in replicas) > 5

@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.parallel import groups as groups_module
-from engines.parallel import segment
+from engines.parallel import owned_files
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
 from engines.parallel.layout import nested_layout
-from engines.parallel.segment import Segment, reclaim
+from engines.parallel.owned_files import reclaim
+from engines.parallel.segment import Segment
 from engines.parallel.shared_memory import SHARE_BYTES, SharedMemoryGroup, region_bytes
 from tests.worlds import ROOT, run_world
 
@@ -132,7 +133,7 @@ def wrong_subgroups(groups: GroupCache, num_rounds: int) -> list[str]:
 
 
 def holdings(creator_pid: int) -> dict[str, int]:
-    names = f"curtail-{os.getuid()}-{creator_pid}-*"
+    names = f"curtail-{os.getuid()}-*-{creator_pid}-*"
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {
         "files": len(os.listdir("/proc/self/fd")),
@@ -427,8 +428,8 @@ def test_killed_ranks_leave_no_segment(tmp_path: Path) -> None:
 KILLED_BEFORE_UNLINK = """
 import os, signal, sys
 from pathlib import Path
-from engines.parallel import segment
-segment.DEV_SHM = Path(sys.argv[1])
+from engines.parallel import owned_files, segment
+owned_files.DEV_SHM = Path(sys.argv[1])
 unlinked, left = (segment.Segment.create(4096) for _ in range(2))
 unlinked.unlink()
 for segment in (unlinked, left):
@@ -441,7 +442,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In place of /dev/shm, which other runs of this machine look through too."""
-    monkeypatch.setattr(segment, "DEV_SHM", tmp_path)
+    monkeypatch.setattr(owned_files, "DEV_SHM", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield tmp_path
 
@@ -454,11 +455,11 @@ def test_what_the_dead_left_is_reclaimed_and_only_that(own_folder: Path) -> None
     assert unlinked != left and os.listdir(own_folder) == [left]
     living = Segment.create(4096)
     assert living.path.stat().st_mode & 0o777 == 0o600
-    pid, start_time = os.getpid(), living.path.name.split("-")[3]
-    user = os.getuid()
-    earlier = own_folder / f"curtail-{user}-{pid}-{int(start_time) - 1}-00"  # this pid's earlier owner
-    elsewhere = own_folder / f"curtail-{user}-{2**22 + 1}-1-00"  # no pid here, but a lock: another container's
-    others = [own_folder / f"curtail-{user + 1}-{2**22 + 1}-1-00", own_folder / f"curtail-{user}-notes"]
+    user, space, pid, start_time = map(int, living.path.name.split("-")[1:5])
+    end = f"segment-{0:016x}"
+    earlier = own_folder / f"curtail-{user}-{space}-{pid}-{start_time - 1}-{end}"  # this pid's earlier owner
+    elsewhere = own_folder / f"curtail-{user}-1-{pid}-{start_time}-{end}"  # another container's, which has a lock
+    others = [own_folder / f"curtail-{user + 1}-{space}-{2**22 + 1}-1-{end}", own_folder / f"curtail-{user}-notes"]
     for path in (earlier, elsewhere, *others):
         path.touch()
     with open(elsewhere) as lock:

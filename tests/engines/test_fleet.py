@@ -431,11 +431,13 @@ def test_no_memory_is_told(qwen3: str) -> None:
         assert "ValueError: EngineConfig: the engine needs" in str(error.value)
 
 
-def make_launcher(server: Server, token: bytes, model: str, **options: Any) -> ReplicaLauncher:
-    return ReplicaLauncher(
-        address=server.address, token=token, model=model, config=EngineConfig(**OPTIONS), kv_token="a" * 16,
-        kv_store_bytes=2**20, **options,
-    )  # fmt: skip
+def make_launcher(server: Server, token: bytes, model: str, log_folder: Path | None = None, **orders: Any) -> Any:
+    return ReplicaLauncher(make_orders(model, address=server.address, token=token, **orders), log_folder=log_folder)
+
+
+def make_orders(model: str, **fields: Any) -> ReplicaOrders:
+    rest = {"address": "", "token": b"", "kv_token": "a" * 16, "kv_store_bytes": 2**20}
+    return ReplicaOrders(model=model, config=EngineConfig(**OPTIONS), **rest | fields)
 
 
 def wait_for_ready(server: Server) -> messages.ReplicaReady:
@@ -452,7 +454,7 @@ def wait_for_ready(server: Server) -> messages.ReplicaReady:
 def test_launcher(qwen3: str, tmp_path: Path) -> None:
     token = new_token()
     server = Server(token)
-    launcher = make_launcher(server, token, qwen3, world_size=4, log_folder=tmp_path)
+    launcher = make_launcher(server, token, qwen3, tmp_path, spec=ReplicaSpec(id=4, ranks=(4,)))
     try:
         assert launcher.launch() == ReplicaSpec(id=4, ranks=(4,))
         pid = launcher.pids()[4]
@@ -546,11 +548,7 @@ def address(seq: int, phase: int = 0) -> dict[str, int]:
 
 
 def make_worker(model: str, client: ClientEnd, *, is_outside: bool) -> Worker:
-    orders = ReplicaOrders(
-        address="", token=b"", spec=ReplicaSpec(id=0, ranks=(0,)), parent_pid=0, model=model,
-        config=EngineConfig(**OPTIONS), device="cpu", kv_token="a" * 16, kv_store_bytes=0, interval_s=1.0,
-        patience_s=10.0, min_step_s=0.0,
-    )  # fmt: skip
+    orders = make_orders(model, kv_store_bytes=0)
     engine = make_engine(orders)
 
     def load_from(source: str, version: int) -> int:

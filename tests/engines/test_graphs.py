@@ -85,7 +85,7 @@ def test_every_number_of_rows_gives_the_unpadded_logits_and_writes_nothing_else(
         replica.submit(Work(state=state))
     replica.step()
     for num_rows in range(40, 0, -1):
-        scheduled = replica.scheduler.schedule()
+        scheduled = replica.scheduler.schedule().batch
         assert len(scheduled) == num_rows
         poison(llm)
         before = [cache.clone() for cache in (*kv.keys, *kv.values)]

@@ -10,20 +10,17 @@ from typing import Any
 import pytest
 
 from engines import LLM, RequestOutput, SamplingParams
-from engines.kvcache.disk import DiskKVStore
-from engines.kvcache.tiers import TieredKVStore
-from engines.kvcache.transfer import HostKVStore
+from engines.kvcache.tiers import TieredKVStore, make_disk_store
 from engines.sequence import KVPart, SequenceKey, SequenceState, Work
-from tests.engines.test_kv_tiers import SIZE, files_in
-from tests.engines.test_kv_transfer import CONTENT, TOKEN, layers_of
+from tests.engines.test_kv_store import CONTENT, SIZE, TOKEN, export, files_in, layers_of, make_store
 from tests.engines.test_swap import PART, TOKEN_BYTES, make_llm, stored_files
 from tests.interrupts import interrupts
 
 LOOP = [
-    *(f"engines/replica/{name}.py" for name in ("replica", "scheduler", "slot_table", "runner", "staging")),
+    *(f"engines/replica/{name}.py" for name in ("replica", "scheduler", "mover", "slot_table", "runner", "staging")),
     *("engines/kvcache/block_manager.py", "engines/replica/stop_strings.py"),
 ]
-STORES = [f"engines/kvcache/{name}.py" for name in ("tiers", "disk", "files", "transfer")]
+STORES = [f"engines/kvcache/{name}.py" for name in ("tiers", "files", "store")]
 PROMPTS = [[5, 6, 7] * 6, [8] * 20, [3, 4] * 10]
 PARAMS = SamplingParams(max_tokens=14, n=2, ignore_eos=True)
 
@@ -99,12 +96,6 @@ def test_of_a_call_at_every_few_lines(qwen3: str, tmp_path: Path, files: list[st
     assert tokens_of(make().generate(PROMPTS, PARAMS, prompt_uids=range(3))) == expected
 
 
-def export(store: TieredKVStore) -> KVPart:
-    part = store.export(CONTENT, layers_of(CONTENT))
-    assert part is not None
-    return part
-
-
 CALLS: dict[str, Callable[[TieredKVStore, KVPart], object]] = {
     "export into memory": lambda store, part: (store.drop(part), export(store)),
     "export into memory, by moving one down": lambda store, _: export(store),
@@ -121,14 +112,14 @@ def test_of_a_store_at_every_line(name: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             host = Path(folder) / "host"
             host.mkdir()
-            store = TieredKVStore(HostKVStore(TOKEN, SIZE, [host]), DiskKVStore(TOKEN, 3 * SIZE, Path(folder)))
+            store = TieredKVStore(make_store(host, SIZE), make_disk_store(TOKEN, 3 * SIZE, Path(folder)))
             part = export(store)
             interrupter.run(lambda store=store, part=part: CALLS[name](store, part))  # type: ignore[misc]
-            in_memory, on_disk = files_in(host), files_in(store.disk.folder)
+            in_memory, on_disk = files_in(host), files_in(store.disk.folders[0])
             assert store.host.num_bytes == sum(in_memory.values()) <= SIZE
-            assert store.disk.files.num_bytes == sum(on_disk.values()) <= 3 * SIZE
+            assert store.disk.num_bytes == sum(on_disk.values()) <= 3 * SIZE
             assert {*in_memory.values(), *on_disk.values()} <= {SIZE}, "a file is not whole"
             more = [store.export(CONTENT, layers_of(CONTENT)) for _ in range(4)]
-            assert any(more) and len(files_in(host)) + len(files_in(store.disk.folder)) == 4, "room is lost"
+            assert any(more) and len(files_in(host)) + len(files_in(store.disk.folders[0])) == 4, "room is lost"
             store.close()
-            assert not files_in(host) and not files_in(store.disk.folder)
+            assert not files_in(host) and not files_in(store.disk.folders[0])

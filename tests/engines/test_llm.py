@@ -368,11 +368,11 @@ def test_after_close_nothing_is_generated(qwen3: str) -> None:
 def test_no_layout_is_built_from_weights_that_were_not_kept(qwen3: str) -> None:
     llm = LLM(qwen3)
     before = llm.checksum()
-    llm._rebuild(llm.layout)
+    llm._placement.rebuild(llm.layout)
     assert llm.checksum() == before
     llm.update_weights(((name, tensor + 1) for name, tensor in checkpoint_tensors(qwen3)), version=1)
     with pytest.raises(RuntimeError, match="only with a layout_policy"):
-        llm._rebuild(llm.layout)
+        llm._placement.rebuild(llm.layout)
 
 
 class TestChecksum:

@@ -98,7 +98,7 @@ def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
         ids = [(0, uid, index) for uid in range(len(PROMPTS)) for index in range(2)]
         hook = move_at_random(llm, ids, seed=3, num_moves=400) if "moves" in kind else None
         out = llm.generate(PROMPTS, PARAMS, on_finished=hook)
-        moves, store = llm.replica.kv_moves, llm.replica.kv_store
+        moves, store = llm.replica.kv_moves, llm.replica.mover.store
         results[case] = {
             "tokens": [[c.token_ids for c in o.outputs] for o in out],
             "epoch": llm.layout.epoch,
@@ -221,7 +221,7 @@ def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:
     held = []
     for iteration in range(60):
         llm.generate(PROMPTS[:4], SamplingParams(max_tokens=6))
-        llm.update_weights(((name, w.clone()) for name, w in llm._weights()), version=iteration + 1)
+        llm.update_weights(((name, w.clone()) for name, w in llm._placement.weights()), version=iteration + 1)
         if iteration in (9, 59):
             status = Path("/proc/self/status").read_text()
             held.append(
@@ -432,6 +432,25 @@ def test_the_host_s_copy_of_the_weights_is_given_back(checkpoints: Path) -> None
     assert result["failed"], "the constructor was to fail"
 
 
+def fail_in_a_world_of_its_own(directory: str) -> dict[str, Any]:
+    options = {"tensor_parallel_size": 2, **OPTIONS}
+    llm = LLM(f"{directory}/qwen3", **options)
+    during = shared_files()
+    llm.close()
+    after = shared_files()
+    with pytest.raises(ValueError, match="one block of 16 tokens takes") as error:  # kept, and with it all its frames
+        LLM(f"{directory}/qwen3", **options | {"kv_cache_bytes": 8})
+    assert error.value.__traceback__ is not None
+    return {"files": [during, after, shared_files()]}
+
+
+def test_a_constructor_that_fails_gives_back_the_groups_that_it_has_made(checkpoints: Path) -> None:
+    for result in run_world(fail_in_a_world_of_its_own, 2, str(checkpoints)):
+        during, after, after_failure = result["files"]
+        assert during > 0, "there was to be shared memory"
+        assert [after, after_failure] == [0, 0]
+
+
 def update_badly(directory: str) -> dict[str, list[str]]:
     import torch
     import torch.distributed as dist
@@ -461,8 +480,8 @@ def update_badly(directory: str) -> dict[str, list[str]]:
         ):  # fmt: skip
             errors.append(error_of(lambda llm=llm, weights=weights: llm.update_weights(weights, version=1)))
             errors.append(error_of(lambda llm=llm: llm.generate([[5]])))
-        if llm._host_weights is not None:
-            errors.append(str(dict(llm._host_weights.tensors())[name].eq(7.0).all().item()))
+        if llm._placement.host_weights is not None:
+            errors.append(str(dict(llm._placement.host_weights.tensors())[name].eq(7.0).all().item()))
         errors.append(str(llm.update_weights(stream(), version=1) == good))
         errors.append(error_of(lambda llm=llm: llm.generate([[5]])))
         results[kind] = errors

@@ -27,7 +27,7 @@ def make_scheduler(num_blocks: int, **options: int) -> Scheduler:
 
 def run_step(scheduler: Scheduler) -> list[tuple[int, int]]:
     """Runs one pass as a replica would; returns (prompt uid, tokens) of each scheduled sequence."""
-    scheduled = scheduler.schedule()
+    scheduled = scheduler.schedule().batch
     shape = [(item.sequence.state.key.prompt_uid, item.num_tokens) for item in scheduled]
     advance(scheduler, scheduled)
     return shape
@@ -65,7 +65,7 @@ def test_every_sequence_ends_and_every_pass_fits(seed: int) -> None:
         if not scheduler.has_work:
             continue
         before = {id(s): s.num_computed for s in sequences}
-        scheduled = scheduler.schedule()
+        scheduled = scheduler.schedule().batch
         lengths = [item.num_tokens for item in scheduled]
         assert scheduled, "there is work, and nothing runs"
         assert sum(lengths) <= budget and len(scheduled) <= max_seqs
@@ -111,23 +111,26 @@ def test_one_that_brings_kv_starts_behind_it() -> None:
         sequence.kv = KVHandle(num_tokens=num_tokens, policy_version=0, dtype="float32", parts=())
     for sequence in sequences:
         scheduler.add(sequence)
-    asked: list[int] = []
 
-    def load(admitted: list[Sequence]) -> None:
-        for sequence in admitted:
-            assert sequence.kv is not None
-            assert len(scheduler.blocks.table(sequence)) * 4 >= len(sequence.state.tokens)
+    def schedule() -> list[Scheduled]:
+        """As a replica that loads all KV that is brought."""
+        step = scheduler.schedule()
+        for sequence in step.arriving:
+            assert sequence.kv is not None and len(sequence.blocks) * 4 >= len(sequence.state.tokens)
             asked.append(sequence.state.key.prompt_uid)
             sequence.num_computed, sequence.kv = sequence.kv.num_tokens, None
+        scheduler.add_loaded(step)
+        return step.batch
 
-    scheduled = scheduler.schedule(load)
+    asked: list[int] = []
+    scheduled = schedule()
     assert asked == [1]  # the first brings none, and there are no blocks for the third
     assert [(item.sequence.state.key.prompt_uid, item.num_tokens) for item in scheduled] == [(0, 6), (1, 2)]
     assert sequences[2].kv is not None
     advance(scheduler, scheduled)
     scheduler.remove(sequences[0])
     # One token left is a decode.
-    assert [(item.num_tokens, item.samples) for item in scheduler.schedule(load)] == [(1, True), (1, True)]
+    assert [(item.num_tokens, item.samples) for item in schedule()] == [(1, True), (1, True)]
     assert asked == [1, 2]
     scheduler.restart(sequences[1:])
     assert [sequence.num_computed for sequence in sequences[1:]] == [0, 0]

@@ -18,12 +18,14 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.kvcache.cost import CopyCost, PrefillCost, SwapCost
-from engines.kvcache.transfer import DEV_SHM, HEADER_BYTES, HostKVStore
+from engines.kvcache.files import FileKVStore
+from engines.kvcache.store import HEADER_BYTES, Tier
 from engines.models.decoder import Decoder
 from engines.models.loader import checkpoint_tensors
+from engines.parallel.owned_files import DEV_SHM
 from engines.sequence import Completion, SequenceId, Work
 from experiments.config import RolloutConfig
-from tests.engines.test_kv_transfer import Rollout, begun, least_tokens, with_store
+from tests.engines.test_kv_mover import Rollout, begun, least_tokens, make_replica
 from tests.engines.test_token_equality import LONG, PARAMS, PROMPTS, TIGHT_KV, make_states, tokens_of
 from tests.worlds import ROOT, run_world
 
@@ -51,14 +53,13 @@ def prefer_swap_beyond(llm: LLM, num_tokens: int) -> None:
     """Costs as if measured: that many tokens cost the same either way, more are cheaper to swap."""
     prefill = PrefillCost(latency=0.0, seconds_per_token=1.0, seconds_per_pair=0.0)
     copy_ = CopyCost(bytes_per_token=1, out_bandwidth=1e9, in_bandwidth=1e9, latency=float(num_tokens))
-    assert llm.replica.swap_policy is not None
-    llm.replica.swap_policy.costs.update({name: SwapCost(prefill=prefill, copy=copy_) for name in ("host", "disk")})
+    costs = dict.fromkeys(("host", "disk"), SwapCost(prefill=prefill, copy=copy_))
+    llm.replica.mover.swap_policy.costs.update(costs)
 
 
 def stored_files(llm: LLM, folder: Path) -> list[Path]:
-    store = llm.replica.kv_store
-    token = getattr(store, "host", store)._token  # type: ignore[attr-defined]
-    return [path for where in (DEV_SHM, *folder.glob("curtail-kv-*")) for path in where.glob(f"*{token}*")]
+    token = llm.replica.mover.store.token  # type: ignore[union-attr]
+    return [path for where in (DEV_SHM, *folder.glob("curtail-kv-*")) for path in where.glob(f"*-{token}-*")]
 
 
 def check_clean(llm: LLM, folder: Path) -> None:
@@ -121,7 +122,7 @@ def test_nothing_is_computed_twice(qwen3: str, plain: dict[SequenceId, Completio
     rollout.finish(recomputing.replica)
     rollout.check(plain)
     assert recomputing.replica.scheduler.num_preemptions > 5 and rollout.num_tokens > least_tokens(plain)
-    assert recomputing.replica.kv_store is None and recomputing.replica.kv_moves.num_swapped_out == 0
+    assert recomputing.replica.mover.store is None and recomputing.replica.kv_moves.num_swapped_out == 0
 
 
 def test_members_of_a_group_share_their_prompt_again_when_they_come_back(qwen3: str, tmp_path: Path) -> None:
@@ -145,10 +146,10 @@ def test_members_of_a_group_share_their_prompt_again_when_they_come_back(qwen3: 
 
 def test_costs_are_measured_when_first_wanted(qwen3: str, tmp_path: Path) -> None:
     llm = make_llm(qwen3, tmp_path, preemption="auto", kv_host_bytes=PART, kv_disk_bytes=2**24)
-    policy = llm.replica.swap_policy
-    assert policy is not None and not policy.costs
-    for name, tier in (("host", llm.replica.kv_store.host), ("disk", llm.replica.kv_store.disk)):  # type: ignore[union-attr]
-        cost = policy._measure(tier)
+    policy, store = llm.replica.mover.swap_policy, llm.replica.mover.store
+    assert not policy.costs
+    for name in ("host", "disk"):
+        cost = policy._measure(Tier(name, getattr(store, name)))
         assert cost.copy.bytes_per_token == TOKEN_BYTES and 0 < cost.copy.latency < 60, name
         assert cost.copy.out_bandwidth > 0 and cost.copy.in_bandwidth > 0
         assert cost.prefill.seconds_per_token >= 0 and cost.prefill.seconds_per_pair >= 0
@@ -224,14 +225,14 @@ def test_an_export_that_is_interrupted_loses_no_sequence(
     qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make_llm(qwen3, tmp_path)
-    export, count = HostKVStore.export, itertools.count(1)
+    export, count = FileKVStore.export, itertools.count(1)
 
-    def interrupted(self: HostKVStore, content: Any, layers: Any) -> Any:
+    def interrupted(self: FileKVStore, content: Any, layers: Any) -> Any:
         if next(count) % 3 == 0:
             raise KeyboardInterrupt
         return export(self, content, layers)
 
-    monkeypatch.setattr(HostKVStore, "export", interrupted)
+    monkeypatch.setattr(FileKVStore, "export", interrupted)
     rollout = begun(llm.replica, 0)
     while llm.replica.has_work:
         try:
@@ -249,8 +250,7 @@ def test_paused_while_swapped_out_and_resumed_elsewhere(
     qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path
 ) -> None:
     llm = make_llm(qwen3, tmp_path)
-    reaching = with_store(LLM(qwen3, dtype="float64", kv_cache_bytes=2**24), llm.replica.kv_store)  # type: ignore[arg-type]
-    storeless = with_store(LLM(qwen3, dtype="float64", kv_cache_bytes=2**24), None)
+    reaching, storeless = make_replica(qwen3, llm.replica.mover.store), make_replica(qwen3, None)
     rollout = begun(llm.replica, 0)
     step_until_swapped(llm, rollout, 3)
     swapped = [sequence.state.sequence_id for sequence in llm.replica.scheduler.waiting if sequence.is_swapped_out]
@@ -379,7 +379,7 @@ def swap_in_shards(model: str, folder: str) -> list[Any]:
         if case == "disk":
             chosen |= {"kv_host_bytes": PART, "kv_disk_bytes": 2**24, "kv_disk_folder": folder}
         llm = LLM(model, **chosen)
-        store = llm.replica.kv_store
+        store = llm.replica.mover.store
         if case == "no room on one rank" and rank == 1:
             store.files.capacity_bytes = PART // 2  # type: ignore[union-attr]
         rollout = begun(llm.replica, 0)
@@ -387,7 +387,7 @@ def swap_in_shards(model: str, folder: str) -> list[Any]:
             if case == "lost on one rank":
                 for sequence in llm.replica.scheduler.waiting:
                     if rank == 1 and sequence.kv is not None and sequence.state.key.sample_index == 0:
-                        Path(sequence.kv.parts[1].location).unlink(missing_ok=True)
+                        (DEV_SHM / sequence.kv.parts[1].location).unlink(missing_ok=True)
             rollout.step(llm.replica, 1)
         groups.world.barrier()
         results.append({

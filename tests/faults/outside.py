@@ -66,7 +66,7 @@ def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str,
             pids |= set(fleet.launcher.pids().values())
             counts["replicas_lost"] += len(fleet.coordinator.lost)
             counts["refused"] += len(fleet.coordinator.refused)
-            weights_folder = fleet._weights_folder
+            weights_folder = fleet._weights.folder
         assert_nothing_left(pids, [weights_folder])
     return {**counts, "longest_s": round(max(seconds), 2), "seconds": round(sum(seconds), 1)}
 

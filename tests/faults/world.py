@@ -17,13 +17,14 @@ from engines.config import EngineConfig, ModelConfig
 from engines.control.ends import Notice
 from engines.control.transport import Client, Server
 from engines.coordination.requests import RequestRegroup
-from engines.kvcache.transfer import DEV_SHM
+from engines.kvcache.tiers import make_host_store
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.parallel.owned_files import DEV_SHM
 from engines.replica.engine import LocalEngine
-from engines.rollout import worker, world
+from engines.rollout import worker_core, world
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
 from tests.faults.requests import Caller, random_policy
@@ -56,7 +57,7 @@ def _rank(oracle_directory: str, seeds: list[int]) -> dict[str, Any]:
     one_host = GroupCache(group, every, timeout_s=TIMEOUT_S)
     parallel.groups._host = lambda: f"host {group.rank // 2}"
     two_hosts = GroupCache(group, every, timeout_s=TIMEOUT_S)
-    worker.REPORT_EVERY_S = 0.01  # more to repeat, and more moments to act at
+    worker_core.REPORT_EVERY_S = 0.01  # more to repeat, and more moments to act at
     oracle = Oracle(oracle_directory)
     counts: Counter[str] = Counter()
     seconds = []
@@ -126,10 +127,10 @@ class _Schedule:
             rebuild=self._build,
             schedule_policy=random_policy(self._own),
             pace=self._pace,
-            kv_store_bytes=self._kv_store_bytes,
+            make_kv_store=partial(make_host_store, capacity_bytes=self._kv_store_bytes),
         )
         self._coordinator = rollout.coordinator
-        self._kv_token = getattr(rollout._kv_store, "_local", rollout._kv_store)._token
+        self._kv_token = getattr(rollout._kv_store, "_local", rollout._kv_store).token
         for index, version in enumerate(self._versions):
             if index and self._engine is not None:
                 self._engine.load(checkpoint_tensors(self._oracle.checkpoint(version)), version)

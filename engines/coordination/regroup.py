@@ -1,0 +1,152 @@
+"""From one layout to the next: pause what changes, order the regroup, resume. Torch-free.
+
+asked for -> all replicas that leave have paused: `Regroup` -> all that come are ready, all idle ranks idle: resume
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engines.control import messages
+from engines.coordination.books import Books
+from engines.coordination.dispatcher import Dispatcher
+from engines.coordination.outbox import Outbox
+from engines.coordination.policies import LayoutPolicy
+from engines.coordination.records import ReplicaRecord
+from engines.coordination.requests import RegroupComplete, RequestRefused
+from engines.coordination.views import LayoutView
+from engines.parallel.layout import Layout
+
+
+@dataclass(kw_only=True)
+class Regrouping:
+    """A regroup under way."""
+
+    layout: Layout
+    leaving: list[ReplicaRecord]
+    coming: list[ReplicaRecord]
+    is_ordered: bool = False
+    """Whether `Regroup` was sent: all that leave have paused."""
+    idle: list[tuple[str, int, int]] = field(default_factory=list)
+    """What is awaited of ranks that will be idle: without it a command to one could overtake its relayed `Regroup`."""
+
+
+class Regrouper:
+    """Says who goes where. Replicas that a layout leaves as they are go on meanwhile."""
+
+    def __init__(
+        self,
+        books: Books,
+        outbox: Outbox,
+        dispatcher: Dispatcher,
+        *,
+        policy: LayoutPolicy | None,
+        check_layout: Callable[[Layout], None] | None,
+    ) -> None:
+        """The arguments are `RolloutCore`'s."""
+        self._books = books
+        self._outbox = outbox
+        self._dispatcher = dispatcher
+        self._policy = policy
+        self._check_layout = check_layout
+        self.layout_error: str | None = None
+        self.under_way: Regrouping | None = None
+
+    def consider(self) -> None:
+        """Asks the layout policy. A layout that cannot be had ends the phase; see `layout_error`."""
+        books = self._books
+        if self._policy is None or self.under_way or self.layout_error or books.phase is None or books.phase.is_ending:
+            return
+        view = LayoutView(
+            now=self._outbox.now,
+            layout=books.layout,
+            num_waiting=len(books.waiting),
+            num_unfinished=len(books.sequences),
+            num_delivered=len(books.delivered),
+            replicas=books.views(),
+        )
+        if (layout := self._policy.decide(view)) is None:
+            return
+        try:
+            self.begin(layout, with_kv=True)
+        except RequestRefused as error:
+            self.layout_error = f"layout_policy: gave a layout that cannot be had: {error}"
+            books.decide("refuse_layout", detail=self.layout_error)
+            self._dispatcher.abort(list(books.sequences))
+
+    def begin(self, layout: Layout, with_kv: bool) -> None:
+        """Pauses the replicas that the layout changes. Raises RequestRefused for a layout that cannot come next."""
+        self._check(layout)
+        books = self._books
+        old, new = set(books.layout.replicas), set(layout.replicas)
+        leaving = [replica for replica in books.replicas.values() if replica.spec in old - new]
+        coming = [
+            ReplicaRecord(spec=spec, epoch=layout.epoch, outside=False, closed=True)
+            for spec in layout.replicas
+            if spec not in old
+        ]
+        books.decide("regroup", detail=f"epoch {layout.epoch}: {layout.replicas}")
+        self.under_way = Regrouping(layout=layout, leaving=leaving, coming=coming)
+        for replica in leaving:
+            replica.closed = True
+            books.touch(replica)
+            self._dispatcher.pause(replica, with_kv)
+
+    def _check(self, layout: Layout) -> None:
+        if self.under_way:
+            raise RequestRefused(f"regroup to epoch {layout.epoch}: one to {self.under_way.layout.epoch} is under way")
+        if layout.epoch != self._books.layout.epoch + 1:
+            raise RequestRefused(f"Layout.epoch={layout.epoch}: the next is {self._books.layout.epoch + 1}")
+        try:
+            check_ranks(layout, self._books.world_size)
+            if self._check_layout is not None:
+                self._check_layout(layout)
+        except ValueError as error:
+            raise RequestRefused(str(error)) from None
+        if clash := {spec.id for spec in layout.replicas} & self._books.outside_ids:
+            raise RequestRefused(f"Layout.replicas: ids {sorted(clash)} are of replicas outside the world; take others")
+
+    def check_id(self, replica_id: int) -> None:
+        """Raises RequestRefused for a replica outside the world whose id a layout to come has."""
+        if self.under_way and replica_id in {spec.id for spec in self.under_way.layout.replicas}:
+            raise RequestRefused(f"AddReplica.spec.id={replica_id}: is in the layout to come; take another")
+
+    def advance(self) -> None:
+        """Orders the regroup when all that leave are empty and quiet; ends it when all that come are ready."""
+        regrouping = self.under_way
+        if regrouping is None:
+            return
+        if not regrouping.is_ordered and not any(map(self._outbox.is_awaited_of, regrouping.leaving)):
+            self._order(regrouping)
+        is_quiet = not any(key in self._outbox.awaited for key in regrouping.idle)
+        if regrouping.is_ordered and is_quiet and all(replica.ready for replica in regrouping.coming):
+            for replica in regrouping.coming:
+                replica.closed = False
+                self._books.touch(replica)
+            self.under_way = None
+            self._books.decide("resume", detail=f"epoch {regrouping.layout.epoch}")
+            self._outbox.tell(RegroupComplete(layout=regrouping.layout))
+
+    def _order(self, regrouping: Regrouping) -> None:
+        books, layout = self._books, regrouping.layout
+        regrouping.is_ordered = True
+        for replica in regrouping.leaving:
+            self._outbox.send(messages.Regroup, replica, layout=layout)
+            books.remove_replica(replica)
+        for rank in books.idle_ranks():
+            self._outbox.send_idle(messages.Regroup, rank, books.layout.epoch, layout=layout)
+        books.layout = layout
+        for replica in regrouping.coming:
+            replica.version = None if books.phase is None else books.phase.policy_version
+            books.add_replica(replica)
+            self._outbox.wait_for(replica.ready_key, replica, "to be ready")
+        for rank in books.idle_ranks():
+            regrouping.idle.append(("idle", rank, layout.epoch))
+            self._outbox.wait_for(regrouping.idle[-1], f"rank {rank}", "to be idle after a regroup")
+
+
+def check_ranks(layout: Layout, world_size: int) -> None:
+    """Raises ValueError for a layout with ranks that the world does not have."""
+    if any(rank >= world_size for spec in layout.replicas for rank in spec.ranks):
+        raise ValueError(f"{layout}: has a rank outside the world; use those below {world_size}")

@@ -1,0 +1,148 @@
+"""Stored KV: what a store answers, and the format of what it keeps.
+
+An *entry* is one piece of stored KV: all layers of some neighbouring KV heads, for a sequence's first tokens. It has a
+name, a `KVPart`. It begins with a header of `HEADER_BYTES` bytes: a mark, the number of the format, a checksum, and the
+`KVContent` that it was made of. Then come the layers, each [2 (keys, values), num_tokens, num_heads, head_dim]. Entries
+are cut by heads, so that replicas of any TP degree read what any other wrote (`load_heads`). An entry of another format
+is refused, and its KV computed again.
+
+Entries may later hold a range of tokens: then its first token joins `KVContent` and `KVPart`, and `FORMAT` goes up. The
+digest stays that of all tokens up to the range's end, since KV depends on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import struct
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engines.sequence import KVPart
+
+MAGIC = b"curtailK"
+FORMAT = 2
+HEADER_BYTES = 512
+_PREFIX = struct.Struct("<8sIII")  # magic, format, CRC-32 of the layers, bytes of the encoded KVContent that follows
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVContent:
+    """What an entry must hold to be of use: two entries of equal content are interchangeable."""
+
+    policy_version: int
+    tokens_digest: str
+    """`tokens_digest` of the tokens: KV of other ones is never taken for theirs."""
+    dtype: str
+    num_layers: int
+    num_tokens: int
+    first_head: int
+    num_heads: int
+    head_dim: int
+
+    @property
+    def layer_shape(self) -> tuple[int, int, int, int]:
+        return (2, self.num_tokens, self.num_heads, self.head_dim)
+
+    @property
+    def num_bytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return 2 * self.num_layers * self.num_tokens * self.num_heads * self.head_dim * dtype.itemsize
+
+
+class KVStore(Protocol):
+    """Keeps KV outside of the caches. All replicas that move sequences to each other reach the same entries."""
+
+    def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
+        """Keeps a copy of the layers, each `content.layer_shape` on the CPU; None when there is no room."""
+        ...
+
+    def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
+        """The layers, each `content.layer_shape` on the CPU; not to be written to, but usable after a `drop`.
+
+        Raises ValueError when the entry is gone, damaged, or of other content.
+        """
+        ...
+
+    def drop(self, part: KVPart) -> None:
+        """Frees the entry; one that is gone already, or not this store's, is no error."""
+        ...
+
+    def tier_for(self, num_bytes: int) -> Tier | None:
+        """The tier that would now take an entry of this many bytes; None when no tier has room."""
+        ...
+
+
+class Tier(NamedTuple):
+    """A store whose entries all cost about the same."""
+
+    name: str
+    store: KVStore
+
+
+def tokens_digest(tokens: Items[int]) -> str:
+    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
+
+
+def load_heads(store: KVStore, parts: Items[KVPart], wanted: KVContent) -> Iterator[Tensor]:
+    """The wanted KV heads, layer by layer, from whichever parts hold them, however these are cut.
+
+    Raises ValueError, before the first layer is asked for, when a part cannot be used or a head is in none.
+    """
+    pieces: list[tuple[Items[Tensor], slice]] = []
+    head, stop = wanted.first_head, wanted.first_head + wanted.num_heads
+    while head < stop:
+        part = next((p for p in parts if p.first_head <= head < p.first_head + p.num_heads), None)
+        if part is None:
+            raise ValueError(f"KVHandle.parts: KV head {head} is in none of {len(parts)} parts; recompute the KV")
+        layers = store.load(part, replace(wanted, first_head=part.first_head, num_heads=part.num_heads))
+        end = min(stop, part.first_head + part.num_heads)
+        pieces.append((layers, slice(head - part.first_head, end - part.first_head)))
+        head = end
+    return (_join([layers[i][:, :, heads] for layers, heads in pieces]) for i in range(wanted.num_layers))
+
+
+def _join(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def encode_header(content: KVContent, checksum: int) -> bytes:
+    """What an entry begins with; `checksum` is the CRC-32 of its layers' bytes."""
+    encoded = msgspec.msgpack.encode(content)
+    assert _PREFIX.size + len(encoded) <= HEADER_BYTES
+    return _PREFIX.pack(MAGIC, FORMAT, checksum, len(encoded)) + encoded
+
+
+def layers_in(memory: mmap.mmap, content: KVContent, location: str) -> list[Tensor]:
+    """The layers of an entry's bytes, each `content.layer_shape`; they keep the memory alive.
+
+    Raises ValueError when they are of other content, or not what was written.
+    """
+    with memoryview(memory)[HEADER_BYTES:] as payload:
+        _check_header(memory[:HEADER_BYTES], content, location, zlib.crc32(payload))
+    layers = torch.frombuffer(memory, dtype=getattr(torch, content.dtype), offset=HEADER_BYTES)
+    return list(layers.view(content.num_layers, *content.layer_shape))
+
+
+def _check_header(header: bytes, content: KVContent, location: str, found_checksum: int) -> None:
+    magic, version, checksum, length = _PREFIX.unpack_from(header)
+    if magic != MAGIC or version != FORMAT:
+        raise ValueError(f"{location}: is no KV of format {FORMAT}; recompute the KV")
+    try:
+        found = msgspec.msgpack.decode(header[_PREFIX.size : _PREFIX.size + length], type=KVContent)
+    except msgspec.MsgspecError:
+        raise ValueError(f"{location}: its header is damaged; recompute the KV") from None
+    for field in fields(KVContent):
+        have, want = getattr(found, field.name), getattr(content, field.name)
+        if have != want:
+            raise ValueError(f"{location}: {field.name}={have!r}, wanted {want!r}; recompute the KV")
+    if checksum != found_checksum:
+        raise ValueError(f"{location}: its content is damaged; recompute the KV")

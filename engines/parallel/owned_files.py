@@ -1,0 +1,89 @@
+"""Files that a process makes for others of its host: their names say whose they are, so that what a kill leaves behind
+is found. One scheme for shared memory, stored KV and folders of weights. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+DEV_SHM = Path("/dev/shm")
+LOCKED = "segment"
+"""The label of files that their creator holds a lock on as long as it lives."""
+
+_NAME = re.compile(
+    r"curtail-(?P<user>\d+)-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)-(?P<label>[0-9a-zA-Z]+)-[0-9a-f]{16}"
+)
+
+
+def memory_folders() -> list[Path]:
+    """/dev/shm, and the temporary folder for where that is missing or too small."""
+    return list(dict.fromkeys((DEV_SHM, Path(tempfile.gettempdir()))))
+
+
+def new_name(label: str) -> str:
+    """A name for a file of this process, which cannot be guessed. `label` is the run's token, or the kind of file."""
+    pid = os.getpid()
+    return f"curtail-{os.getuid()}-{_pid_space()}-{pid}-{start_time(pid)}-{label}-{secrets.token_hex(8)}"
+
+
+def has_label(name: str, label: str) -> bool:
+    """Whether a process of this user and container has made the name with this label."""
+    named = _NAME.fullmatch(name)
+    return named is not None and (named["user"], named["space"], named["label"]) == (
+        str(os.getuid()), str(_pid_space()), label,
+    )  # fmt: skip
+
+
+def reclaim(folders: Iterable[Path] | None = None, *, keep_label: str | None = None) -> list[Path]:
+    """Removes what this user's dead processes have left in the folders, never what living ones use; returns which.
+
+    Keeps files labelled `keep_label`: those of a run, whose sequences may have moved on when their creator ended. A
+    process of another container cannot be seen: only what such processes lock is judged, by the lock.
+    """
+    removed = []
+    for folder in memory_folders() if folders is None else folders:
+        for path in sorted(folder.glob(f"curtail-{os.getuid()}-*")):
+            named = _NAME.fullmatch(path.name)
+            with contextlib.suppress(OSError):  # somebody else removes it at the same time
+                if named and named["label"] != keep_label and _is_left(path, named):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    removed.append(path)
+    return removed
+
+
+def start_time(pid: int) -> int | None:
+    """Of a living process, in clock ticks since boot: a pid comes again, the pair does not. None when it is gone."""
+    try:
+        # The name, field 2, is in parentheses and may hold anything; the start time is field 22.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _pid_space() -> int:
+    """Names the container: a process id means something within its namespace only."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _is_left(path: Path, named: re.Match[str]) -> bool:
+    if int(named["space"]) == _pid_space():
+        return start_time(int(named["pid"])) != int(named["start"])
+    return named["label"] == LOCKED and not _is_locked(path)
+
+
+def _is_locked(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

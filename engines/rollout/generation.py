@@ -1,0 +1,98 @@
+"""A call of `LLM.generate` as sequences, and what all ranks must have been given alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from engines.parallel.collectives import Communicator
+from engines.sequence import (
+    Completion,
+    Finished,
+    SamplingParams,
+    SequenceId,
+    SequenceKey,
+    SequenceState,
+    is_int64,
+)
+
+
+def make_states(
+    token_lists: list[list[int]], params: list[SamplingParams], uids: Sequence[int], *, run_seed: int, policy_step: int
+) -> list[SequenceState]:
+    """One per completion. Raises ValueError where the uids are not one 64-bit integer per prompt, each once."""
+    wrong = [uid for uid in uids if not is_int64(uid)]
+    if wrong:
+        raise ValueError(f"prompt_uids: {wrong[0]!r} is not an integer of 64 bits")
+    if len(set(uids)) != len(token_lists):
+        raise ValueError(f"prompt_uids: {len(set(uids))} distinct values for {len(token_lists)} prompts; give one each")
+    return [
+        SequenceState(
+            key=SequenceKey(run_seed=run_seed, policy_step=policy_step, prompt_uid=uid, sample_index=index),
+            group_id=uid,
+            tokens=list(tokens),
+            num_prompt_tokens=len(tokens),
+            params=one,
+        )
+        for tokens, one, uid in zip(token_lists, params, uids, strict=True)
+        for index in range(one.n)
+    ]
+
+
+def one_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Raises ValueError for what is neither SamplingParams nor a list of `count` of them."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not hasattr(params, "__len__"):
+        raise ValueError(f"sampling_params={params!r}: give SamplingParams, or a list of one per prompt")
+    if len(params) != count:
+        raise ValueError(f"sampling_params: {len(params)} for {count} prompts; give one, or one per prompt")
+    for index, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"sampling_params[{index}]={one!r}: give SamplingParams")
+    return list(params)
+
+
+def split_done(
+    states: Sequence[SequenceState], done: Mapping[SequenceId, Completion]
+) -> tuple[list[Finished], list[SequenceState]]:
+    """Those that are done already, as if they had just ended, and the others."""
+    known = []
+    for state in states:
+        if state.sequence_id in done:
+            completion = done[state.sequence_id]
+            ended = replace(
+                state,
+                tokens=state.tokens + completion.token_ids,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+            )
+            known.append(Finished(state=ended, completion=completion))
+    return known, [state for state in states if state.sequence_id not in done]
+
+
+def check_same_states(world: Communicator, states: list[SequenceState]) -> None:
+    """Raises ValueError, on every rank, where the ranks would generate other sequences."""
+    digest = hashlib.blake2b(msgspec.msgpack.encode(states), digest_size=16).digest()
+    others = [rank for rank, other in enumerate(world.all_gather_bytes(digest)) if other != digest]
+    if others:
+        raise ValueError(
+            f"generate: ranks {others} were given other prompts or parameters than rank {world.rank}; give all ranks "
+            "the same"
+        )
+
+
+def check_same_options(world: Communicator, options: Mapping[str, object]) -> None:
+    """Raises ValueError, on every rank, where `LLM` was given other options than on rank 0."""
+    mine = {name: repr(value) for name, value in options.items()}
+    everyone = world.all_gather_bytes(msgspec.msgpack.encode(mine))
+    first, *others = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in everyone]
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ValueError(
+                    f"LLM: {name}: rank {rank} has {other[name]}, rank 0 has {value}; give all ranks the same"
+                )

@@ -1,0 +1,253 @@
+"""What an `LLM` is given, and this rank's engine in the layout that the run has: checked, built, and built anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
+from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.kvcache.files import FileKVStore
+from engines.kvcache.store import KVStore
+from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
+from engines.memory.free_memory import FreeMemory, Memory, free_memory
+from engines.memory.plan import MemoryPlan
+from engines.models.host_weights import HostWeights
+from engines.models.loader import checkpoint_tensors
+from engines.models.tokenizer import detokenizer, load_tokenizer
+from engines.parallel.collectives import Communicator, SingleRank, together
+from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
+from engines.parallel.layout import Layout, nested_layout
+from engines.parallel.sharding import check_shardable
+from engines.replica.capacity import Capacity
+from engines.replica.engine import LocalEngine, kv_capacity
+from engines.replica.preflight import check_engine, check_policy, usable_device
+from engines.replica.replica import HiddenStop
+from engines.rollout.generation import check_same_options
+from engines.rollout.steps import Pace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Of `LLM`, beside the model, the device and the engine's options."""
+
+    world: GroupCache | None
+    tensor_parallel_size: int
+    layout: Layout | None
+    schedule: SchedulePolicy | None
+    layout_policy: LayoutPolicy | None
+    pace: Pace | None
+    hidden_stop: HiddenStop | None
+    load: bool
+
+    def start_world(self, device: str | torch.device | None) -> GroupCache | None:
+        """The groups of torchrun's ranks, where replicas are asked for and no `world` is given."""
+        if self.world is not None and not isinstance(self.world, GroupCache):
+            raise ValueError(f"world={self.world!r}: give a GroupCache of the ranks, as docs/rollouts.md shows")
+        has_replicas = self.tensor_parallel_size != 1 or isinstance(self.layout, Layout) or self.schedule is not None
+        if self.world is not None or not has_replicas or num_torchrun_ranks() == 1:
+            return None
+        ranks = range(num_torchrun_ranks())
+        first = self.layout or nested_layout(ranks, self.tensor_parallel_size)
+        layouts = [first] if self.layout_policy is None else [first, *all_layouts(ranks)]
+        return start_world(layouts, on_cuda=str(device or "cuda").startswith("cuda"))
+
+    def check(self, groups: GroupCache | None) -> Layout:
+        """The first layout. Raises ValueError for arguments that cannot be, or not together."""
+        if self.schedule is not None:
+            check_policy("schedule", self.schedule, "next")
+        if self.layout_policy is not None:
+            check_policy("layout_policy", self.layout_policy, "decide")
+        for name, function in (("pace", self.pace), ("hidden_stop", self.hidden_stop)):
+            if function is not None and not callable(function):
+                raise ValueError(f"{name}={function!r}: give a function")
+        if not isinstance(self.load, bool):
+            raise ValueError(f"load={self.load!r}: must be True or False")
+        if self.layout is not None and not isinstance(self.layout, Layout):
+            raise ValueError(f"layout={self.layout!r}: give a Layout, as `nested_layout` makes them")
+        tp_size = self.tensor_parallel_size
+        if self.layout is not None and tp_size != 1:
+            raise ValueError(f"tensor_parallel_size={tp_size}: the layout says it; leave one out")
+        if groups is None and tp_size != 1:
+            raise ValueError(f"tensor_parallel_size={tp_size}: one process has one shard; start ranks with torchrun")
+        layout = self.layout or nested_layout(range(groups.world.size if groups is not None else 1), tp_size)
+        _check_groups(layout, groups)
+        if self.schedule is not None and groups is None:
+            raise ValueError("schedule: one process has nothing to dispatch to; give a world of ranks, or leave it out")
+        if self.schedule is None and (self.layout_policy is not None or self.pace is not None):
+            raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
+        return layout
+
+
+class Placement:
+    """Checks layouts, builds this rank's part of one, and keeps the weights to build it from.
+
+    All ranks make one, and make the same calls.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        device: str | torch.device | None,
+        given: Arguments,
+        options: dict[str, Any],
+        groups: GroupCache | None,
+    ) -> None:
+        """`source` is the checkpoint, `options` are the fields of `EngineConfig`. Takes no memory yet.
+
+        Raises FileNotFoundError or ValueError, on every rank, where one cannot have its part.
+        """
+        self._groups = groups
+        self._world: Communicator = groups.world if groups is not None else SingleRank()
+        self.config: EngineConfig
+        self.model: ModelConfig
+        self.layout: Layout
+        """The first one."""
+        with together(self._world, "LLM"):
+            memory = self._check(source, device, given, options)
+        check_same_options(self._world, self._options(given))
+        regroups = given.layout_policy is not None
+        sizes = {replica.tp_size for replica in self.layout.replicas}
+        if regroups and groups is not None:
+            sizes |= {size for size in groups.replica_sizes if _can_be_cut(self.model, size)}
+        self._capacity = Capacity(
+            model=self.model,
+            config=self.config,
+            device=self.device,
+            free=FreeMemory.agree(self._world, memory),
+            max_tp_size=groups.max_tp_size if groups is not None else 1,
+            host_copy=regroups,
+        ).with_kv_bytes(sorted(sizes))
+        self.config = self._capacity.config
+        self._num_kv_tokens = {size: kv_capacity(self.model, self.config, size) for size in sorted(sizes)}
+        """By the sizes of replicas that this run may have."""
+        self._capacity.check(self.layout)
+        self._hidden_stop = given.hidden_stop
+        self.kv_store: KVStore | None = None
+        """What the engines made here keep the KV of preempted sequences in."""
+        self.host_weights: HostWeights | None = None
+        self.weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: checkpoint_tensors(source)
+        """Whole weights, to build this rank's part of another layout from."""
+        self.engine: LocalEngine
+
+    def _check(
+        self, source: str | Path, device: str | torch.device | None, given: Arguments, options: dict[str, Any]
+    ) -> Memory:
+        """What this rank has free. Raises FileNotFoundError or ValueError where this rank cannot have its part."""
+        self.config = engine_config("LLM", options)
+        self.model = ModelConfig.from_pretrained(source)
+        self.device = usable_device("LLM", device)
+        self.max_model_len = longest_sequence(self.config, self.model)
+        self.tokenizer = load_tokenizer(source, self.model)
+        self.layout = given.check(self._groups)
+        hosts = self._groups.hosts if self._groups is not None else ("this host",)
+        host = hosts[self._world.rank]
+        self._kv_host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=hosts.count(host))
+        check_engine(self.config, self.model, self.device)
+        return free_memory(self.device, host)
+
+    def _options(self, given: Arguments) -> dict[str, object]:
+        """What all ranks must have been given alike, by name."""
+        values: dict[str, object] = {"layout": self.layout, "load": given.load}
+        values |= {f"EngineConfig.{name}": value for name, value in asdict(self.config).items()}
+        values |= {f"ModelConfig.{name}": value for name, value in asdict(self.model).items()}
+        for name in ("schedule", "layout_policy", "pace", "hidden_stop"):
+            values[name] = getattr(given, name) is not None
+        return values
+
+    def make_kv_store(self, token: str) -> FileKVStore | TieredKVStore:
+        """The tiers that the options name; `token` is the run's."""
+        return make_kv_store(
+            token,
+            host_bytes=self._kv_host_bytes,
+            disk_bytes=self.config.kv_disk_bytes,
+            disk_parent=self.config.kv_disk_folder,
+        )
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self._capacity.plan(self.engine.spec.tp_size, self._world.rank)
+
+    def check(self, layout: Layout) -> None:
+        """Raises ValueError for a layout that this run cannot go to."""
+        _check_groups(layout, self._groups)
+        for replica in layout.replicas:
+            check_shardable(self.model, replica.tp_size)
+            if replica.tp_size not in self._num_kv_tokens:
+                raise ValueError(
+                    f"layout: replica {replica.id} has {replica.tp_size} ranks, and the KV cache is checked for those "
+                    f"of {sorted(self._num_kv_tokens)}; add the layout to GroupCache's, and give LLM a layout_policy"
+                )
+        self._capacity.check(layout)
+        if self.weights is _no_whole_weights:
+            raise ValueError("layout: whole weights are kept after an update only with a layout_policy; give LLM one")
+
+    def build(self, layout: Layout) -> None:
+        """Takes the memory; the weights are not there yet."""
+        spec = layout.replica_of(self._world.rank)
+        assert spec is not None
+        self.engine = LocalEngine(
+            self.model,
+            self.config,
+            spec=spec,
+            max_tp_size=self._capacity.max_tp_size,
+            tensor_parallel=self._groups.get(spec.ranks) if self._groups is not None else SingleRank(),
+            max_model_len=self.max_model_len,
+            device=self.device,
+            detokenize=detokenizer(self.tokenizer),
+            hidden_stop=self._hidden_stop,
+            max_kv_tokens=min(self._num_kv_tokens.values()),
+            kv_store=self.kv_store,
+        )
+
+    def rebuild(self, layout: Layout) -> LocalEngine:
+        """This rank's part of another layout, weights included, made after the one it had is given up."""
+        version = self.engine.replica.policy_version
+        self.engine.sleep(weights=True)
+        self.build(layout)
+        self.engine.load(self.weights(), version)
+        return self.engine
+
+    def share_weights(self) -> None:
+        """Makes room for a copy of the weights on each host, so that layouts may change after an update, too."""
+        assert self._groups is not None
+        self.host_weights = HostWeights(self._groups, self.model, self.config.dtype)
+
+    def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Where one rank fails all raise, and none has weights."""
+        kept = self.host_weights
+        self.weights = kept.tensors if kept is not None else _no_whole_weights
+        try:
+            with together(self._world, "update_weights"):
+                self.engine.load(kept.keep(weights) if kept is not None else weights, version)
+        except BaseException:
+            self.engine.has_weights = False
+            raise
+
+    def close(self) -> None:
+        if self.host_weights is not None:
+            self.host_weights.close()
+
+
+def _no_whole_weights() -> Iterable[tuple[str, Tensor]]:
+    raise RuntimeError("regroup: whole weights are kept after an update only with a layout_policy; give LLM one")
+
+
+def _can_be_cut(model: ModelConfig, tp_size: int) -> bool:
+    try:
+        check_shardable(model, tp_size)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_groups(layout: Layout, groups: GroupCache | None) -> None:
+    if groups is not None:
+        groups.check(layout)
+    else:
+        layout.check_places(1)

@@ -1,0 +1,105 @@
+"""The one piece of code that steps a replica, and records what each step did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from engines.parallel.collectives import Communicator
+from engines.parallel.layout import Layout
+from engines.replica.engine import LocalEngine
+from engines.replica.replica import StepOutput
+from engines.rollout.generation import split_done
+from engines.rollout.telemetry import StepRecord
+from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
+
+Pace = Callable[[int, int, int], float]
+"""(sequences, new tokens, context tokens, all summed over the batch) -> seconds that the step is to last."""
+
+
+class Stepper:
+    """Steps one rank's engine in one layout."""
+
+    def __init__(self, engine: LocalEngine, epoch: int, pace: Pace | None = None) -> None:
+        self._engine = engine
+        self._epoch = epoch
+        self._pace = pace
+
+    def step(self) -> tuple[StepOutput, StepRecord]:
+        start = time.monotonic()
+        output = self._engine.replica.step()
+        if self._pace is not None:
+            wanted = self._pace(output.num_running, output.num_tokens, output.num_context_tokens)
+            time.sleep(max(0.0, start + wanted - time.monotonic()))
+        record = StepRecord(
+            replica_id=self._engine.spec.id,
+            epoch=self._epoch,
+            tp_size=self._engine.spec.tp_size,
+            start=start,
+            seconds=time.monotonic() - start,
+            num_running=output.num_running,
+            num_tokens=output.num_tokens,
+            num_preempted=output.num_preempted,
+            num_swapped_out=output.num_swapped_out,
+            num_swapped_in=output.num_swapped_in,
+        )
+        return output, record
+
+    def complete(
+        self, states: list[SequenceState], hear: Callable[[Finished], None] | None, records: list[StepRecord]
+    ) -> list[Finished]:
+        """Steps until these sequences have ended, and adds to `records`; returns them in the order of their ends.
+
+        `hear` is called for each as it ends. After an error or an interrupt the replica holds no sequence.
+        """
+        replica = self._engine.replica
+        done: list[Finished] = []
+        try:
+            for state in states:
+                replica.submit(Work(state=state))
+            while replica.has_work:
+                output, record = self.step()
+                records.append(record)
+                for finished in output.finished:
+                    done.append(finished)
+                    if hear is not None:
+                        hear(finished)
+                if len(done) + replica.num_sequences < len(states):
+                    raise RuntimeError(
+                        "generate: on_finished has paused or aborted sequences; do that between two calls only"
+                    )
+        except BaseException:
+            replica.clear()
+            raise
+        return done
+
+
+def roll_out_static(
+    engine: LocalEngine,
+    layout: Layout,
+    world: Communicator,
+    states: list[SequenceState],
+    done: Mapping[SequenceId, Completion],
+    hear: Callable[[Finished], None],
+    records: list[StepRecord],
+) -> list[tuple[int, Completion]]:
+    """Replica i mod dp runs sequence i: a dispatch that depends on nothing timed.
+
+    Every rank gets all completions with their prompt uids, those that are `done` too.
+    """
+    is_first = engine.tensor_parallel.rank == 0
+    position = layout.replicas.index(engine.spec)
+    known, left = split_done(states[position :: len(layout.replicas)], done)
+    if is_first:
+        for one in known:
+            hear(one)
+    ended = Stepper(engine, layout.epoch).complete(left, hear if is_first else None, records)
+    mine = [(one.state.key.prompt_uid, one.completion) for one in known + ended]
+    if world.size == 1:
+        return mine
+    # Every shard of a replica has drawn the same tokens; the first one's are sent.
+    parts = world.all_gather_bytes(msgspec.msgpack.encode(mine if is_first else []))
+    decode = msgspec.msgpack.Decoder(list[tuple[int, Completion]]).decode
+    return [pair for part in parts for pair in decode(part)]

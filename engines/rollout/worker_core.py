@@ -1,0 +1,120 @@
+"""The rules of one rank in a rollout: what it does at a command, what it says, and when. Torch-free.
+
+No clock and no connection: `now` is given, and events are returned. The live `Worker` holds one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engines.control import messages as m
+from engines.sequence import SequenceId
+
+if TYPE_CHECKING:
+    from engines.replica.replica import Replica, StepOutput
+
+REPORT_EVERY_S = 0.05
+"""Shortest time between two reports of a replica's load."""
+SLOW_CONTROL_INTERVAL = 16
+"""Steps between two looks for commands where telling the followers costs a network round trip."""
+
+
+class WorkerCore:
+    """Numbers the events of the place that its rank has in a layout: in a replica, or idle."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._phase = -1
+
+    def take_place(self, epoch: int, replica_id: int | None, replica: Replica | None, now: float) -> None:
+        """The rank is now in this replica of the layout with this epoch, or idle."""
+        self._epoch = epoch
+        self._replica_id = replica_id
+        self._replica = replica
+        self._num_events = 0
+        self._num_steps = 0
+        self._lengths: dict[SequenceId, int] = {}
+        self._reported = now
+        self._seconds = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return self._replica is not None and self._replica.has_work
+
+    @property
+    def may_skip_commands(self) -> bool:
+        """Whether the next step may come before the next look for commands, where looking is slow."""
+        return self.has_work and self._num_steps % SLOW_CONTROL_INTERVAL != 0
+
+    def event(self, kind: Any, **fields: Any) -> Any:
+        """The next event of this place."""
+        self._num_events += 1
+        return kind(
+            replica_id=self._replica_id,
+            rank=self._rank,
+            phase=self._phase,
+            epoch=self._epoch,
+            seq=self._num_events - 1,
+            **fields,
+        )
+
+    def obey(self, command: m.Command) -> list[m.Event]:
+        """Does what a command asks of the replica's sequences. What else it asks is the caller's to do."""
+        self._phase = command.phase
+        if isinstance(command, m.SubmitWork):
+            return self._submit(command)
+        if isinstance(command, m.PauseSequences):
+            ids = command.sequence_ids
+            here = None if ids is None else [id_ for id_ in ids if self._here.holds(id_)]
+            works = self._here.pause(here, with_kv=command.with_kv)
+            return [self.event(m.SequencesPaused, acks=command.seq, works=tuple(works))]
+        if isinstance(command, m.AbortSequences):
+            finished = tuple(self._here.abort(id_) for id_ in command.sequence_ids if self._here.holds(id_))
+            return [self.event(m.SequencesAborted, acks=command.seq, finished=finished)]
+        if isinstance(command, m.EndPhase):
+            return [self.event(m.PhaseEnded, acks=command.seq)]
+        return []
+
+    def _submit(self, command: m.SubmitWork) -> list[m.Event]:
+        events = []
+        for work in command.works:
+            try:
+                self._here.submit(work)
+                self._lengths[work.state.sequence_id] = work.state.num_generated
+            except ValueError as error:
+                fields = {"sequence_id": work.state.sequence_id, "reason": str(error)}
+                events.append(self.event(m.WorkRejected, **fields))
+        return events
+
+    @property
+    def _here(self) -> Replica:
+        assert self._replica is not None, "a command for a replica came to an idle rank"
+        return self._replica
+
+    def on_step(self, output: StepOutput, seconds: float, now: float) -> list[m.Event]:
+        """What there is to say after a step that took so many seconds and ended `now`."""
+        self._num_steps += 1
+        self._seconds += seconds
+        events = []
+        if output.finished:
+            events.append(self.event(m.SequencesFinished, finished=tuple(output.finished)))
+        if output.released:
+            events.append(self.event(m.SequencesReleased, works=tuple(output.released)))
+        if now - self._reported >= REPORT_EVERY_S:
+            events.append(self._report(now))
+        return events
+
+    def _report(self, now: float) -> m.Event:
+        lengths = {state.sequence_id: state.num_generated for state in self._here.states()}
+        grown = [(id_, length - self._lengths.get(id_, 0)) for id_, length in lengths.items()]
+        seconds, self._seconds = self._seconds, 0.0
+        self._lengths, self._reported = lengths, now
+        scheduler = self._here.scheduler
+        return self.event(
+            m.StepReported,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=scheduler.blocks.num_free_blocks,
+            seconds=seconds,
+            progress=tuple(one for one in grown if one[1]),
+        )
