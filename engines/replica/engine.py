@@ -75,23 +75,24 @@ class LocalEngine:
         )
         self.kv = _make_cache(model, config, self.num_kv_tokens, local.num_kv_heads, dtype, device)
         self._runner = ModelRunner(self.decoder, self.kv, config, max_model_len)
+        self.mover = KVMover(
+            self.kv,
+            model,
+            shard,
+            tensor_parallel=tensor_parallel,
+            swap_policy=SwapPolicy(
+                config.preemption,
+                self.decoder,
+                self.kv,
+                max_model_len=max_model_len,
+                tensor_parallel=tensor_parallel,
+            ),
+            store=kv_store,
+        )
         self.replica = Replica(
             runner=self._runner,
             scheduler=Scheduler(config, BlockManager(self.num_kv_tokens // config.block_size, config.block_size)),
-            mover=KVMover(
-                self.kv,
-                model,
-                shard,
-                tensor_parallel=tensor_parallel,
-                swap_policy=SwapPolicy(
-                    config.preemption,
-                    self.decoder,
-                    self.kv,
-                    max_model_len=max_model_len,
-                    tensor_parallel=tensor_parallel,
-                ),
-                store=kv_store,
-            ),
+            mover=self.mover,
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,

@@ -22,7 +22,7 @@ What goes in and out is plain data (tokens, block ids, handles), so that a repli
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -31,30 +31,10 @@ from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
 from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digest
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
+from engines.replica.moves import KVMoves
 from engines.replica.scheduler import CachedKV, Preempted, Sequence
 from engines.replica.swap import SwapPolicy
 from engines.sequence import KVHandle, KVPart
-
-
-@dataclass(kw_only=True)
-class KVMoves:
-    """How sequences came and went, counted since the replica was made."""
-
-    num_exported: int = 0
-    """Sequences that left with KV."""
-    num_refused: int = 0
-    """Sequences that were to leave with KV, for which a store had no room."""
-    num_imported: int = 0
-    """Sequences whose KV was taken on."""
-    num_recomputed: int = 0
-    """Sequences that brought KV which could not be used: gone, damaged, or of other weights or dtype."""
-    num_swapped_out: int = 0
-    """Preempted sequences whose KV was stored."""
-    num_swapped_in: int = 0
-    """Those of them that came back with it; the others were recomputed, or left."""
-    swapped_out_bytes: int = 0
-    """Of all shards; so are the others."""
-    swapped_in_bytes: int = 0
 
 
 class KVMover:
@@ -131,6 +111,7 @@ class KVMover:
             else:
                 self.moves.num_imported += usable
                 self.moves.num_recomputed += not usable
+            self.moves.moved_tokens += usable * max(0, one.kv.num_tokens - one.num_computed)
             self.drop(one.kv)
         return [num if usable else one.num_computed for one, num, usable in zip(arriving, mine, agreed, strict=True)]
 
@@ -153,6 +134,7 @@ class KVMover:
                     store.drop(part)
                 handles.append(None)
                 continue
+            self.moves.moved_tokens += cached.num_tokens
             parts = tuple(part for shard_parts in by_shard for part in shard_parts or ())
             handles.append(
                 KVHandle(num_tokens=cached.num_tokens, policy_version=policy_version, dtype=self._dtype, parts=parts)

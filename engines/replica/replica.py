@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from engines.replica.moves import KVMoves, Mover, Runner
 from engines.replica.scheduler import Scheduled, Scheduler, Sequence
 from engines.replica.stop_strings import StopSearch, find_stop
 from engines.sequence import (
@@ -21,10 +21,6 @@ from engines.sequence import (
     SequenceState,
     Work,
 )
-
-if TYPE_CHECKING:  # both load torch
-    from engines.replica.mover import KVMover, KVMoves
-    from engines.replica.runner import ModelRunner
 
 HiddenStop = Callable[[SequenceState], bool]
 
@@ -39,6 +35,10 @@ class StepOutput:
     """Tokens in the forward pass."""
     num_context_tokens: int
     """Tokens that those attend to, themselves included, summed over the sequences."""
+    num_pairs: int = 0
+    """Pairs of a token of the pass and one that it attends to, itself included."""
+    num_sampled: int = 0
+    """Sequences that a token was drawn for."""
     num_preempted: int = 0
     """Sequences that lost their blocks before the forward pass."""
     num_swapped_out: int = 0
@@ -105,9 +105,9 @@ class Replica:
     def __init__(
         self,
         *,
-        runner: ModelRunner,
+        runner: Runner,
         scheduler: Scheduler,
-        mover: KVMover,
+        mover: Mover,
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
@@ -198,7 +198,9 @@ class Replica:
                 sequence.num_computed += num_tokens
                 output.num_tokens += num_tokens
                 output.num_context_tokens += sequence.num_computed
+                output.num_pairs += num_tokens * sequence.num_computed - num_tokens * (num_tokens - 1) // 2
                 if sequence.num_computed == len(sequence.state.tokens):  # as `Scheduled.samples` before the pass
+                    output.num_sampled += 1
                     token, logprob = next(drawn)
                     finished = self._append(sequence, token, logprob)
                     if finished is not None:

@@ -115,7 +115,7 @@ class RolloutWorld:
 
     def _with_store(self, engine: LocalEngine | None) -> LocalEngine | None:
         if engine is not None:
-            engine.replica.mover.use(self._kv_store)
+            engine.mover.use(self._kv_store)
         return engine
 
     def _rebuild(self, layout: Layout) -> LocalEngine | None:

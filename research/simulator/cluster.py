@@ -1,17 +1,16 @@
 """A rollout on many GPUs in virtual time, decided by the objects that decide in a live one. Torch-free.
 
-`RolloutCore`, the policies, `WorkerCore`, `Replica`, `Scheduler` and `BlockManager` are the live ones. Simulated are the
-passes and the KV (`runner.py`), the time that they take (`pace.py`), and messages, which arrive a fixed time after they
-were sent.
+`RolloutCore`, the policies, `WorkerCore`, `Replica`, `Scheduler` and `BlockManager` are the live ones. Simulated are
+passes and KV (`runner.py`), the time that they take (`pace.py`), and messages, which arrive a fixed time after being
+sent.
 """
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from engines.config import EngineConfig
 from engines.constraints import NonNegative, check_fields
@@ -37,12 +36,10 @@ from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
-from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
+from engines.rollout.worker_core import WorkerCore
 from engines.sequence import Finished, SequenceId, SequenceState
-from research.simulator.events import Appointment, EventQueue
+from research.simulator.events import EventQueue
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
-
-LONGEST_LEAP = 4096  # steps
 
 # Of what happens at one time: first messages reach workers, then the coordinator, then steps end, then steps begin.
 _TO_WORKER, _TO_CORE, _STEP_END, _TURN = range(4)
@@ -76,8 +73,6 @@ class ClusterConfig:
     """Tokens of KV that host memory keeps for sequences that move or are preempted."""
     swap_cost: Mapping[int, SwapCost] = field(default_factory=dict)
     """By TP size; where there is none, preempted sequences are recomputed."""
-    leap: bool = True
-    """Whether steps between which nothing can change are taken at once: the same results in less time."""
     timeout_s: float = 60.0
     records_steps: bool = True
 
@@ -117,7 +112,7 @@ class Cluster:
         self.lengths = lengths
         self.queue = EventQueue()
         self.pool = KVPool(capacity_tokens=config.pool_tokens)
-        self.steps: list[StepRecord] = []
+        self._steps: list[StepRecord] = []
         num_ranks = 1 + max(rank for spec in config.layout.replicas for rank in spec.ranks)
 
         def check(layout: Layout) -> None:
@@ -148,8 +143,8 @@ class Cluster:
         self._ranks = [_Rank(self, rank) for rank in range(num_ranks)]
         self._finish_times: dict[SequenceId, float] = {}
         self._is_complete = False
-        self._ends = False
-        self.num_preempted = 0
+        self._is_submitted = False
+        self._num_preempted = 0
 
     def roll_out(self, states: Iterable[SequenceState]) -> SimulatedRollout:
         """Completes the sequences. Raises RuntimeError, as a live rollout, when the core fails."""
@@ -159,6 +154,7 @@ class Cluster:
             if self._layout.replica_of(rank.number) is None:
                 rank.take_place(None, self._layout.epoch)
         self._take(BeginPhase(phase=0, policy_version=0))
+        self._is_submitted = True
         self._take(SubmitSequences(states=tuple(states)))
         while not self._is_complete:
             if not self.queue.run_next():
@@ -166,9 +162,9 @@ class Cluster:
                 self.queue.at(self.queue.now + self.config.timeout_s + 1, (_TO_CORE,), lambda: self._take(Tick()))
         return SimulatedRollout(
             finish_times=self._finish_times,
-            steps=self.steps,
+            steps=self._steps,
             decisions=list(self.core.decisions),
-            num_preempted=self.num_preempted,
+            num_preempted=self._num_preempted,
         )
 
     def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
@@ -188,8 +184,8 @@ class Cluster:
                     raise RuntimeError(f"simulated rollout, at {self.queue.now:g} s: {output.reason}")
                 case _ if isinstance(output, messages.Command):
                     self._send(output)
-        if not self._ends and not self.core.num_unfinished and not self.core.regrouping:
-            self._ends = True
+        if self._is_submitted and not self.core.num_unfinished and not self.core.regrouping:
+            self._is_submitted = False
             self._take(RequestEndPhase())
 
     def _send(self, command: messages.Command) -> None:
@@ -199,6 +195,24 @@ class Cluster:
 
     def _deliver(self, finished: Finished) -> None:
         self._finish_times[finished.state.sequence_id] = self.queue.now
+
+    def record(self, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> None:
+        self._num_preempted += output.num_preempted
+        if self.config.records_steps:
+            self._steps.append(
+                StepRecord(
+                    replica_id=spec.id,
+                    epoch=epoch,
+                    tp_size=spec.tp_size,
+                    start=start,
+                    seconds=seconds,
+                    num_running=output.num_running,
+                    num_tokens=output.num_tokens,
+                    num_preempted=output.num_preempted,
+                    num_swapped_out=output.num_swapped_out,
+                    num_swapped_in=output.num_swapped_in,
+                )
+            )
 
     # -- places
 
@@ -219,7 +233,7 @@ class Cluster:
         )
 
     def regroup(self, ranks: Iterable[int], layout: Layout) -> None:
-        """These ranks have left their places for those that the layout gives; a replica forms when all its ranks have."""
+        """These ranks have left their places; a replica of the layout forms when all its ranks have left theirs."""
         self._unplaced |= set(ranks)
         if layout.epoch != self._layout.epoch:
             self._switch_s = self.config.pace.switch(self._layout, layout, 0)
@@ -228,11 +242,8 @@ class Cluster:
         for new in layout.replicas:
             if new not in old and set(new.ranks) <= self._unplaced:
                 self._unplaced -= set(new.ranks)
-                self.queue.at(
-                    self.queue.now + switch_s,
-                    (_STEP_END, new.ranks[0]),
-                    lambda new=new: self._form(new, layout.epoch),
-                )
+                form = partial(self._form, new, layout.epoch)
+                self.queue.at(self.queue.now + switch_s, (_STEP_END, new.ranks[0]), form)
         for idle in [one for one in sorted(self._unplaced) if layout.replica_of(one) is None]:
             self._unplaced.discard(idle)
             self._ranks[idle].take_place(None, layout.epoch)
@@ -254,7 +265,6 @@ class _Rank:
         self._epoch = 0
         self._is_free = True
         """Whether no turn or step of it is scheduled."""
-        self._leap: _Leap | None = None
         self._moved_tokens = 0
 
     def take_place(self, spec: ReplicaSpec | None, epoch: int) -> None:
@@ -282,9 +292,7 @@ class _Rank:
     def hear(self, command: messages.Command) -> None:
         """A command has come: it is obeyed at the next turn, which is now where nothing runs."""
         self._inbox.append(command)
-        if self._leap is not None:
-            self._leap.end_by(self._cluster.queue.now)
-        elif self._is_free:
+        if self._is_free:
             self._begin_turn(0.0)
 
     def _begin_turn(self, gap_s: float) -> None:
@@ -294,7 +302,7 @@ class _Rank:
 
     def _turn(self) -> None:
         """Between two steps: obeys, then starts a step."""
-        cluster, self._leap = self._cluster, None
+        cluster = self._cluster
         self._is_free = True
         delay_s = 0.0
         while self._inbox:
@@ -314,13 +322,9 @@ class _Rank:
     def _start(self, start: float) -> None:
         assert self._replica is not None and self._spec is not None
         cluster = self._cluster
-        limit = self._num_quiet_steps() if cluster.config.leap else 0
-        if limit > 1:
-            self._leap = _Leap(self, cluster.queue, start, limit, cluster.config.overheads.gap_s)
-            return
         output = self._replica.step()
         seconds = cluster.config.pace.step(self._spec, output) + self._transfer_s()
-        self.record(start, seconds, output)
+        cluster.record(self._spec, self._epoch, start, seconds, output)
         cluster.queue.at(start + seconds, (_STEP_END, self.number), lambda: self._end_step(output, seconds))
 
     def _end_step(self, output: StepOutput, seconds: float) -> None:
@@ -328,77 +332,10 @@ class _Rank:
             self._cluster.send_event(event)
         self._begin_turn(self._cluster.config.overheads.gap_s)
 
-    def record(self, start: float, seconds: float, output: StepOutput) -> None:
-        cluster = self._cluster
-        cluster.num_preempted += output.num_preempted
-        if cluster.config.records_steps and self._spec is not None:
-            cluster.steps.append(StepRecord.of(output, self._spec, self._epoch, start, seconds))
-
     def _transfer_s(self) -> float:
         """What the KV that has moved since the last call takes."""
         if self._replica is None or self._spec is None:
             return 0.0
-        moved = self._replica.mover.moves.moved_tokens
+        moved = self._replica.kv_moves.moved_tokens
         num_tokens, self._moved_tokens = moved - self._moved_tokens, moved
         return self._cluster.config.pace.transfer(self._spec, num_tokens, "host")
-
-    # -- steps in which nothing happens
-
-    def _num_quiet_steps(self) -> int:
-        """Of the next steps, those that decode the same sequences, and that none of them ends."""
-        assert self._replica is not None
-        running = self._replica.scheduler.running
-        lengths = self._cluster.lengths
-        left = min((lengths[one.state.sequence_id] - one.state.num_generated for one in running), default=1)
-        return self._replica.scheduler.num_quiet_steps(min(LONGEST_LEAP, left - 1))
-
-    def plan_leap(self, start: float, most_steps: int) -> list[tuple[float, float, StepOutput]]:
-        """Up to the step at whose end a report is due, or `most_steps`: each one's start, seconds and output."""
-        assert self._replica is not None and self._spec is not None
-        pace, gap_s = self._cluster.config.pace, self._cluster.config.overheads.gap_s
-        running = self._replica.scheduler.running
-        context = sum(len(one.state.tokens) for one in running)
-        steps = []
-        for _ in range(most_steps):
-            output = StepOutput.of_decodes(len(running), context)
-            seconds = pace.step(self._spec, output)
-            steps.append((start, seconds, output))
-            if start + seconds - self._core.reported >= REPORT_EVERY_S:
-                break
-            start = start + seconds + gap_s
-            context += len(running)
-        return steps
-
-    def end_leap(self, steps: list[tuple[float, float, StepOutput]]) -> None:
-        """Takes these steps, the last of which has ended by now."""
-        assert self._replica is not None
-        cluster, self._leap = self._cluster, None
-        self._replica.leap(len(steps))
-        for start, seconds, output in steps:
-            self.record(start, seconds, output)
-            for event in self._core.on_step(output, seconds, start + seconds):
-                cluster.send_event(event)
-        cluster.queue.at(start + seconds + cluster.config.overheads.gap_s, (_TURN, self.number), self._turn)
-
-
-class _Leap:
-    """Steps of a replica that are taken at once, when something happens to it."""
-
-    def __init__(self, rank: _Rank, queue: EventQueue, start: float, most_steps: int, gap_s: float) -> None:
-        self._rank, self._queue, self._gap_s = rank, queue, gap_s
-        self._steps = rank.plan_leap(start, most_steps)
-        self._appointment = self._make_appointment()
-
-    def end_by(self, now: float) -> None:
-        """A command has come: the replica takes it at the first turn from now on."""
-        turns = [start + seconds + self._gap_s for start, seconds, _ in self._steps]
-        count = bisect_left(turns, now) + 1
-        if count < len(self._steps):
-            del self._steps[count:]
-            self._appointment.cancel()
-            self._appointment = self._make_appointment()
-
-    def _make_appointment(self) -> Appointment:
-        start, seconds, _ = self._steps[-1]
-        time = max(self._queue.now, start + seconds)
-        return self._queue.at(time, (_STEP_END, self._rank.number), lambda: self._rank.end_leap(self._steps))

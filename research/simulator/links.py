@@ -6,12 +6,9 @@ All numbers are inputs, and results depend on them: docs/simulator.md names thei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from engines.constraints import Count, NonNegative, Positive, check_fields
-
-Path = Literal["host", "disk", "network"]
-"""Between a replica's GPUs and host memory; to or from a disk of the host; to or from another host's memory."""
+from engines.rollout.pace import Path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from engines.constraints import Positive, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.rollout.pace import Path
 from research.simulator.datasheets import Device, ModelShape
 from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile
-from research.simulator.links import HostLinks, Path
+from research.simulator.links import HostLinks
 
 if TYPE_CHECKING:
     from engines.replica.replica import StepOutput
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 class ProfilePace:
     """Seconds of steps, KV transfers and regroups of one model on one kind of GPU.
 
-    Answers `engines.rollout.pace.Pace`. `scale` above 1 slows everything down alike, so that a small machine can follow.
+    A `scale` above 1 slows everything down alike, so that a small machine can follow.
     """
 
     device: Device
     shape: ModelShape
-    efficiencies: Efficiencies = Efficiencies()
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
     links: HostLinks = field(default_factory=HostLinks)
     scale: Positive = 1.0
     """Seconds here per second of the profile."""

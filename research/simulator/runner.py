@@ -1,7 +1,7 @@
 """What a simulated `Replica` has in place of a model: passes that only count, and KV that is only counted. Torch-free.
 
-The tokens that are drawn stand for a response of a known length. Each sequence has a token of its own, so that the prefix
-cache tells sequences apart as it does in a live run.
+The tokens that are drawn stand for a response of a known length. Each sequence has a token of its own, so that the
+prefix cache tells sequences apart as it does in a live run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class SimulatedRunner:
     """Draws for each sequence the token that stands for it."""
 
     def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
+        for sequence, _ in scheduled:
+            sequence.num_table_blocks = len(sequence.blocks)
         return [(token_of(item.sequence.state.key), 0.0) for item in scheduled if item.samples]
 
 
@@ -100,9 +102,7 @@ class SimulatedMover:
             return None
         self.moves.moved_tokens += cached.num_tokens
         part = KVPart(first_head=0, num_heads=1, location=location, num_bytes=0)
-        return KVHandle(
-            num_tokens=cached.num_tokens, policy_version=policy_version, dtype=DTYPE, parts=(part,)
-        )
+        return KVHandle(num_tokens=cached.num_tokens, policy_version=policy_version, dtype=DTYPE, parts=(part,))
 
     def _load(self, one: Sequence, policy_version: int) -> int:
         handle, num_there = one.kv, one.num_computed

@@ -165,7 +165,9 @@ def test_pace_scales_seconds() -> None:
             replica.scaled(scale)
 
 
-@pytest.mark.parametrize("name", ["b200-8b-tp1", "h100-9b-tp1", "h100-0.5b-tp4", "h100-8b-tp3", "h100-8b-tp16", "h100-8b", ""])
+@pytest.mark.parametrize(
+    "name", ["b200-8b-tp1", "h100-9b-tp1", "h100-0.5b-tp4", "h100-8b-tp3", "h100-8b-tp16", "h100-8b", ""]
+)
 def test_unknown_profiles(name: str) -> None:
     with pytest.raises(ValueError, match=r"H100, H800, H200, H20, A40 x 0.5B, .*, Qwen3-32B x TP 1, 2, 4, 8") as error:
         profile(name)

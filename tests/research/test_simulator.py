@@ -1,0 +1,72 @@
+"""The simulator against closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.coordination.policies import OnDemand, Static
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.replica.replica import StepOutput
+from engines.rollout.pace import Path
+from engines.sequence import SamplingParams, SequenceKey, SequenceState
+from research.simulator.cluster import Cluster, ClusterConfig, Overheads
+
+
+@dataclass(frozen=True)
+class FlatPace:
+    """A step takes 10 ms and 1 ms per sequence and 1 us per token of context; a token of KV 1 us; a regroup 2 s."""
+
+    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        return 0.01 + 0.001 * output.num_running + 1e-6 * output.num_context_tokens
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
+        return 1e-6 * num_tokens
+
+    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
+        return 2.0
+
+
+def states(count: int, num_prompt_tokens: int = 16, max_tokens: int = 1000) -> list[SequenceState]:
+    return [
+        SequenceState(
+            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
+            group_id=uid,
+            tokens=[uid * 1000 + place for place in range(num_prompt_tokens)],
+            num_prompt_tokens=num_prompt_tokens,
+            params=SamplingParams(max_tokens=max_tokens),
+        )
+        for uid in range(count)
+    ]
+
+
+def cluster(num_ranks: int, policy, lengths: list[int], tp_size: int = 1, **options) -> Cluster:
+    engine = {"max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 4096, **options.pop("engine", {})}
+    config = ClusterConfig(
+        layout=nested_layout(range(num_ranks), tp_size),
+        engine=EngineConfig(**engine),
+        pace=FlatPace(),
+        num_kv_tokens=options.pop("num_kv_tokens", {1: 100_000, 2: 250_000, 4: 500_000}),
+        max_model_len=4096,
+        **options,
+    )
+    return Cluster(config, schedule_policy=policy, lengths={(0, uid, 0): length for uid, length in enumerate(lengths)})
+
+
+@pytest.mark.parametrize("policy", [Static, OnDemand])
+def test_equal_lengths_on_one_replica(policy) -> None:
+    """8 sequences of 16 + 100 tokens: the prefill draws the first token, 99 decodes the others."""
+    done = cluster(1, policy(), [100] * 8).roll_out(states(8))
+    contexts = [8 * (16 + step) for step in range(100)]
+    expected = sum(0.01 + 0.008 + 1e-6 * context for context in contexts)
+    assert done.makespan == pytest.approx(expected, rel=1e-12)
+    assert set(done.finish_times.values()) == {done.makespan} and len(done.finish_times) == 8
+
+
+def test_overheads_lie_between_steps_and_messages() -> None:
+    plain = cluster(1, Static(), [50] * 4).roll_out(states(4))
+    slow = cluster(1, Static(), [50] * 4, overheads=Overheads(message_s=0.5, gap_s=0.001)).roll_out(states(4))
+    # Announced, given work, and heard of: three messages. 49 gaps between 50 steps.
+    assert slow.makespan == pytest.approx(plain.makespan + 3 * 0.5 + 49 * 0.001, rel=1e-12)
