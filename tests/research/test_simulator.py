@@ -70,3 +70,39 @@ def test_overheads_lie_between_steps_and_messages() -> None:
     slow = cluster(1, Static(), [50] * 4, overheads=Overheads(message_s=0.5, gap_s=0.001)).roll_out(states(4))
     # Announced, given work, and heard of: three messages. 49 gaps between 50 steps.
     assert slow.makespan == pytest.approx(plain.makespan + 3 * 0.5 + 49 * 0.001, rel=1e-12)
+
+
+def long_tail(count: int, seed: int) -> list[int]:
+    return LogNormalLengths(median=60, sigma=1.0, cap=900).draw(count, seed)
+
+
+class Moving:
+    """On demand, in chunks of 20 tokens, so that sequences change replicas."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        for sequence in view.waiting.values():
+            for replica in view.replicas.values():
+                if replica.spec.id != sequence.last_replica_id and replica.room_for(sequence, 20):
+                    return Dispatch(sequence_id=sequence.sequence_id, replica_id=replica.spec.id, max_new_tokens=20)
+        return None
+
+
+@pytest.mark.parametrize("policy", [Static, OnDemand, Moving])
+@pytest.mark.parametrize("num_kv_tokens", [100_000, 2_000])
+def test_every_sequence_ends_once_at_its_length_and_nothing_is_lost(policy, num_kv_tokens: int) -> None:
+    """Whatever is preempted or moved: tokens, blocks and stored KV add up after every event."""
+    lengths = long_tail(40, seed=1)
+    simulated = cluster(3, policy(), lengths, num_kv_tokens={1: num_kv_tokens})
+    ends = []
+
+    def check(states: list[SequenceState]) -> None:
+        simulated.check_integrity()
+
+    done = simulated.roll_out(states(40), on_event=check)
+    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
+    assert list(done.finish_times.values()) == sorted(done.finish_times.values())
+    assert (done.num_preempted > 0) == (num_kv_tokens == 2_000 and policy is not Moving)
+    assert simulated.pool.num_tokens == 0
