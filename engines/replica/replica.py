@@ -224,9 +224,8 @@ class Replica:
     def _schedule(self) -> list[Scheduled]:
         """The next pass, once the KV of preempted sequences is stored and that of arriving ones is in the cache."""
         schedule = self.scheduler.schedule()
-        for victim in schedule.preempted:
-            sequence = victim.sequence
-            sequence.kv = self.mover.swap_out(victim, self.policy_version)
+        for sequence, cached in schedule.preempted:
+            sequence.kv = self.mover.swap_out(cached, self.policy_version)
             sequence.is_swapped_out = sequence.kv is not None
         if schedule.arriving:
             loaded = self.mover.load(schedule.arriving, self.policy_version)
