@@ -68,7 +68,6 @@ class KVMover:
         kv: PagedKVCache,
         model: ModelConfig,
         shard: Shard,
-        *,
         tensor_parallel: Communicator,
         swap_policy: SwapPolicy,
         store: KVStore | None = None,

@@ -41,7 +41,6 @@ class SwapPolicy:
         preemption: Preemption,
         decoder: Decoder,
         kv: PagedKVCache,
-        *,
         max_model_len: int,
         tensor_parallel: Communicator,
     ) -> None:
