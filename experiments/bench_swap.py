@@ -33,7 +33,7 @@ from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.config import DType
 from engines.constraints import Count, Counts, check_fields
 from engines.kvcache.tiers import disk_folder
-from engines.replica.scheduler import Preempted, Sequence
+from engines.replica.scheduler import CachedKV, Sequence
 from engines.sequence import Work
 from experiments import launch
 from experiments.random_model import save_random_model
@@ -138,9 +138,9 @@ def _come_back(llm: LLM, config: BenchSwapConfig, sequence: Sequence, side: str)
     """Seconds from the preemption to the next token."""
     scheduler = llm.replica.scheduler
     start = time.perf_counter()
-    victim = scheduler._preempt_latest()
+    _, cached = scheduler._preempt_latest()
     if side.startswith("swap"):
-        _swap_out(llm, victim)
+        _swap_out(llm, sequence, cached)
     seconds = time.perf_counter() - start
     if not config.shared:
         scheduler.blocks.forget()  # somebody else has taken the blocks
@@ -152,11 +152,11 @@ def _come_back(llm: LLM, config: BenchSwapConfig, sequence: Sequence, side: str)
     return seconds
 
 
-def _swap_out(llm: LLM, victim: Preempted) -> None:
+def _swap_out(llm: LLM, sequence: Sequence, cached: CachedKV) -> None:
     """As the replica does it when the policy says so."""
     replica = llm.replica
-    (victim.sequence.kv,) = replica.mover.export([victim.cached], replica.policy_version)
-    if victim.sequence.kv is None:
+    (sequence.kv,) = replica.mover.export([cached], replica.policy_version)
+    if sequence.kv is None:
         raise ValueError("the tier has no room for the sequence; give shorter lengths, or free some memory or disk")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -62,8 +63,9 @@ def test_of_a_replica_s_call_at_every_line(qwen3: str, what: str) -> None:
     call: Callable[[], Any] = {
         "submit": lambda: llm.replica.submit(work(2)), "pause": llm.replica.pause, "step": llm.replica.step,
     }[what]  # fmt: skip
-    # A step has over a thousand lines, which fail alike wherever the loop is.
-    for interrupter in interrupts(*LOOP, step=17 if what == "step" else 1):
+    # A step has over a thousand lines, which fail alike wherever the loop is, but for the replica's own.
+    own = interrupts("engines/replica/replica.py")
+    for interrupter in itertools.chain(own, interrupts(*LOOP, step=17 if what == "step" else 1)):
         for uid in range(2 if what == "submit" else 3):
             llm.replica.submit(work(uid))
         llm.replica.step()

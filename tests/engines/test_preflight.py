@@ -59,7 +59,7 @@ def test_a_disk_folder_that_cannot_be_used(qwen3: str, tmp_path: Path, folder: s
 
 
 def test_a_disk_folder_that_cannot_be_written_to_is_done_without(qwen3: str) -> None:
-    with pytest.warns(UserWarning, match="KV disk tier: cannot write 512 bytes in /proc .* is recomputed"):
+    with pytest.warns(UserWarning, match="KV disk tier: cannot write 512 bytes in /proc/.* is recomputed"):
         llm = LLM(qwen3, kv_cache_bytes=2**20, kv_disk_bytes=2**20, kv_disk_folder="/proc")
     assert llm.generate([[5, 6]])[0].outputs[0].token_ids
 

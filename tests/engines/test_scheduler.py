@@ -220,9 +220,9 @@ def test_what_others_hold_is_found_again() -> None:
         for sequence in make_group(2, prompt_len, 9):
             scheduler.add(sequence)
         run_step(scheduler)
-        victim = scheduler.running[-1]
-        assert scheduler.num_common_tokens(victim) == num_common
-        scheduler._preempt_latest()
+        _, cached = scheduler._preempt_latest()
+        assert (cached.num_common, cached.num_tokens) == (num_common, prompt_len)
+        assert len(cached.blocks) == -(-prompt_len // 4), "its blocks are still named"
         assert run_step(scheduler) == [(3, 1), (3, prompt_len + 1 - num_common)]
 
 
