@@ -41,6 +41,7 @@ from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout import coordinator as coordinator_module
 from engines.rollout.coordinator import Coordinator, Exit
 from engines.rollout.worker import NO_WEIGHTS, Worker
+from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
 from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
@@ -600,6 +601,18 @@ def _end_when_done(server: Any, commands: list[messages.Command], seen: list[mes
         time.sleep(0.01)
     for command in (commands[2], commands[1], commands[2], commands[3]):
         server.send("rank-0", messages.encode(command))
+
+
+def test_a_worker_s_rules_need_no_clock(qwen3: str) -> None:
+    replica, core = LLM(qwen3, **OPTIONS).replica, WorkerCore(rank=3)
+    core.take_place(epoch=2, replica_id=7, replica=replica, now=10.0)
+    assert core.obey(messages.SubmitWork(**address(0, 5), works=(Work(state=states(0)[0]),))) == []
+    assert core.on_step(replica.step(), 0.25, now=10.01) == []
+    (report,) = core.on_step(replica.step(), 0.5, now=10.0 + REPORT_EVERY_S)
+    assert (report.replica_id, report.rank, report.phase, report.epoch, report.seq) == (7, 3, 5, 2, 0)
+    assert report.seconds == 0.75 and report.progress == (((0, 0, 0), 2),)
+    (paused,) = core.obey(messages.PauseSequences(**address(8, 5), sequence_ids=((0, 0, 0), (0, 9, 0)), with_kv=False))
+    assert (paused.seq, paused.acks, len(paused.works)) == (1, 8, 1) and not core.has_work
 
 
 @pytest.mark.parametrize(
