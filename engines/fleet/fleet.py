@@ -40,7 +40,7 @@ _GRACE_S = 5.0  # that replicas get to end by themselves
 class Fleet:
     """Replicas of one rank each, and the coordinator that shares sequences out to them.
 
-    A replica that dies, hangs or loses its connection is given up, and what it had is rolled out elsewhere, to the same
+    A replica that dies, hangs or loses its connection is dropped, and what it had is rolled out elsewhere, to the same
     tokens. `launch` may be called at any time, by any thread; all else belongs to one thread.
     """
 

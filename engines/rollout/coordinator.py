@@ -119,7 +119,7 @@ class Coordinator:
         self._posted.put(requests.AddReplica(spec=spec))
 
     def stop(self) -> None:
-        """Makes a running `roll_out` give up: the process that it waits for will not go on."""
+        """Makes a running `roll_out` raise: the process that it waits for will not go on."""
         self._stopped = True
 
     def wait_for_ranks(self) -> None:
@@ -215,7 +215,7 @@ class Coordinator:
         self._is_abandoned = False
 
     def pump(self, timeout_s: float) -> None:
-        """Takes what was posted and what has come, waiting so long for the first; then looks at the deadlines.
+        """Takes what was posted and what has come, waiting `timeout_s` seconds for the first; then looks at the deadlines.
 
         To be called while no phase runs, too, where replicas outside the world come and go.
         """
@@ -310,7 +310,7 @@ class Coordinator:
         )
 
     def _drop(self, dropped: requests.ReplicaDropped) -> None:
-        """Sees a replica off that the core has given up, whoever reported it."""
+        """Ends a replica that the core goes on without, whoever reported the loss."""
         spec = self.outside.pop(dropped.replica_id)
         self.standing_by.discard(spec.id)
         self.lost.append(f"replica {spec.id} (rank {spec.ranks[0]}): {dropped.reason}")

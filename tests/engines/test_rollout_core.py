@@ -1060,7 +1060,7 @@ EVENTS = [
 def test_messages_survive_the_wire(message: Any) -> None:
     mine, other = (decode_event, decode_command) if message in EVENTS else (decode_command, decode_event)
     assert mine(encode(message)) == message
-    with pytest.raises(ProtocolError, match=f"(event|command): Invalid value '{type(message).__name__}'"):
+    with pytest.raises(ProtocolError, match=f"Invalid value '{type(message).__name__}'"):
         other(encode(message))
 
 
