@@ -215,7 +215,7 @@ class Coordinator:
         self._is_abandoned = False
 
     def pump(self, timeout_s: float) -> None:
-        """Takes what was posted and what has come, waiting `timeout_s` seconds for the first; then looks at the deadlines.
+        """Takes what was posted and what has come within `timeout_s` seconds; then looks at the deadlines.
 
         To be called while no phase runs, too, where replicas outside the world come and go.
         """

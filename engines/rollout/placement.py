@@ -205,7 +205,7 @@ class Placement:
         self.engine.replica.kv_store = self.kv_store
 
     def rebuild(self, layout: Layout) -> LocalEngine:
-        """This rank's part of another layout, weights included, made after its present one has given back its memory."""
+        """This rank's part of another layout, weights included; what it had gives back its memory first."""
         version = self.engine.replica.policy_version
         self.engine.sleep(weights=True)
         self.build(layout)
