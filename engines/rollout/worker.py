@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from engines.control import messages as m
-from engines.control.ends import ClientEnd
+from engines.control.transport import Client
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.telemetry import StepRecord
@@ -53,7 +53,7 @@ class Worker:
         self,
         *,
         rank: int,
-        client: ClientEnd,
+        client: Client,
         layout: Layout,
         engine: LocalEngine | None,
         rebuild: Callable[[Layout], LocalEngine | None],

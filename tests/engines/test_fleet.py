@@ -25,7 +25,6 @@ import torch
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig
 from engines.control import messages
-from engines.control.ends import ClientEnd, memory_pair
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.coordination.core import RolloutCore
@@ -43,6 +42,7 @@ from engines.rollout.worker import NO_WEIGHTS, Worker
 from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
+from tests.pairs import QueueClient, queue_pair
 from tests.worlds import ROOT
 
 RNG = random.Random(5)
@@ -545,7 +545,7 @@ def address(seq: int, phase: int = 0) -> dict[str, int]:
     return {"replica_id": 0, "rank": 0, "phase": phase, "epoch": 0, "seq": seq}
 
 
-def make_worker(model: str, client: ClientEnd, *, is_outside: bool) -> Worker:
+def make_worker(model: str, client: QueueClient, *, is_outside: bool) -> Worker:
     orders = ReplicaOrders(
         address="", token=b"", spec=ReplicaSpec(id=0, ranks=(0,)), parent_pid=0, model=model,
         config=EngineConfig(**OPTIONS), device="cpu", kv_token="a" * 16, kv_store_bytes=0, interval_s=1.0,
@@ -573,7 +573,7 @@ def events_at(server: Any) -> list[messages.Event]:
 
 def test_a_repeated_command_is_obeyed_once(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
     torch.set_num_threads(1)
-    server, client = memory_pair("rank-0")
+    server, client = queue_pair()
     worker = make_worker(qwen3, client, is_outside=True)
     events_at(server)
     commands: list[messages.Command] = [
@@ -616,7 +616,7 @@ def _end_when_done(server: Any, commands: list[messages.Command], seen: list[mes
     ids=["LoadWeights", "Shutdown"],
 )
 def test_what_a_world_refuses(qwen3: str, command: messages.Command) -> None:
-    server, client = memory_pair("rank-0")
+    server, client = queue_pair()
     worker = make_worker(qwen3, client, is_outside=False)
     events_at(server)
     server.send("rank-0", messages.encode(command))
@@ -633,7 +633,7 @@ def finish(state: SequenceState, seq: int) -> bytes:
     return messages.encode(messages.SequencesFinished(**address(seq), finished=(one,)))
 
 
-def scripted(client: ClientEnd, pause_s: float) -> None:
+def scripted(client: QueueClient, pause_s: float) -> None:
     """Finishes one sequence after the other, with pauses between them, then acknowledges the end."""
     ready = messages.ReplicaReady(**address(0, -1), max_num_seqs=8, num_kv_tokens=1000, block_size=4, policy_version=0)
     client.send(messages.encode(ready))
@@ -653,8 +653,8 @@ def scripted(client: ClientEnd, pause_s: float) -> None:
             return
 
 
-def make_coordinator(timeout_s: float, policy: OnDemand | None = None) -> tuple[Coordinator, ClientEnd]:
-    server, client = memory_pair("rank-0")
+def make_coordinator(timeout_s: float, policy: OnDemand | None = None) -> tuple[Coordinator, QueueClient]:
+    server, client = queue_pair()
     layout = Layout(epoch=0, replicas=())
     core = RolloutCore(layout=layout, world_size=0, schedule_policy=policy or OnDemand(), timeout_s=timeout_s)
     coordinator = Coordinator(core, server, num_ranks=0, timeout_s=timeout_s, drop_kv=lambda _: None)
@@ -710,7 +710,7 @@ def test_a_policy_s_error_is_raised_though_a_request_was_posted() -> None:
     assert [type(one) for one in seen] == [messages.SubmitWork, messages.AbortSequences, messages.EndPhase]
 
 
-def holding(client: ClientEnd, seen: list[messages.Command]) -> None:
+def holding(client: QueueClient, seen: list[messages.Command]) -> None:
     """Keeps what it gets until it is told to abort it, then acknowledges the end."""
     ready = messages.ReplicaReady(**address(0, -1), max_num_seqs=8, num_kv_tokens=1000, block_size=4, policy_version=0)
     client.send(messages.encode(ready))

@@ -1056,7 +1056,7 @@ WORK = Work(
 )
 def test_commands_survive_the_wire(message: m.Command) -> None:
     assert decode_command(encode(message)) == message
-    with pytest.raises(ProtocolError, match=f"event: Invalid value '{type(message).__name__}'"):
+    with pytest.raises(ProtocolError, match=f"event: .* Invalid value '{type(message).__name__}'"):
         decode_event(encode(message))
 
 
@@ -1081,7 +1081,6 @@ def test_bytes_that_are_no_message_are_refused() -> None:
     bad = {
         b"": "0 bytes are not a message",
         data[:-1]: "are not a message",
-        b"\x92\x02" + data[2:]: "protocol version 2, this process speaks 1; run one version",
         data.replace(b"epoch", b"epock"): "unknown field `epock`",
         data.replace(b"EndPhase", b"EndPhasy"): "Invalid value 'EndPhasy'",
         encode(m.Regroup(**ENVELOPE, layout=nested_layout([0, 1], 2))).replace(
