@@ -95,9 +95,13 @@ class GroupCache:
         self._segment: Segment | None = None
         self._single = SingleRank()
         self._made: dict[tuple[int, ...], Communicator] = {}
-        layouts = list(layouts)
-        groups = self._groups = _groups_of(layouts, world.size)
-        self.replica_sizes = _sizes_of(layouts)
+        replicas = [ranks for item in layouts for ranks in _replicas_of(item)]
+        for ranks in replicas:
+            # torch.distributed sorts the ranks of a group, and the order of ranks is the order of shards.
+            if list(ranks) != sorted(set(ranks)) or not ranks or ranks[0] < 0 or ranks[-1] >= world.size:
+                raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world.size - 1}")
+        groups = self._groups = [ranks for ranks in dict.fromkeys(replicas) if len(ranks) > 1]
+        self.replica_sizes = tuple(sorted(set(map(len, replicas))))
         """How many ranks the replicas of the layouts have, bare groups included."""
         hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, self.replica_sizes, *groups])
         self.hosts = hosts
@@ -262,25 +266,8 @@ class GroupCache:
         return shared
 
 
-def _replicas_of(layouts: Iterable[Layout | tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    for item in layouts:
-        yield from [replica.ranks for replica in item.replicas] if isinstance(item, Layout) else [item]
-
-
-def _groups_of(layouts: Iterable[Layout | tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
-    """The distinct groups of two or more ranks, in order of appearance."""
-    groups: dict[tuple[int, ...], None] = {}
-    for ranks in _replicas_of(layouts):
-        # torch.distributed sorts the ranks of a group, and the order of ranks is the order of shards.
-        if list(ranks) != sorted(set(ranks)) or not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
-            raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world_size - 1}")
-        if len(ranks) > 1:
-            groups[ranks] = None
-    return list(groups)
-
-
-def _sizes_of(layouts: Iterable[Layout | tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted({len(ranks) for ranks in _replicas_of(layouts)}))
+def _replicas_of(item: Layout | tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [replica.ranks for replica in item.replicas] if isinstance(item, Layout) else [item]
 
 
 def _addresses() -> tuple[str, str]:

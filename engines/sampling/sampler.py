@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,19 +51,8 @@ class SamplingBatch:
 
     def rows(self, part: slice) -> SamplingBatch:
         """Those rows alone."""
-
-        def cut(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[part]
-
-        return replace(
-            self,
-            keys=self.keys[part],
-            positions=self.positions[part],
-            temperatures=self.temperatures[part],
-            top_k=cut(self.top_k),
-            top_p=cut(self.top_p),
-            min_p=cut(self.min_p),
-        )
+        columns: dict[str, Any] = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **columns)
 
 
 class Sampled(NamedTuple):
