@@ -136,7 +136,7 @@ def open_socket(kind: int, max_bytes: int) -> zmq.Socket[bytes]:
     in 2000 closes that raced with a peer's own."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER.size))  # of a frame: zmq cuts who sends a larger one
-    # No limit on what waits to be sent: a peer that does not read is given up after its patience, not blocked on.
+    # No limit on what waits to be sent: a peer that does not read is dropped by its silence, and blocks nobody.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 100)  # per connection, of up to MAXMSGSIZE each
     return socket

@@ -87,13 +87,13 @@ class Decoder:
     def prepare(self) -> None:
         """To be called when the parameters have changed, before the next forward pass."""
         if self._copy_dtype is not None:
-            self._forward_parameters = self.parameters  # the copies of before are given up first
+            self._forward_parameters = self.parameters  # frees the old copies first
             self._forward_parameters = pack(self.parameters, self._copy_dtype)
         if self._check_products is not None:
             self._check_products(self._forward_parameters)
 
     def release(self) -> None:
-        """Gives up what `prepare` has made."""
+        """Frees what `prepare` has made."""
         self._forward_parameters = self.parameters
 
     @property

@@ -45,7 +45,7 @@ class HostWeights:
             yield name, self._view(name)
 
     def close(self) -> None:
-        """Gives up this rank's part of the memory; nothing can be kept or read any more."""
+        """Unmaps the memory of this rank; nothing can be kept or read any more."""
         self._segment.close()
 
     def _view(self, name: str) -> Tensor:

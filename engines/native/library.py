@@ -74,7 +74,7 @@ class Library:
 def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Library | None:
     """The library for tensors of this kind, or None for torch's own operations.
 
-    Raises ValueError when it is asked for by name and cannot be had; "auto" tells so once in the log.
+    Raises ValueError when it is asked for by name and cannot be had; "auto" logs once why it has none.
     """
     if kernels == "torch":
         return None
@@ -89,7 +89,7 @@ def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -
 
 @functools.cache
 def _build() -> Path | None:
-    """The compiled library, in the user's cache under a name that tells source, flags, compiler and processor."""
+    """The compiled library, in the user's cache under a name made of source, flags, compiler and processor."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning("no C++ compiler (c++, g++, clang++, or $CXX): small operations run in torch, which is slower")

@@ -139,8 +139,8 @@ def sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None = None) -> Sa
     """Draws one token per row: argmax(processed logits + Gumbel noise), ties to the lowest id.
 
     logits: [N, V] in any floating dtype. A row's result has the same bits whatever the others are, but for log-probs of
-    torch on CUDA, whose last bits may go by where the row lies; it is computed with memory for some rows at a time. A
-    compiled `draw` gives the same tokens.
+    torch on CUDA, whose last bits may depend on where the row lies. It computes some rows at a time.
+    A compiled `draw` gives the same tokens.
     """
     step = rows_sampled_at_once(logits.shape[-1], logits.device.type)
     if len(logits) <= step or (draw is not None and not batch.is_processed):
