@@ -51,28 +51,26 @@ class MemoryPlan:
     max_num_seqs: int
 
     @property
-    def beside_kv(self) -> int:
-        """What comes and goes does not overlap: the most of it counts."""
-        lasting = self.weights + self.copies + self.tables + self.libraries
-        return lasting + max(self.layers, self.logits, self.loading)
+    def passing(self) -> int:
+        """What comes and goes; its three kinds do not overlap."""
+        return max(self.layers, self.logits, self.loading)
 
     @property
     def total(self) -> int:
-        return self.beside_kv + self.kv_cache
+        return self.weights + self.copies + self.tables + self.libraries + self.passing + self.kv_cache
 
-    def parts(self, *, with_kv: bool = True) -> str:
+    def parts(self) -> str:
         """What the total is made of, in MiB, in one line."""
-        kv = f"KV cache {mib(self.kv_cache)}, " if with_kv else ""
         return (
-            f"weights {mib(self.weights + self.copies)}, {kv}a pass {mib(max(self.layers, self.logits, self.loading))} "
-            f"(the most of layers {mib(self.layers)}, logits {mib(self.logits)}, loading {mib(self.loading)}), other "
+            f"weights {mib(self.weights + self.copies)}, KV cache {mib(self.kv_cache)}, a pass {mib(self.passing)} (the "
+            f"most of layers {mib(self.layers)}, logits {mib(self.logits)}, loading {mib(self.loading)}), other "
             f"{mib(self.tables + self.libraries)}"
         )
 
-    def what_to_lower(self, *, with_kv: bool = True) -> str:
+    def what_to_lower(self) -> str:
         """The options on which the parts depend, that of the largest part first."""
         sizes = {
-            "kv_cache_bytes": self.kv_cache if with_kv else 0,
+            "kv_cache_bytes": self.kv_cache,
             "max_num_batched_tokens": self.layers if self.layers >= self.logits else 0,
             "max_num_seqs": max(self.tables, self.logits if self.layers < self.logits else 0),
             "dtype (bfloat16 takes half of float32; or raise tensor_parallel_size)": self.weights + self.copies,

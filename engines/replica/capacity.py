@@ -92,12 +92,12 @@ class Capacity:
         most = left = self.config.max_num_seqs * blocks_of_longest * max(block_bytes.values())
         for size in block_bytes:
             plan = self._plan(size, most, min(map(self.free.names.count, self.free.names)))
-            if budget - plan.beside_kv < block_bytes[size]:
+            beside = replace(plan, kv_cache=0)
+            if budget - beside.total < block_bytes[size]:
                 raise ValueError(
                     f"EngineConfig.kv_cache_bytes='auto': memory_utilization={self.config.memory_utilization} of a "
                     f"rank's {share // MIB} MiB leaves no room for KV in a replica of {size} ranks, which needs "
-                    f"{mib(plan.beside_kv)} MiB beside it: {plan.parts(with_kv=False)}. "
-                    f"Lower {plan.what_to_lower(with_kv=False)}"
+                    f"{mib(beside.total)} MiB beside it: {beside.parts()}. Lower {beside.what_to_lower()}"
                 )
-            left = min(left, budget - plan.beside_kv)
+            left = min(left, budget - beside.total)
         return replace(self, config=replace(self.config, kv_cache_bytes=left))
