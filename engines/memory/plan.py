@@ -62,8 +62,8 @@ class MemoryPlan:
     def parts(self) -> str:
         """What the total is made of, in MiB, in one line."""
         return (
-            f"weights {mib(self.weights + self.copies)}, KV cache {mib(self.kv_cache)}, a pass {mib(self.passing)} (the "
-            f"most of layers {mib(self.layers)}, logits {mib(self.logits)}, loading {mib(self.loading)}), other "
+            f"weights {mib(self.weights + self.copies)}, KV cache {mib(self.kv_cache)}, a pass {mib(self.passing)} "
+            f"(the most of layers {mib(self.layers)}, logits {mib(self.logits)}, loading {mib(self.loading)}), other "
             f"{mib(self.tables + self.libraries)}"
         )
 
