@@ -52,7 +52,7 @@ class BenchCollectivesConfig:
     """Calls in a row per sample."""
     samples: Count = 30
     """Samples of each transport, and as many again for A/A."""
-    slot_bytes: int = SLOT_BYTES
+    slot_bytes: Annotated[int, Meta(ge=64, multiple_of=64, description="a multiple of 64")] = SLOT_BYTES
     """Shared memory: a longer message goes in chunks of this many bytes."""
     output: Path | None = None
     """Also write the JSON result there."""

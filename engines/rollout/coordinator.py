@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engines.control import messages
-from engines.control.ends import Lost, Notice, Received, ServerEnd
+from engines.control.ends import Lost, Notice, Received
+from engines.control.transport import Server
 from engines.coordination import requests
 from engines.coordination.core import RolloutCore
 from engines.coordination.requests import Request, RequestRefused, Result
@@ -62,7 +63,7 @@ class Coordinator:
     def __init__(
         self,
         core: RolloutCore,
-        server: ServerEnd,
+        server: Server,
         *,
         num_ranks: int,
         timeout_s: float,

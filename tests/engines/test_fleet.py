@@ -26,7 +26,6 @@ import torch
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig
 from engines.control import messages
-from engines.control.ends import ClientEnd, memory_pair
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.coordination.core import RolloutCore
@@ -45,6 +44,7 @@ from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
 from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
+from tests.pairs import QueueClient, queue_pair
 from tests.worlds import ROOT
 
 RNG = random.Random(5)
@@ -542,7 +542,7 @@ def address(seq: int, phase: int = 0) -> dict[str, int]:
     return {"replica_id": 0, "rank": 0, "phase": phase, "epoch": 0, "seq": seq}
 
 
-def make_worker(model: str, client: ClientEnd, *, is_outside: bool) -> Worker:
+def make_worker(model: str, client: QueueClient, *, is_outside: bool) -> Worker:
     orders = make_orders(model, kv_store_bytes=0)
     engine = make_engine(orders)
 
@@ -566,7 +566,7 @@ def events_at(server: Any) -> list[messages.Event]:
 
 def test_a_repeated_command_is_obeyed_once(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
     torch.set_num_threads(1)
-    server, client = memory_pair("rank-0")
+    server, client = queue_pair()
     worker = make_worker(qwen3, client, is_outside=True)
     events_at(server)
     commands: list[messages.Command] = [
@@ -621,7 +621,7 @@ def test_a_worker_s_rules_need_no_clock(qwen3: str) -> None:
     ids=["LoadWeights", "Shutdown"],
 )
 def test_what_a_world_refuses(qwen3: str, command: messages.Command) -> None:
-    server, client = memory_pair("rank-0")
+    server, client = queue_pair()
     worker = make_worker(qwen3, client, is_outside=False)
     events_at(server)
     server.send("rank-0", messages.encode(command))
@@ -635,7 +635,7 @@ def test_what_a_world_refuses(qwen3: str, command: messages.Command) -> None:
 class Script:
     """Answers as a replica does; `run` is a thread's. Without a `pause_s` it holds what it gets until it is aborted."""
 
-    def __init__(self, client: ClientEnd, pause_s: float | None = None) -> None:
+    def __init__(self, client: QueueClient, pause_s: float | None = None) -> None:
         self.seen: list[messages.Command] = []
         self._client, self._pause_s, self._seq = client, pause_s, 0
         self._held: dict[Any, SequenceState] = {}
@@ -673,8 +673,8 @@ class Script:
                 self.say(messages.SequencesFinished, finished=(self.end(state, "length"),))
 
 
-def make_coordinator(timeout_s: float, policy: OnDemand | None = None) -> tuple[Coordinator, ClientEnd]:
-    server, client = memory_pair("rank-0")
+def make_coordinator(timeout_s: float, policy: OnDemand | None = None) -> tuple[Coordinator, QueueClient]:
+    server, client = queue_pair()
     layout = Layout(epoch=0, replicas=())
     core = RolloutCore(layout=layout, world_size=0, schedule_policy=policy or OnDemand(), timeout_s=timeout_s)
     coordinator = Coordinator(core, server, num_ranks=0, timeout_s=timeout_s, drop_kv=lambda _: None)

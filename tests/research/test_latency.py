@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from research.simulator.datasheets import A40, DEVICES, H100, H800, LLAMA_8B, QWEN_32B, SHAPES
-from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile, markdown_table, profile
+from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile, all_profiles, markdown_table, profile
 
-ALL = [LatencyProfile(device=d, shape=s, tp_size=tp) for d in DEVICES for s in SHAPES for tp in TP_SIZES]
+ALL = list(all_profiles())
 
 
 def test_parameters_are_the_published_counts() -> None:
