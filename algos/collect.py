@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import msgspec
 
 from algos.algorithm import Algorithm
 from algos.experience import Experience
 from algos.rewards.pool import Item, ItemKey, RewardPool
-from algos.rewards.runner import RewardRunner
+from algos.rewards.runner import FailureKind, RewardRunner
 from algos.tasks.task import Problem, Task
 from engines import LLM, Completion, RequestOutput, SamplingParams
 from engines.parallel.collectives import Communicator
@@ -32,18 +34,6 @@ class Group:
     prompt_token_ids: list[int]
     completions: list[Completion]
     rewards: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreCounts:
-    """Completions whose reward could not be had, by what went wrong."""
-
-    num_raised: int = 0
-    num_timed_out: int = 0
-    num_invalid: int = 0
-
-    def __add__(self, other: ScoreCounts) -> ScoreCounts:
-        return ScoreCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +85,17 @@ class Collector:
         sampled: list[Group] = []
         kept: list[Group] = []
         seconds = {"gen": 0.0, "reward": 0.0, "reward_overlapped": 0.0}
-        counts = ScoreCounts()
+        failed: Counter[FailureKind] = Counter()
         rounds = skipped = 0
         while len(kept) < self._prompts_per_step and rounds < self._algorithm.max_sampling_rounds:
             problems, next_index = self._draw(index)
             skipped += next_index - index - len(problems)
             index = next_index
-            groups, failed, spent = sample_groups(
+            groups, failed_now, spent = sample_groups(
                 self._llm, problems, self._params, self._reward, self._group, on_finished, self._journal
             )
-            counts += failed
-            _check_scores(failed, sum(len(group.rewards) for group in groups))
+            failed += failed_now
+            _check_scores(failed_now, sum(len(group.rewards) for group in groups))
             seconds = {name: seconds[name] + spent[name] for name in seconds}
             sampled += groups
             kept += [group for group in groups if self._algorithm.keep_group(group.rewards)]
@@ -120,7 +110,7 @@ class Collector:
         experiences = [experience for group in kept for experience in self._experiences(group)]
         metrics = rollout_metrics(sampled, experiences, self._params.max_tokens)
         metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
-        metrics |= {f"reward/{name}": float(value) for name, value in vars(counts).items()}
+        metrics |= {f"reward/num_{kind}": float(failed[kind]) for kind in get_args(FailureKind)}
         metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
         metrics["train/num_prompts_skipped"] = float(skipped)
         return Rollout(groups=sampled, experiences=experiences, next_index=index, metrics=metrics)
@@ -170,7 +160,7 @@ def sample_groups(
     group: Communicator,
     on_finished: Callable[[Finished], None] | None = None,
     journal: Journal | None = None,
-) -> tuple[list[Group], ScoreCounts, dict[str, float]]:
+) -> tuple[list[Group], Counter[FailureKind], dict[str, float]]:
     """Completes and scores problems; returns the groups, the failed scores, and seconds.
 
     `gen` is the rollout, `reward` what is waited for after it, `reward_overlapped` this rank's calls of the reward
@@ -196,7 +186,7 @@ def sample_groups(
             journal=journal,
         )
         generated = time.perf_counter()
-        rewards, counts = _finish_scores(pool, problems, outputs, group)
+        rewards, failed = _finish_scores(pool, problems, outputs, group)
     groups = [
         Group(
             problem=problem,
@@ -211,7 +201,7 @@ def sample_groups(
         "reward": time.perf_counter() - generated,
         "reward_overlapped": pool.seconds_beside,
     }
-    return groups, counts, seconds
+    return groups, failed, seconds
 
 
 def _item(problem: Problem, position: int, completion: Completion) -> Item:
@@ -221,7 +211,7 @@ def _item(problem: Problem, position: int, completion: Completion) -> Item:
 
 def _finish_scores(
     pool: RewardPool, problems: Sequence[Problem], outputs: Sequence[RequestOutput], group: Communicator
-) -> tuple[dict[ItemKey, float], ScoreCounts]:
+) -> tuple[dict[ItemKey, float], Counter[FailureKind]]:
     """Scores what no rank's pool has taken; every rank gets all rewards."""
     taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
     taken = {key for part in taken_by_rank for key in msgspec.msgpack.decode(part, type=list[ItemKey])}
@@ -231,23 +221,20 @@ def _finish_scores(
         for completion in outputs[i].outputs
         if (i, completion.index) not in taken
     )
-    failed = ScoreCounts(
-        num_raised=result.num_raised, num_timed_out=result.num_timed_out, num_invalid=result.num_invalid
-    )
     rewards: dict[ItemKey, float] = {}
-    total = ScoreCounts()
-    for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), failed))):
-        scores, counts = msgspec.msgpack.decode(part, type=tuple[list[tuple[ItemKey, float]], ScoreCounts])
+    failed: Counter[FailureKind] = Counter()
+    for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), dict(result.failed)))):
+        scores, counts = msgspec.msgpack.decode(part, type=tuple[list[tuple[ItemKey, float]], dict[FailureKind, int]])
         rewards |= dict(scores)
-        total += counts
-    return rewards, total
+        failed.update(counts)
+    return rewards, failed
 
 
-def _check_scores(failed: ScoreCounts, num_completions: int) -> None:
-    if sum(vars(failed).values()) == num_completions:
+def _check_scores(failed: Counter[FailureKind], num_completions: int) -> None:
+    if failed.total() == num_completions:
         raise NothingScoredError(
-            f"reward: all {num_completions} completions of a rollout failed ({failed.num_raised} raised, "
-            f"{failed.num_timed_out} timed out, {failed.num_invalid} were no finite number); see the warnings above "
+            f"reward: all {num_completions} completions of a rollout failed ({failed['raised']} raised, "
+            f"{failed['timed_out']} timed out, {failed['invalid']} were no finite number); see the warnings above "
             "and mend the function"
         )
 

@@ -117,8 +117,8 @@ def test_malicious_answers_cost_only_themselves() -> None:
         runner.check(columns=["answer"])
         result = runner.score(["p"] * 5, completions, {"answer": ["72", "3", "3", "1080", "3"]})
     assert result.rewards == [1.0, 0.0, 0.0, 1.0, 0.0]
-    assert result.num_timed_out >= 1
-    assert result.num_invalid == 0
+    assert result.failed["timed_out"] >= 1
+    assert result.failed["invalid"] == 0
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs {GSM8K}")
