@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +59,7 @@ from experiments.tracking import Tracker
 
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl")
 SAMPLES_PER_STEP = 4
+KV_MOVES = ("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes")
 MAY_CHANGE = (
     "resume",
     "name",
@@ -115,12 +115,11 @@ def _check_same_run(config: TrainConfig) -> None:
     assert config.name is not None
     path = config.runs / config.name / "config.json"
     # An option that was not there yet had what is now its default.
-    before = _filled(read_json(path, dict[str, Any]), _as_json(parse(["--algo", config.algo])))
-    now = {field: value for field, value in _as_json(config).items() if field not in MAY_CHANGE}
+    before = _flat(_as_json(parse(["--algo", config.algo]))) | _flat(read_json(path, dict[str, Any]))
     differ = [
-        f"{name}={value} now, {then} in {path}"
-        for field in now
-        for name, value, then in _differences(field, now[field], before.get(field))
+        f"{name}={value} now, {before.get(name)} in {path}"
+        for name, value in _flat(_as_json(config)).items()
+        if name.split(".")[0] not in MAY_CHANGE and value != before.get(name)
     ]
     if differ:
         raise ValueError(
@@ -128,30 +127,19 @@ def _check_same_run(config: TrainConfig) -> None:
         )
 
 
-def _filled(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """`given`, with what only `default` has, at every depth."""
-    filled = {**default, **given}
-    for name, value in given.items():
-        if isinstance(value, dict) and isinstance(default.get(name), dict):
-            filled[name] = _filled(value, default[name])
-    return filled
-
-
-def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(option, its value now, its value before) of each single option that differs."""
-    if isinstance(now, dict) and isinstance(before, dict):
-        for key in {**before, **now}:
-            yield from _differences(f"{name}.{key}", now.get(key), before.get(key))
-    elif now != before:
-        yield name, now, before
+def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Each single option by its path: {"rollout": {"top_k": -1}} gives {"rollout.top_k": -1}."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    told["ranks"] = launch.num_ranks()
-    del told["rollout"]["engine"]
-    told["rollout"] |= config.rollout.engine.as_given()
-    return told
+    options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    del options["rollout"]["engine"]
+    options["rollout"] |= config.rollout.engine.as_given()
+    return options | {"ranks": launch.num_ranks()}
 
 
 def _check_engine(config: TrainConfig) -> None:
@@ -189,18 +177,15 @@ def _prepare_model(config: TrainConfig, threads: int) -> Path:
 
 
 def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
-    """Rank 0 makes the folder, and tells the others which it is, or what went wrong."""
-    answer, lock = {"path": "", "error": ""}, None
-    if group.rank == 0:
-        try:
-            answer["path"] = str(make_run_folder(config.runs, config.name, config.stem, resume=config.resume))
-            lock = lock_folder(Path(answer["path"]))
-        except (ValueError, OSError) as error:
-            answer["error"] = str(error)
-    answer = json.loads(group.all_gather_bytes(json.dumps(answer).encode())[0])
-    if answer["error"]:
-        raise ValueError(answer["error"])
-    return RunFolder(Path(answer["path"]), group, lock)
+    """Rank 0 makes the folder, and locks it as long as the result lives."""
+    locks = []
+
+    def make() -> str:
+        path = make_run_folder(config.runs, config.name, config.stem, resume=config.resume)
+        locks.append(lock_folder(path))
+        return str(path)
+
+    return RunFolder(Path(launch.on_rank_0(group, make)), group, *locks)
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,11 +318,11 @@ class Run:
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
         num_found, num_found_tokens = self.journal.num_found, self.journal.num_found_tokens
-        preempted = self._preemptions()
+        moves = self._moves()
         rollout = self._roll_out()
         updated = time.perf_counter()
-        metrics = dict(rollout.metrics)
-        metrics |= {name: float(count - preempted[name]) for name, count in self._preemptions().items()}
+        moves = {name: count - moves[name] for name, count in self._moves().items()}
+        metrics = rollout.metrics | self._hear_replicas(moves)
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
@@ -386,20 +371,24 @@ class Run:
                     fix += f": {AFRESH}"
                 raise ValueError(f"{error}; then {fix}") from None
 
-    def _preemptions(self) -> dict[str, int]:
-        """Counts of all replicas since the run's start."""
-        scheduler, moves = self.llm.replica.scheduler, self.llm.replica.kv_moves
+    def _moves(self) -> dict[str, int]:
+        """This rank's counts since the run's start."""
+        replica = self.llm.replica
+        counts = {f"rollout/{name}": getattr(replica.kv_moves, name) for name in KV_MOVES}
+        return counts | {"rollout/num_preemptions": replica.scheduler.num_preemptions}
+
+    def _hear_replicas(self, moves: dict[str, int]) -> dict[str, float]:
+        """The sums of `moves` over the replicas' first ranks. Also writes their steps in the last rollout down."""
         leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
-        mine = {
-            "rollout/num_preemptions": scheduler.num_preemptions,
-            "rollout/num_swapped_out": moves.num_swapped_out,
-            "rollout/num_swapped_in": moves.num_swapped_in,
-            "rollout/swapped_out_bytes": moves.swapped_out_bytes,
-            "rollout/swapped_in_bytes": moves.swapped_in_bytes,
-        }
-        told = self.group.all_gather_bytes(msgspec.msgpack.encode(mine if leads else dict.fromkeys(mine, 0)))
-        everyone = [msgspec.msgpack.decode(one, type=dict[str, int]) for one in told]
-        return {name: sum(one[name] for one in everyone) for name in mine}
+        mine = (moves, self.llm.step_records) if leads else (dict.fromkeys(moves, 0), [])
+        heard = self.group.all_gather_bytes(msgspec.msgpack.encode(mine))
+        everyone = [msgspec.msgpack.decode(one, type=tuple[dict[str, int], list[StepRecord]]) for one in heard]
+        if self.folder.is_writer:
+            steps = [step for _, part in everyone for step in part]
+            self.folder.replace("rollout_steps.jsonl", "".join(json.dumps(asdict(step)) + "\n" for step in steps))
+            marks = self.llm.rollout.marks if self.llm.rollout is not None else []
+            self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, marks)))
+        return {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
 
     def _sync_weights(self) -> None:
         """Trainer -> engine, parameter by parameter; the ranks' checksums must agree, and go into the journal."""
@@ -428,20 +417,6 @@ class Run:
         self.folder.append("lengths.jsonl", {**step, "lengths": lengths, "digest": _digest(rollout)})
         for group in rollout.groups[:SAMPLES_PER_STEP]:
             self.folder.append("samples.jsonl", {**step, **_sample(group)})
-        self._write_timeline()
-
-    def _write_timeline(self) -> None:
-        """The steps of all replicas in the last rollout, as their first ranks saw them."""
-        leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
-        mine = msgspec.msgpack.encode(self.llm.step_records if leads else [])
-        everyone = self.group.all_gather_bytes(mine)
-        if not self.folder.is_writer:
-            return
-        steps = [step for part in everyone for step in msgspec.msgpack.decode(part, type=list[StepRecord])]
-        lines = "".join(json.dumps(asdict(step)) + "\n" for step in steps)
-        self.folder.replace("rollout_steps.jsonl", lines)
-        marks = self.llm.rollout.marks if self.llm.rollout is not None else []
-        self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, marks)))
 
     def _save(self) -> None:
         """A resume point and a Hugging Face checkpoint, published together."""
