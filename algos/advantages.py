@@ -9,9 +9,9 @@ ADVANTAGE_EPS = 1e-6
 
 
 def group_advantages(
-    rewards: Sequence[Sequence[float]], *, normalise_std: bool = True, eps: float = ADVANTAGE_EPS
-) -> list[list[float]]:
-    """Advantages of each group's completions, in the order of `rewards` [groups][n].
+    rewards: Sequence[float], *, normalise_std: bool = True, eps: float = ADVANTAGE_EPS
+) -> list[float]:
+    """Advantages of one group's completions.
 
     GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps). The paper names no
     estimator; this is the sample standard deviation (n - 1), as in TRL and verl.
@@ -20,13 +20,8 @@ def group_advantages(
 
     A group of one, or of equal rewards, has zero advantages. Raises ValueError on a reward that is not finite.
     """
-    return [_one_group(index, group, normalise_std, eps) for index, group in enumerate(rewards)]
-
-
-def _one_group(index: int, rewards: Sequence[float], normalise_std: bool, eps: float) -> list[float]:
-    for sample, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise ValueError(f"rewards[{index}][{sample}]={reward!r}: must be finite; check the reward function")
+    if not all(map(math.isfinite, rewards)):
+        raise ValueError(f"rewards={list(rewards)}: must be finite; check the reward function")
     if len(set(rewards)) <= 1:  # exactly zero, where a rounded mean would leave noise for 1 / eps to amplify
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)

@@ -52,30 +52,19 @@ class NothingScoredError(ValueError):
     """Not one completion of a rollout could be scored: nothing can be learnt, and it will not get better."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Collector:
     """Rolls out a task's problems. All ranks of the group call it alike, and get the same."""
 
-    def __init__(
-        self,
-        *,
-        llm: LLM,
-        task: Task,
-        algorithm: Algorithm,
-        reward: RewardRunner,
-        group: Communicator,
-        params: SamplingParams,
-        prompts_per_step: int,
-        journal: Journal | None = None,
-    ) -> None:
-        """`params.n` is the group size."""
-        self._llm = llm
-        self._task = task
-        self._algorithm = algorithm
-        self._reward = reward
-        self._group = group
-        self._params = params
-        self._prompts_per_step = prompts_per_step
-        self._journal = journal
+    llm: LLM
+    task: Task
+    algorithm: Algorithm
+    reward: RewardRunner
+    group: Communicator
+    params: SamplingParams
+    """`params.n` is the group size."""
+    prompts_per_step: int
+    journal: Journal | None = None
 
     def collect(self, index: int, on_finished: Callable[[Finished], None] | None = None) -> Rollout:
         """Samples problems from data position `index` on until enough groups are kept, in whole rounds.
@@ -87,28 +76,28 @@ class Collector:
         seconds = {"gen": 0.0, "reward": 0.0, "reward_overlapped": 0.0}
         failed: Counter[FailureKind] = Counter()
         rounds = skipped = 0
-        while len(kept) < self._prompts_per_step and rounds < self._algorithm.max_sampling_rounds:
+        while len(kept) < self.prompts_per_step and rounds < self.algorithm.max_sampling_rounds:
             problems, next_index = self._draw(index)
             skipped += next_index - index - len(problems)
             index = next_index
             groups, failed_now, spent = sample_groups(
-                self._llm, problems, self._params, self._reward, self._group, on_finished, self._journal
+                self.llm, problems, self.params, self.reward, self.group, on_finished, self.journal
             )
             failed += failed_now
             _check_scores(failed_now, sum(len(group.rewards) for group in groups))
             seconds = {name: seconds[name] + spent[name] for name in seconds}
             sampled += groups
-            kept += [group for group in groups if self._algorithm.keep_group(group.rewards)]
+            kept += [group for group in groups if self.algorithm.keep_group(group.rewards)]
             rounds += 1
-        if len(kept) < self._prompts_per_step and self._group.rank == 0:
+        if len(kept) < self.prompts_per_step and self.group.rank == 0:
             warnings.warn(
-                f"only {len(kept)} of {self._prompts_per_step} groups had unequal rewards after {rounds} sampling "
+                f"only {len(kept)} of {self.prompts_per_step} groups had unequal rewards after {rounds} sampling "
                 "rounds; the step trains on those. Easier or harder problems, or more max_sampling_rounds, help",
                 stacklevel=2,
             )
-        kept = kept[: self._prompts_per_step]
+        kept = kept[: self.prompts_per_step]
         experiences = [experience for group in kept for experience in self._experiences(group)]
-        metrics = rollout_metrics(sampled, experiences, self._params.max_tokens)
+        metrics = rollout_metrics(sampled, experiences, self.params.max_tokens)
         metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
         metrics |= {f"reward/num_{kind}": float(failed[kind]) for kind in get_args(FailureKind)}
         metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
@@ -119,14 +108,14 @@ class Collector:
         """The next problems whose prompts the engine can take, and the index after them."""
         problems: list[Problem] = []
         skipped = 0
-        while len(problems) < self._prompts_per_step:
-            problem = self._task.train_problem(index)
+        while len(problems) < self.prompts_per_step:
+            problem = self.task.train_problem(index)
             index += 1
             try:
-                self._llm.check(problem.prompt, self._params)
+                self.llm.check(problem.prompt, self.params)
             except ValueError as error:
                 skipped += 1
-                if self._group.rank == 0:
+                if self.group.rank == 0:
                     warnings.warn(f"problem {problem.uid} is passed over: {error}", stacklevel=2)
                 if skipped > _MOST_SKIPPED:
                     raise
@@ -137,17 +126,17 @@ class Collector:
     def _experiences(self, group: Group) -> list[Experience]:
         lengths = [len(completion.token_ids) for completion in group.completions]
         truncated = [completion.finish_reason == "length" for completion in group.completions]
-        shaped = self._algorithm.shape_rewards(group.rewards, lengths, truncated, self._params.max_tokens)
+        shaped = self.algorithm.shape_rewards(group.rewards, lengths, truncated, self.params.max_tokens)
         return [
             Experience(
                 tokens=group.prompt_token_ids + completion.token_ids,
                 num_prompt_tokens=len(group.prompt_token_ids),
                 rollout_logprobs=completion.logprobs,
-                loss_mask=[self._algorithm.loss_mask(length, cut)] * length,
+                loss_mask=[self.algorithm.loss_mask(length, cut)] * length,
                 advantage=advantage,
             )
             for completion, length, cut, advantage in zip(
-                group.completions, lengths, truncated, self._algorithm.advantages(shaped), strict=True
+                group.completions, lengths, truncated, self.algorithm.advantages(shaped), strict=True
             )
         ]
 

@@ -71,7 +71,7 @@ class DAPO:
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """Eq. 9: A_i = (R_i - mean(R)) / std(R)."""
-        return group_advantages([rewards], normalise_std=True)[0]
+        return group_advantages(rewards)
 
     def loss_mask(self, length: int, truncated: bool) -> bool:
         return not (self.overlong_filtering and truncated)

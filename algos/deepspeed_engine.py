@@ -86,15 +86,7 @@ def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfi
     """A DeepSpeed engine that trains `model`. Collective."""
     import deepspeed
 
-    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        factor = partial(
-            lr_factor,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            total_steps=config.total_steps,
-        )
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
+    scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=partial(lr_factor, config))
     with contextlib.redirect_stdout(io.StringIO()):  # one of its optimizers prints memory figures
         engine, *_ = deepspeed.initialize(
             model=model,

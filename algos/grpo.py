@@ -68,7 +68,7 @@ class GRPO:
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """§4.1.2: A_i = (r_i - mean(r)) / std(r), the same for every token of o_i."""
-        return group_advantages([rewards], normalise_std=self.normalise_std)[0]
+        return group_advantages(rewards, normalise_std=self.normalise_std)
 
     def loss_mask(self, length: int, truncated: bool) -> bool:
         return True

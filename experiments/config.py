@@ -51,7 +51,7 @@ class RolloutConfig:
         check_fields(self, "rollout.")
 
     def engine_config(self, seed: int, *, deterministic: bool = False) -> EngineConfig:
-        """The rollout engine's. In a deterministic run nothing may depend on what was timed, as preemption "auto" does."""
+        """In a deterministic run nothing may depend on what was timed, as the preemption "auto" does."""
         preemption = "recompute" if deterministic else self.engine.preemption
         return replace(self.engine, seed=seed, preemption=preemption)
 

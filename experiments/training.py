@@ -23,6 +23,7 @@ from tqdm import tqdm
 from algos.collect import Collector, Group, NothingScoredError, Rollout
 from algos.deepspeed_config import resolve
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+from algos.evaluation import evaluate
 from algos.publish import read_record, save_tensors
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
@@ -44,7 +45,6 @@ from engines.rollout.telemetry import StepRecord, chrome_trace
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
-from experiments.evaluate import evaluate
 from experiments.figures import draw_run
 from experiments.run_folder import (
     AFRESH,
