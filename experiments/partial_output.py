@@ -87,8 +87,9 @@ class _Kept:
             with contextlib.suppress(ValueError, RecursionError):
                 line = msgspec.convert(json.loads(text), _Line)
                 if line.is_whole and 0 <= line.prompt_index < asked.num_prompts and 0 <= line.index < asked.n:
-                    fields = msgspec.structs.asdict(line) | {"versions": [0] * len(line.token_ids)}
-                    self.completions[fields.pop("prompt_index"), line.index] = Completion(**fields)
+                    fields = {name: getattr(line, name) for name in ANSWERED}
+                    completion = Completion(**fields, versions=[0] * len(line.token_ids))
+                    self.completions[line.prompt_index, line.index] = completion
 
     def __str__(self) -> str:
         if not self.completions:
