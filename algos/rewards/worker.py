@@ -64,21 +64,16 @@ def _load_file(path: Path) -> ModuleType:
 
 def describe_function(function: RewardFunction) -> Ready:
     """What the function takes. Raises `ValueError` when it cannot be called with keyword arguments alone."""
-    accepted: list[str] | None = []
-    required = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            accepted = None
-        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.default is inspect.Parameter.empty:
-            raise ValueError(f"parameter {parameter.name!r} is positional-only; reward functions get keyword arguments")
-        elif parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
-            if accepted is not None:
-                accepted.append(parameter.name)
-            if parameter.default is inspect.Parameter.empty:
-                required.append(parameter.name)
+    given = inspect.signature(function).parameters.values()
+    for one in given:
+        if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+            raise ValueError(f"parameter {one.name!r} is positional-only; reward functions get keyword arguments")
+    named = [one for one in given if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in given)
     # An object with an `async def __call__` is as good as a coroutine function.
     is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-    return Ready(is_async=is_async, accepted=accepted, required=required)
+    required = [one.name for one in named if one.default is one.empty]
+    return Ready(is_async=is_async, accepted=None if takes_any else [one.name for one in named], required=required)
 
 
 def score_part(
