@@ -204,7 +204,7 @@ def _finish_scores(
     """Scores what no rank's pool has taken; every rank gets all rewards."""
     taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
     taken = {key for part in taken_by_rank for key in msgspec.msgpack.decode(part, type=list[ItemKey])}
-    mine, result = pool.finish(
+    mine, failed_here = pool.finish(
         _item(problems[i], i, completion)
         for i in range(group.rank, len(problems), group.size)
         for completion in outputs[i].outputs
@@ -212,7 +212,7 @@ def _finish_scores(
     )
     rewards: dict[ItemKey, float] = {}
     failed: Counter[FailureKind] = Counter()
-    for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), dict(result.failed)))):
+    for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), dict(failed_here)))):
         scores, counts = msgspec.msgpack.decode(part, type=tuple[list[tuple[ItemKey, float]], dict[FailureKind, int]])
         rewards |= dict(scores)
         failed.update(counts)

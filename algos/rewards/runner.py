@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,9 +19,10 @@ from algos.rewards.process import WorkerError, WorkerProcess
 from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
 from engines.constraints import Count, check_fields
 
-logger = logging.getLogger(__name__)
-
 FailureKind = Literal["raised", "timed_out", "invalid"]
+"""raised: the function did, or it returned a wrong number of rewards or ended its process. timed_out: it took longer
+than `timeout_s`, its process did not start again, or no more calls are made. invalid: the reward was not a finite
+number; None, TRL's "does not apply", counts as such."""
 Seconds = Annotated[float, Meta(gt=0, le=1e6, description="above 0, and at most 1e+06 (seconds)")]
 """Sockets and timers take no number of seconds that is much longer."""
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")]
@@ -43,7 +42,7 @@ class RewardConfig:
     failed_reward: Finite = 0.0
     """Reward of a completion that could not be scored."""
     max_failures: Count = 8
-    """Hangs, or ends of the function's process, after which a `score` gives up on what is left to call."""
+    """Hangs, or ends of the function's process, in a rollout, after which it gives up on what is left to call."""
     start_timeout_s: Seconds = 120.0
     """Limit on starting the process, the imports of the function's module included."""
     beside_rollout: bool = True
@@ -56,18 +55,6 @@ class RewardConfig:
     def completions_per_call(self, is_async: bool) -> int:
         """At most."""
         return self.chunk_size or (16 if is_async else 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardResult:
-    """What `RewardRunner.score` returns."""
-
-    rewards: list[float]
-    """One per completion, all finite."""
-    failed: Counter[FailureKind]
-    """Completions that could not be scored. "raised": the function raised, returned a wrong number of rewards, or ended
-    its process. "timed_out": it took longer than `timeout_s`, its process did not start again, or `score` had given
-    up. "invalid": the reward was not a finite number; None, TRL's "does not apply", counts as such."""
 
 
 class RewardRunner:
@@ -107,21 +94,8 @@ class RewardRunner:
             )
         return ready
 
-    def score(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]] | None = None
-    ) -> RewardResult:
-        """Rewards of N completions, each with its prompt and its entry of every column (lists of length N).
-
-        All completions of a call that fails get `failed_reward`; nothing is tried again. Raises `ValueError` for what
-        no completion can be blamed for: lengths that differ, a column that the function wants and does not get, one
-        that is not plain data, a function that cannot be imported.
-        """
-        scoring = Scoring(self)
-        scoring.add(prompts, completions, columns)
-        return scoring.finish()
-
     def close(self) -> None:
-        """Kills the worker. A `score` under way in another thread gives up after the call that it is waiting for."""
+        """Kills the worker. What another thread scores is given up after the call that it is waiting for."""
         self.closed = True
         with self._lock:
             self._stop_worker()
@@ -147,8 +121,6 @@ class RewardRunner:
                         'Name an importable function as "package.module:function" or "path/to/file.py:function"'
                     ) from None
             return self._ready
-
-    # -- for `Scoring`
 
     @contextlib.contextmanager
     def turn(self, columns: Iterable[str]) -> Iterator[Ready]:
@@ -217,72 +189,6 @@ class RewardRunner:
     def _stop_worker(self) -> str:
         worker, self._worker = self._worker, None
         return worker.kill() if worker else "is not running"
-
-
-class Scoring:
-    """The scoring of a set of completions in several goes, with one allowance of hangs and one report."""
-
-    def __init__(self, runner: RewardRunner) -> None:
-        self._runner = runner
-        self._rewards: list[float] = []
-        self._failed: Counter[FailureKind] = Counter()
-        self._first_errors: dict[FailureKind, str] = {}
-        self._num_hangs = self._num_given_up = 0
-
-    def add(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]] | None = None
-    ) -> None:
-        """Calls the function for N more completions. Arguments and errors as `RewardRunner.score`."""
-        arguments = {**(columns or {}), "prompts": list(prompts), "completions": list(completions)}
-        for name, values in arguments.items():
-            if len(values) != len(completions):
-                raise ValueError(f"{name}: has {len(values)} entries for {len(completions)} completions: must be equal")
-        with self._runner.turn(columns or ()) as ready:
-            used = {k: v for k, v in arguments.items() if ready.accepted is None or k in ready.accepted}
-            size = self._runner.config.completions_per_call(ready.is_async)
-            slices = [slice(at, min(at + size, len(prompts))) for at in range(0, len(prompts), size)]
-            # An async function's slices are called all together, a sync one's singly.
-            for together in [slices] if ready.is_async else [[one] for one in slices]:
-                self._call(together, used)
-
-    def finish(self) -> RewardResult:
-        """The rewards of all, in the order in which they came. Warns once of each kind of failure."""
-        spec, config = self._runner.spec, self._runner.config
-        for kind, count in sorted(self._failed.items()):
-            logger.warning(
-                "reward %s: %d of %d completions %s and get %g; the first: %s",
-                *(spec, count, len(self._rewards), kind.replace("_", " "), config.failed_reward),
-                self._first_errors[kind][:500],
-            )
-        if self._num_given_up:
-            logger.warning(
-                "reward %s: gave up on %d of %d completions after %d hangs or ends of its process (max_failures=%d, "
-                "timeout_s=%g): mend the function, make it faster, or raise these limits",
-                *(spec, self._num_given_up, len(self._rewards), self._num_hangs),
-                *(config.max_failures, config.timeout_s),
-            )
-        return RewardResult(rewards=self._rewards, failed=self._failed)
-
-    def _call(self, slices: list[slice], arguments: dict[str, list[Any]]) -> None:
-        runner, config = self._runner, self._runner.config
-        if runner.closed or self._num_hangs >= config.max_failures:
-            self._num_given_up += sum(one.stop - one.start for one in slices)
-            results = [Result(part=0, kind="timed_out", error="not called")] * len(slices)
-        else:
-            results = runner.call(slices, arguments)
-            hang = next((result for result in results if result.kind == "timed_out"), None)
-            if hang and not self._num_hangs:  # at once: the report comes only after all calls
-                logger.warning(
-                    "reward %s: a call timed out (timeout_s=%g): %s", runner.spec, config.timeout_s, hang.error
-                )
-            self._num_hangs += hang is not None or not runner.has_worker
-        for one, result in zip(slices, results, strict=True):
-            kind: FailureKind = "invalid" if result.kind == "ok" else result.kind
-            values = result.values if result.kind == "ok" else [None] * (one.stop - one.start)
-            if None in values:
-                self._failed[kind] += values.count(None)
-                self._first_errors.setdefault(kind, result.error)
-            self._rewards += [config.failed_reward if value is None else value for value in values]
 
 
 def _part(items: slice, arguments: dict[str, list[Any]]) -> Part:

@@ -66,9 +66,9 @@ def test_scores_do_not_depend_on_the_order(make: Callable[..., RewardRunner], tm
     texts = [bad.get(i, text) for i, text in enumerate(texts)]
     shuffled = items(texts, log=str(tmp_path / "log"))
     random.Random(num_beside).shuffle(shuffled)
-    rewards, result = score(make("misbehaves"), shuffled[:num_beside], shuffled[num_beside:])
+    rewards, failed = score(make("misbehaves"), shuffled[:num_beside], shuffled[num_beside:])
     assert rewards == {(i // 4, i % 4): 0.0 if i in bad else 1.0 for i in range(40)}
-    assert result.failed == {"raised": 3}
+    assert failed == {"raised": 3}
 
 
 def test_calls_begin_at_once_are_bounded_and_ordered(make: Callable[..., RewardRunner], tmp_path: Path) -> None:
@@ -106,20 +106,20 @@ def test_stop_drops_what_has_not_begun(make: Callable[..., RewardRunner], tmp_pa
         taken = pool.stop()  # the runner's limit ends the call that hangs
         assert 1 <= len(taken) <= 2
         hold.unlink()
-        rewards, result = pool.finish([item for item in everything if item.key not in taken])
+        rewards, failed = pool.finish([item for item in everything if item.key not in taken])
     assert rewards == {item.key: float(item.key not in taken) for item in everything}
-    assert result.failed["timed_out"] == len(taken)
+    assert failed["timed_out"] == len(taken)
 
 
 def test_hangs_are_allowed_for_once_and_not_per_call(
     make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
     everything = items(["x"] * 50)
-    rewards, result = score(
+    rewards, failed = score(
         make("always_hangs", timeout_s=0.4, max_failures=3, chunk_size=1), everything[:25], everything[25:]
     )
     assert set(rewards.values()) == {0.0} and len(rewards) == 50
-    assert result.failed["timed_out"] == 50
+    assert failed["timed_out"] == 50
     assert "gave up on 47 of 50 completions" in caplog.text
     assert len(caplog.records) == 3, "the first timeout, and one report for all calls"
 
@@ -127,11 +127,11 @@ def test_hangs_are_allowed_for_once_and_not_per_call(
 def test_async_failures_cost_only_the_culprits(make: Callable[..., RewardRunner]) -> None:
     runner = make("misbehaves_async", chunk_size=1, timeout_s=0.8)
     everything = items(["a", "raise", "b", "c", "hang", "d", "e", "f"])
-    rewards, result = score(runner, everything[:5], everything[5:])
+    rewards, failed = score(runner, everything[:5], everything[5:])
     assert [rewards[item.key] == 0 for item in everything] == [
         text in ("raise", "hang") for text in ["a", "raise", "b", "c", "hang", "d", "e", "f"]
     ]
-    assert result.failed == {"raised": 1, "timed_out": 1}
+    assert failed == {"raised": 1, "timed_out": 1}
 
 
 def test_errors_that_no_completion_is_to_blame_for_reach_the_rollout(make: Callable[..., RewardRunner]) -> None:

@@ -14,12 +14,15 @@ import termios
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from algos.rewards.runner import RewardConfig, RewardResult, RewardRunner, Scoring
+from algos.rewards.pool import Item, RewardPool
+from algos.rewards.runner import FailureKind, RewardConfig, RewardRunner
 
 FUNCTIONS = Path(__file__).with_name("reward_functions.py")
 
@@ -37,8 +40,20 @@ def make() -> Iterator[Callable[..., RewardRunner]]:
         runner.close()
 
 
-def score(runner: RewardRunner, completions: list[str], **columns: list) -> RewardResult:
-    return runner.score(["prompt"] * len(completions), completions, columns)
+class Scores(NamedTuple):
+    rewards: list[float]
+    failed: Counter[FailureKind]
+
+
+def item(index: int, completion: str, **columns: Any) -> Item:
+    return Item(key=(index, 0), prompt="prompt", completion=completion, columns=columns)
+
+
+def score(runner: RewardRunner, completions: list[str], **columns: list[Any]) -> Scores:
+    rest = [item(i, one, **{name: column[i] for name, column in columns.items()}) for i, one in enumerate(completions)]
+    with RewardPool(runner) as pool:
+        rewards, failed = pool.finish(rest)
+    return Scores([rewards[i, 0] for i in range(len(completions))], failed)
 
 
 def is_alive(pid: int) -> bool:
@@ -190,8 +205,6 @@ def test_columns_are_checked(make: Callable[..., RewardRunner]) -> None:
     runner.check(columns=["answer"])
     with pytest.raises(ValueError, match=r"wants \['answer'\].*\['question'\]"):
         runner.check(columns=["question"])
-    with pytest.raises(ValueError, match="answer: has 1 entries for 2 completions"):
-        score(runner, ["a", "b"], answer=["a"])
     with pytest.raises(ValueError, match=r"columns\['answer'\].*plain data"):
         score(runner, ["a"], answer=[object()])
     with pytest.raises(ValueError, match=r"columns\['answer'\].*64 bits"):
@@ -359,11 +372,14 @@ def test_a_function_that_always_hangs_is_given_up(
 
 
 def test_the_first_timeout_is_told_at_once(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
-    scoring = Scoring(make("always_hangs", timeout_s=0.4))
-    for _ in range(2):
-        scoring.add(["prompt"], ["x"])
-        (record,) = caplog.records
-        assert "a call timed out (timeout_s=0.4)" in record.getMessage()
+    with RewardPool(make("always_hangs", timeout_s=0.4)) as pool:
+        pool.add(item(0, "x"))
+        wait_until(lambda: caplog.records, "the warning")
+        pool.add(item(1, "x"))
+        wait_until(lambda: not pool._waiting, "the next call")
+        assert len(pool.stop()) == 2
+    (record,) = caplog.records
+    assert "a call timed out (timeout_s=0.4)" in record.getMessage()
 
 
 def test_text_that_is_not_unicode_costs_only_itself(make: Callable[..., RewardRunner]) -> None:
@@ -457,9 +473,10 @@ def test_the_workers_die_with_the_run(tmp_path: Path, text: str) -> None:
     log = tmp_path / "log"
     program = f"""
         import time
+        from algos.rewards.pool import Item, RewardPool
         from algos.rewards.runner import RewardRunner
-        runner = RewardRunner({str(FUNCTIONS) + ":misbehaves"!r})
-        runner.score(["p"], [{text!r}], {{"log": [{str(log)!r}]}})
+        pool = RewardPool(RewardRunner({str(FUNCTIONS) + ":misbehaves"!r}))
+        pool.finish([Item(key=(0, 0), prompt="p", completion={text!r}, columns={{"log": {str(log)!r}}})])
         time.sleep(1000)
     """
     run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=Path(__file__).parents[2])
