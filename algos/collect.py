@@ -73,19 +73,17 @@ class Collector:
         """
         sampled: list[Group] = []
         kept: list[Group] = []
-        seconds = {"gen": 0.0, "reward": 0.0, "reward_overlapped": 0.0}
-        failed: Counter[FailureKind] = Counter()
+        sums: Counter[str] = Counter()
         rounds = skipped = 0
         while len(kept) < self.prompts_per_step and rounds < self.algorithm.max_sampling_rounds:
             problems, next_index = self._draw(index)
             skipped += next_index - index - len(problems)
             index = next_index
-            groups, failed_now, spent = sample_groups(
+            groups, figures = sample_groups(
                 self.llm, problems, self.params, self.reward, self.group, on_finished, self.journal
             )
-            failed += failed_now
-            _check_scores(failed_now, sum(len(group.rewards) for group in groups))
-            seconds = {name: seconds[name] + spent[name] for name in seconds}
+            _check_scores(figures, sum(len(group.rewards) for group in groups))
+            sums.update(figures)
             sampled += groups
             kept += [group for group in groups if self.algorithm.keep_group(group.rewards)]
             rounds += 1
@@ -97,9 +95,7 @@ class Collector:
             )
         kept = kept[: self.prompts_per_step]
         experiences = [experience for group in kept for experience in self._experiences(group)]
-        metrics = rollout_metrics(sampled, experiences, self.params.max_tokens)
-        metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
-        metrics |= {f"reward/num_{kind}": float(failed[kind]) for kind in get_args(FailureKind)}
+        metrics = rollout_metrics(sampled, experiences) | sums
         metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
         metrics["train/num_prompts_skipped"] = float(skipped)
         return Rollout(groups=sampled, experiences=experiences, next_index=index, metrics=metrics)
@@ -149,28 +145,27 @@ def sample_groups(
     group: Communicator,
     on_finished: Callable[[Finished], None] | None = None,
     journal: Journal | None = None,
-) -> tuple[list[Group], Counter[FailureKind], dict[str, float]]:
-    """Completes and scores problems; returns the groups, the failed scores, and seconds.
+) -> tuple[list[Group], dict[str, float]]:
+    """Completes and scores problems; returns the groups, and the seconds and failed scores by their metrics' names.
 
     `gen` is the rollout, `reward` what is waited for after it, `reward_overlapped` this rank's calls of the reward
     beside it. A completion is scored on the rank that hears of it, as it ends. What is left when all have ended, or
     all of it where the reward's `beside_rollout` is off, is shared: the groups i with i mod size = rank.
     """
     start = time.perf_counter()
-    positions = {problem.uid: i for i, problem in enumerate(problems)}
+    by_uid = {problem.uid: problem for problem in problems}
     with RewardPool(reward) as pool:
 
         def hear(finished: Finished) -> None:
             if reward.config.beside_rollout:
-                i = positions[finished.state.key.prompt_uid]
-                pool.add(_item(problems[i], i, finished.completion))
+                pool.add(_item(by_uid[finished.state.key.prompt_uid], finished.completion))
             if on_finished is not None:
                 on_finished(finished)
 
         outputs = llm.generate(
             [problem.prompt for problem in problems],
             params,
-            prompt_uids=[problem.uid for problem in problems],
+            prompt_uids=list(by_uid),
             on_finished=hear,
             journal=journal,
         )
@@ -181,20 +176,20 @@ def sample_groups(
             problem=problem,
             prompt_token_ids=output.prompt_token_ids,
             completions=output.outputs,
-            rewards=[rewards[i, completion.index] for completion in output.outputs],
+            rewards=[rewards[problem.uid, completion.index] for completion in output.outputs],
         )
-        for i, (problem, output) in enumerate(zip(problems, outputs, strict=True))
+        for problem, output in zip(problems, outputs, strict=True)
     ]
-    seconds = {
-        "gen": generated - start,
-        "reward": time.perf_counter() - generated,
-        "reward_overlapped": pool.seconds_beside,
+    return groups, {
+        "timing_s/gen": generated - start,
+        "timing_s/reward": time.perf_counter() - generated,
+        "timing_s/reward_overlapped": pool.seconds_beside,
+        **{f"reward/num_{kind}": float(failed[kind]) for kind in get_args(FailureKind)},
     }
-    return groups, failed, seconds
 
 
-def _item(problem: Problem, position: int, completion: Completion) -> Item:
-    key = (position, completion.index)
+def _item(problem: Problem, completion: Completion) -> Item:
+    key = (problem.uid, completion.index)
     return Item(key=key, prompt=problem.prompt, completion=completion.text, columns=problem.columns)
 
 
@@ -205,10 +200,10 @@ def _finish_scores(
     taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
     taken = {key for part in taken_by_rank for key in msgspec.msgpack.decode(part, type=list[ItemKey])}
     mine, failed_here = pool.finish(
-        _item(problems[i], i, completion)
+        _item(problems[i], completion)
         for i in range(group.rank, len(problems), group.size)
         for completion in outputs[i].outputs
-        if (i, completion.index) not in taken
+        if (problems[i].uid, completion.index) not in taken
     )
     rewards: dict[ItemKey, float] = {}
     failed: Counter[FailureKind] = Counter()
@@ -219,8 +214,9 @@ def _finish_scores(
     return rewards, failed
 
 
-def _check_scores(failed: Counter[FailureKind], num_completions: int) -> None:
-    if failed.total() == num_completions:
+def _check_scores(figures: dict[str, float], num_completions: int) -> None:
+    failed = {kind: int(figures[f"reward/num_{kind}"]) for kind in get_args(FailureKind)}
+    if sum(failed.values()) == num_completions:
         raise NothingScoredError(
             f"reward: all {num_completions} completions of a rollout failed ({failed['raised']} raised, "
             f"{failed['timed_out']} timed out, {failed['invalid']} were no finite number); see the warnings above "
@@ -228,7 +224,7 @@ def _check_scores(failed: Counter[FailureKind], num_completions: int) -> None:
         )
 
 
-def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience], max_tokens: int) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience]) -> dict[str, float]:
     """verl's names: rewards and lengths over all that was sampled, advantages over what is trained on."""
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]

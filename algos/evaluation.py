@@ -28,14 +28,14 @@ def evaluate(
 
     The key of a held-out problem's noise is its own, so an evaluation neither sees nor disturbs training's draws.
     """
-    groups, _, seconds = sample_groups(llm, problems, replace(params, n=num_samples), reward, group)
+    groups, figures = sample_groups(llm, problems, replace(params, n=num_samples), reward, group)
     num_correct = [sum(value >= SOLVED for value in one.rewards) for one in groups]
     lengths = [len(completion.token_ids) for one in groups for completion in one.completions]
     metrics = {}
     for k in (1 << exponent for exponent in range(num_samples.bit_length())):
         metrics[f"val-core/pass@{k}"] = math.fsum(pass_at_k(num_samples, c, k) for c in num_correct) / len(groups)
     metrics["val-aux/response_length/mean"] = sum(lengths) / len(lengths)
-    metrics["timing_s/testing"] = seconds["gen"] + seconds["reward"]
+    metrics["timing_s/testing"] = figures["timing_s/gen"] + figures["timing_s/reward"]
     return metrics
 
 

@@ -188,7 +188,7 @@ def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
     return RunFolder(Path(launch.on_rank_0(group, make)), group, *locks)
 
 
-class RunState(msgspec.Struct, frozen=True, kw_only=True):
+class RunState(msgspec.Struct, kw_only=True):
     """What a resume point holds beside the trainer's states."""
 
     step: int
@@ -233,9 +233,7 @@ class Run:
         launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
         self.held_out = self._held_out_problems(task)
-        self.step = 0
-        self.data_index = 0
-        self.evaluations: list[float] = []
+        self.state = RunState(step=0, data_index=0, evaluations=[])
         if not config.resume:
             self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
         launch.end_on_signals(self._last_words)
@@ -297,17 +295,21 @@ class Run:
         self._sync_weights()
         tracker = Tracker(self.folder, self.config)
         if not self.config.resume:
-            tracker.log(self.step, self._evaluate())
+            tracker.log(self.state.step, self._evaluate())
         with tqdm(
-            total=self.config.steps, initial=self.step, desc="train", unit="step", disable=not self.folder.is_writer
+            total=self.config.steps,
+            initial=self.state.step,
+            desc="train",
+            unit="step",
+            disable=not self.folder.is_writer,
         ) as progress:
-            while self.step < self.config.steps:
+            while self.state.step < self.config.steps:
                 metrics = self._train_step()
-                tracker.log(self.step, metrics)
+                tracker.log(self.state.step, metrics)
                 progress.update()
                 progress.set_postfix(
                     reward=f"{metrics['critic/rewards/mean']:.3f}",
-                    pass1=f"{self.evaluations[-1]:.3f}" if self.evaluations else "-",
+                    pass1=f"{self.state.evaluations[-1]:.3f}" if self.state.evaluations else "-",
                     tokens=f"{metrics['response_length/mean']:.0f}",
                     gen=f"{metrics['timing_s/gen']:.1f}s",
                     update=f"{metrics['timing_s/update_actor']:.1f}s",
@@ -329,14 +331,14 @@ class Run:
             metrics |= self.trainer.update(rollout.experiences)
         self.llm.wake_up()
         metrics["timing_s/update_actor"] = time.perf_counter() - updated
-        self.step += 1
-        self.data_index = rollout.next_index
+        self.state.step += 1
+        self.state.data_index = rollout.next_index
         self._write_rollout(rollout)
         synced = time.perf_counter()
         self._sync_weights()
         metrics["timing_s/update_weights"] = time.perf_counter() - synced
-        last = self.step == self.config.steps
-        if last or self.step % self.config.eval_every == 0:
+        last = self.state.step == self.config.steps
+        if last or self.state.step % self.config.eval_every == 0:
             metrics |= self._evaluate()
         num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
         num_tokens -= self.journal.num_found_tokens - num_found_tokens  # a killed run took the time for those
@@ -345,8 +347,8 @@ class Run:
         metrics["perf/throughput"] = num_tokens / elapsed / self.group.size
         metrics["perf/rollout_tokens_per_second"] = num_tokens / rollout.metrics["timing_s/gen"]
         # The metrics of a step are part of its resume point, so they are written before it is published.
-        self.folder.append("metrics.jsonl", {"training/global_step": self.step, **metrics})
-        if last or self.step % self.config.save_every == 0:
+        self.folder.append("metrics.jsonl", {"training/global_step": self.state.step, **metrics})
+        if last or self.state.step % self.config.save_every == 0:
             self._save()
         return metrics
 
@@ -363,7 +365,7 @@ class Run:
                 progress.update()
 
             try:
-                return self.collector.collect(self.data_index, show)
+                return self.collector.collect(self.state.data_index, show)
             except NothingScoredError as error:
                 go_on = f"go on with --name {self.folder.path.name} --resume"
                 fix = go_on if self.folder.latest() else "start again"
@@ -392,7 +394,7 @@ class Run:
 
     def _sync_weights(self) -> None:
         """Trainer -> engine, parameter by parameter; the ranks' checksums must agree, and go into the journal."""
-        checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.step)
+        checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.state.step)
         everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
         others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if others:
@@ -401,8 +403,8 @@ class Run:
 
     def _evaluate(self) -> dict[str, float]:
         metrics = evaluate(self.llm, self.held_out, self.params, self.judge, self.group, self.config.eval_samples)
-        self.evaluations.append(metrics["val-core/pass@1"])
-        if self.step == 0:
+        self.state.evaluations.append(metrics["val-core/pass@1"])
+        if self.state.step == 0:
             self.folder.append("metrics.jsonl", {"training/global_step": 0, **metrics})
         return metrics
 
@@ -412,7 +414,7 @@ class Run:
         self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
 
     def _write_rollout(self, rollout: Rollout) -> None:
-        step = {"training/global_step": self.step}
+        step = {"training/global_step": self.state.step}
         lengths = [len(c.token_ids) for group in rollout.groups for c in group.completions]
         self.folder.append("lengths.jsonl", {**step, "lengths": lengths, "digest": _digest(rollout)})
         for group in rollout.groups[:SAMPLES_PER_STEP]:
@@ -424,26 +426,24 @@ class Run:
         def write_own(path: Path) -> None:
             save_tensors(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")
             if self.folder.is_writer:
-                state = RunState(step=self.step, data_index=self.data_index, evaluations=self.evaluations)
-                (path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+                (path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(self.state)) + b"\n")
 
         def write_model(path: Path) -> None:
             self.trainer.save_pretrained(path / "huggingface")
 
         writes = [self.trainer.save_checkpoint, write_model, write_own]
-        self.folder.publish(self.step, writes, self.config.keep_checkpoints)
+        self.folder.publish(self.state.step, writes, self.config.keep_checkpoints)
         self.journal.clear()
 
     def _resume(self) -> None:
         path = last_published(self.folder.path)
         self.trainer.load_checkpoint(path)
         torch.set_rng_state(torch.load(path / f"rng-{self.group.rank}.pt", weights_only=True))
-        state = read_json(path / "run.json", RunState)
-        self.step, self.data_index, self.evaluations = state.step, state.data_index, state.evaluations
-        if self.step > self.config.steps:
-            raise ValueError(f"steps={self.config.steps}: the run is at step {self.step} already; raise --steps")
-        self.folder.truncate(self.step, STEP_FILES)
-        self.journal.recover(self.step)
+        self.state = read_json(path / "run.json", RunState)
+        if self.state.step > self.config.steps:
+            raise ValueError(f"steps={self.config.steps}: the run is at step {self.state.step} already; raise --steps")
+        self.folder.truncate(self.state.step, STEP_FILES)
+        self.journal.recover(self.state.step)
         self.group.barrier()
 
     def _summary(self, start: float) -> dict[str, Any]:
@@ -456,9 +456,9 @@ class Run:
             "experiment": "train",
             "algo": self.config.algo,
             "task": self.config.task,
-            "eval_before": self.evaluations[0],
-            "eval_after": self.evaluations[-1],
-            "steps": self.step,
+            "eval_before": self.state.evaluations[0],
+            "eval_after": self.state.evaluations[-1],
+            "steps": self.state.step,
             "minutes": round((time.perf_counter() - start) / 60, 2),
             "run_dir": str(self.folder.path),
             "model": str(checkpoint / "huggingface") if checkpoint else None,

@@ -16,7 +16,7 @@ from algos.rewards.runner import FailureKind, RewardRunner
 logger = logging.getLogger(__name__)
 
 ItemKey = tuple[int, int]
-"""(position of the problem, sample index)."""
+"""(uid of the problem, sample index)."""
 _MOST_CHUNKS = 16
 """Chunks of an async function that are handed over at a time; a sync one gets them singly."""
 
