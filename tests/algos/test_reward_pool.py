@@ -4,42 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from algos.rewards.pool import Item, RewardPool
-from algos.rewards.runner import RewardConfig, RewardRunner
-from tests.algos.test_rewards import FUNCTIONS, wait_until
-
-LOGS = '''
-import json, os, time
-
-def log_calls(completions, log):
-    """The length of each; every call is written down, and waits while there is a file `<log>.hold`."""
-    with open(log[0], "a") as file:
-        print(json.dumps(completions), file=file)
-    while os.path.exists(log[0] + ".hold"):
-        time.sleep(0.01)
-    return [float(len(text)) for text in completions]
-'''
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., RewardRunner]]:
-    (tmp_path / "logs.py").write_text(LOGS)
-    runners = []
-
-    def make(function: str, **config: Any) -> RewardRunner:
-        path = tmp_path / "logs.py" if function == "log_calls" else FUNCTIONS
-        runners.append(RewardRunner(f"{path}:{function}", RewardConfig(**config)))
-        return runners[-1]
-
-    yield make
-    for runner in runners:
-        runner.close()
+from algos.rewards.runner import RewardRunner
+from tests.algos.test_rewards import wait_until
 
 
 def items(texts: list[str], **columns: Any) -> list[Item]:

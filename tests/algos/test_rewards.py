@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,21 +23,7 @@ import pytest
 
 from algos.rewards.pool import Item, RewardPool
 from algos.rewards.runner import FailureKind, RewardConfig, RewardRunner
-
-FUNCTIONS = Path(__file__).with_name("reward_functions.py")
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., RewardRunner]]:
-    runners = []
-
-    def make(function: str, **config: float) -> RewardRunner:
-        runners.append(RewardRunner(f"{FUNCTIONS}:{function}", RewardConfig(**config)))  # type: ignore[arg-type]
-        return runners[-1]
-
-    yield make
-    for runner in runners:
-        runner.close()
+from tests.algos.conftest import FUNCTIONS
 
 
 class Scores(NamedTuple):
