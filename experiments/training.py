@@ -61,17 +61,8 @@ STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl")
 SAMPLES_PER_STEP = 4
 KV_MOVES = ("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes")
 MAY_CHANGE = (
-    "resume",
-    "name",
-    "runs",
-    "steps",
-    "dispatch",
-    "eval_every",
-    "save_every",
-    "keep_checkpoints",
-    "wandb",
-    "reward_limits",
-    "rank_timeout_s",
+    *("resume", "name", "runs", "steps", "dispatch", "eval_every", "save_every", "keep_checkpoints"),
+    *("wandb", "reward_limits", "rank_timeout_s"),
 )
 
 
@@ -291,7 +282,7 @@ class Run:
     def train(self, start: float) -> dict[str, Any]:
         if self.config.resume:
             self._resume()
-        self._write_config()
+        self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
         self._sync_weights()
         tracker = Tracker(self.folder, self.config)
         if not self.config.resume:
@@ -409,9 +400,6 @@ class Run:
         return metrics
 
     # -- files
-
-    def _write_config(self) -> None:
-        self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
 
     def _write_rollout(self, rollout: Rollout) -> None:
         step = {"training/global_step": self.state.step}
