@@ -82,10 +82,7 @@ def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None
 
 
 def _set_deadline(sock: socket.socket, deadline: float | None) -> None:
-    if deadline is None:
-        sock.settimeout(None)
-        return
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
+    remaining = None if deadline is None else deadline - time.monotonic()
+    if remaining is not None and remaining <= 0:
         raise TimeoutError("the deadline has passed")
     sock.settimeout(remaining)

@@ -22,7 +22,7 @@ def test_group_advantages_are_numpys(rewards: list[float], normalise_std: bool) 
     want = np.array(rewards) - np.mean(rewards)
     if normalise_std:
         want = want / (np.std(rewards, ddof=1) + 1e-6)
-    got = group_advantages(rewards, normalise_std=normalise_std, eps=1e-6)
+    got = group_advantages(rewards, normalise_std=normalise_std)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
