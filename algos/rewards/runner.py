@@ -95,7 +95,7 @@ class RewardRunner:
         return ready
 
     def close(self) -> None:
-        """Kills the worker. What another thread scores is given up after the call that it is waiting for."""
+        """Kills the worker. Another thread that scores makes no call after the one that it waits for."""
         self.closed = True
         with self._lock:
             self._stop_worker()
