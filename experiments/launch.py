@@ -142,9 +142,9 @@ def end_on_signals(last_words: Callable[[], str]) -> None:
         os.close(signals)
 
     threading.Thread(target=end, name="end on signals", daemon=True).start()
+    replaced = signal.set_wakeup_fd(written)
     # The main thread waits meanwhile: it must not report a rank that the same signal has ended.
     _set_handlers(caught, lambda *_: time.sleep(10))
-    replaced = signal.set_wakeup_fd(written)
     if replaced >= 0:
         os.close(replaced)  # which ends its thread
     else:
