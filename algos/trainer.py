@@ -115,10 +115,8 @@ class Trainer:
             deepspeed_engine.set_boundary(self.engine, is_last=number == len(micro_batches))
             output = self._loss([samples[index] for index in members], num_tokens, num_sequences)
             deepspeed_engine.backward(self.engine, output.loss)
-            for name, share in output.metrics.items():
-                shares[name] = shares[name] + share if name in shares else share
-            for name, value in output.maxima.items():
-                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+            shares = {name: share + shares.get(name, 0.0) for name, share in output.metrics.items()}
+            maxima = {name: torch.maximum(maxima.get(name, value), value) for name, value in output.maxima.items()}
         learning_rate = self.engine.get_lr()[0]
         grad_norm, stepped = deepspeed_engine.step_if_finite(self.engine)
         return StepRecord(
