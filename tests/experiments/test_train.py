@@ -342,7 +342,7 @@ class TestBadInput:
             (["--task", "gsm8k"], "give --data PATH"),
             (["--data", "x.jsonl"], "only --task gsm8k reads --data"),
             (["--mini-batch-size", "600"], "mini_batch_size=600: more than a step's 512 sequences"),
-            (["--rollout.top-p", "0.9"], "rollout.top_p=0.9: training does not apply it"),
+            (["--rollout.top-p", "0.9"], "rollout.top_p=0.9: must be 1.0: training does not apply it"),
             (["--rollout.temperature", "0"], "rollout.temperature=0.0"),
             (["--rollout.group-size", "1"], "rollout.group_size=1"),
             (["--algo", "ppo"], "ppo"),
