@@ -1,9 +1,13 @@
-"""Hugging Face as a benchmark's other side, `generate` and continuous batching, and how many threads suit a side."""
+"""Other engines as sides of a bench: Hugging Face's `generate` and its continuous batching, and vLLM's process."""
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +96,48 @@ class _HiddenStop(StoppingCriteria):
         return input_ids.shape[1] >= self._ends
 
 
-def best_threads(side: Callable[[], float], candidates: list[int]) -> int:
-    """Warms the side up, and finds which number of threads it is fastest with."""
-    seconds = {}
-    for threads in candidates:
-        torch.set_num_threads(threads)
-        side()
-        seconds[threads] = side()
-    return min(seconds, key=seconds.__getitem__)
+class VLLMPeer:
+    """vLLM in a process of another Python, whose script is `vllm_peer.py`. It knows each length."""
+
+    def __init__(self, python: Path, model: str, dtype: DType, *, max_model_len: int, max_num_seqs: int) -> None:
+        options = {"model": model, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by __exit__
+        self._process = subprocess.Popen(
+            [str(python), str(Path(__file__).with_name("vllm_peer.py")), json.dumps(options)],
+            env=os.environ | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+
+    def __enter__(self) -> VLLMPeer:
+        try:
+            self._read()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
+        """Samples `lengths[i]` tokens after prompt i; returns seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": prompts, "lengths": lengths}).encode() + b"\n")
+        self._process.stdin.flush()
+        return float(self._read()["seconds"])
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], START_S)
+        line = self._process.stdout.readline() if ready else b""
+        if not line:
+            self._log.seek(0)
+            end = self._log.read()[-1500:].decode(errors="replace")
+            problem = "has ended" if ready else f"gave no answer for {START_S:g} s"
+            raise ValueError(f"vllm_python: vLLM {problem}; its last words:\n{end}")
+        return dict(json.loads(line))

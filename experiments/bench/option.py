@@ -1,0 +1,119 @@
+"""What an option of the engine costs or brings: the same rollouts with it and without.
+
+    python experiments/bench/option.py                # the prefix cache, for 16 samples of one long prompt
+    python experiments/bench/option.py --option batch_invariant --prompts 32 --group-size 1 --prompt 128
+
+All prompts are computed in one pass, and each sequence then decodes. Each run has prompts of its own, so that nothing
+is left over from the run before. A ratio above 1 is how many times as long it takes with the option.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from msgspec import Meta
+
+from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines.config import DType
+from engines.constraints import Count
+from engines.sequence import Work
+from experiments import launch
+from experiments.bench import harness
+from experiments.bench.models import Shape, checkpoint
+from research.workloads.shapes import SHAPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionBench(harness.BenchConfig):
+    """Time rollouts with an option of the engine and without it, interleaved."""
+
+    option: Literal["prefix_caching", "batch_invariant"] = "prefix_caching"
+    """A switch among the fields of EngineConfig."""
+    shape: Shape = "25m"
+    """A name in research/workloads/shapes.py."""
+    prompts: Count = 1
+    """Prompts, which have nothing in common."""
+    prompt: Count = 512
+    """Tokens of each."""
+    group_size: Count = 16
+    """Samples of each."""
+    length: Annotated[int, Meta(ge=2, description="at least 2")] = 64
+    """Tokens that each sample generates."""
+    dtype: DType = "bfloat16"
+    """Of weights and activations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What one took."""
+
+    total: float
+    """Seconds; so are the next two."""
+    prefill: float
+    """Of the first step, which computes all prompts."""
+    decode_step: float
+    """Of a later one; their median."""
+    tokens_computed: int
+    peak_kv_blocks: int
+
+
+def measure(config: OptionBench) -> dict[str, Any]:
+    launch.share_cores()
+    num_sequences = config.prompts * config.group_size
+    with checkpoint(config.shape, max_positions=config.prompt + config.length, dtype=config.dtype) as folder:
+        engines = {
+            name: LLM(
+                folder,
+                dtype=config.dtype,
+                max_num_seqs=num_sequences,
+                max_num_batched_tokens=num_sequences * config.prompt,
+                **{"prefix_caching": False, config.option: has_it},
+            )
+            for name, has_it in (("without", False), ("with", True))
+        }
+    uids = itertools.count()
+    variants = {name: partial(_roll_out, llm, config, uids) for name, llm in engines.items()}
+    runs = {name: [asdict(one) for one in some] for name, some in harness.interleave(variants, config.turns).items()}
+    rows = [
+        harness.compare(part, {name: [one[part] for one in some] for name, some in runs.items()})
+        for part in ("total", "prefill", "decode_step")
+    ]
+    counts = {key: {name: runs[name][0][key] for name in variants} for key in ("tokens_computed", "peak_kv_blocks")}
+    return {"rows": rows, **counts}
+
+
+def _roll_out(llm: LLM, config: OptionBench, uids: itertools.count[int]) -> Rollout:
+    params = SamplingParams(max_tokens=config.length, ignore_eos=True)
+    for uid in itertools.islice(uids, config.prompts):
+        generator = torch.Generator().manual_seed(uid)
+        prompt = torch.randint(2, SHAPES[config.shape].vocab, (config.prompt,), generator=generator).tolist()
+        for index in range(config.group_size):
+            key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index)
+            state = SequenceState(
+                key=key, group_id=uid, tokens=list(prompt), num_prompt_tokens=len(prompt), params=params
+            )
+            llm.replica.submit(Work(state=state))
+    blocks = llm.replica.scheduler.blocks
+    seconds, num_tokens, peak = [], 0, 0
+    while llm.replica.has_work:
+        start = time.perf_counter()
+        num_tokens += llm.replica.step().num_tokens
+        seconds.append(time.perf_counter() - start)
+        peak = max(peak, blocks.num_blocks - blocks.num_free_blocks)
+    return Rollout(
+        total=sum(seconds),
+        prefill=seconds[0],
+        decode_step=statistics.median(seconds[1:]),
+        tokens_computed=num_tokens,
+        peak_kv_blocks=peak,
+    )
+
+
+if __name__ == "__main__":
+    harness.run(OptionBench, measure)
