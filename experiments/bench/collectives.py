@@ -15,20 +15,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from msgspec import Meta
 
-from engines.constraints import Count, Counts
+from engines.constraints import Count
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
-from engines.parallel.shared_memory import SLOT_BYTES
 from experiments import launch
 from experiments.bench import harness
 
 SHARED_MEMORY, GLOO = TRANSPORTS = ("shared memory", "gloo")
+Size = Annotated[int, Meta(ge=4, multiple_of=4, description="a multiple of 4, the bytes of a float32")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +39,10 @@ class CollectivesBench(harness.BenchConfig):
     """Interleaved measurements of each transport; the medians count."""
     ranks: Annotated[int, Meta(ge=2, description="at least 2")] = 4
     """Processes to start; under torchrun, its own number holds."""
-    sizes: Counts = (4096, 65536, 1048576)
-    """Bytes that each rank brings."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of the tensors."""
+    sizes: Annotated[tuple[Size, ...], Meta(min_length=1, description="multiples of 4")] = (4096, 65536, 1048576)
+    """Bytes of float32 that each rank brings."""
     calls: Count = 20
     """Calls in a row per measurement."""
-    slot_bytes: int = SLOT_BYTES
-    """Shared memory: a longer message goes in chunks of this many bytes."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        itemsize = getattr(torch, self.dtype).itemsize
-        if any(size % itemsize for size in self.sizes):
-            raise ValueError(f"sizes={self.sizes}: must be multiples of {itemsize}, the bytes of a {self.dtype}")
 
 
 def measure(config: CollectivesBench) -> dict[str, Any]:
@@ -63,10 +53,7 @@ def measure(config: CollectivesBench) -> dict[str, Any]:
     if world.size < 2:
         raise ValueError(f"nproc-per-node={world.size}: one rank has nobody to talk to; use 2 or more")
     ranks = tuple(range(world.size))
-    caches = {
-        SHARED_MEMORY: GroupCache(world, [ranks], timeout_s=60, transport=SHARED_MEMORY, slot_bytes=config.slot_bytes),
-        GLOO: GroupCache(world, [ranks], timeout_s=60, transport=GLOO),
-    }
+    caches = {name: GroupCache(world, [ranks], timeout_s=60, transport=name) for name in TRANSPORTS}
     groups = {name: cache.get(ranks) for name, cache in caches.items()}
     rows = [
         _compare(operation, size, config, groups) for operation in ("all_reduce", "all_gather") for size in config.sizes
@@ -78,8 +65,7 @@ def measure(config: CollectivesBench) -> dict[str, Any]:
 
 
 def _compare(operation: str, size: int, config: CollectivesBench, groups: dict[str, Communicator]) -> harness.Row:
-    dtype = getattr(torch, config.dtype)
-    tensor = torch.zeros(size // dtype.itemsize, dtype=dtype)  # zeros stay zeros, however often they are summed
+    tensor = torch.zeros(size // 4)  # zeros stay zeros, however often they are summed
     num_results = 1 if operation == "all_reduce" else groups[GLOO].size
     source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(num_results, size, dtype=torch.uint8)
     inbox = torch.zeros_like(source)

@@ -29,7 +29,7 @@ from engines.coordination.policies import OnDemand, Static
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
-from engines.rollout.telemetry import StepRecord, busy_share, write_chrome_trace
+from engines.rollout.telemetry import StepRecord, busy_share
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint
@@ -38,6 +38,8 @@ from research.simulator.latency import Pace, profile
 from research.workloads.lengths import LogNormalLengths
 
 PROMPT_LENGTH = 16
+SIGMA = 0.884
+"""Spread of the logarithm of the length; PAT's anchors."""
 ON_DEMAND, STATIC = "on demand", "static"
 Rollout = list[StepRecord]
 
@@ -49,7 +51,7 @@ class DispatchBench(harness.BenchConfig):
     turns: Count = 3
     """Interleaved measurements of each dispatch; the medians count."""
     model: str = "0.8m"
-    """A name in research/workloads/shapes.py, or a Hugging Face folder: what draws the tokens, not what sets the time."""
+    """A shape of research/workloads/shapes.py, or a Hugging Face folder: what draws tokens, not what sets the time."""
     ranks: Count = 4
     """Processes; under torchrun, its own number holds."""
     tensor_parallel_size: Count = 1
@@ -64,16 +66,10 @@ class DispatchBench(harness.BenchConfig):
     """Sequences."""
     slots: Count = 16
     """Most sequences of a replica at a time, as its KV cache would set it."""
-    median: Positive = 100.0
-    """Median response length, tokens."""
-    sigma: NonNegative = 0.884
-    """Spread of the logarithm of the length; PAT's anchors."""
     cap: Count = 600
-    """Longest response, tokens: all that dispatch knows of lengths."""
-    seed: int = 0
-    """Of lengths and prompts."""
-    traces: Path | None = None
-    """A folder for a Chrome trace of each dispatch, and a figure of both timelines."""
+    """Longest response, tokens: all that dispatch knows of lengths, whose median is 100."""
+    figure: Path | None = None
+    """Draw both timelines there."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +92,7 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     layout = nested_layout(range(world.size), config.tensor_parallel_size)
     groups = GroupCache(world, [layout])
     pace = profile(config.profile_name).scaled(config.scale) if config.scale else None
-    lengths = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap).draw(config.batch, config.seed)
+    lengths = LogNormalLengths(median=100.0, sigma=SIGMA, cap=config.cap).draw(config.batch, seed=0)
     paced: list[float] = []
     """Seconds that each step of this rank should last."""
 
@@ -132,8 +128,8 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     overrun = sum(lasted) / sum(paced) - 1 if paced else 0.0
     overruns = [float(part) for part in world.all_gather_bytes(str(overrun).encode())]
     dist.destroy_process_group()
-    if config.traces is not None and world.rank == 0:
-        _draw(config.traces, {name: runs[name][0] for name in engines})
+    if config.figure is not None and world.rank == 0:
+        draw_timelines(config.figure, {name: runs[name][0] for name in engines})
     facts = {"tokens": sum(lengths), "longest": max(lengths), "steps_longer_than_paced": harness.short(max(overruns))}
     if pace is not None:
         facts["floor_ms"] = harness.short(1e3 * _floor(config, pace, lengths, len(layout.replicas)))
@@ -145,7 +141,7 @@ def _roll_out(
     config: DispatchBench, leads: bool, world: TorchGroup, lasted: list[float], tokens: list[list[list[int]]], llm: LLM
 ) -> Rollout:
     """The steps of all replicas, as their leaders saw them."""
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(2, 256, (config.batch, PROMPT_LENGTH), generator=generator).tolist()
     params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
     outputs = llm.generate(prompts, params, prompt_uids=range(config.batch))
@@ -194,13 +190,6 @@ def _floor(config: DispatchBench, pace: Pace, lengths: list[int], num_replicas: 
     full = step(config.slots, statistics.fmean(contexts)) / config.slots
     longest = sum(step(1, PROMPT_LENGTH + position) for position in range(max(lengths)))
     return max(full * sum(lengths) / num_replicas, longest)
-
-
-def _draw(folder: Path, rollouts: dict[str, Rollout]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, steps in rollouts.items():
-        write_chrome_trace(folder / f"{name}.trace.json", steps)
-    draw_timelines(folder / "dispatch_timeline.png", rollouts)
 
 
 if __name__ == "__main__":

@@ -46,12 +46,8 @@ class EngineBench(harness.BenchConfig):
     """Tokens that each of them generates."""
     tail: WholeNumber = 64
     """Sequences of the long tail; 0 leaves it out."""
-    median: float = 100.0
-    """Its median length, tokens."""
-    sigma: float = 1.0
-    """Spread of the logarithm of its lengths."""
     cap: Count = 1024
-    """Its longest length: all that our engine knows of lengths."""
+    """Its longest length: all that our engine knows of lengths, whose median is 100."""
     dtype: DType = "bfloat16"
     """Of weights and activations, all sides."""
     peers: tuple[Literal["hf", "hf_cb"], ...] = ("hf", "hf_cb")
@@ -63,8 +59,6 @@ class EngineBench(harness.BenchConfig):
     warm-up, and Hugging Face all."""
     hf_turns: Count = 1
     """Turns that Hugging Face, which takes minutes, is part of."""
-    seed: int = 0
-    """Of prompts and lengths."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,6 +67,8 @@ class EngineBench(harness.BenchConfig):
             raise ValueError(f"models={self.models}: give folders, or some of {', '.join(SHAPES)}")
         if not self.batches and not self.tail:
             raise ValueError(f"batches={self.batches}, tail={self.tail}: give numbers of sequences")
+        if self.length > self.cap:
+            raise ValueError(f"length={self.length}: must be at most the cap of {self.cap}")
         if self.vllm_python is not None and not self.vllm_python.is_file():
             raise ValueError(f"vllm_python={str(self.vllm_python)!r}: there is no such file; give a venv's bin/python")
 
@@ -85,14 +81,14 @@ class Side(Protocol):
 
 
 def measure(config: EngineBench) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(config.seed)
-    drawn = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap).draw(config.tail, config.seed)
+    generator = torch.Generator().manual_seed(0)
+    drawn = LogNormalLengths(median=100.0, sigma=1.0, cap=config.cap).draw(config.tail, seed=0)
     cells = {f"batch {size}": [config.length] * size for size in config.batches} | ({"tail": drawn} if drawn else {})
     prompts = torch.randint(2, 256, (max(map(len, cells.values())), PROMPT_LENGTH), generator=generator).tolist()
     rows = []
     for model in config.models:
         with (
-            checkpoint(model, max_positions=PROMPT_LENGTH + _longest(config), dtype=config.dtype) as folder,
+            checkpoint(model, max_positions=PROMPT_LENGTH + config.cap, dtype=config.dtype) as folder,
             ExitStack() as stack,
         ):
             ours = OurSide(folder, config)
@@ -112,13 +108,9 @@ def measure(config: EngineBench) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _longest(config: EngineBench) -> int:
-    return max(config.cap, config.length)
-
-
 def _sizes(config: EngineBench) -> dict[str, int]:
     most = max(*config.batches, config.tail, 1)
-    return {"max_num_seqs": most, "max_model_len": PROMPT_LENGTH + _longest(config)}
+    return {"max_num_seqs": most, "max_model_len": PROMPT_LENGTH + config.cap}
 
 
 class OurSide:
@@ -126,7 +118,7 @@ class OurSide:
 
     def __init__(self, folder: str, config: EngineBench) -> None:
         self._lengths: list[int] = []
-        self._params = SamplingParams(max_tokens=_longest(config), ignore_eos=True)
+        self._params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
         self.llm = LLM(folder, dtype=config.dtype, hidden_stop=self._stops, **_sizes(config))
 
     def _stops(self, state: SequenceState) -> bool:

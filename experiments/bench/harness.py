@@ -144,28 +144,13 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: Items[Row]) -> str:
-    """Each row's milliseconds, with the ratio to its baseline; its A/A; and those facts that are one number or word."""
-    times = [
-        {f"{one}, ms": f"{ms:g}" + _ratio(row["ratios"].get(one)) for one, ms in row["ms"].items()} for row in rows
-    ]
-    facts = [
-        {key: str(value) for key, value in row.items() if key not in ("name", "a_a") and _is_plain(value)}
-        for row in rows
-    ]
-    lines = [
-        {"": row["name"], **each, "A/A": f"{row['a_a']:g}", **fact}
-        for row, each, fact in zip(rows, times, facts, strict=True)
-    ]
-    heads = ["", *dict.fromkeys(head for each in times for head in each), "A/A"]
-    heads += dict.fromkeys(head for fact in facts for head in fact)
-    widths = {head: max(len(head), *(len(line.get(head, "")) for line in lines)) for head in heads}
-    cells = [{head: head for head in heads}, *lines]
-    return "\n".join("  ".join(line.get(head, "").rjust(widths[head]) for head in heads) for line in cells)
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f" ({value:.2f}x)"
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, int | float | str)
+    """A line per variant, and one per fact that is a number or a word."""
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        base, *others = row["ms"]
+        ratios = {base: f"A/A {row['a_a']:g}", **{one: f"{row['ratios'][one]:g}x" for one in others}}
+        lines += [(row["name"], one, f"{ms:g} ms", ratios[one]) for one, ms in row["ms"].items()]
+        facts = {key: value for key, value in row.items() if key not in ("name", "a_a")}
+        lines += [(row["name"], key, str(one), "") for key, one in facts.items() if isinstance(one, int | float | str)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

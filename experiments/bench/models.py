@@ -1,4 +1,4 @@
-"""Models with random weights as Hugging Face folders, so that every engine reads the same; and what a step must read."""
+"""Hugging Face folders with random weights, so that every engine reads the same; and the floor of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engines.parallel.collectives import Communicator, SingleRank
 from research.workloads.shapes import SHAPES, DecoderShape
@@ -56,14 +56,9 @@ def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, 
         bos_token_id=0,
         eos_token_id=1,
     )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            Qwen3ForCausalLM(config).save_pretrained(folder)
-    finally:
-        torch.set_default_dtype(before)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
 
 def floor_seconds(shape: DecoderShape, dtype: str, *, steps: int, context_tokens: int, device: torch.device) -> float:

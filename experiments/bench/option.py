@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -49,20 +49,6 @@ class OptionBench(harness.BenchConfig):
     """Of weights and activations."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """What one took."""
-
-    total: float
-    """Seconds; so are the next two."""
-    prefill: float
-    """Of the first step, which computes all prompts."""
-    decode_step: float
-    """Of a later one; their median."""
-    tokens_computed: int
-    peak_kv_blocks: int
-
-
 def measure(config: OptionBench) -> dict[str, Any]:
     launch.share_cores()
     num_sequences = config.prompts * config.group_size
@@ -79,7 +65,7 @@ def measure(config: OptionBench) -> dict[str, Any]:
         }
     uids = itertools.count()
     variants = {name: partial(_roll_out, llm, config, uids) for name, llm in engines.items()}
-    runs = {name: [asdict(one) for one in some] for name, some in harness.interleave(variants, config.turns).items()}
+    runs = harness.interleave(variants, config.turns)
     rows = [
         harness.compare(part, {name: [one[part] for one in some] for name, some in runs.items()})
         for part in ("total", "prefill", "decode_step")
@@ -88,7 +74,8 @@ def measure(config: OptionBench) -> dict[str, Any]:
     return {"rows": rows, **counts}
 
 
-def _roll_out(llm: LLM, config: OptionBench, uids: itertools.count[int]) -> Rollout:
+def _roll_out(llm: LLM, config: OptionBench, uids: itertools.count[int]) -> dict[str, Any]:
+    """Seconds in all, of the first step, which computes all prompts, and of a later one (their median); and counts."""
     params = SamplingParams(max_tokens=config.length, ignore_eos=True)
     for uid in itertools.islice(uids, config.prompts):
         generator = torch.Generator().manual_seed(uid)
@@ -96,7 +83,7 @@ def _roll_out(llm: LLM, config: OptionBench, uids: itertools.count[int]) -> Roll
         for index in range(config.group_size):
             key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index)
             state = SequenceState(
-                key=key, group_id=uid, tokens=list(prompt), num_prompt_tokens=len(prompt), params=params
+                key=key, group_id=uid, tokens=[*prompt], num_prompt_tokens=config.prompt, params=params
             )
             llm.replica.submit(Work(state=state))
     blocks = llm.replica.scheduler.blocks
@@ -106,13 +93,13 @@ def _roll_out(llm: LLM, config: OptionBench, uids: itertools.count[int]) -> Roll
         num_tokens += llm.replica.step().num_tokens
         seconds.append(time.perf_counter() - start)
         peak = max(peak, blocks.num_blocks - blocks.num_free_blocks)
-    return Rollout(
-        total=sum(seconds),
-        prefill=seconds[0],
-        decode_step=statistics.median(seconds[1:]),
-        tokens_computed=num_tokens,
-        peak_kv_blocks=peak,
-    )
+    return {
+        "total": sum(seconds),
+        "prefill": seconds[0],
+        "decode_step": statistics.median(seconds[1:]),
+        "tokens_computed": num_tokens,
+        "peak_kv_blocks": peak,
+    }
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from msgspec import Meta
@@ -27,7 +27,6 @@ from msgspec import Meta
 from algos.deepspeed_config import TrainerConfig
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
 from algos.grpo import GRPO
-from algos.tokenizer import VOCAB_SIZE
 from algos.trainer import Trainer
 from engines import LLM
 from engines.constraints import Count
@@ -50,8 +49,6 @@ class WeightSyncBench(harness.BenchConfig):
     """Hidden size of a random Qwen3 (25 M parameters by default)."""
     layers: Count = 8
     """Its layers."""
-    vocab: Annotated[int, Meta(ge=VOCAB_SIZE, description=f"at least {VOCAB_SIZE}")] = 8192
-    """Its vocabulary; the embedding is the largest parameter."""
     stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
     """ZeRO stages."""
 
@@ -65,7 +62,7 @@ def measure(config: WeightSyncBench) -> dict[str, Any]:
     heads = config.hidden // 64
     shape = DecoderShape(
         hidden=config.hidden, layers=config.layers, heads=heads, kv_heads=heads, head_dim=64,
-        intermediate=3 * config.hidden, vocab=config.vocab, tied=True,
+        intermediate=3 * config.hidden, vocab=8192, tied=True,
     )  # fmt: skip
     with checkpoint(shape, max_positions=1024, dtype="float32", world=world) as model:
         engines = {
@@ -96,25 +93,18 @@ def _compare(
         config.turns,
         name=f"ZeRO {stage}",
     )
-    checksums = {one.checksum for some in updates.values() for one in some}
+    checksums = {checksum for some in updates.values() for _, _, checksum in some}
     everyone = set(world.all_gather_bytes(repr(sorted(checksums)).encode()))
     assert len(checksums) == 1 and len(everyone) == 1, "layouts or ranks hold other weights"
     return harness.compare(
         f"ZeRO {stage}",
-        {name: [one.seconds for one in some] for name, some in updates.items()},
-        extra_bytes={name: max(one.extra_bytes for one in some) for name, some in updates.items()},
+        {name: [seconds for seconds, _, _ in some] for name, some in updates.items()},
+        extra_bytes={name: max(extra for _, extra, _ in some) for name, some in updates.items()},
     )
 
 
-class Update(NamedTuple):
-    """What one took, on the slowest rank, and at most on any."""
-
-    seconds: float
-    extra_bytes: int
-    checksum: int
-
-
-def _update(llm: LLM, trainer: Trainer, world: TorchGroup) -> Update:
+def _update(llm: LLM, trainer: Trainer, world: TorchGroup) -> tuple[float, int, int]:
+    """Seconds and extra bytes, where they are most; and the checksum."""
     world.barrier()
     before = _reset_peak()
     start = time.perf_counter()
@@ -122,7 +112,7 @@ def _update(llm: LLM, trainer: Trainer, world: TorchGroup) -> Update:
     mine = time.perf_counter() - start, _status("VmHWM") - before
     everyone = [json.loads(part) for part in world.all_gather_bytes(json.dumps(mine).encode())]
     seconds, extra = zip(*everyone, strict=True)
-    return Update(seconds=max(seconds), extra_bytes=max(0, *extra), checksum=checksum)
+    return max(seconds), max(extra), checksum
 
 
 def _reset_peak() -> int:
