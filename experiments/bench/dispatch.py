@@ -1,13 +1,13 @@
 """On-demand against static dispatch of one long-tailed batch over data-parallel replicas, in paced mode.
 
     python experiments/bench/dispatch.py
-    python experiments/bench/dispatch.py --ranks 4 --profile h100-32b-tp2 --tensor-parallel-size 2 --slots 8
+    python experiments/bench/dispatch.py --tensor-parallel-size 2 --slots 8
 
-Real processes, a real model, real messages; but each step lasts what a latency profile says of its batch and context
-(docs/latency_profiles.md), `--scale` times slower, so that a machine with two cores can follow four replicas. Lengths
-come from a log-normal tail and are hidden: dispatch sees only the cap. The time is the makespan; beside it stands the
-floor, which no dispatch can beat: all tokens at the throughput of full batches on every replica, or the longest
-sequence alone, whichever takes longer.
+Real processes, a real model, real messages; but each step lasts what the latency profile of an 8B model on H100s says
+of its batch and context (docs/latency_profiles.md), `--scale` times slower, so that two cores can follow four replicas.
+Lengths come from a log-normal tail and are hidden: dispatch sees only the cap. The time is the makespan; beside it
+stands the floor, which no dispatch can beat: all tokens at the throughput of full batches on every replica, or the
+longest sequence alone, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from engines import LLM, SamplingParams
-from engines.constraints import Count, NonNegative, Positive
+from engines.constraints import Count, NonNegative
 from engines.coordination.policies import OnDemand, Static
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
@@ -38,6 +38,8 @@ from research.simulator.latency import Pace, profile
 from research.workloads.lengths import LogNormalLengths
 
 PROMPT_LENGTH = 16
+CONTEXT_SCALE = 16
+"""Tokens of context in the profile per token here: lengths are scaled down, their spread is not."""
 SIGMA = 0.884
 """Spread of the logarithm of the length; PAT's anchors."""
 ON_DEMAND, STATIC = "on demand", "static"
@@ -56,12 +58,8 @@ class DispatchBench(harness.BenchConfig):
     """Processes; under torchrun, its own number holds."""
     tensor_parallel_size: Count = 1
     """Processes that form one replica, and run the model in shards."""
-    profile: str | None = None
-    """Whose steps: <device>-<model>-tp<size> (docs/latency_profiles.md); by default h100-8b at a replica's size."""
     scale: NonNegative = 2.0
     """Seconds here per second of the profile; 0 lets each step last what it lasts (tier "live", no floor)."""
-    context_scale: Positive = 16.0
-    """Tokens of context in the profile per token here: lengths are scaled down, their spread is not."""
     batch: Count = 384
     """Sequences."""
     slots: Count = 16
@@ -71,18 +69,6 @@ class DispatchBench(harness.BenchConfig):
     figure: Path | None = None
     """Draw both timelines there."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale and profile(self.profile_name).tp_size != self.tensor_parallel_size:
-            raise ValueError(
-                f"profile={self.profile!r}: is not of tensor_parallel_size={self.tensor_parallel_size}, the replicas' "
-                f"size here; leave the profile out, or name one that ends in tp{self.tensor_parallel_size}"
-            )
-
-    @property
-    def profile_name(self) -> str:
-        return self.profile or f"h100-8b-tp{self.tensor_parallel_size}"
-
 
 def measure(config: DispatchBench) -> dict[str, Any]:
     launch.start_under_torchrun(config.ranks)
@@ -91,14 +77,14 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     world = TorchGroup()
     layout = nested_layout(range(world.size), config.tensor_parallel_size)
     groups = GroupCache(world, [layout])
-    pace = profile(config.profile_name).scaled(config.scale) if config.scale else None
+    pace = profile(f"h100-8b-tp{config.tensor_parallel_size}").scaled(config.scale) if config.scale else None
     lengths = LogNormalLengths(median=100.0, sigma=SIGMA, cap=config.cap).draw(config.batch, seed=0)
     paced: list[float] = []
     """Seconds that each step of this rank should last."""
 
     def seconds(batch: int, new_tokens: int, context_tokens: int) -> float:
         assert pace is not None
-        paced.append(pace.seconds(batch, new_tokens, round(context_tokens * config.context_scale)))
+        paced.append(pace.seconds(batch, new_tokens, round(context_tokens * CONTEXT_SCALE)))
         return paced[-1]
 
     with checkpoint(config.model, max_positions=PROMPT_LENGTH + config.cap, dtype="float32", world=world) as folder:
@@ -184,7 +170,7 @@ def _floor(config: DispatchBench, pace: Pace, lengths: list[int], num_replicas: 
     """Seconds, by two bounds: every replica full all the time; the longest sequence, never waiting, always alone."""
 
     def step(batch: int, context: float) -> float:
-        return pace.seconds(batch, batch, max(batch, round(batch * context * config.context_scale)))
+        return pace.seconds(batch, batch, max(batch, round(batch * context * CONTEXT_SCALE)))
 
     contexts = [PROMPT_LENGTH + position for length in lengths for position in range(length)]
     full = step(config.slots, statistics.fmean(contexts)) / config.slots

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -32,6 +32,8 @@ from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import SHAPES
 
 PROMPT_LENGTH = 16
+Side = Callable[[list[list[int]], list[int]], float]
+"""Samples `lengths[i]` tokens after prompt i; returns seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +75,6 @@ class EngineBench(harness.BenchConfig):
             raise ValueError(f"vllm_python={str(self.vllm_python)!r}: there is no such file; give a venv's bin/python")
 
 
-class Side(Protocol):
-    """An engine."""
-
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
-        """Samples `lengths[i]` tokens after prompt i; returns seconds."""
-
-
 def measure(config: EngineBench) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     drawn = LogNormalLengths(median=100.0, sigma=1.0, cap=config.cap).draw(config.tail, seed=0)
@@ -92,15 +87,16 @@ def measure(config: EngineBench) -> dict[str, Any]:
             ExitStack() as stack,
         ):
             ours = OurSide(folder, config)
-            sides: dict[str, Side] = {"ours": ours}
+            sides: dict[str, Side] = {"ours": ours.generate}
             if config.vllm_python is not None:
                 peer = VLLMPeer(config.vllm_python, folder, config.dtype, **_sizes(config))
-                sides["vllm"] = stack.enter_context(peer)
+                sides["vllm"] = stack.enter_context(peer).generate
             if drawn and "hf" in config.peers:
-                sides["hf"] = HuggingFacePeer(folder, config.dtype, ours.llm.device)
+                sides["hf"] = HuggingFacePeer(folder, config.dtype, ours.llm.device).generate
             if drawn and "hf_cb" in config.peers:
                 num_tokens = config.tail * PROMPT_LENGTH + sum(drawn)
-                sides["hf_cb"] = ContinuousBatchingPeer(folder, config.dtype, ours.llm.device, num_tokens)
+                peer_cb = ContinuousBatchingPeer(folder, config.dtype, ours.llm.device, num_tokens)
+                sides["hf_cb"] = peer_cb.generate
             for name, lengths in cells.items():
                 here = {side: one for side, one in sides.items() if name == "tail" or not side.startswith("hf")}
                 floor = _floor(model, config, lengths, ours.llm.device)
@@ -140,15 +136,15 @@ def _compare(
     all_cores = launch.share_cores()
     prompts = prompts[: len(lengths)]
     calls, threads = {}, {}
-    for side, engine in sides.items():
-        call = partial(engine.generate, prompts, lengths)
+    for side, generate in sides.items():
+        call = partial(generate, prompts, lengths)
         threads[side] = config.threads or all_cores
         if side == "ours":
             threads[side] = _best_threads(call, [config.threads] if config.threads else sorted({1, all_cores}))
         elif side == "vllm":
             call()
         else:  # minutes in a long tail: a short warm-up
-            engine.generate(prompts, [min(8, length) for length in lengths])
+            generate(prompts, [min(8, length) for length in lengths])
         calls[side] = partial(_with_threads, threads[side], call)
     few = dict.fromkeys(("hf", "hf_cb"), config.hf_turns)
     seconds = harness.interleave(calls, config.turns, name=name, warm_up=False, most_turns=few)
