@@ -19,7 +19,8 @@ from torch import Tensor
 
 from engines.config import Kernels
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+FOLDER = Path(__file__).parent
+SOURCE = FOLDER / "kernels.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 MARCH_VARIABLE = "CURTAIL_MARCH"
 """The processor that the kernels are compiled for, as the compiler's -march names it; this machine's by default. With
@@ -94,7 +95,8 @@ def _build() -> Path | None:
         return None
     try:
         flags = (*FLAGS, f"-march={os.environ.get(MARCH_VARIABLE, 'native')}")
-        what = "\n".join((SOURCE.read_text(), *flags, compiler, _processor()))
+        sources = [path.read_text() for path in (SOURCE, *sorted(FOLDER.glob("*.h")))]
+        what = "\n".join((*sources, *flags, compiler, _processor()))
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curtail"
         path = folder / f"kernels-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.so"
         if not _loads(path):
