@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from engines import SamplingParams, SequenceKey, SequenceState
 from engines.parallel.collectives import Communicator, SingleRank
 from research.workloads.shapes import SHAPES, DecoderShape
 
@@ -59,6 +60,18 @@ def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, 
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+
+
+def random_sequence(uid: int, *, num_tokens: int, length: int, sample_index: int = 0) -> SequenceState:
+    """One that generates `length` tokens. A uid always has the same prompt."""
+    generator = torch.Generator().manual_seed(uid)
+    return SequenceState(
+        key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=sample_index),
+        group_id=uid,
+        tokens=torch.randint(2, 256, (num_tokens,), generator=generator).tolist(),
+        num_prompt_tokens=num_tokens,
+        params=SamplingParams(max_tokens=length, ignore_eos=True),
+    )
 
 
 def floor_seconds(shape: DecoderShape, dtype: str, *, steps: int, context_tokens: int, device: torch.device) -> float:

@@ -16,17 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import torch
 from msgspec import Meta
 
-from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines import LLM
 from engines.config import DType
 from engines.constraints import Count
 from engines.sequence import Work
 from experiments import launch
 from experiments.bench import harness
-from experiments.bench.models import Shape, checkpoint
-from research.workloads.shapes import SHAPES
+from experiments.bench.models import Shape, checkpoint, random_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +74,9 @@ def measure(config: OptionBench) -> dict[str, Any]:
 
 def _roll_out(llm: LLM, config: OptionBench, uids: itertools.count[int]) -> dict[str, Any]:
     """Seconds in all, of the first step, which computes all prompts, and of a later one (their median); and counts."""
-    params = SamplingParams(max_tokens=config.length, ignore_eos=True)
     for uid in itertools.islice(uids, config.prompts):
-        generator = torch.Generator().manual_seed(uid)
-        prompt = torch.randint(2, SHAPES[config.shape].vocab, (config.prompt,), generator=generator).tolist()
         for index in range(config.group_size):
-            key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index)
-            state = SequenceState(
-                key=key, group_id=uid, tokens=[*prompt], num_prompt_tokens=config.prompt, params=params
-            )
+            state = random_sequence(uid, num_tokens=config.prompt, length=config.length, sample_index=index)
             llm.replica.submit(Work(state=state))
     blocks = llm.replica.scheduler.blocks
     seconds, num_tokens, peak = [], 0, 0

@@ -18,16 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines import LLM, SequenceState
 from engines.config import DType
 from engines.constraints import Counts
 from engines.sequence import Work
 from experiments import launch
 from experiments.bench import harness
-from experiments.bench.models import Shape, checkpoint
-from research.workloads.shapes import SHAPES
+from experiments.bench.models import Shape, checkpoint, random_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +71,7 @@ def _most_tokens(config: SwapBench) -> int:
 
 
 def _compare(llm: LLM, config: SwapBench, num_tokens: int) -> harness.Row:
-    generator = torch.Generator().manual_seed(num_tokens)
-    prompt = torch.randint(2, SHAPES[config.shape].vocab, (num_tokens,), generator=generator).tolist()
-    params = SamplingParams(max_tokens=_most_tokens(config), ignore_eos=True)
-    key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=num_tokens, sample_index=0)
-    state = SequenceState(key=key, group_id=0, tokens=prompt, num_prompt_tokens=num_tokens, params=params)
+    state = random_sequence(num_tokens, num_tokens=num_tokens, length=_most_tokens(config))
     llm.replica.submit(Work(state=state))
     while not state.num_generated:
         llm.replica.step()
