@@ -23,11 +23,12 @@ from msgspec import Meta
 
 from engines.constraints import Count
 from engines.parallel.collectives import Communicator, TorchGroup
-from engines.parallel.groups import GroupCache
+from engines.parallel.groups import GroupCache, Transport
 from experiments import launch
 from experiments.bench import harness
 
-SHARED_MEMORY, GLOO = TRANSPORTS = ("shared memory", "gloo")
+SHARED_MEMORY: Transport = "shared memory"
+GLOO: Transport = "gloo"
 Size = Annotated[int, Meta(ge=4, multiple_of=4, description="a multiple of 4, the bytes of a float32")]
 
 
@@ -53,7 +54,7 @@ def measure(config: CollectivesBench) -> dict[str, Any]:
     if world.size < 2:
         raise ValueError(f"nproc-per-node={world.size}: one rank has nobody to talk to; use 2 or more")
     ranks = tuple(range(world.size))
-    caches = {name: GroupCache(world, [ranks], timeout_s=60, transport=name) for name in TRANSPORTS}
+    caches = {name: GroupCache(world, [ranks], timeout_s=60, transport=name) for name in (SHARED_MEMORY, GLOO)}
     groups = {name: cache.get(ranks) for name, cache in caches.items()}
     rows = [
         _compare(operation, size, config, groups) for operation in ("all_reduce", "all_gather") for size in config.sizes
