@@ -27,13 +27,11 @@ from engines.constraints import Count, WholeNumber
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, floor_seconds
-from experiments.bench.peers import ContinuousBatchingPeer, HuggingFacePeer, VLLMPeer
+from experiments.bench.peers import ContinuousBatchingPeer, HuggingFacePeer, Side, vllm_peer
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import SHAPES
 
 PROMPT_LENGTH = 16
-Side = Callable[[list[list[int]], list[int]], float]
-"""Samples `lengths[i]` tokens after prompt i; returns seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +87,8 @@ def measure(config: EngineBench) -> dict[str, Any]:
             ours = OurSide(folder, config)
             sides: dict[str, Side] = {"ours": ours.generate}
             if config.vllm_python is not None:
-                peer = VLLMPeer(config.vllm_python, folder, config.dtype, **_sizes(config))
-                sides["vllm"] = stack.enter_context(peer).generate
+                peer = vllm_peer(config.vllm_python, folder, config.dtype, **_sizes(config))
+                sides["vllm"] = stack.enter_context(peer)
             if drawn and "hf" in config.peers:
                 sides["hf"] = HuggingFacePeer(folder, config.dtype, ours.llm.device).generate
             if drawn and "hf_cb" in config.peers:

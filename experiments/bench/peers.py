@@ -8,6 +8,8 @@ import select
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from transformers import (
 from engines.config import DType
 from engines.models.hugging_face import read_checkpoint
 
+Side = Callable[[list[list[int]], list[int]], float]
+"""Samples `lengths[i]` tokens after prompt i; returns seconds."""
 START_S = 300.0
 """Longest wait for a peer to start, and for one of its answers."""
 
@@ -96,48 +100,37 @@ class _HiddenStop(StoppingCriteria):
         return input_ids.shape[1] >= self._ends
 
 
-class VLLMPeer:
+@contextmanager
+def vllm_peer(python: Path, model: str, dtype: DType, *, max_model_len: int, max_num_seqs: int) -> Iterator[Side]:
     """vLLM in a process of another Python, whose script is `vllm_peer.py`. It knows each length."""
+    options = {"model": model, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
+    command = [str(python), str(Path(__file__).with_name("vllm_peer.py")), json.dumps(options)]
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, env=os.environ | settings, stdin=pipe, stdout=pipe, stderr=log) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin, process.stdout
 
-    def __init__(self, python: Path, model: str, dtype: DType, *, max_model_len: int, max_num_seqs: int) -> None:
-        options = {"model": model, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115, closed by __exit__
-        self._process = subprocess.Popen(
-            [str(python), str(Path(__file__).with_name("vllm_peer.py")), json.dumps(options)],
-            env=os.environ | settings,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        def read() -> dict[str, Any]:
+            ready, _, _ = select.select([answers], [], [], START_S)
+            line = answers.readline() if ready else b""
+            if not line:
+                log.seek(0)
+                end = log.read()[-1500:].decode(errors="replace")
+                problem = "has ended" if ready else f"gave no answer for {START_S:g} s"
+                raise ValueError(f"vllm_python: vLLM {problem}; its last words:\n{end}")
+            return dict(json.loads(line))
 
-    def __enter__(self) -> VLLMPeer:
+        def generate(prompts: list[list[int]], lengths: list[int]) -> float:
+            questions.write(json.dumps({"prompts": prompts, "lengths": lengths}).encode() + b"\n")
+            questions.flush()
+            return float(read()["seconds"])
+
         try:
-            self._read()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
-
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
-        """Samples `lengths[i]` tokens after prompt i; returns seconds."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "lengths": lengths}).encode() + b"\n")
-        self._process.stdin.flush()
-        return float(self._read()["seconds"])
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], START_S)
-        line = self._process.stdout.readline() if ready else b""
-        if not line:
-            self._log.seek(0)
-            end = self._log.read()[-1500:].decode(errors="replace")
-            problem = "has ended" if ready else f"gave no answer for {START_S:g} s"
-            raise ValueError(f"vllm_python: vLLM {problem}; its last words:\n{end}")
-        return dict(json.loads(line))
+            read()
+            yield generate
+        finally:
+            process.kill()
