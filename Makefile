@@ -19,7 +19,7 @@ lint: .venv/.installed
 	$(BIN)/ruff check . && $(BIN)/mypy
 
 bench: .venv/.installed
-	$(BIN)/python experiments/bench_rollout.py
+	$(BIN)/python experiments/bench/engine.py --models 0.8m --batches 1 8 --dtype float32 --peers hf
 
 .venv/.installed: requirements.txt setup.cfg
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -19,7 +19,7 @@ from engines.models.projection import copy_dtype, pack_matrix
 from engines.native.library import choose_library
 from engines.replica.replica import Replica
 from engines.sequence import Finished, Work
-from experiments.random_model import save_random_model
+from experiments.bench.models import save_random_model
 from research.workloads.shapes import SHAPES
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_kv_mover import make_replica

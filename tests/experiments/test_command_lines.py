@@ -211,11 +211,3 @@ def test_one_error_under_torchrun(model: str, option: list[str], message: str) -
     told = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     assert told[-2].startswith(f"error: {message}")
     assert sum("error: " in line for line in told) == 1
-
-
-def test_bench_rollout_runs_both_sides(model: str) -> None:
-    arguments = ["--model", model, "--batch", "6", "--median", "8", "--cap", "30", "--repeats", "1"]
-    (result,) = lines(start("bench_rollout.py", *arguments))
-    assert result["tokens"] > result["longest"] > 0
-    assert set(result["seconds"]) == {"ours", "ours_again", "hf", "hf_again"}
-    assert result["vs_hf"] == pytest.approx(result["seconds"]["hf"][0] / result["seconds"]["ours"][0], rel=0.05)
