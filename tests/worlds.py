@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -19,13 +20,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+
+from engines.parallel.collectives import TorchGroup
+from engines.parallel.groups import GroupCache, all_layouts
+from experiments import launch
 
 ROOT = Path(__file__).resolve().parent.parent
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 
 
 def run_world(
@@ -57,6 +65,28 @@ def run_world(
         return [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
+def run_main(script: str, arguments: list[str], num_ranks: int = 1, stdin: str = "") -> Any:
+    """What the command `experiments/<script>.py` returns on its rank 0."""
+    return run_world(_main, num_ranks, script, arguments, stdin, as_torchrun=num_ranks > 1)[0]
+
+
+def refused_by(script: str, arguments: list[str], num_ranks: int = 1, stdin: str = "") -> str:
+    """What the command, which must end with code 2 and no traceback, has printed: rank after rank, in one line."""
+    with pytest.raises(RuntimeError, match="rank 0 ended with code 2") as error:
+        run_main(script, arguments, num_ranks, stdin)
+    assert "Traceback" not in str(error.value)
+    return " ".join(str(error.value).replace("│", " ").split())  # tyro sets errors in a box
+
+
+def join(layouts: Iterable[Any] | None = None, *, timeout_s: float = 60.0, **options: Any) -> GroupCache:
+    """On a rank: the groups of these layouts, by default of all that there are, in the world that it is part of."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    world = TorchGroup(timeout_s=timeout_s)
+    wanted = all_layouts(range(world.size)) if layouts is None else layouts
+    return GroupCache(world, wanted, timeout_s=timeout_s, **options)
+
+
 def error_of(call: Any) -> str:
     """The type and message of what it raises; empty when it raises nothing."""
     try:
@@ -64,6 +94,14 @@ def error_of(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _main(script: str, arguments: list[str], stdin: str) -> Any:
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    sys.argv = [str(ROOT / f"experiments/{script}.py"), *arguments]
+    results: list[Any] = []
+    launch.run(lambda: results.append(importlib.import_module(f"experiments.{script}").main()))
+    return results[0]
 
 
 class _Rank:
@@ -134,7 +172,7 @@ def _ask(request: Any) -> Any:
 
 def _serve() -> None:
     """Answers a rank's start with its process id, and a process id with how it ended, None while it runs."""
-    for name in ("engines.rollout.world", "experiments.training", "transformers.models.qwen3.modeling_qwen3", "pytest"):
+    for name in ("engines.rollout.world", "experiments.training", "deepspeed.ops", *MODELS, "pytest"):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing after the fork, with what it has locked"
     gc.freeze()  # else a rank looks through all of that again when it ends, for a second
@@ -165,6 +203,8 @@ def _run_rank(*, source: str, function: str, folder: str, rank: int, env: dict[s
     spec.loader.exec_module(module)
     result = getattr(module, function)(*torch.load(Path(folder) / "args.pt", weights_only=True))
     torch.save(result, Path(folder) / f"result_{rank}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

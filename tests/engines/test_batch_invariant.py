@@ -16,14 +16,16 @@ from engines.config import EngineConfig
 from engines.models import invariant
 from engines.models.invariant import SIZES, Product, checked_sizes, project_invariant
 from engines.models.projection import copy_dtype, pack_matrix
+from engines.native import library
 from engines.native.library import choose_library
+from engines.parallel.layout import nested_layout
 from engines.replica.replica import Replica
 from engines.sequence import Finished, Work
 from experiments.random_model import save_random_model
 from research.workloads.shapes import SHAPES
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_kv_transfer import make_store, with_store
-from tests.worlds import run_world
+from tests.worlds import join, run_world
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(choose_library("auto", torch.float32, CPU) is None, reason="no C++ compiler here")
@@ -180,24 +182,16 @@ def test_the_same_bits_when_moved_with_kv_and_without(tiny: Path, tmp_path: Path
 
 
 def roll_out_over_two_ranks(model: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-    from engines.parallel.layout import nested_layout
-
-    dist.init_process_group("gloo")
     states, layout = make_states(longest=30, max_tokens=32), nested_layout(range(2), 2)
     results: dict[str, Any] = {}
     for transport in ("shared memory", "gloo"):
-        groups = GroupCache(TorchGroup(timeout_s=120), [layout], timeout_s=120, transport=transport)
+        groups = join([layout], timeout_s=120, transport=transport)
         for dtype in ("float32", "bfloat16"):
             options = {"dtype": dtype, "world": groups, "layout": layout}
             results[f"{dtype}, {transport}, alone"] = _plain(alone(model, states, **options))
             together, _ = beside_others(model, states, seed=3, kv_cache_bytes=2**17, **options)
             results[f"{dtype}, {transport}, beside others"] = _plain(together)
         groups.close()
-    dist.destroy_process_group()
     return results
 
 
@@ -288,8 +282,6 @@ def test_refusals(qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for options in ({"kernels": "torch"}, {"attention": "sdpa"}, {"attention": "flash_attn"}):
         with pytest.raises(ValueError, match=r"batch_invariant=True: needs kernels and attention both"):
             EngineConfig(batch_invariant=True, **options)
-    from engines.native import library
-
     monkeypatch.setattr(library, "_build", lambda: None)
     with pytest.raises(ValueError, match=r"EngineConfig.batch_invariant=True: .* needs a C\+\+ compiler, see the log"):
         LLM(qwen3, device="cpu", batch_invariant=True)

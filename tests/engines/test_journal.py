@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from engines import LLM, Completion, SamplingParams
+from engines.coordination.policies import OnDemand
 from engines.parallel.collectives import SingleRank
 from engines.rollout.journal import Journal
 from engines.sequence import Finished, SequenceKey, SequenceState
 from tests.checkpoints import save_checkpoint
-from tests.worlds import run_world
+from tests.worlds import join, run_world
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 20))] for _ in range(6)]
@@ -193,35 +194,26 @@ def test_a_rollout_outlives_its_journal(tmp_path: Path, checkpoint: Path) -> Non
 
 
 def journaled_world(directory: str, folder: str, kinds: list[str]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-    from engines.parallel.layout import nested_layout
-
-    dist.init_process_group("gloo")
-    world = TorchGroup(timeout_s=120)
-    groups = GroupCache(world, [nested_layout(range(2), 1), nested_layout(range(2), 2)], timeout_s=120)
+    groups = join(timeout_s=120)
     results: dict[str, Any] = {}
     for kind in kinds:
         schedule = OnDemand() if kind == "on-demand" else None
         llm = LLM(directory, world=groups, tensor_parallel_size=2 if kind == "TP2" else 1, schedule=schedule, **OPTIONS)
         rows = []
         for keep in (None, 0.5, 1.0):
-            journal = Journal(Path(folder) / kind, world)
+            journal = Journal(Path(folder) / kind, groups.world)
             journal.weights = llm.checksum()
-            world.barrier()
-            if keep is not None and world.rank == 0:  # rank 1's file is left whole
+            groups.world.barrier()
+            if keep is not None and groups.world.rank == 0:  # rank 1's file is left whole
                 lines = journal.path.read_bytes().splitlines(keepends=True)
                 journal.path.write_bytes(b"".join(lines[: int(keep * len(lines))]))
-            world.barrier()
+            groups.world.barrier()
             journal.recover(0)
             heard: list[int] = []
             out = llm.generate(
                 PROMPTS, PARAMS, prompt_uids=range(6), journal=journal, on_finished=lambda one, h=heard: h.append(0)
             )
-            world.barrier()
+            groups.world.barrier()
             rows.append(
                 {
                     "tokens": [[c.token_ids for c in o.outputs] for o in out],
@@ -232,7 +224,6 @@ def journaled_world(directory: str, folder: str, kinds: list[str]) -> dict[str, 
             )
         results[kind] = rows
         llm.close()
-    dist.destroy_process_group()
     return results
 
 

@@ -16,8 +16,7 @@ import pytest
 from experiments.generate import GenerateConfig
 from experiments.run_folder import replace_text
 from tests.checkpoints import save_text_checkpoint
-
-ROOT = Path(__file__).parents[2]
+from tests.worlds import ROOT, refused_by
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +100,9 @@ def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp
     ],
 )
 def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: str, message: str) -> None:
-    done = start("generate.py", model, *arguments, stdin=stdin)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert message in " ".join(done.stderr.replace("│", " ").split())
-    assert ("engine: " in done.stderr) == ("prompts[1]" in message), "only what needs the model waits for it"
+    told = refused_by("generate", [model, *arguments], stdin=stdin)
+    assert message in told
+    assert ("engine: " in told) == ("prompts[1]" in message), "only what needs the model waits for it"
 
 
 @pytest.mark.parametrize(
@@ -176,9 +173,8 @@ def test_generate_names_the_checkpoint_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-7/huggingface").mkdir(parents=True)
     (tmp_path / "checkpoints/latest").write_text("step-7")
     for given in ("", "checkpoints/step-7"):
-        done = start("generate.py", str(tmp_path / given), "x")
-        assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert f"give '{tmp_path}/checkpoints/step-7/huggingface'" in done.stderr
+        told = refused_by("generate", [str(tmp_path / given), "x"])
+        assert f"give '{tmp_path}/checkpoints/step-7/huggingface'" in told
 
 
 def test_generate_by_another_engine_is_the_same(model: str) -> None:

@@ -22,9 +22,8 @@ import pytest
 from experiments import launch
 from experiments.config import parse
 from experiments.run_folder import lock_folder
-from experiments.train import main
 from tests.checkpoints import save_text_checkpoint
-from tests.worlds import ROOT, run_world
+from tests.worlds import ROOT, refused_by, run_main
 
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 SCRIPT = str(ROOT / "experiments/train.py")
@@ -68,23 +67,8 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
 
 
-def rank_of_train(arguments: list[str]) -> dict[str, Any]:
-    sys.argv = [SCRIPT, *arguments]
-    results: list[dict[str, Any]] = []
-    launch.run(lambda: results.append(main()))
-    return results[0]
-
-
 def train(*arguments: Any) -> dict[str, Any]:
-    return run_world(rank_of_train, 2, small(*arguments))[0]
-
-
-def refuse(*arguments: str, ranks: int = 1) -> str:
-    """What the command printed, rank after rank, in one line."""
-    with pytest.raises(RuntimeError, match="rank 0 ended with code 2") as error:
-        run_world(rank_of_train, ranks, list(arguments), as_torchrun=ranks > 1)
-    assert "Traceback" not in str(error.value)
-    return " ".join(str(error.value).replace("│", " ").split())  # tyro sets errors in a box
+    return run_main("train", small(*arguments), num_ranks=2)
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -205,7 +189,7 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"training/global_step": 4, "act')
     changed = small(model, runs, *arguments, "--resume", "--learning-rate", "0.5")
-    assert "resume: trainer.learning_rate=0.5 now, " in refuse(*changed, ranks=2)
+    assert "resume: trainer.learning_rate=0.5 now, " in refused_by("train", changed, num_ranks=2)
     result = train(model, runs, *arguments, "--resume")
     assert result["steps"] == 5
     assert metrics_of(folder) == metrics_of(uninterrupted)
@@ -276,7 +260,7 @@ def test_interrupted_and_resumed(model: Path, tmp_path: Path, number: int) -> No
     last = int(point.removeprefix("step-")) + 1
     python, script, *again = shlex.split(line)
     assert [python, script] == [sys.executable, SCRIPT]
-    assert run_world(rank_of_train, 2, [*again, "--steps", str(last)])[0]["run_dir"] == str(folder)
+    assert run_main("train", [*again, "--steps", str(last)], num_ranks=2)["run_dir"] == str(folder)
     assert [row["training/global_step"] for row in metrics_of(folder)] == [*range(last + 1)]
 
 
@@ -306,7 +290,7 @@ def test_a_run_that_cannot_go_on_says_so_once(
             stack.enter_context(lock_folder(folder))
             message = f"error: {folder}: another run is writing in it (process {os.getpid()} on "
         options = ["--name", "whole", "--deterministic", "--reward", reward, "--resume", "--steps", "6"]
-        told = refuse(*small(model, tmp_path, *options), ranks=2)
+        told = refused_by("train", small(model, tmp_path, *options), num_ranks=2)
     assert told.count(message) == 1 and "RuntimeError" not in told, told
     assert (folder / "metrics.jsonl").read_bytes() == (uninterrupted / "metrics.jsonl").read_bytes()
 
@@ -382,26 +366,28 @@ class TestBadInput:
         assert capsys.readouterr() == ("", "")
 
     def test_missing_model(self) -> None:
-        assert "error: model='/nowhere': no such folder" in refuse("--model", "/nowhere")
+        assert "error: model='/nowhere': no such folder" in refused_by("train", ["--model", "/nowhere"])
 
     def test_what_the_engine_cannot_have(self, tmp_path: Path) -> None:
-        errors = refuse("--rollout.attention", "flash_attn", "--runs", str(tmp_path))
+        errors = refused_by("train", ["--rollout.attention", "flash_attn", "--runs", str(tmp_path)])
         assert "error: EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use" in errors
         assert not list(tmp_path.iterdir()), "no model was warm-started"
 
     def test_unreadable_data_line(self, model: Path, tmp_path: Path) -> None:
         data = tmp_path / "data.jsonl"
         data.write_text(json.dumps(GSM8K_LINES[0]) + '\n{"question": "x"\n')
-        errors = refuse("--model", str(model), "--task", "gsm8k", "--data", str(data))
+        errors = refused_by("train", ["--model", str(model), "--task", "gsm8k", "--data", str(data)])
         assert f"{data}:2" in errors or f"{data}, line 2" in errors
 
     def test_a_taken_name(self, model: Path, uninterrupted: Path) -> None:
-        errors = refuse("--model", str(model), "--runs", str(uninterrupted.parent), "--name", uninterrupted.name)
+        errors = refused_by(
+            "train", ["--model", str(model), "--runs", str(uninterrupted.parent), "--name", uninterrupted.name]
+        )
         assert "exists; give another --name" in errors
 
     def test_runs_that_cannot_be_written(self, model: Path, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        errors = refuse("--model", str(model), "--runs", str(tmp_path / "file"))
+        errors = refused_by("train", ["--model", str(model), "--runs", str(tmp_path / "file")])
         assert "cannot be written" in errors
 
     @pytest.mark.parametrize(
@@ -415,10 +401,8 @@ class TestBadInput:
         condition = f"Path({str(step)!r}).exists()" if broken_after else "True"
         body = f"    if {condition}:\n        raise KeyError\n    return [float(len(c)) for c in completions]\n"
         (tmp_path / "reward.py").write_text(f"from pathlib import Path\ndef score(completions):\n{body}")
-        errors = refuse(
-            *("--model", str(model), "--runs", str(tmp_path), "--name", name, *SMALL),
-            *("--save-every", "1", "--reward", f"{tmp_path / 'reward.py'}:score"),
-        )
+        more = ["--name", name, "--save-every", "1", "--reward", f"{tmp_path / 'reward.py'}:score"]
+        errors = refused_by("train", small(model, tmp_path, *more))
         assert step.exists() == bool(broken_after)
         assert f"see the warnings above and mend the function; {fix}" in errors, errors[-2000:]
 
