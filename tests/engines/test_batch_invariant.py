@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines import LLM, SamplingParams, SequenceState
 from engines.config import EngineConfig
 from engines.models import invariant
 from engines.models.invariant import SIZES, Product, checked_sizes, project_invariant
@@ -25,6 +25,7 @@ from experiments.random_model import save_random_model
 from research.workloads.shapes import SHAPES
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_kv_transfer import make_store, with_store
+from tests.states import make_state
 from tests.worlds import join, run_world
 
 CPU = torch.device("cpu")
@@ -76,16 +77,7 @@ def make_states(longest: int, max_tokens: int, count: int = 20) -> list[Sequence
         uid, length = len(states), rng.randint(1, longest)
         prompt = stem[:length] if rng.random() < 0.5 else [rng.randrange(2, 131) for _ in range(length)]
         params = SamplingParams(max_tokens=rng.randint(max_tokens // 2, max_tokens), **SETTINGS[uid % len(SETTINGS)])
-        for index in range(rng.choice([1, 2, 3])):
-            states.append(
-                SequenceState(
-                    key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index),
-                    group_id=uid,
-                    tokens=list(prompt),
-                    num_prompt_tokens=len(prompt),
-                    params=params,
-                )
-            )
+        states += [make_state(uid, prompt, params, index=index) for index in range(rng.choice([1, 2, 3]))]
     return states
 
 
@@ -153,7 +145,7 @@ def test_the_same_bits_in_twenty_batches(tiny: Path, family: str, dtype: str) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_on_a_larger_shape(large: str, dtype: str, threads: None) -> None:
-    states = make_states(longest=150, max_tokens=4, count=6)
+    states = make_states(longest=70, max_tokens=4, count=6)
     for seed in (1, 2):
         torch.set_num_threads(seed)  # other numbers of threads may have other bits
         expected = alone(large, states, dtype=dtype)

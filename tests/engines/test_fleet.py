@@ -40,9 +40,10 @@ from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout import coordinator as coordinator_module
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.worker import NO_WEIGHTS, Worker
-from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
+from engines.sequence import Completion, Finished, SequenceState, Work
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
+from tests.states import make_state
 from tests.worlds import ROOT
 
 RNG = random.Random(5)
@@ -52,16 +53,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**20, "max_num
 
 
 def states(version: int) -> list[SequenceState]:
-    return [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=version, prompt_uid=uid, sample_index=0),
-            group_id=uid,
-            tokens=list(prompt),
-            num_prompt_tokens=len(prompt),
-            params=PARAMS,
-        )
-        for uid, prompt in enumerate(PROMPTS)
-    ]
+    return [make_state(uid, prompt, PARAMS, version=version) for uid, prompt in enumerate(PROMPTS)]
 
 
 def tokens_of(finished: list[Finished]) -> list[list[int]]:

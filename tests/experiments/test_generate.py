@@ -26,7 +26,7 @@ TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--np
 PYTHON = [sys.executable, SCRIPT]
 NUM_PROMPTS, NUM_SAMPLES = 60, 3
 # In float64 no rounding tells one batch from another: one sequence at a time, which takes a while, or all together.
-OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "300", "--ignore-eos"]
+OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "200", "--ignore-eos"]
 SLOW = ["--max-num-seqs", "1"]
 
 

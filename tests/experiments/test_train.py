@@ -22,7 +22,6 @@ import pytest
 from experiments import launch
 from experiments.config import parse
 from experiments.run_folder import lock_folder
-from tests.checkpoints import save_text_checkpoint
 from tests.worlds import ROOT, refused_by, run_main
 
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
@@ -35,10 +34,8 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_text_checkpoint(directory)
-    return directory
+def model(text_model: str) -> Path:
+    return Path(text_model)
 
 
 @pytest.fixture(scope="module")
