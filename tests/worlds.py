@@ -172,6 +172,8 @@ def _ask(request: Any) -> Any:
 
 def _serve() -> None:
     """Answers a rank's start with its process id, and a process id with how it ended, None while it runs."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # for what imports print
     for name in ("engines.rollout.world", "experiments.training", "deepspeed.ops", *MODELS, "pytest"):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing after the fork, with what it has locked"
@@ -182,8 +184,9 @@ def _serve() -> None:
             ended, status = os.waitpid(request, os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if ended else None
         elif not (answer := os.fork()):
+            answers.close()
             return _run_rank(**request)  # and ends as any process does
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _run_rank(*, source: str, function: str, folder: str, rank: int, env: dict[str, str]) -> None:
