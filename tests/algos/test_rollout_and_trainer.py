@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from algos import deepspeed_engine
+from algos.deepspeed_config import TrainerConfig
+from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+from algos.experience import Experience
+from algos.grpo import GRPO
+from algos.trainer import Trainer
 from engines import LLM, SamplingParams
 from engines.models.checksums import checksum as checksum_of
 from engines.parallel.collectives import TorchGroup
@@ -25,12 +31,6 @@ PARAMS = SamplingParams(max_tokens=40, n=2)
 
 def train_and_roll_out(model: str, stages: list[int]) -> dict[str, Any]:
     """Per stage: one update, the weights into the engine, a rollout, and both sides' log-probs of it."""
-    from algos.deepspeed_config import TrainerConfig
-    from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
-    from algos.experience import Experience
-    from algos.grpo import GRPO
-    from algos.trainer import Trainer
-
     start_deepspeed()
     group = TorchGroup()
     groups = GroupCache(group, [])
@@ -103,13 +103,6 @@ def test_every_rank_s_engine_holds_the_trainer_s_weights(results: list[dict[str,
 
 def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
     """Per ZeRO stage: one update, then the weights into engines of TP 1, 2 and 4; all checksums."""
-    from algos import deepspeed_engine
-    from algos.deepspeed_config import TrainerConfig
-    from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
-    from algos.experience import Experience
-    from algos.grpo import GRPO
-    from algos.trainer import Trainer
-
     deepspeed_engine._PIECE_BYTES = 500  # so that these small parameters are gathered in pieces, the last a shorter one
     start_deepspeed()
     import deepspeed  # only now: see start_deepspeed

@@ -20,6 +20,7 @@ from engines.models.decoder import Decoder
 from engines.models.loader import checkpoint_tensors
 from engines.sampling.noise import gumbel
 from engines.sequence import Completion, SequenceKey, SequenceState, Work
+from tests.engines.test_parity import engine_logits
 from tests.states import make_state
 
 RNG = random.Random(1)
@@ -288,8 +289,6 @@ def test_low_precision_differs_by_near_ties_only(qwen3: str, dtype: str, near: f
 
 def _forced_scores(scorer: LLM, uid: int, prompt: list[int], completion: Completion) -> torch.Tensor:
     """Log-probs plus noise at every generated position, all positions in one pass."""
-    from tests.engines.test_parity import engine_logits
-
     tokens = prompt + completion.token_ids
     logits = engine_logits(scorer, tokens, len(tokens))[len(prompt) - 1 : -1].float()
     key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=completion.index).noise_key()
