@@ -7,6 +7,7 @@ read at import are those of the first world, and sets of strings have one order 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -119,7 +120,8 @@ class _Rank:
     def kill(self) -> None:
         """With the processes of its session; returns once it has ended."""
         while self.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it is so new that it has no session yet
+                os.killpg(self.pid, signal.SIGKILL)
             time.sleep(0.01)
 
 
