@@ -21,7 +21,7 @@ from engines import LLM, SamplingParams
 from engines.models.checksums import checksum as checksum_of
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
-from tests.worlds import join, run_world
+from tests.worlds import error_of, join, run_world
 
 STAGES = (0, 1, 2, 3)
 RNG = random.Random(2)
@@ -149,11 +149,7 @@ def test_weights_reach_every_shard(qwen3: str) -> None:
 def generate_here(model: str) -> list[Any]:
     llm = LLM(model, world=join([]), dtype="float64", kv_cache_bytes=2**22)
     out = llm.generate(PROMPTS, PARAMS)
-    try:
-        llm.generate(PROMPTS[: 1 + dist.get_rank()], PARAMS)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
+    refused = error_of(lambda: llm.generate(PROMPTS[: 1 + dist.get_rank()], PARAMS))
     return [[[c.token_ids for c in o.outputs] for o in out], refused, len(llm.step_records)]
 
 

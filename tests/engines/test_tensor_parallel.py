@@ -106,18 +106,12 @@ def test_the_comparison_is_worth_something(alone: dict[str, dict[str, Any]]) -> 
 
 def refuse(directory: str) -> list[str]:
     groups = join([nested_layout(range(2), 2)])
-    messages = []
-    for options in (
-        {"tensor_parallel_size": 3},
-        {"layout": Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0,)),))},
-        {"tensor_parallel_size": 2, "model": "odd"},
-    ):
-        try:
-            LLM(f"{directory}/{options.pop('model', 'qwen3')}", world=groups, **options)
-            messages.append("accepted")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    one_rank = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0,)),))
+    return [
+        error_of(lambda: LLM(f"{directory}/qwen3", world=groups, tensor_parallel_size=3)),
+        error_of(lambda: LLM(f"{directory}/qwen3", world=groups, layout=one_rank)),
+        error_of(lambda: LLM(f"{directory}/odd", world=groups, tensor_parallel_size=2)),
+    ]
 
 
 def test_sizes_that_do_not_divide_are_refused_on_every_rank(checkpoints: Path) -> None:
