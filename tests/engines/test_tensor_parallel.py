@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from engines import LLM, SamplingParams
 from engines.coordination.policies import OnDemand
@@ -52,7 +51,9 @@ def roll_out(llm: LLM) -> dict[str, Any]:
 
 def roll_out_over_layouts(directory: str, wanted: dict[str, list[Any]]) -> dict[str, Any]:
     make = {"nested": nested_layout, "contiguous": contiguous_layout}
-    layouts = {name: make[kind](range(dist.get_world_size()), tp_size) for name, (kind, tp_size) in wanted.items()}
+    layouts = {
+        name: make[kind](range(int(os.environ["WORLD_SIZE"])), tp_size) for name, (kind, tp_size) in wanted.items()
+    }
     results: dict[str, Any] = {}
     for transport in ("gloo", "shared memory"):
         groups = join(layouts.values(), timeout_s=120, transport=transport)
