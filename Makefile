@@ -9,8 +9,9 @@ TRAIN_ARGS ?=
 train: .venv/.installed
 	$(BIN)/python experiments/train.py --ranks $(RANKS) $(TRAIN_ARGS)
 
+# Files go to workers whole, since tests of one file share what is dear to make. A worker's worlds take up to 3 GiB.
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu

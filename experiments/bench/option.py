@@ -51,14 +51,10 @@ def measure(config: OptionBench) -> dict[str, Any]:
     launch.share_cores()
     num_sequences = config.prompts * config.group_size
     with checkpoint(config.shape, max_positions=config.prompt + config.length, dtype=config.dtype) as folder:
+        sizes = {"max_num_seqs": num_sequences, "max_num_batched_tokens": num_sequences * config.prompt}
+        options: dict[str, Any] = {"dtype": config.dtype, "prefix_caching": False, **sizes}
         engines = {
-            name: LLM(
-                folder,
-                dtype=config.dtype,
-                max_num_seqs=num_sequences,
-                max_num_batched_tokens=num_sequences * config.prompt,
-                **{"prefix_caching": False, config.option: has_it},
-            )
+            name: LLM(folder, **options | {config.option: has_it})
             for name, has_it in (("without", False), ("with", True))
         }
     uids = itertools.count()

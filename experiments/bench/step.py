@@ -95,7 +95,7 @@ def measure(config: StepBench) -> dict[str, Any]:
 def _compare(name: str, folder: str, config: StepBench, batch: int, context: int) -> harness.Row:
     """What a step takes, of the baseline also its parts and its floor."""
     base = config.dtypes[0]
-    engines = {dtype: _engine(folder, config, dtype, batch, context) for dtype in config.dtypes}
+    engines: dict[str, LLM] = {dtype: _engine(folder, config, dtype, batch, context) for dtype in config.dtypes}
     if config.finished:
         engines["after finished"] = _engine(folder, config, base, batch, context)
         _finish(engines["after finished"], config.finished, batch)

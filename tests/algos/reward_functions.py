@@ -104,7 +104,7 @@ def misbehaves(completions, log):
         if text == "segfault":
             ctypes.string_at(0)
         if text == "close":
-            os.closerange(3, 64)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             time.sleep(1000)
         if text == "hang":
             time.sleep(1000)

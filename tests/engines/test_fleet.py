@@ -41,10 +41,11 @@ from engines.rollout import coordinator as coordinator_module
 from engines.rollout.coordinator import Coordinator, Exit
 from engines.rollout.worker import NO_WEIGHTS, Worker
 from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
-from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
+from engines.sequence import Completion, Finished, SequenceState, Work
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
 from tests.pairs import QueueClient, queue_pair
+from tests.states import make_state
 from tests.worlds import ROOT
 
 RNG = random.Random(5)
@@ -54,16 +55,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**20, "max_num
 
 
 def states(version: int) -> list[SequenceState]:
-    return [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=version, prompt_uid=uid, sample_index=0),
-            group_id=uid,
-            tokens=list(prompt),
-            num_prompt_tokens=len(prompt),
-            params=PARAMS,
-        )
-        for uid, prompt in enumerate(PROMPTS)
-    ]
+    return [make_state(uid, prompt, PARAMS, version=version) for uid, prompt in enumerate(PROMPTS)]
 
 
 def tokens_of(finished: list[Finished]) -> list[list[int]]:

@@ -19,7 +19,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished, SequenceKey, SequenceState, Work
-from tests.checkpoints import EOS, save_checkpoint, save_text_checkpoint
+from tests.checkpoints import EOS, save_checkpoint
 
 
 @pytest.fixture
@@ -76,14 +76,6 @@ class TestStops:
                 assert stop in llm.tokenizer.decode(after.token_ids)
                 assert stop not in llm.tokenizer.decode(after.token_ids[:-1])
         assert hit
-
-
-@pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random tiny model over bytes, with its tokenizer."""
-    directory = tmp_path_factory.mktemp("text")
-    save_text_checkpoint(directory)
-    return str(directory)
 
 
 def test_outputs_carry_aligned_records(text_model: str) -> None:
