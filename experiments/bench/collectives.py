@@ -55,7 +55,7 @@ def measure(config: CollectivesBench) -> dict[str, Any]:
         raise ValueError(f"nproc-per-node={world.size}: one rank has nobody to talk to; use 2 or more")
     ranks = tuple(range(world.size))
     caches = {name: GroupCache(world, [ranks], timeout_s=60, transport=name) for name in (SHARED_MEMORY, GLOO)}
-    groups = {name: cache.get(ranks) for name, cache in caches.items()}
+    groups: dict[str, Communicator] = {name: cache.get(ranks) for name, cache in caches.items()}
     rows = [
         _compare(operation, size, config, groups) for operation in ("all_reduce", "all_gather") for size in config.sizes
     ]

@@ -102,7 +102,7 @@ def measure(config: EngineBench) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _sizes(config: EngineBench) -> dict[str, int]:
+def _sizes(config: EngineBench) -> dict[str, Any]:
     most = max(*config.batches, config.tail, 1)
     return {"max_num_seqs": most, "max_model_len": PROMPT_LENGTH + config.cap}
 

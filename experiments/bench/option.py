@@ -50,6 +50,8 @@ class OptionBench(harness.BenchConfig):
 def measure(config: OptionBench) -> dict[str, Any]:
     launch.share_cores()
     num_sequences = config.prompts * config.group_size
+    without: dict[str, Any] = {"prefix_caching": False, config.option: False}
+    both = {"without": without, "with": {**without, config.option: True}}
     with checkpoint(config.shape, max_positions=config.prompt + config.length, dtype=config.dtype) as folder:
         engines = {
             name: LLM(
@@ -57,9 +59,9 @@ def measure(config: OptionBench) -> dict[str, Any]:
                 dtype=config.dtype,
                 max_num_seqs=num_sequences,
                 max_num_batched_tokens=num_sequences * config.prompt,
-                **{"prefix_caching": False, config.option: has_it},
+                **options,
             )
-            for name, has_it in (("without", False), ("with", True))
+            for name, options in both.items()
         }
     uids = itertools.count()
     variants = {name: partial(_roll_out, llm, config, uids) for name, llm in engines.items()}

@@ -95,7 +95,7 @@ def measure(config: StepBench) -> dict[str, Any]:
 def _compare(name: str, folder: str, config: StepBench, batch: int, context: int) -> harness.Row:
     """What a step takes, of the baseline also its parts and its floor."""
     base = config.dtypes[0]
-    engines = {dtype: _engine(folder, config, dtype, batch, context) for dtype in config.dtypes}
+    engines: dict[str, LLM] = {dtype: _engine(folder, config, dtype, batch, context) for dtype in config.dtypes}
     if config.finished:
         engines["after finished"] = _engine(folder, config, base, batch, context)
         _finish(engines["after finished"], config.finished, batch)
@@ -108,7 +108,9 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
     parts = _watch_parts(engines[base])
     settle = config.neighbours > 0
     # The baseline runs twice in a turn. The others make as many steps, so that their contexts are as long.
-    turns = {one: partial(_turn, llm, config.steps * (1 + (one != base)), settle) for one, llm in engines.items()}
+    turns: dict[str, Callable[[], float]] = {
+        one: partial(_turn, llm, config.steps * (1 + (one != base)), settle) for one, llm in engines.items()
+    }
     if config.neighbours:
         turns["busy"] = partial(_turn, engines[base], config.steps, settle, config.neighbours)
     seconds = harness.interleave(turns, config.turns, name=name)
