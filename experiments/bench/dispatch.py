@@ -69,6 +69,13 @@ class DispatchBench(harness.BenchConfig):
     figure: Path | None = None
     """Draw both timelines there."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pace()  # ValueError for a size that no profile has
+
+    def pace(self) -> Pace | None:
+        return profile(f"h100-8b-tp{self.tensor_parallel_size}").scaled(self.scale) if self.scale else None
+
 
 def measure(config: DispatchBench) -> dict[str, Any]:
     launch.start_under_torchrun(config.ranks)
@@ -77,7 +84,7 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     world = TorchGroup()
     layout = nested_layout(range(world.size), config.tensor_parallel_size)
     groups = GroupCache(world, [layout])
-    pace = profile(f"h100-8b-tp{config.tensor_parallel_size}").scaled(config.scale) if config.scale else None
+    pace = config.pace()
     lengths = LogNormalLengths(median=100.0, sigma=SIGMA, cap=config.cap).draw(config.batch, seed=0)
     paced: list[float] = []
     """Seconds that each step of this rank should last."""

@@ -50,12 +50,18 @@ class OptionBench(harness.BenchConfig):
 def measure(config: OptionBench) -> dict[str, Any]:
     launch.share_cores()
     num_sequences = config.prompts * config.group_size
+    without: dict[str, Any] = {"prefix_caching": False, config.option: False}
+    both = {"without": without, "with": {**without, config.option: True}}
     with checkpoint(config.shape, max_positions=config.prompt + config.length, dtype=config.dtype) as folder:
-        sizes = {"max_num_seqs": num_sequences, "max_num_batched_tokens": num_sequences * config.prompt}
-        options: dict[str, Any] = {"dtype": config.dtype, "prefix_caching": False, **sizes}
         engines = {
-            name: LLM(folder, **options | {config.option: has_it})
-            for name, has_it in (("without", False), ("with", True))
+            name: LLM(
+                folder,
+                dtype=config.dtype,
+                max_num_seqs=num_sequences,
+                max_num_batched_tokens=num_sequences * config.prompt,
+                **options,
+            )
+            for name, options in both.items()
         }
     uids = itertools.count()
     variants = {name: partial(_roll_out, llm, config, uids) for name, llm in engines.items()}

@@ -108,7 +108,9 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
     parts = _watch_parts(engines[base])
     settle = config.neighbours > 0
     # The baseline runs twice in a turn. The others make as many steps, so that their contexts are as long.
-    turns = {one: partial(_turn, llm, config.steps * (1 + (one != base)), settle) for one, llm in engines.items()}
+    turns: dict[str, Callable[[], float]] = {
+        one: partial(_turn, llm, config.steps * (1 + (one != base)), settle) for one, llm in engines.items()
+    }
     if config.neighbours:
         turns["busy"] = partial(_turn, engines[base], config.steps, settle, config.neighbours)
     seconds = harness.interleave(turns, config.turns, name=name)

@@ -22,7 +22,7 @@ SMALLEST = {
     "core": ["--waiting", "1", "3", "--replicas", "2", "--slots", "2", "--events", "3"],
     "collectives": ["--ranks", "2", "--sizes", "64", "--calls", "1"],
     "dispatch": ["--ranks", "2", "--scale", "0.01", "--batch", "4", "--slots", "1", "--cap", "6"],
-    "weight_sync": ["--ranks", "2", "--hidden", "64", "--layers", "1", "--vocab", "512", "--stages", "1"],
+    "weight_sync": ["--ranks", "2", "--hidden", "128", "--layers", "1", "--stages", "1"],
 }
 VARIANTS = {
     "engine": [{"ours"}, {"ours", "hf", "hf_cb"}],
