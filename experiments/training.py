@@ -45,7 +45,6 @@ from engines.rollout.telemetry import StepRecord, chrome_trace
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
-from experiments.figures import draw_run
 from experiments.run_folder import (
     AFRESH,
     RunFolder,
@@ -437,6 +436,8 @@ class Run:
     def _summary(self, start: float) -> dict[str, Any]:
         figures: list[str] = []
         if self.folder.is_writer:
+            from experiments.figures import draw_run  # matplotlib takes half a second, and only one rank draws
+
             with self.folder.writing("figures"):
                 figures = [str(path) for path in draw_run(self.folder.path)]
         checkpoint = self.folder.latest()
