@@ -9,8 +9,9 @@ TRAIN_ARGS ?=
 train: .venv/.installed
 	$(BIN)/python experiments/train.py --ranks $(RANKS) $(TRAIN_ARGS)
 
+# Files go to workers whole, since tests of one file share what is dear to make. A worker's worlds take up to 3 GiB.
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu
@@ -19,7 +20,7 @@ lint: .venv/.installed
 	$(BIN)/ruff check . && $(BIN)/mypy
 
 bench: .venv/.installed
-	$(BIN)/python experiments/bench_rollout.py
+	$(BIN)/python experiments/bench/engine.py --models 0.8m --batches 1 8 --dtype float32 --peers hf
 
 .venv/.installed: requirements.txt setup.cfg
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -8,30 +8,23 @@ from collections.abc import Sequence
 ADVANTAGE_EPS = 1e-6
 
 
-def group_advantages(
-    rewards: Sequence[Sequence[float]], *, normalise_std: bool = True, eps: float = ADVANTAGE_EPS
-) -> list[list[float]]:
-    """Advantages of each group's completions, in the order of `rewards` [groups][n].
+def group_advantages(rewards: Sequence[float], *, normalise_std: bool = True) -> list[float]:
+    """Advantages of one group's completions.
 
-    GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps). The paper names no
+    GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2): A_i = (r_i - mean(r)) / (std(r) + 1e-6). The paper names no
     estimator; this is the sample standard deviation (n - 1), as in TRL and verl.
     `normalise_std=False` is Dr. GRPO (arXiv:2503.20783, §3.2): A_i = r_i - mean(r), so that groups that are nearly
     solved or nearly hopeless weigh no more than others.
 
     A group of one, or of equal rewards, has zero advantages. Raises ValueError on a reward that is not finite.
     """
-    return [_one_group(index, group, normalise_std, eps) for index, group in enumerate(rewards)]
-
-
-def _one_group(index: int, rewards: Sequence[float], normalise_std: bool, eps: float) -> list[float]:
-    for sample, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise ValueError(f"rewards[{index}][{sample}]={reward!r}: must be finite; check the reward function")
-    if len(set(rewards)) <= 1:  # exactly zero, where a rounded mean would leave noise for 1 / eps to amplify
+    if not all(map(math.isfinite, rewards)):
+        raise ValueError(f"rewards={list(rewards)}: must be finite; check the reward function")
+    if len(set(rewards)) <= 1:  # exactly zero, where a rounded mean would leave noise for 1 / ADVANTAGE_EPS to amplify
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     centred = [reward - mean for reward in rewards]
     if not normalise_std:
         return centred
     std = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
-    return [value / (std + eps) for value in centred]
+    return [value / (std + ADVANTAGE_EPS) for value in centred]

@@ -5,14 +5,13 @@ Shape suffixes: B sequences, L input positions, T kept positions (the last T of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from algos.experience import Experience
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,10 @@ class Batch:
     @property
     def num_kept(self) -> int:
         return self.targets_BT.shape[1]
+
+    @functools.cached_property
+    def is_target_BT(self) -> Tensor:
+        return spread([[True] * (end - start) for start, end in self.spans], self, torch.bool)
 
 
 def collate(sequences: Sequence[tuple[list[int], int]], device: torch.device) -> Batch:
@@ -60,20 +63,3 @@ def spread(values: Sequence[Sequence[float] | np.ndarray], batch: Batch, dtype: 
         start, end = batch.spans[row]
         spread_BT[row, start:end] = row_values
     return torch.from_numpy(spread_BT).to(batch.targets_BT.device, dtype)
-
-
-def check_experiences(experiences: Sequence[Experience]) -> None:
-    """Raises ValueError for an experience whose per-token lists do not align with its completion."""
-    for index, experience in enumerate(experiences):
-        want = experience.num_completion_tokens
-        for name in ("rollout_logprobs", "loss_mask"):
-            have = len(getattr(experience, name))
-            if have != want:
-                raise ValueError(
-                    f"experiences[{index}].{name} has {have} entries: must be one per completion token, {want}"
-                )
-        if not 1 <= experience.num_prompt_tokens <= len(experience.tokens):
-            raise ValueError(
-                f"experiences[{index}].num_prompt_tokens={experience.num_prompt_tokens}: must be at least 1, and at "
-                f"most the number of tokens, {len(experience.tokens)}"
-            )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import msgspec
 
 from algos.algorithm import Algorithm
 from algos.experience import Experience
 from algos.rewards.pool import Item, ItemKey, RewardPool
-from algos.rewards.runner import RewardRunner
+from algos.rewards.runner import FailureKind, RewardRunner
 from algos.tasks.task import Problem, Task
 from engines import LLM, Completion, RequestOutput, SamplingParams
 from engines.parallel.collectives import Communicator
@@ -35,18 +37,6 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreCounts:
-    """Completions whose reward could not be had, by what went wrong."""
-
-    num_raised: int = 0
-    num_timed_out: int = 0
-    num_invalid: int = 0
-
-    def __add__(self, other: ScoreCounts) -> ScoreCounts:
-        return ScoreCounts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """What one step learns from."""
 
@@ -62,30 +52,19 @@ class NothingScoredError(ValueError):
     """Not one completion of a rollout could be scored: nothing can be learnt, and it will not get better."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Collector:
     """Rolls out a task's problems. All ranks of the group call it alike, and get the same."""
 
-    def __init__(
-        self,
-        *,
-        llm: LLM,
-        task: Task,
-        algorithm: Algorithm,
-        reward: RewardRunner,
-        group: Communicator,
-        params: SamplingParams,
-        prompts_per_step: int,
-        journal: Journal | None = None,
-    ) -> None:
-        """`params.n` is the group size."""
-        self._llm = llm
-        self._task = task
-        self._algorithm = algorithm
-        self._reward = reward
-        self._group = group
-        self._params = params
-        self._prompts_per_step = prompts_per_step
-        self._journal = journal
+    llm: LLM
+    task: Task
+    algorithm: Algorithm
+    reward: RewardRunner
+    group: Communicator
+    params: SamplingParams
+    """`params.n` is the group size."""
+    prompts_per_step: int
+    journal: Journal | None = None
 
     def collect(self, index: int, on_finished: Callable[[Finished], None] | None = None) -> Rollout:
         """Samples problems from data position `index` on until enough groups are kept, in whole rounds.
@@ -94,33 +73,29 @@ class Collector:
         """
         sampled: list[Group] = []
         kept: list[Group] = []
-        seconds = {"gen": 0.0, "reward": 0.0, "reward_overlapped": 0.0}
-        counts = ScoreCounts()
+        sums: Counter[str] = Counter()
         rounds = skipped = 0
-        while len(kept) < self._prompts_per_step and rounds < self._algorithm.max_sampling_rounds:
+        while len(kept) < self.prompts_per_step and rounds < self.algorithm.max_sampling_rounds:
             problems, next_index = self._draw(index)
             skipped += next_index - index - len(problems)
             index = next_index
-            groups, failed, spent = sample_groups(
-                self._llm, problems, self._params, self._reward, self._group, on_finished, self._journal
+            groups, figures = sample_groups(
+                self.llm, problems, self.params, self.reward, self.group, on_finished, self.journal
             )
-            counts += failed
-            _check_scores(failed, sum(len(group.rewards) for group in groups))
-            seconds = {name: seconds[name] + spent[name] for name in seconds}
+            _check_scores(figures, sum(len(group.rewards) for group in groups))
+            sums.update(figures)
             sampled += groups
-            kept += [group for group in groups if self._algorithm.keep_group(group.rewards)]
+            kept += [group for group in groups if self.algorithm.keep_group(group.rewards)]
             rounds += 1
-        if len(kept) < self._prompts_per_step and self._group.rank == 0:
+        if len(kept) < self.prompts_per_step and self.group.rank == 0:
             warnings.warn(
-                f"only {len(kept)} of {self._prompts_per_step} groups had unequal rewards after {rounds} sampling "
+                f"only {len(kept)} of {self.prompts_per_step} groups had unequal rewards after {rounds} sampling "
                 "rounds; the step trains on those. Easier or harder problems, or more max_sampling_rounds, help",
                 stacklevel=2,
             )
-        kept = kept[: self._prompts_per_step]
+        kept = kept[: self.prompts_per_step]
         experiences = [experience for group in kept for experience in self._experiences(group)]
-        metrics = rollout_metrics(sampled, experiences, self._params.max_tokens)
-        metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
-        metrics |= {f"reward/{name}": float(value) for name, value in vars(counts).items()}
+        metrics = rollout_metrics(sampled, experiences) | sums
         metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
         metrics["train/num_prompts_skipped"] = float(skipped)
         return Rollout(groups=sampled, experiences=experiences, next_index=index, metrics=metrics)
@@ -129,14 +104,14 @@ class Collector:
         """The next problems whose prompts the engine can take, and the index after them."""
         problems: list[Problem] = []
         skipped = 0
-        while len(problems) < self._prompts_per_step:
-            problem = self._task.train_problem(index)
+        while len(problems) < self.prompts_per_step:
+            problem = self.task.train_problem(index)
             index += 1
             try:
-                self._llm.check(problem.prompt, self._params)
+                self.llm.check(problem.prompt, self.params)
             except ValueError as error:
                 skipped += 1
-                if self._group.rank == 0:
+                if self.group.rank == 0:
                     warnings.warn(f"problem {problem.uid} is passed over: {error}", stacklevel=2)
                 if skipped > _MOST_SKIPPED:
                     raise
@@ -147,17 +122,17 @@ class Collector:
     def _experiences(self, group: Group) -> list[Experience]:
         lengths = [len(completion.token_ids) for completion in group.completions]
         truncated = [completion.finish_reason == "length" for completion in group.completions]
-        shaped = self._algorithm.shape_rewards(group.rewards, lengths, truncated, self._params.max_tokens)
+        shaped = self.algorithm.shape_rewards(group.rewards, lengths, truncated, self.params.max_tokens)
         return [
             Experience(
                 tokens=group.prompt_token_ids + completion.token_ids,
                 num_prompt_tokens=len(group.prompt_token_ids),
                 rollout_logprobs=completion.logprobs,
-                loss_mask=[self._algorithm.loss_mask(length, cut)] * length,
+                loss_mask=[self.algorithm.loss_mask(length, cut)] * length,
                 advantage=advantage,
             )
             for completion, length, cut, advantage in zip(
-                group.completions, lengths, truncated, self._algorithm.advantages(shaped), strict=True
+                group.completions, lengths, truncated, self.algorithm.advantages(shaped), strict=True
             )
         ]
 
@@ -170,89 +145,86 @@ def sample_groups(
     group: Communicator,
     on_finished: Callable[[Finished], None] | None = None,
     journal: Journal | None = None,
-) -> tuple[list[Group], ScoreCounts, dict[str, float]]:
-    """Completes and scores problems; returns the groups, the failed scores, and seconds.
+) -> tuple[list[Group], dict[str, float]]:
+    """Completes and scores problems; returns the groups, and the seconds and failed scores by their metrics' names.
 
     `gen` is the rollout, `reward` what is waited for after it, `reward_overlapped` this rank's calls of the reward
     beside it. A completion is scored on the rank that hears of it, as it ends. What is left when all have ended, or
     all of it where the reward's `beside_rollout` is off, is shared: the groups i with i mod size = rank.
     """
     start = time.perf_counter()
-    positions = {problem.uid: i for i, problem in enumerate(problems)}
+    by_uid = {problem.uid: problem for problem in problems}
     with RewardPool(reward) as pool:
 
         def hear(finished: Finished) -> None:
             if reward.config.beside_rollout:
-                i = positions[finished.state.key.prompt_uid]
-                pool.add(_item(problems[i], i, finished.completion))
+                pool.add(_item(by_uid[finished.state.key.prompt_uid], finished.completion))
             if on_finished is not None:
                 on_finished(finished)
 
         outputs = llm.generate(
             [problem.prompt for problem in problems],
             params,
-            prompt_uids=[problem.uid for problem in problems],
+            prompt_uids=list(by_uid),
             on_finished=hear,
             journal=journal,
         )
         generated = time.perf_counter()
-        rewards, counts = _finish_scores(pool, problems, outputs, group)
+        rewards, failed = _finish_scores(pool, problems, outputs, group)
     groups = [
         Group(
             problem=problem,
             prompt_token_ids=output.prompt_token_ids,
             completions=output.outputs,
-            rewards=[rewards[i, completion.index] for completion in output.outputs],
+            rewards=[rewards[problem.uid, completion.index] for completion in output.outputs],
         )
-        for i, (problem, output) in enumerate(zip(problems, outputs, strict=True))
+        for problem, output in zip(problems, outputs, strict=True)
     ]
-    seconds = {
-        "gen": generated - start,
-        "reward": time.perf_counter() - generated,
-        "reward_overlapped": pool.seconds_beside,
+    return groups, {
+        "timing_s/gen": generated - start,
+        "timing_s/reward": time.perf_counter() - generated,
+        "timing_s/reward_overlapped": pool.seconds_beside,
+        **{f"reward/num_{kind}": float(failed[kind]) for kind in get_args(FailureKind)},
     }
-    return groups, counts, seconds
 
 
-def _item(problem: Problem, position: int, completion: Completion) -> Item:
-    key = (position, completion.index)
+def _item(problem: Problem, completion: Completion) -> Item:
+    key = (problem.uid, completion.index)
     return Item(key=key, prompt=problem.prompt, completion=completion.text, columns=problem.columns)
 
 
 def _finish_scores(
     pool: RewardPool, problems: Sequence[Problem], outputs: Sequence[RequestOutput], group: Communicator
-) -> tuple[dict[ItemKey, float], ScoreCounts]:
+) -> tuple[dict[ItemKey, float], Counter[FailureKind]]:
     """Scores what no rank's pool has taken; every rank gets all rewards."""
     taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
     taken = {key for part in taken_by_rank for key in msgspec.msgpack.decode(part, type=list[ItemKey])}
-    mine, result = pool.finish(
-        _item(problems[i], i, completion)
+    mine, failed_here = pool.finish(
+        _item(problems[i], completion)
         for i in range(group.rank, len(problems), group.size)
         for completion in outputs[i].outputs
-        if (i, completion.index) not in taken
-    )
-    failed = ScoreCounts(
-        num_raised=result.num_raised, num_timed_out=result.num_timed_out, num_invalid=result.num_invalid
+        if (problems[i].uid, completion.index) not in taken
     )
     rewards: dict[ItemKey, float] = {}
-    total = ScoreCounts()
-    for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), failed))):
-        scores, counts = msgspec.msgpack.decode(part, type=tuple[list[tuple[ItemKey, float]], ScoreCounts])
+    failed: Counter[FailureKind] = Counter()
+    for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), dict(failed_here)))):
+        scores, counts = msgspec.msgpack.decode(part, type=tuple[list[tuple[ItemKey, float]], dict[FailureKind, int]])
         rewards |= dict(scores)
-        total += counts
-    return rewards, total
+        failed.update(counts)
+    return rewards, failed
 
 
-def _check_scores(failed: ScoreCounts, num_completions: int) -> None:
-    if sum(vars(failed).values()) == num_completions:
+def _check_scores(figures: dict[str, float], num_completions: int) -> None:
+    failed = {kind: int(figures[f"reward/num_{kind}"]) for kind in get_args(FailureKind)}
+    if sum(failed.values()) == num_completions:
         raise NothingScoredError(
-            f"reward: all {num_completions} completions of a rollout failed ({failed.num_raised} raised, "
-            f"{failed.num_timed_out} timed out, {failed.num_invalid} were no finite number); see the warnings above "
+            f"reward: all {num_completions} completions of a rollout failed ({failed['raised']} raised, "
+            f"{failed['timed_out']} timed out, {failed['invalid']} were no finite number); see the warnings above "
             "and mend the function"
         )
 
 
-def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience], max_tokens: int) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience]) -> dict[str, float]:
     """verl's names: rewards and lengths over all that was sampled, advantages over what is trained on."""
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]

@@ -71,25 +71,16 @@ class DAPO:
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """Eq. 9: A_i = (R_i - mean(R)) / std(R)."""
-        return group_advantages([rewards], normalise_std=True)[0]
+        return group_advantages(rewards)
 
     def loss_mask(self, length: int, truncated: bool) -> bool:
         return not (self.overlong_filtering and truncated)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Eq. 8: -1/(sum_i |o_i|) sum_i sum_t min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)."""
-        surrogate = losses.clipped_surrogate(
-            inputs.logprobs_BT,
-            inputs.trainer_logprobs_BT,
-            inputs.advantages_BT,
-            ratio_clip_low=self.ratio_clip_low,
-            ratio_clip_high=self.ratio_clip_high,
-            dual_clip=self.dual_clip,
-        )
+        surrogate = losses.clipped_surrogate(inputs, self.ratio_clip_low, self.ratio_clip_high, self.dual_clip)
         weights_BT = losses.importance_weights(inputs, self.importance_correction, self.importance_cap)
         loss = losses.aggregate(weights_BT * surrogate.loss_BT, inputs, self.loss_aggregation, self.constant_length)
-        mismatch, maxima = losses.mismatch_metrics(inputs, weights_BT, self.importance_cap)
-        metrics = losses.surrogate_metrics(surrogate, inputs) | mismatch
-        return LossOutput(
-            loss=loss, metrics=metrics | {"actor/pg_loss": loss.detach(), "actor/loss": loss.detach()}, maxima=maxima
-        )
+        metrics, maxima = losses.surrogate_metrics(surrogate, weights_BT, self.importance_cap, inputs)
+        metrics |= {"actor/pg_loss": loss.detach(), "actor/loss": loss.detach()}
+        return LossOutput(loss=loss, metrics=metrics, maxima=maxima)

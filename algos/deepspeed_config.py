@@ -19,8 +19,6 @@ from engines.constraints import Count, NonNegative, Positive, WholeNumber, check
 from engines.json_files import read_json
 
 DType = Literal["float32", "bfloat16"]
-LRSchedule = Literal["constant", "linear", "cosine"]
-
 Beta = Annotated[float, Meta(ge=0, lt=1, description="in [0, 1)")]
 
 BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -45,7 +43,7 @@ class TrainerConfig:
     """AdamW's epsilon."""
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this global norm; 0 is off."""
-    lr_schedule: LRSchedule = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up: constant, or down to zero at `total_steps` linearly or along a half cosine."""
     warmup_steps: WholeNumber = 0
     """Optimizer steps over which the learning rate rises linearly from zero."""
@@ -61,9 +59,8 @@ class TrainerConfig:
     """A DeepSpeed JSON file; its sections win over the fields above."""
 
     def __post_init__(self) -> None:
-        needs_total = self.lr_schedule != "constant"
         check_fields(self)
-        if needs_total and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+        if self.lr_schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
             raise ValueError(
                 f"TrainerConfig.total_steps={self.total_steps}: must be above warmup_steps={self.warmup_steps} with "
                 f"lr_schedule={self.lr_schedule!r}; give the run's number of optimizer steps"
@@ -81,7 +78,6 @@ class ResolvedConfig:
     mini_batch_size: int
     max_micro_batch_rows: int | None
     """Most sequences of a rank's micro-batch; None leaves it to the token budget."""
-    max_grad_norm: float
     owns_scheduler: bool
     """Whether the learning-rate schedule is `TrainerConfig`'s, not the JSON's."""
 
@@ -119,7 +115,6 @@ def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
         dtype="bfloat16" if bf16["enabled"] else "float32",
         mini_batch_size=mini_batch_size,
         max_micro_batch_rows=max_rows,
-        max_grad_norm=float(merged["gradient_clipping"]),
         owns_scheduler="scheduler" not in merged,
     )
 
@@ -141,22 +136,20 @@ def _without_auto(value: Any) -> Any:
 
 def _refuse_unsupported(user: dict[str, Any], name: str) -> None:
     """Raises ValueError for sections that would take over what Curtail itself must do."""
-    enabled = {section for section, value in user.items() if isinstance(value, dict) and value.get("enabled")}
-    refusals = (
-        ("fp16.enabled", True, "fp16" in enabled, "use bf16, which needs no loss scaling"),
-        ("amp.enabled", True, "amp" in enabled, "use bf16"),
-        ("elasticity.enabled", True, "elasticity" in enabled, "remove it: it would change the mini-batch size"),
-        (
-            "managed_gradient_accumulation",
-            False,
-            user.get("managed_gradient_accumulation") is False,
-            "remove it: the trainer sets the accumulation boundaries",
-        ),
-        ("tensor_parallel", user.get("tensor_parallel"), "tensor_parallel" in user, "remove it: use ZeRO to shard"),
-    )
-    for field, value, refused, fix in refusals:
-        if refused:
-            raise ValueError(f"{name}: {field}={value!r}: not supported; {fix}")
+    sections = {
+        "fp16": "use bf16, which needs no loss scaling",
+        "amp": "use bf16",
+        "elasticity": "remove it: it would change the mini-batch size",
+    }
+    for section, fix in sections.items():
+        if isinstance(user.get(section), dict) and user[section].get("enabled"):
+            raise ValueError(f"{name}: {section}.enabled=True: not supported; {fix}")
+    if user.get("managed_gradient_accumulation") is False:
+        fix = "remove it: the trainer sets the accumulation boundaries"
+        raise ValueError(f"{name}: managed_gradient_accumulation=False: not supported; {fix}")
+    if "tensor_parallel" in user:
+        fix = "remove it: use ZeRO to shard"
+        raise ValueError(f"{name}: tensor_parallel={user['tensor_parallel']!r}: not supported; {fix}")
 
 
 def _batch_sizes(user: dict[str, Any], name: str, default: int, num_ranks: int) -> tuple[int, int | None]:
@@ -208,14 +201,12 @@ def _scheduler(user: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
     return user | {"params": defaults | user.get("params", {})}
 
 
-def lr_factor(step: int, schedule: LRSchedule, warmup_steps: int, total_steps: int | None) -> float:
+def lr_factor(config: TrainerConfig, step: int) -> float:
     """The share of the full learning rate at optimizer step `step`, counted from 0."""
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    if schedule == "constant":
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.lr_schedule == "constant":
         return 1.0
-    assert total_steps is not None
-    progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
-    if schedule == "linear":
-        return 1.0 - progress
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+    assert config.total_steps is not None
+    progress = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    return 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -53,11 +53,8 @@ def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
         # takes 23 s and a compiler, and of which training makes no use.
         deepspeed.ops.__compatible_ops__ = {}
     if not dist.is_initialized():
-        backend = "nccl" if on_cuda else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout, **alone)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return device
 
@@ -86,15 +83,7 @@ def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfi
     """A DeepSpeed engine that trains `model`. Collective."""
     import deepspeed
 
-    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        factor = partial(
-            lr_factor,
-            schedule=config.lr_schedule,
-            warmup_steps=config.warmup_steps,
-            total_steps=config.total_steps,
-        )
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
+    scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=partial(lr_factor, config))
     with contextlib.redirect_stdout(io.StringIO()):  # one of its optimizers prints memory figures
         engine, *_ = deepspeed.initialize(
             model=model,

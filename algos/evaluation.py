@@ -1,39 +1,46 @@
-"""Scores of a policy on held-out problems. Torch-free."""
+"""pass@1 and pass@k on held-out problems."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+
+from algos.collect import sample_groups
+from algos.rewards.runner import RewardRunner
+from algos.tasks.task import Problem
+from engines import LLM, SamplingParams
+from engines.parallel.collectives import Communicator
+
+SOLVED = 1.0
+"""A completion is right when its reward reaches this."""
+
+
+def evaluate(
+    llm: LLM,
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    reward: RewardRunner,
+    group: Communicator,
+    num_samples: int,
+) -> dict[str, float]:
+    """Metrics under verl's `val-core/` and `val-aux/`, at the training's temperature.
+
+    The key of a held-out problem's noise is its own, so an evaluation neither sees nor disturbs training's draws.
+    """
+    groups, figures = sample_groups(llm, problems, replace(params, n=num_samples), reward, group)
+    num_correct = [sum(value >= SOLVED for value in one.rewards) for one in groups]
+    lengths = [len(completion.token_ids) for one in groups for completion in one.completions]
+    metrics = {}
+    for k in (1 << exponent for exponent in range(num_samples.bit_length())):
+        metrics[f"val-core/pass@{k}"] = math.fsum(pass_at_k(num_samples, c, k) for c in num_correct) / len(groups)
+    metrics["val-aux/response_length/mean"] = sum(lengths) / len(lengths)
+    metrics["timing_s/testing"] = figures["timing_s/gen"] + figures["timing_s/reward"]
+    return metrics
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """The chance that at least one of `k` completions, drawn without replacement from `num_samples` of which
-    `num_correct` are right, is right.
-
-    The unbiased estimator `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv:2107.03374, eq. 1), as a product of
-    at most k factors in [0, 1], which neither overflows nor cancels. Raises `ValueError` unless
-    0 <= num_correct <= num_samples and 1 <= k <= num_samples.
-    """
-    if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"num_correct={num_correct}: must be from 0 to num_samples={num_samples}")
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k={k}: must be from 1 to num_samples={num_samples}; sample more completions or lower k")
-    num_wrong = num_samples - num_correct
-    # C(w, k) / C(n, k) = prod_{i<k} (w - i) / (n - i) = prod_{j<c} (n - k - j) / (n - j): the shorter one rounds least.
-    if k <= num_correct:
-        all_wrong = math.prod((num_wrong - i) / (num_samples - i) for i in range(min(k, num_wrong + 1)))
-    else:
-        all_wrong = math.prod(
-            (num_samples - k - j) / (num_samples - j) for j in range(min(num_correct, num_samples - k + 1))
-        )
-    return 1.0 - all_wrong
-
-
-def mean_pass_at_k(correct: Sequence[Sequence[bool]], k: int) -> float:
-    """The mean of `pass_at_k` over problems; `correct[p][s]` says whether sample s of problem p is right.
-
-    Problems may have different numbers of samples, each at least `k`. Raises `ValueError` when there is no problem.
-    """
-    if not correct:
-        raise ValueError("correct=[]: must hold at least one problem")
-    return math.fsum(pass_at_k(len(samples), sum(samples), k) for samples in correct) / len(correct)
+    `num_correct` are right, is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -20,6 +20,10 @@ class Experience:
     """False for tokens that must not be trained on (a tool's output, an overlong completion)."""
     advantage: float
 
+    def __post_init__(self) -> None:
+        assert 1 <= self.num_prompt_tokens <= len(self.tokens)
+        assert len(self.rollout_logprobs) == len(self.loss_mask) == self.num_completion_tokens
+
     @property
     def num_completion_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens

@@ -68,26 +68,19 @@ class GRPO:
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """§4.1.2: A_i = (r_i - mean(r)) / std(r), the same for every token of o_i."""
-        return group_advantages([rewards], normalise_std=self.normalise_std)[0]
+        return group_advantages(rewards, normalise_std=self.normalise_std)
 
     def loss_mask(self, length: int, truncated: bool) -> bool:
         return True
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Eq. 3: -1/G sum_i 1/|o_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta KL(policy || ref)]."""
-        surrogate = losses.clipped_surrogate(
-            inputs.logprobs_BT,
-            inputs.trainer_logprobs_BT,
-            inputs.advantages_BT,
-            ratio_clip_low=self.ratio_clip_low,
-            ratio_clip_high=self.ratio_clip_high,
-            dual_clip=self.dual_clip,
-        )
+        surrogate = losses.clipped_surrogate(inputs, self.ratio_clip_low, self.ratio_clip_high, self.dual_clip)
         weights_BT = losses.importance_weights(inputs, self.importance_correction, self.importance_cap)
         pg_loss = self._aggregate(weights_BT * surrogate.loss_BT, inputs)
         loss = pg_loss
-        mismatch, maxima = losses.mismatch_metrics(inputs, weights_BT, self.importance_cap)
-        metrics = losses.surrogate_metrics(surrogate, inputs) | mismatch | {"actor/pg_loss": pg_loss.detach()}
+        metrics, maxima = losses.surrogate_metrics(surrogate, weights_BT, self.importance_cap, inputs)
+        metrics["actor/pg_loss"] = pg_loss.detach()
         if self.kl_coef > 0:
             assert inputs.ref_logprobs_BT is not None
             kl_BT = losses.kl_estimate(inputs.logprobs_BT, inputs.ref_logprobs_BT, self.kl_estimator)

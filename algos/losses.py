@@ -65,19 +65,14 @@ class ClippedSurrogate:
 
 
 def clipped_surrogate(
-    logprobs_BT: Tensor,
-    trainer_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    *,
-    ratio_clip_low: float,
-    ratio_clip_high: float,
-    dual_clip: float | None = None,
+    inputs: LossInputs, ratio_clip_low: float, ratio_clip_high: float, dual_clip: float | None
 ) -> ClippedSurrogate:
     """PPO's clipped objective, negated (arXiv:1707.06347, Eq. 7; apart low and high: DAPO Eq. 8), per token.
 
     `dual_clip` c > 1 bounds it by c |A| where A < 0, however large the ratio (arXiv:1912.09729).
     """
-    log_ratio_BT = (logprobs_BT - trainer_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    advantages_BT = inputs.advantages_BT
+    log_ratio_BT = (inputs.logprobs_BT - inputs.trainer_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_BT = log_ratio_BT.exp()
     plain_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1 - ratio_clip_low, 1 + ratio_clip_high)
@@ -130,29 +125,26 @@ def importance_weights(inputs: LossInputs, correction: ImportanceCorrection, cap
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
 
 
-def surrogate_metrics(surrogate: ClippedSurrogate, inputs: LossInputs) -> dict[str, Tensor]:
-    """Shares of verl's `actor/` figures; ppo_kl is k1 of KL(trainer before the first update || policy now)."""
-    return {
-        "actor/pg_clipfrac": token_mean(surrogate.clipped_BT.float(), inputs),
-        "actor/pg_clipfrac_lower": token_mean(surrogate.clipped_lower_BT.float(), inputs),
-        "actor/ppo_kl": token_mean(-surrogate.log_ratio_BT, inputs),
-        "actor/entropy": token_mean(inputs.entropy_BT.detach(), inputs),
-    }
+def surrogate_metrics(
+    surrogate: ClippedSurrogate, weights_BT: Tensor, cap: float, inputs: LossInputs
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(shares, maxima) of verl's figures. ppo_kl is k1 of KL(trainer before the first update || policy now).
 
-
-def mismatch_metrics(inputs: LossInputs, weights_BT: Tensor, cap: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(shares, maxima) of how far the rollout engine's log-probs are from the trainer's on the same tokens.
-
-    `kl` (k1) and `k3_kl` estimate KL(rollout || trainer) in nats a token; the differences are of log-probs.
+    Those of `rollout_corr/` say how far the rollout engine's log-probs are from the trainer's on the same tokens: `kl`
+    (k1) and `k3_kl` estimate KL(rollout || trainer) in nats a token; the differences are of log-probs.
     """
     delta_BT = (inputs.trainer_logprobs_BT - inputs.rollout_logprobs_BT).detach()
     delta_BT = delta_BT.masked_fill(~inputs.loss_mask_BT, 0.0)
-    clamped_BT = delta_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    shares = {
-        "rollout_corr/kl": token_mean(-delta_BT, inputs),
-        "rollout_corr/k3_kl": token_mean(k3(clamped_BT), inputs),
-        "rollout_corr/logprob_abs_diff_mean": token_mean(delta_BT.abs(), inputs),
-        "rollout_corr/rollout_is_mean": token_mean(weights_BT, inputs),
-        "rollout_corr/rollout_is_clipfrac": token_mean((weights_BT >= cap).to(delta_BT.dtype), inputs),
+    values_BT = {
+        "actor/pg_clipfrac": surrogate.clipped_BT.float(),
+        "actor/pg_clipfrac_lower": surrogate.clipped_lower_BT.float(),
+        "actor/ppo_kl": -surrogate.log_ratio_BT,
+        "actor/entropy": inputs.entropy_BT.detach(),
+        "rollout_corr/kl": -delta_BT,
+        "rollout_corr/k3_kl": k3(delta_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        "rollout_corr/logprob_abs_diff_mean": delta_BT.abs(),
+        "rollout_corr/rollout_is_mean": weights_BT,
+        "rollout_corr/rollout_is_clipfrac": (weights_BT >= cap).to(delta_BT.dtype),
     }
+    shares = {name: token_mean(values, inputs) for name, values in values_BT.items()}
     return shares, {"rollout_corr/logprob_abs_diff_max": delta_BT.abs().max()}

@@ -33,27 +33,18 @@ class MicroBatchPlan:
 
 
 def plan_micro_batches(
-    lengths: Sequence[int],
-    token_budget: int,
-    num_ranks: int,
-    *,
-    max_rows: int | None = None,
-    overhead_tokens: int = MICRO_BATCH_OVERHEAD_TOKENS,
+    lengths: Sequence[int], token_budget: int, num_ranks: int, *, max_rows: int | None = None
 ) -> MicroBatchPlan:
     """Micro-batches of at most `token_budget` padded tokens (and `max_rows` sequences) per rank.
 
-    Minimises padded tokens + `overhead_tokens` per micro-batch. A sequence longer than the budget is a micro-batch of
-    its own. Deterministic: equal lengths keep their order. Raises ValueError for no sequence, or a length below 1.
+    Minimises padded tokens, and overhead tokens per micro-batch. A sequence longer than the budget is a micro-batch of
+    its own. Deterministic: equal lengths keep their order.
     """
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths={list(lengths)!r}: must be at least one sequence, each of at least 1 token")
-    for name, value in (("token_budget", token_budget), ("num_ranks", num_ranks), ("max_rows", max_rows)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
+    assert lengths and min(lengths) >= 1
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     rows = [order[start : start + num_ranks] for start in range(0, len(order), num_ranks)]
     # A row's length is its longest member's: the first.
-    cuts = cut_rows([lengths[row[0]] for row in rows], token_budget, max_rows or len(rows), overhead_tokens)
+    cuts = cut_rows([lengths[row[0]] for row in rows], token_budget, max_rows or len(rows), MICRO_BATCH_OVERHEAD_TOKENS)
     micro_batches, padded = [], 0
     for start, end in itertools.pairwise(cuts):
         per_rank = [[row[rank] for row in rows[start:end] if rank < len(row)] for rank in range(num_ranks)]

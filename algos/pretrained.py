@@ -20,16 +20,8 @@ from engines.models.hugging_face import read_checkpoint
 MAX_SHARD_BYTES = 5_000_000_000
 # What a checkpoint directory holds beside its weights and config.json.
 COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json", "tokenizer_config.json"),
+    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
 )
 
 

@@ -57,17 +57,23 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def only_writer(target: Path) -> Iterator[None]:
-    """Waits until no other process of this host is inside for the same `target`. A killed one's turn ends with it.
-
-    On a file system without locks it warns and does not wait.
-    """
+    """Waits until no other process of this host is inside for the same `target`. A killed one's turn ends with it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.parent / f".{target.name}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            warnings.warn(f"{target}: cannot be locked ({error}): see to it that nothing else writes it", stacklevel=3)
+    with open(target.parent / f".{target.name}.lock", "w") as file:
+        lock(file.fileno(), target, wait=True)
         yield
+
+
+def lock(descriptor: int, what: Path, *, wait: bool = False) -> bool:
+    """Locks an open file until it is closed, or its process ends, however that ends. False where another process has
+    it. On a file system without locks it warns, and returns True."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        warnings.warn(f"{what}: cannot be locked ({error}): see to it that nothing else writes it", stacklevel=3)
+    return True
 
 
 def save_tensors(state_dict: Any, path: str | Path) -> None:

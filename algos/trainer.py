@@ -19,7 +19,7 @@ from torch import Tensor
 
 from algos import deepspeed_engine, pretrained
 from algos.algorithm import Algorithm
-from algos.batch import Batch, check_experiences, collate, spread
+from algos.batch import Batch, collate, spread
 from algos.deepspeed_config import TrainerConfig, resolve
 from algos.experience import Experience, LossInputs, LossOutput
 from algos.logprobs import token_logprobs
@@ -30,17 +30,8 @@ CHECKPOINT_TAG = "deepspeed"
 CHECKPOINT_FACTS = "trainer.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """An experience, with the trainer's and the reference's log-probs of its completion where they are known."""
-
-    experience: Experience
-    trainer_logprobs: np.ndarray | None
-    ref_logprobs: np.ndarray | None
-
-    @property
-    def sequence(self) -> tuple[list[int], int]:
-        return self.experience.tokens, self.experience.num_prompt_tokens
+Sample = tuple[Experience, np.ndarray | None, np.ndarray | None]
+"""An experience, with the trainer's and the reference's log-probs of its completion where they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +86,6 @@ class Trainer:
         """
         if not experiences:
             raise ValueError("experiences=[]: must hold at least one sequence; skip the update of an empty rollout")
-        check_experiences(experiences)
         size = self.resolved.mini_batch_size
         num_steps = self.algorithm.num_epochs * math.ceil(len(experiences) / size)
         sequences = [(experience.tokens, experience.num_prompt_tokens) for experience in experiences]
@@ -103,10 +93,7 @@ class Trainer:
         # the training pass itself gives its log-probs, and a third of the computation is saved.
         known = self._score(self.engine, sequences) if num_steps > 1 else [None] * len(sequences)
         reference = self._score(self.reference, sequences) if self.reference is not None else [None] * len(sequences)
-        samples = [
-            Sample(experience=experience, trainer_logprobs=logprobs, ref_logprobs=ref)
-            for experience, logprobs, ref in zip(experiences, known, reference, strict=True)
-        ]
+        samples = list(zip(experiences, known, reference, strict=True))
         records = [
             self._optimizer_step(samples[start : start + size])
             for _ in range(self.algorithm.num_epochs)
@@ -116,11 +103,11 @@ class Trainer:
 
     def _optimizer_step(self, samples: list[Sample]) -> StepRecord | None:
         """One step on a mini-batch, in micro-batches. None where nothing is unmasked."""
-        unmasked = [sum(sample.experience.loss_mask) for sample in samples]
+        unmasked = [sum(experience.loss_mask) for experience, _, _ in samples]
         if not any(unmasked):
             return None
         num_tokens, num_sequences = sum(unmasked), sum(count > 0 for count in unmasked)
-        plan = self._plan([len(sample.experience.tokens) for sample in samples])
+        plan = self._plan([len(experience.tokens) for experience, _, _ in samples])
         micro_batches = plan.of_rank(self.rank)
         shares: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
@@ -128,10 +115,8 @@ class Trainer:
             deepspeed_engine.set_boundary(self.engine, is_last=number == len(micro_batches))
             output = self._loss([samples[index] for index in members], num_tokens, num_sequences)
             deepspeed_engine.backward(self.engine, output.loss)
-            for name, share in output.metrics.items():
-                shares[name] = shares[name] + share if name in shares else share
-            for name, value in output.maxima.items():
-                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+            shares = {name: share + shares.get(name, 0.0) for name, share in output.metrics.items()}
+            maxima = {name: torch.maximum(maxima.get(name, value), value) for name, value in output.maxima.items()}
         learning_rate = self.engine.get_lr()[0]
         grad_norm, stepped = deepspeed_engine.step_if_finite(self.engine)
         return StepRecord(
@@ -140,22 +125,20 @@ class Trainer:
 
     def _loss(self, samples: list[Sample], num_tokens: int, num_sequences: int) -> LossOutput:
         """The algorithm's loss of one micro-batch; of a dummy row when this rank has no sequence for it."""
-        batch = collate([sample.sequence for sample in samples], self.device)
+        experiences = [experience for experience, _, _ in samples]
+        trainer = [logprobs for _, logprobs, _ in samples if logprobs is not None]
+        ref = [logprobs for _, _, logprobs in samples if logprobs is not None]
+        batch = collate([(one.tokens, one.num_prompt_tokens) for one in experiences], self.device)
         logprobs_BT, entropy_BT = self._forward(self.engine, batch)
         dtype = logprobs_BT.dtype
-        experiences = [sample.experience for sample in samples]
-        trainer = [sample.trainer_logprobs for sample in samples if sample.trainer_logprobs is not None]
-        ref = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
         inputs = LossInputs(
             logprobs_BT=logprobs_BT,
             trainer_logprobs_BT=spread(trainer, batch, dtype) if trainer else logprobs_BT.detach(),
-            rollout_logprobs_BT=spread([experience.rollout_logprobs for experience in experiences], batch, dtype),
+            rollout_logprobs_BT=spread([one.rollout_logprobs for one in experiences], batch, dtype),
             ref_logprobs_BT=spread(ref, batch, dtype) if self.reference is not None else None,
             entropy_BT=entropy_BT,
-            advantages_BT=spread(
-                [[experience.advantage] * experience.num_completion_tokens for experience in experiences], batch, dtype
-            ),
-            loss_mask_BT=spread([experience.loss_mask for experience in experiences], batch, torch.bool),
+            advantages_BT=spread([[one.advantage] * one.num_completion_tokens for one in experiences], batch, dtype),
+            loss_mask_BT=spread([one.loss_mask for one in experiences], batch, torch.bool),
             num_tokens=num_tokens,
             num_sequences=num_sequences,
         )
@@ -165,20 +148,13 @@ class Trainer:
         """(log-probs of the targets, entropies), both [B, T], zeros outside the completions."""
         logits_BTV = model(input_ids=batch.input_ids_BL, logits_to_keep=batch.num_kept, use_cache=False).logits
         logprobs_N, entropy_N = token_logprobs(logits_BTV.flatten(0, 1), batch.targets_BT.flatten(), self.temperature)
-        shape = batch.targets_BT.shape
-        outside_BT = ~spread([[True] * (end - start) for start, end in batch.spans], batch, torch.bool)
-        return (
-            logprobs_N.view(shape).masked_fill(outside_BT, 0.0),
-            entropy_N.view(shape).masked_fill(outside_BT, 0.0),
-        )
+        outside_BT = ~batch.is_target_BT
+        logprobs_BT, entropy_BT = logprobs_N.view_as(outside_BT), entropy_N.view_as(outside_BT)
+        return logprobs_BT.masked_fill(outside_BT, 0.0), entropy_BT.masked_fill(outside_BT, 0.0)
 
     def _plan(self, lengths: list[int]) -> MicroBatchPlan:
-        return plan_micro_batches(
-            lengths,
-            self.config.micro_batch_tokens,
-            self.num_ranks,
-            max_rows=self.resolved.max_micro_batch_rows,
-        )
+        budget, max_rows = self.config.micro_batch_tokens, self.resolved.max_micro_batch_rows
+        return plan_micro_batches(lengths, budget, self.num_ranks, max_rows=max_rows)
 
     def _metrics(self, records: list[StepRecord]) -> dict[str, float]:
         """One reduction for all steps' shares and one for their maxima; then means over the steps."""

@@ -7,24 +7,25 @@ most. Label smoothing keeps it that unsure, so that the answers are there for re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from algos.batch import collate
+from algos.micro_batches import plan_micro_batches
 from algos.muon import Muon
 from algos.publish import check_replaceable, only_writer, publish_directory, read_record
 from algos.tasks.arithmetic import ArithmeticTask, solution
 from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from algos.warmstart_config import MODEL_SIZES, ModelSize, WarmStartConfig
 
-Example = tuple[list[int], list[int]]
-"""Prompt tokens, and completion tokens with the end-of-sequence token."""
+Example = tuple[list[int], int]
+"""Tokens of prompt, completion and end of sequence; how many are the prompt's."""
 
 
 def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:
@@ -119,48 +120,22 @@ def _rate_at(step: int, num_steps: int) -> float:
 
 def _example(task: ArithmeticTask, index: int) -> Example:
     problem = task.train_problem(index)
-    return list(problem.prompt.encode()), [*solution(problem).encode(), EOS_TOKEN_ID]
+    prompt = problem.prompt.encode()
+    return [*prompt, *solution(problem).encode(), EOS_TOKEN_ID], len(prompt)
 
 
 def _accumulate_gradients(
     model: Qwen3ForCausalLM, examples: list[Example], label_smoothing: float, max_tokens: int = 3072
 ) -> float:
     """Adds the gradient of the mean loss per completion token, over all of `examples`; returns that loss."""
-    num_targets = sum(len(completion) for _, completion in examples)
+    num_targets = sum(len(tokens) - num_prompt_tokens for tokens, num_prompt_tokens in examples)
     total = 0.0
-    for tokens_BT, targets_BT in _micro_batches(examples, max_tokens):
-        # Padding is on the right, where causal attention keeps it from mattering: no mask. Only positions that
-        # predict a completion token go through the output head.
-        hidden_BTD = model.model(tokens_BT, use_cache=False).last_hidden_state
-        chosen = targets_BT >= 0
-        logits_NV = model.lm_head(hidden_BTD[chosen])
-        summed = cross_entropy(logits_NV, targets_BT[chosen], reduction="sum", label_smoothing=label_smoothing)
-        loss = summed / num_targets
+    for members in plan_micro_batches([len(tokens) for tokens, _ in examples], max_tokens, 1).of_rank(0):
+        batch = collate([examples[index] for index in members], model.device)
+        hidden_BTD = model.model(batch.input_ids_BL, use_cache=False).last_hidden_state[:, -batch.num_kept :]
+        logits_NV = model.lm_head(hidden_BTD[batch.is_target_BT])  # the output head sees no other positions
+        targets_N = batch.targets_BT[batch.is_target_BT]
+        loss = cross_entropy(logits_NV, targets_N, reduction="sum", label_smoothing=label_smoothing) / num_targets
         loss.backward()
         total += loss.item()
     return total
-
-
-def _micro_batches(examples: list[Example], max_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and next-token targets (-1: none), int64, at most `max_tokens` of them with padding."""
-    batch: list[Example] = []
-    for example in sorted(examples, key=_length):
-        if batch and _length(example) * (len(batch) + 1) > max_tokens:
-            yield _pad(batch)
-            batch = []
-        batch.append(example)
-    yield _pad(batch)
-
-
-def _pad(batch: list[Example]) -> tuple[Tensor, Tensor]:
-    shape = (len(batch), max(_length(example) for example in batch))
-    tokens_BT, targets_BT = torch.full(shape, PAD_TOKEN_ID), torch.full(shape, -1)
-    for row, (prompt, completion) in enumerate(batch):
-        end = len(prompt) + len(completion)
-        tokens_BT[row, :end] = torch.tensor(prompt + completion)
-        targets_BT[row, len(prompt) - 1 : end - 1] = torch.tensor(completion)
-    return tokens_BT, targets_BT
-
-
-def _length(example: Example) -> int:
-    return len(example[0]) + len(example[1])

@@ -23,6 +23,7 @@ from engines.constraints import Count, Positive, check_fields
 from experiments.engine_options import MIB, EngineOptions
 
 Flat = tyro.conf.arg(name="")
+_WHOLE = "training does not apply it, so the ratios would be wrong"
 ALGORITHMS: dict[str, type[GRPO] | type[DAPO]] = {"grpo": GRPO, "dapo": DAPO}
 
 
@@ -38,28 +39,19 @@ class RolloutConfig:
     """Most tokens per completion."""
     temperature: Positive = 1.0
     """Sampling temperature; training divides its logits by the same. Greedy groups are all alike, so not 0."""
-    top_k: int = -1
+    top_k: Annotated[int, Meta(ge=-1, le=-1, description=f"-1: {_WHOLE}")] = -1
     """Must stay off: training computes log-probs over the whole vocabulary."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Meta(ge=1, le=1, description=f"1.0: {_WHOLE}")] = 1.0
     """Must stay off, as top_k."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=0, description=f"0.0: {_WHOLE}")] = 0.0
     """Must stay off, as top_k."""
     engine: Annotated[EngineOptions, Flat] = field(default_factory=lambda: EngineOptions(kv_cache_bytes=256 * MIB))
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout.")
-        for name, off in (("top_k", -1), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(self, name) != off:
-                raise ValueError(
-                    f"rollout.{name}={getattr(self, name)}: training does not apply it, so the ratios would be wrong; "
-                    f"leave it at {off}"
-                )
 
     def engine_config(self, seed: int, *, deterministic: bool = False) -> EngineConfig:
-        """The rollout engine's settings; ValueError for ones that it refuses.
-
-        In a deterministic run nothing may depend on what was timed, as "auto" does, or on how much room there is.
-        """
+        """In a deterministic run nothing may depend on what was timed, as the preemption "auto" does."""
         preemption = "recompute" if deterministic else self.engine.preemption
         return replace(self.engine, seed=seed, preemption=preemption)
 
@@ -128,21 +120,17 @@ class TrainConfig:
             raise ValueError(f"data={self.data}: does not go with task={self.task!r}; {fix}")
         if self.held_out_data is not None and self.data is None:
             raise ValueError(f"held_out_data={self.held_out_data}: only --task gsm8k with --data reads it")
-        if self.deterministic and self.dispatch == "on-demand":
-            raise ValueError(
-                "dispatch='on-demand': depends on timing, which --deterministic rules out; give --dispatch static, or "
-                "leave --dispatch or --deterministic out"
-            )
-        if self.deterministic and self.rollout.engine.preemption == "swap":
-            raise ValueError(
-                "rollout.preemption='swap': depends on how much memory and disk is free, which --deterministic rules "
-                "out; give recompute, or leave --rollout.preemption or --deterministic out"
-            )
-        if self.deterministic and self.rollout.engine.kv_cache_bytes == "auto":
-            raise ValueError(
-                "rollout.kv_cache_mib='auto': depends on how much memory is free, which --deterministic rules out; "
-                "give a number, or leave --deterministic out"
-            )
+        engine, free = self.rollout.engine, "how much memory and disk is free"
+        for name, value, depends_on, chosen, fix in (
+            ("dispatch", "on-demand", "timing", self.dispatch, "static"),
+            ("rollout.preemption", "swap", free, engine.preemption, "recompute"),
+            ("rollout.kv_cache_mib", "auto", free, engine.kv_cache_bytes, "a number"),
+        ):
+            if self.deterministic and chosen == value:
+                raise ValueError(
+                    f"{name}={value!r}: depends on {depends_on}, which --deterministic rules out; give {fix}, or "
+                    "leave --deterministic out"
+                )
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
         if self.trainer.mini_batch_size > sequences:
             raise ValueError(

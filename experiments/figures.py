@@ -26,14 +26,14 @@ def draw_run(folder: Path) -> list[Path]:
     rollout = [StepRecord(**row) for row in read_jsonl(folder / "rollout_steps.jsonl")]
     target = folder / "figures"
     target.mkdir(exist_ok=True)
-    written = [_figure(target / "reward.png", lambda ax: _reward(ax, metrics))]
-    steps = [row for row in metrics if "timing_s/step" in row]
-    if steps:
-        written.append(_figure(target / "phases.png", lambda ax: _phases(ax, steps)))
-    if lengths:
-        written.append(_figure(target / "response_length.png", lambda ax: _lengths(ax, lengths)))
+    pictures: dict[str, tuple[Any, list[Any]]] = {
+        "reward": (_reward, metrics),
+        "phases": (_phases, [row for row in metrics if "timing_s/step" in row]),
+        "response_length": (_lengths, lengths),
+        "live_batch": (_live_batch, rollout),
+    }
+    written = [_figure(target / f"{name}.png", draw, rows) for name, (draw, rows) in pictures.items() if rows]
     if rollout:
-        written.append(_figure(target / "live_batch.png", lambda ax: _live_batch(ax, rollout)))
         written.append(draw_timelines(target / "timeline.png", {"last rollout": rollout}))
     return written
 
@@ -76,9 +76,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def _figure(path: Path, draw: Any) -> Path:
+def _figure(path: Path, draw: Any, rows: list[Any]) -> Path:
     figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
-    draw(ax)
+    draw(ax, rows)
     ax.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)

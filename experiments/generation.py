@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 def generate(config: GenerateConfig) -> dict[str, Any]:
     _check_model(config.model)
     launch.share_cores()
-    group: Communicator = SingleRank()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", launch.local_rank())
         torch.cuda.set_device(device)
+    group: Communicator = SingleRank()
     groups: GroupCache | None = None
     layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
     if launch.num_ranks() > 1:
@@ -47,37 +47,17 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
     records, places = _load_records(config, group)
     sink: PartialOutput | StdoutLines = StdoutLines(group, records=records, num_samples=config.sampling.n)
     if config.output is not None:
-        request = _request(config, records)
-        sink = PartialOutput(config.output, group, records=records, request=request)
+        sink = PartialOutput(config.output, group, records=records, request=_request(config, records))
     with contextlib.closing(sink):
         launch.end_on_signals(lambda: f"interrupted: {sink.tell()}")
-        if isinstance(sink, PartialOutput):
-            sink.open(resume=config.resume)
-        llm = LLM(
-            config.model,
-            device=device,
-            world=groups,
-            layout=layout,
-            **asdict(replace(config.engine, seed=config.run_seed)),
-        )
+        sink.open(resume=config.resume)
+        engine = asdict(replace(config.engine, seed=config.run_seed))
+        llm = LLM(config.model, device=device, world=groups, layout=layout, **engine)
         launch.tell_engine(llm)
         prompts = _encode(llm, records, places, config.sampling)
-        if isinstance(sink, PartialOutput):
-            sink.begin(model_digest=_digest((llm.checksum(), llm.model_config, prompts)))
+        sink.begin(model_digest=_digest((llm.checksum(), llm.model_config, prompts)))
         start = time.perf_counter()
-        expected = len(range(0, len(records) * config.sampling.n, len(layout.replicas)))
-        with tqdm(total=expected, desc="generate", unit="seq", disable=group.rank > 0) as progress:
-            num_tokens = 0
-
-            def show(finished: Finished) -> None:
-                nonlocal num_tokens
-                key = finished.state.key
-                if (key.prompt_uid, key.sample_index) not in sink.kept:
-                    num_tokens += len(finished.completion.token_ids)
-                progress.update()
-                progress.set_postfix(tok_s=f"{num_tokens / (time.perf_counter() - start):.0f}")
-
-            outputs = llm.generate(prompts, config.sampling, on_finished=show, journal=sink)
+        outputs = _generate(llm, prompts, config.sampling, sink, is_shown=group.rank == 0)
         seconds = time.perf_counter() - start
         sink.publish(outputs)
         if group.size > 1:
@@ -97,6 +77,24 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
     }
 
 
+def _generate(
+    llm: LLM, prompts: list[list[int]], sampling: SamplingParams, sink: PartialOutput | StdoutLines, *, is_shown: bool
+) -> list[RequestOutput]:
+    start, num_tokens = time.perf_counter(), 0
+    expected = len(range(0, len(prompts) * sampling.n, len(llm.layout.replicas)))
+    with tqdm(total=expected, desc="generate", unit="seq", disable=not is_shown) as progress:
+
+        def show(finished: Finished) -> None:
+            nonlocal num_tokens
+            key = finished.state.key
+            if (key.prompt_uid, key.sample_index) not in sink.kept:
+                num_tokens += len(finished.completion.token_ids)
+            progress.update()
+            progress.set_postfix(tok_s=f"{num_tokens / (time.perf_counter() - start):.0f}")
+
+        return llm.generate(prompts, sampling, on_finished=show, journal=sink)
+
+
 def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records, list[str]]:
     if config.prompts:
         return [{"prompt": one} for one in config.prompts], [f"prompts[{i}]" for i in range(len(config.prompts))]
@@ -106,10 +104,8 @@ def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records,
         if config.input.is_file():
             return read_prompts(config.input.read_bytes(), str(config.input))
     # A pipe can be read once, and torchrun gives stdin to no particular rank: the first reads it for all.
-    data = None
-    if group.rank == 0:
-        data = config.input.read_bytes() if config.input is not None else sys.stdin.buffer.read()
-    return read_prompts(group.broadcast_bytes(data), str(config.input or "stdin"))
+    read = config.input.read_bytes if config.input is not None else sys.stdin.buffer.read
+    return read_prompts(launch.on_rank_0(group, read), str(config.input or "stdin"))
 
 
 def _encode(llm: LLM, records: Records, places: list[str], sampling: SamplingParams) -> list[list[int]]:
@@ -138,6 +134,10 @@ class StdoutLines:
         self._num_samples = num_samples
         self._waiting: dict[int, list[Completion]] = {}
         self._num_written = 0
+
+    def open(self, *, resume: bool) -> None: ...
+
+    def begin(self, **request: Any) -> None: ...
 
     def find(self, states: Sequence[SequenceState], num_replicas: int) -> dict[SequenceId, Completion]:
         return {}

@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 if TYPE_CHECKING:
     from engines import LLM
+    from engines.parallel.collectives import Communicator
 
 # Errors that a user can mend: printed in one line. Anything else is a bug, and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
@@ -76,6 +79,20 @@ def tell_engine(llm: LLM) -> None:
         print(f"engine: {what}", llm.memory.summary(), sep="\n", file=sys.stderr, flush=True)
 
 
+def on_rank_0(group: Communicator, act: Callable[[], Any]) -> Any:
+    """What `act` returned on rank 0 (None, text or bytes), on every rank. Raises ValueError on all where it failed."""
+    answer, problem = None, ""
+    if group.rank == 0:
+        try:
+            answer = act()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    answer, problem = msgspec.msgpack.decode(group.broadcast_bytes(msgspec.msgpack.encode((answer, problem))))
+    if problem:
+        raise ValueError(problem)
+    return answer
+
+
 def start_under_torchrun(num_ranks: int) -> None:
     """Starts this command again on that many ranks, as torchrun does, and ends as they end. On a rank it returns.
 
@@ -105,36 +122,29 @@ def start_under_torchrun(num_ranks: int) -> None:
 def end_on_signals(last_words: Callable[[], str]) -> None:
     """From now on Ctrl-C and SIGTERM end this process at once, rank 0 with a line; for a job that may end anywhere.
 
-    Every rank also ends where it waits in C++ for one that has gone: Python runs no signal handler there, so after two
-    seconds a thread of rank 0 does it. A process that this one forks is not affected.
+    On rank 0 a thread does it, since Python runs no signal handler while the main thread waits in C++ for another rank.
+    A process that this one forks is not affected.
     """
     caught = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
     if rank() > 0:
         _set_handlers(caught, signal.SIG_DFL)
         return
-    ending = threading.Lock()
-
-    def end(number: int, _: object = None) -> None:
-        if not ending.acquire(blocking=False):
-            return
-        try:
-            os.write(2, f"\n{last_words()}\n".encode())  # not print, which may be what was interrupted
-        finally:
-            os._exit(128 + number)
-
     signals, written = os.pipe()
     os.set_blocking(written, False)
 
-    def end_in_its_place() -> None:
+    def end() -> None:
         while number := os.read(signals, 1):
             if number[0] in caught:
-                time.sleep(2)
-                end(number[0])
+                try:
+                    os.write(2, f"\n{last_words()}\n".encode())  # not print, which may be what was interrupted
+                finally:
+                    os._exit(128 + number[0])
         os.close(signals)
 
-    threading.Thread(target=end_in_its_place, name="end on signals", daemon=True).start()
-    _set_handlers(caught, end)
+    threading.Thread(target=end, name="end on signals", daemon=True).start()
     replaced = signal.set_wakeup_fd(written)
+    # The main thread waits meanwhile: it must not report a rank that the same signal has ended.
+    _set_handlers(caught, lambda *_: time.sleep(10))
     if replaced >= 0:
         os.close(replaced)  # which ends its thread
     else:

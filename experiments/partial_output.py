@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import itertools
+import contextlib
 import json
 import math
 import os
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from algos.publish import lock
 from engines.sequence import Completion, Finished, FinishReason, RequestOutput, SequenceId, SequenceState
+from experiments import launch
 from experiments.prompts import ANSWERED
 from experiments.run_folder import replace_text
 
@@ -83,20 +84,12 @@ class _Kept:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"its first line is damaged: {error}") from None
         for text in others:
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 line = msgspec.convert(json.loads(text), _Line)
-            except (ValueError, RecursionError):
-                continue
-            if not (0 <= line.prompt_index < asked.num_prompts and 0 <= line.index < asked.n and line.is_whole):
-                continue
-            self.completions[line.prompt_index, line.index] = Completion(
-                index=line.index,
-                token_ids=line.token_ids,
-                logprobs=line.logprobs,
-                versions=[0] * len(line.token_ids),
-                finish_reason=line.finish_reason,
-                text=line.text,
-            )
+                if line.is_whole and 0 <= line.prompt_index < asked.num_prompts and 0 <= line.index < asked.n:
+                    fields = {name: getattr(line, name) for name in ANSWERED}
+                    completion = Completion(**fields, versions=[0] * len(line.token_ids))
+                    self.completions[line.prompt_index, line.index] = completion
 
     def __str__(self) -> str:
         if not self.completions:
@@ -137,39 +130,16 @@ class PartialOutput:
         self._kept_request: dict[str, Any] = {}
 
     def open(self, *, resume: bool) -> None:
-        """For all ranks together. To be called first.
+        """For all ranks together, before anything else.
 
         Raises ValueError, on every rank, when the file cannot be written, when it keeps completions and `resume` is
         False, or when `resume` is True and it is missing or of another request.
         """
-        problem, data = "", b""
-        if self._group.rank == 0:
-            try:
-                data = self._open_first(resume)
-            except ValueError as error:
-                problem = str(error)
-        message = self._group.broadcast_bytes(msgspec.msgpack.encode((problem, data)))
-        problem, data = msgspec.msgpack.decode(message, type=tuple[str, bytes])
-        if problem:
-            raise ValueError(problem)
+        kept = _Kept(launch.on_rank_0(self._group, lambda: self._open_first(resume)))
         if self._group.rank > 0:
             self._descriptor = self._open()
-        kept = _Kept(data)
         self.kept, self._kept_request = kept.completions, kept.request
         self._check(self._request)
-
-    def _open(self) -> int:
-        try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise ValueError(f"output={str(self.output)!r}: {str(self.path)!r} cannot be written ({error})") from None
-
-    def _make(self) -> int:
-        """-1 when the file is there, or cannot be made."""
-        try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-        except OSError:
-            return -1
 
     def _open_first(self, resume: bool) -> bytes:
         """Returns the lines to go on from."""
@@ -196,20 +166,22 @@ class PartialOutput:
         """Opens and locks the file until this process ends, and returns whether it is still the one at its path."""
         if resume and not self.path.exists():
             raise ValueError(f"resume: there is no {str(self.path)!r} to go on with; leave --resume out to start anew")
-        self._descriptor = self._make() if not resume else -1
-        self._is_mine = self._descriptor >= 0
-        if not self._is_mine:
-            self._descriptor = self._open()
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"output={str(self.output)!r}: another run is writing {str(self.path)!r}") from None
-        except OSError:
-            pass  # a file system without locks
+            self._descriptor, self._is_mine = self._open(os.O_EXCL), True
+        except ValueError:
+            self._descriptor, self._is_mine = self._open(), False
+        if not lock(self._descriptor, self.path):
+            raise ValueError(f"output={str(self.output)!r}: another run is writing {str(self.path)!r}")
         try:
             return os.path.samestat(os.fstat(self._descriptor), self.path.stat())
         except FileNotFoundError:
             return False
+
+    def _open(self, more: int = 0) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | more, 0o666)
+        except OSError as error:
+            raise ValueError(f"output={str(self.output)!r}: {str(self.path)!r} cannot be written ({error})") from None
 
     def _read(self) -> _Kept:
         return _Kept(self.path.read_bytes() if self.path.exists() else b"")
@@ -240,21 +212,21 @@ class PartialOutput:
 
     def publish(self, outputs: Sequence[RequestOutput]) -> None:
         """Makes the output from all completions. Raises ValueError, on every rank, when it cannot be written."""
-        problem = ""
-        if self._group.rank == 0:
+
+        def write() -> None:
             pairs = zip(self._records, outputs, strict=True)
             text = "".join(completion_line(record, one) for record, output in pairs for one in output.outputs)
             try:
                 replace_text(self.output, text)
             except OSError as error:
-                problem = str(self._unwritable(error))
-        if problem := self._group.broadcast_bytes(problem.encode()).decode():
-            raise ValueError(problem)
+                raise self._unwritable(error) from None
+
+        launch.on_rank_0(self._group, write)
         self._is_published = True
 
     def close(self) -> None:
         """Removes the file, on the rank that made or took it, when the output is published or it keeps nothing."""
-        if self._is_mine and (self._is_published or self._is_empty()):
+        if self._is_mine and (self._is_published or not self._read().completions):
             self.path.unlink(missing_ok=True)
 
     def tell(self) -> str:
@@ -269,13 +241,6 @@ class PartialOutput:
         old = f" ({str(self.output)!r} is of an earlier run)" if self.output.exists() else ""
         return f"{str(self.path)!r} keeps {self._read()}{old}; run the same command with --resume to go on"
 
-    def _is_empty(self) -> bool:
-        """Whether there is nothing beyond the first line."""
-        if not self.path.exists():
-            return True
-        with open(self.path, "rb") as file:
-            return len([*itertools.islice(file, 2)]) < 2
-
     def _write(self, line: str) -> None:
         try:
             write_all(self._descriptor, line)
@@ -283,8 +248,7 @@ class PartialOutput:
             raise self._unwritable(error) from None
 
     def _unwritable(self, error: OSError) -> ValueError:
-        kept = self._read()
         return ValueError(
-            f"output={str(self.output)!r}: cannot be written ({error}); {str(self.path)!r} keeps {kept}; make room, "
-            "then run the same command with --resume"
+            f"output={str(self.output)!r}: cannot be written ({error}); {str(self.path)!r} keeps {self._read()}; make "
+            "room, then run the same command with --resume"
         )

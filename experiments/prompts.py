@@ -37,16 +37,8 @@ def _read_record(line: bytes, place: str) -> dict[str, Any]:
     is_ids = isinstance(ids, list) and len(ids) > 0 and all(type(token) is int for token in ids)
     if not is_ids and not (ids is None and isinstance(record, dict) and isinstance(record.get("prompt"), str)):
         raise ValueError(f"{place}: needs `prompt`, a string, or `prompt_token_ids`, integers")
-    if not is_ids and not _is_utf8(record["prompt"]):
+    if not is_ids and any("\ud800" <= character <= "\udfff" for character in record["prompt"]):
         raise ValueError(f"{place}: `prompt` holds half a surrogate pair, which is no text")
     if taken := [name for name in ANSWERED if name in record]:
         raise ValueError(f"{place}: the output has a field `{taken[0]}` of its own; rename the input's")
     return record
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

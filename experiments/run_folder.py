@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from algos.publish import flush_to_disk
+from algos.publish import flush_to_disk, lock
 from engines.json_files import read_json
 from engines.parallel.collectives import Communicator, together
 
@@ -43,11 +42,11 @@ class RunFolder:
     checkpoints/     step-<N>/ and `latest`, the name of the last published one
     """
 
-    def __init__(self, path: Path, group: Communicator, lock: IO[str] | None = None) -> None:
-        """`lock`, of rank 0, is what `lock_folder` returned; it is kept open as long as this object lives."""
+    def __init__(self, path: Path, group: Communicator, lock_file: IO[str] | None = None) -> None:
+        """`lock_file`, of rank 0, is what `lock_folder` returned; it is kept open as long as this object lives."""
         self.path = path
         self._group = group
-        self._lock = lock
+        self._lock = lock_file
         self._has_warned = False
 
     @property
@@ -194,21 +193,14 @@ def last_published(path: Path) -> Path:
 
 
 def lock_folder(path: Path) -> IO[str]:
-    """Locks a run's folder for as long as the returned file is open: the kernel unlocks it however a process ends.
-
-    Raises ValueError while another process holds it. On a file system without locks it warns and goes on.
-    """
+    """Locks a run's folder as long as the returned file is open. Raises ValueError while another process holds it."""
     file = open(path / LOCK, "a+", errors="replace")  # noqa: SIM115 - open as long as the run
     file.seek(0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(file.fileno(), path):
         raise ValueError(
             f"{path}: another run is writing in it ({file.read() or 'not known which'}); wait for its end, or give "
             "another --name"
-        ) from None
-    except OSError as error:
-        warnings.warn(f"{path}: cannot be locked ({error}): see to it that no second run writes in it", stacklevel=2)
+        )
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -238,22 +230,24 @@ def make_run_folder(runs: Path, name: str | None, stem: str, *, resume: bool) ->
 
     Raises ValueError when another run has taken the name since it was checked.
     """
-    if name is None:
-        return _make_unused(runs, stem)
-    try:
-        (runs / name).mkdir(parents=True, exist_ok=resume)
-    except FileExistsError:
-        raise ValueError(f"name={name!r}: another run has just taken it; give another --name") from None
-    return runs / name
+    for number in itertools.count(1):
+        path = runs / (name or (stem if number == 1 else f"{stem}-{number}"))
+        try:
+            path.mkdir(parents=True, exist_ok=resume)
+            break
+        except FileExistsError:
+            if name is not None:
+                raise ValueError(f"name={name!r}: another run has just taken it; give another --name") from None
+    return path
 
 
 def newest_run(runs: Path, stem: str) -> str:
     """The name of the last run made without one that has a resume point; ValueError where there is none."""
-    found = {path.name: re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.name) for path in runs.glob(f"{stem}*")}
     numbers = {
-        int(match[1] or 1): name
-        for name, match in found.items()
-        if match and (runs / name / "checkpoints" / POINTER).is_file()
+        int(match[1] or 1): path.name
+        for path in runs.glob(f"{stem}*")
+        if (match := re.fullmatch(rf"{re.escape(stem)}(?:-(\d+))?", path.name))
+        and (path / "checkpoints" / POINTER).is_file()
     }
     if not numbers:
         raise ValueError(
@@ -261,17 +255,6 @@ def newest_run(runs: Path, stem: str) -> str:
             "--resume out"
         )
     return numbers[max(numbers)]
-
-
-def _make_unused(runs: Path, stem: str) -> Path:
-    for number in itertools.count(1):
-        path = runs / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("numbers do not end")
 
 
 def replace_text(path: Path, text: str) -> None:

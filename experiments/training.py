@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from algos.collect import Collector, Group, NothingScoredError, Rollout
 from algos.deepspeed_config import resolve
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+from algos.evaluation import evaluate
 from algos.publish import read_record, save_tensors
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
@@ -45,8 +45,6 @@ from engines.rollout.telemetry import StepRecord, chrome_trace
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
-from experiments.evaluate import evaluate
-from experiments.figures import draw_run
 from experiments.run_folder import (
     AFRESH,
     RunFolder,
@@ -60,18 +58,10 @@ from experiments.tracking import Tracker
 
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl")
 SAMPLES_PER_STEP = 4
+KV_MOVES = ("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes")
 MAY_CHANGE = (
-    "resume",
-    "name",
-    "runs",
-    "steps",
-    "dispatch",
-    "eval_every",
-    "save_every",
-    "keep_checkpoints",
-    "wandb",
-    "reward_limits",
-    "rank_timeout_s",
+    *("resume", "name", "runs", "steps", "dispatch", "eval_every", "save_every", "keep_checkpoints"),
+    *("wandb", "reward_limits", "rank_timeout_s"),
 )
 
 
@@ -115,12 +105,11 @@ def _check_same_run(config: TrainConfig) -> None:
     assert config.name is not None
     path = config.runs / config.name / "config.json"
     # An option that was not there yet had what is now its default.
-    before = _filled(read_json(path, dict[str, Any]), _as_json(parse(["--algo", config.algo])))
-    now = {field: value for field, value in _as_json(config).items() if field not in MAY_CHANGE}
+    before = _flat(_as_json(parse(["--algo", config.algo]))) | _flat(read_json(path, dict[str, Any]))
     differ = [
-        f"{name}={value} now, {then} in {path}"
-        for field in now
-        for name, value, then in _differences(field, now[field], before.get(field))
+        f"{name}={value} now, {before.get(name)} in {path}"
+        for name, value in _flat(_as_json(config)).items()
+        if name.split(".")[0] not in MAY_CHANGE and value != before.get(name)
     ]
     if differ:
         raise ValueError(
@@ -128,30 +117,19 @@ def _check_same_run(config: TrainConfig) -> None:
         )
 
 
-def _filled(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """`given`, with what only `default` has, at every depth."""
-    filled = {**default, **given}
-    for name, value in given.items():
-        if isinstance(value, dict) and isinstance(default.get(name), dict):
-            filled[name] = _filled(value, default[name])
-    return filled
-
-
-def _differences(name: str, now: Any, before: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(option, its value now, its value before) of each single option that differs."""
-    if isinstance(now, dict) and isinstance(before, dict):
-        for key in {**before, **now}:
-            yield from _differences(f"{name}.{key}", now.get(key), before.get(key))
-    elif now != before:
-        yield name, now, before
+def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Each single option by its path: {"rollout": {"top_k": -1}} gives {"rollout.top_k": -1}."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    told["ranks"] = launch.num_ranks()
-    del told["rollout"]["engine"]
-    told["rollout"] |= config.rollout.engine.as_given()
-    return told
+    options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    del options["rollout"]["engine"]
+    options["rollout"] |= config.rollout.engine.as_given()
+    return options | {"ranks": launch.num_ranks()}
 
 
 def _check_engine(config: TrainConfig) -> None:
@@ -189,21 +167,18 @@ def _prepare_model(config: TrainConfig, threads: int) -> Path:
 
 
 def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
-    """Rank 0 makes the folder, and tells the others which it is, or what went wrong."""
-    answer, lock = {"path": "", "error": ""}, None
-    if group.rank == 0:
-        try:
-            answer["path"] = str(make_run_folder(config.runs, config.name, config.stem, resume=config.resume))
-            lock = lock_folder(Path(answer["path"]))
-        except (ValueError, OSError) as error:
-            answer["error"] = str(error)
-    answer = json.loads(group.all_gather_bytes(json.dumps(answer).encode())[0])
-    if answer["error"]:
-        raise ValueError(answer["error"])
-    return RunFolder(Path(answer["path"]), group, lock)
+    """Rank 0 makes the folder, and locks it as long as the result lives."""
+    locks = []
+
+    def make() -> str:
+        path = make_run_folder(config.runs, config.name, config.stem, resume=config.resume)
+        locks.append(lock_folder(path))
+        return str(path)
+
+    return RunFolder(Path(launch.on_rank_0(group, make)), group, *locks)
 
 
-class RunState(msgspec.Struct, frozen=True, kw_only=True):
+class RunState(msgspec.Struct, kw_only=True):
     """What a resume point holds beside the trainer's states."""
 
     step: int
@@ -248,9 +223,7 @@ class Run:
         launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
         self.held_out = self._held_out_problems(task)
-        self.step = 0
-        self.data_index = 0
-        self.evaluations: list[float] = []
+        self.state = RunState(step=0, data_index=0, evaluations=[])
         if not config.resume:
             self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
         launch.end_on_signals(self._last_words)
@@ -308,21 +281,25 @@ class Run:
     def train(self, start: float) -> dict[str, Any]:
         if self.config.resume:
             self._resume()
-        self._write_config()
+        self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
         self._sync_weights()
         tracker = Tracker(self.folder, self.config)
         if not self.config.resume:
-            tracker.log(self.step, self._evaluate())
+            tracker.log(self.state.step, self._evaluate())
         with tqdm(
-            total=self.config.steps, initial=self.step, desc="train", unit="step", disable=not self.folder.is_writer
+            total=self.config.steps,
+            initial=self.state.step,
+            desc="train",
+            unit="step",
+            disable=not self.folder.is_writer,
         ) as progress:
-            while self.step < self.config.steps:
+            while self.state.step < self.config.steps:
                 metrics = self._train_step()
-                tracker.log(self.step, metrics)
+                tracker.log(self.state.step, metrics)
                 progress.update()
                 progress.set_postfix(
                     reward=f"{metrics['critic/rewards/mean']:.3f}",
-                    pass1=f"{self.evaluations[-1]:.3f}" if self.evaluations else "-",
+                    pass1=f"{self.state.evaluations[-1]:.3f}" if self.state.evaluations else "-",
                     tokens=f"{metrics['response_length/mean']:.0f}",
                     gen=f"{metrics['timing_s/gen']:.1f}s",
                     update=f"{metrics['timing_s/update_actor']:.1f}s",
@@ -333,25 +310,25 @@ class Run:
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
         num_found, num_found_tokens = self.journal.num_found, self.journal.num_found_tokens
-        preempted = self._preemptions()
+        moves = self._moves()
         rollout = self._roll_out()
         updated = time.perf_counter()
-        metrics = dict(rollout.metrics)
-        metrics |= {name: float(count - preempted[name]) for name, count in self._preemptions().items()}
+        moves = {name: count - moves[name] for name, count in self._moves().items()}
+        metrics = rollout.metrics | self._hear_replicas(moves)
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
             metrics |= self.trainer.update(rollout.experiences)
         self.llm.wake_up()
         metrics["timing_s/update_actor"] = time.perf_counter() - updated
-        self.step += 1
-        self.data_index = rollout.next_index
+        self.state.step += 1
+        self.state.data_index = rollout.next_index
         self._write_rollout(rollout)
         synced = time.perf_counter()
         self._sync_weights()
         metrics["timing_s/update_weights"] = time.perf_counter() - synced
-        last = self.step == self.config.steps
-        if last or self.step % self.config.eval_every == 0:
+        last = self.state.step == self.config.steps
+        if last or self.state.step % self.config.eval_every == 0:
             metrics |= self._evaluate()
         num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
         num_tokens -= self.journal.num_found_tokens - num_found_tokens  # a killed run took the time for those
@@ -360,8 +337,8 @@ class Run:
         metrics["perf/throughput"] = num_tokens / elapsed / self.group.size
         metrics["perf/rollout_tokens_per_second"] = num_tokens / rollout.metrics["timing_s/gen"]
         # The metrics of a step are part of its resume point, so they are written before it is published.
-        self.folder.append("metrics.jsonl", {"training/global_step": self.step, **metrics})
-        if last or self.step % self.config.save_every == 0:
+        self.folder.append("metrics.jsonl", {"training/global_step": self.state.step, **metrics})
+        if last or self.state.step % self.config.save_every == 0:
             self._save()
         return metrics
 
@@ -378,7 +355,7 @@ class Run:
                 progress.update()
 
             try:
-                return self.collector.collect(self.data_index, show)
+                return self.collector.collect(self.state.data_index, show)
             except NothingScoredError as error:
                 go_on = f"go on with --name {self.folder.path.name} --resume"
                 fix = go_on if self.folder.latest() else "start again"
@@ -386,24 +363,28 @@ class Run:
                     fix += f": {AFRESH}"
                 raise ValueError(f"{error}; then {fix}") from None
 
-    def _preemptions(self) -> dict[str, int]:
-        """Counts of all replicas since the run's start."""
-        scheduler, moves = self.llm.replica.scheduler, self.llm.replica.kv_moves
+    def _moves(self) -> dict[str, int]:
+        """This rank's counts since the run's start."""
+        replica = self.llm.replica
+        counts = {f"rollout/{name}": getattr(replica.kv_moves, name) for name in KV_MOVES}
+        return counts | {"rollout/num_preemptions": replica.scheduler.num_preemptions}
+
+    def _hear_replicas(self, moves: dict[str, int]) -> dict[str, float]:
+        """The sums of `moves` over the replicas' first ranks. Also writes their steps in the last rollout down."""
         leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
-        mine = {
-            "rollout/num_preemptions": scheduler.num_preemptions,
-            "rollout/num_swapped_out": moves.num_swapped_out,
-            "rollout/num_swapped_in": moves.num_swapped_in,
-            "rollout/swapped_out_bytes": moves.swapped_out_bytes,
-            "rollout/swapped_in_bytes": moves.swapped_in_bytes,
-        }
-        told = self.group.all_gather_bytes(msgspec.msgpack.encode(mine if leads else dict.fromkeys(mine, 0)))
-        everyone = [msgspec.msgpack.decode(one, type=dict[str, int]) for one in told]
-        return {name: sum(one[name] for one in everyone) for name in mine}
+        mine = (moves, self.llm.step_records) if leads else (dict.fromkeys(moves, 0), [])
+        heard = self.group.all_gather_bytes(msgspec.msgpack.encode(mine))
+        everyone = [msgspec.msgpack.decode(one, type=tuple[dict[str, int], list[StepRecord]]) for one in heard]
+        if self.folder.is_writer:
+            steps = [step for _, part in everyone for step in part]
+            self.folder.replace("rollout_steps.jsonl", "".join(json.dumps(asdict(step)) + "\n" for step in steps))
+            marks = self.llm.rollout.marks if self.llm.rollout is not None else []
+            self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, marks)))
+        return {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
 
     def _sync_weights(self) -> None:
         """Trainer -> engine, parameter by parameter; the ranks' checksums must agree, and go into the journal."""
-        checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.step)
+        checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.state.step)
         everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
         others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if others:
@@ -412,36 +393,19 @@ class Run:
 
     def _evaluate(self) -> dict[str, float]:
         metrics = evaluate(self.llm, self.held_out, self.params, self.judge, self.group, self.config.eval_samples)
-        self.evaluations.append(metrics["val-core/pass@1"])
-        if self.step == 0:
+        self.state.evaluations.append(metrics["val-core/pass@1"])
+        if self.state.step == 0:
             self.folder.append("metrics.jsonl", {"training/global_step": 0, **metrics})
         return metrics
 
     # -- files
 
-    def _write_config(self) -> None:
-        self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
-
     def _write_rollout(self, rollout: Rollout) -> None:
-        step = {"training/global_step": self.step}
+        step = {"training/global_step": self.state.step}
         lengths = [len(c.token_ids) for group in rollout.groups for c in group.completions]
         self.folder.append("lengths.jsonl", {**step, "lengths": lengths, "digest": _digest(rollout)})
         for group in rollout.groups[:SAMPLES_PER_STEP]:
             self.folder.append("samples.jsonl", {**step, **_sample(group)})
-        self._write_timeline()
-
-    def _write_timeline(self) -> None:
-        """The steps of all replicas in the last rollout, as their first ranks saw them."""
-        leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
-        mine = msgspec.msgpack.encode(self.llm.step_records if leads else [])
-        everyone = self.group.all_gather_bytes(mine)
-        if not self.folder.is_writer:
-            return
-        steps = [step for part in everyone for step in msgspec.msgpack.decode(part, type=list[StepRecord])]
-        lines = "".join(json.dumps(asdict(step)) + "\n" for step in steps)
-        self.folder.replace("rollout_steps.jsonl", lines)
-        marks = self.llm.rollout.marks if self.llm.rollout is not None else []
-        self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, marks)))
 
     def _save(self) -> None:
         """A resume point and a Hugging Face checkpoint, published together."""
@@ -449,31 +413,31 @@ class Run:
         def write_own(path: Path) -> None:
             save_tensors(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")
             if self.folder.is_writer:
-                state = RunState(step=self.step, data_index=self.data_index, evaluations=self.evaluations)
-                (path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+                (path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(self.state)) + b"\n")
 
         def write_model(path: Path) -> None:
             self.trainer.save_pretrained(path / "huggingface")
 
         writes = [self.trainer.save_checkpoint, write_model, write_own]
-        self.folder.publish(self.step, writes, self.config.keep_checkpoints)
+        self.folder.publish(self.state.step, writes, self.config.keep_checkpoints)
         self.journal.clear()
 
     def _resume(self) -> None:
         path = last_published(self.folder.path)
         self.trainer.load_checkpoint(path)
         torch.set_rng_state(torch.load(path / f"rng-{self.group.rank}.pt", weights_only=True))
-        state = read_json(path / "run.json", RunState)
-        self.step, self.data_index, self.evaluations = state.step, state.data_index, state.evaluations
-        if self.step > self.config.steps:
-            raise ValueError(f"steps={self.config.steps}: the run is at step {self.step} already; raise --steps")
-        self.folder.truncate(self.step, STEP_FILES)
-        self.journal.recover(self.step)
+        self.state = read_json(path / "run.json", RunState)
+        if self.state.step > self.config.steps:
+            raise ValueError(f"steps={self.config.steps}: the run is at step {self.state.step} already; raise --steps")
+        self.folder.truncate(self.state.step, STEP_FILES)
+        self.journal.recover(self.state.step)
         self.group.barrier()
 
     def _summary(self, start: float) -> dict[str, Any]:
         figures: list[str] = []
         if self.folder.is_writer:
+            from experiments.figures import draw_run  # matplotlib takes half a second, and only one rank draws
+
             with self.folder.writing("figures"):
                 figures = [str(path) for path in draw_run(self.folder.path)]
         checkpoint = self.folder.latest()
@@ -481,9 +445,9 @@ class Run:
             "experiment": "train",
             "algo": self.config.algo,
             "task": self.config.task,
-            "eval_before": self.evaluations[0],
-            "eval_after": self.evaluations[-1],
-            "steps": self.step,
+            "eval_before": self.state.evaluations[0],
+            "eval_after": self.state.evaluations[-1],
+            "steps": self.state.step,
             "minutes": round((time.perf_counter() - start) / 60, 2),
             "run_dir": str(self.folder.path),
             "model": str(checkpoint / "huggingface") if checkpoint else None,

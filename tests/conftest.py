@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from engines.native import wait_policy
 from engines.replica import engine
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, save_text_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,6 +34,14 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random tiny Qwen3 checkpoint without a tokenizer."""
     directory = tmp_path_factory.mktemp("qwen3")
     save_checkpoint(directory, "qwen3")
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random tiny model over bytes, with its tokenizer."""
+    directory = tmp_path_factory.mktemp("text")
+    save_text_checkpoint(directory)
     return str(directory)
 
 

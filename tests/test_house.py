@@ -63,6 +63,7 @@ def test_no_room_imports_from_one_above() -> None:
         "engines",
         "engines.sequence",
         "engines.replica.scheduler",
+        "engines.replica.replica",
         "engines.parallel.layout",
         "engines.control.messages",
         "engines.coordination.core",

@@ -6,6 +6,7 @@ import os
 import time
 
 import pytest
+import torch
 
 from tests.worlds import run_world
 
@@ -13,6 +14,13 @@ from tests.worlds import run_world
 def facts(offset: int) -> list[str | int]:
     """The rank's environment, and an argument that came along."""
     return [os.environ["RANK"], os.environ["WORLD_SIZE"], offset + 1]
+
+
+def leave_something() -> list[str | None]:
+    """What it leaves in this process, as it found it."""
+    found = [os.environ.get("LEFT"), getattr(torch, "left", None)]
+    os.environ["LEFT"] = torch.left = "here"  # type: ignore[attr-defined]
+    return found
 
 
 def fail_or_hang(how: str) -> None:
@@ -26,8 +34,14 @@ def test_results_come_back_in_rank_order() -> None:
     assert run_world(facts, 2, 41) == [["0", "2", 42], ["1", "2", 42]]
 
 
+def test_a_world_finds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [run_world(leave_something, 1) for _ in range(2)] == [[[None, None]]] * 2
+    monkeypatch.setenv("LEFT", "by the test")
+    assert run_world(leave_something, 1) == [["by the test", None]]
+
+
 @pytest.mark.parametrize(
-    ("how", "timeout", "message"), [("fail", 120.0, "disk on fire"), ("hang", 8.0, r"ranks \[0, 1\] still ran after")]
+    ("how", "timeout", "message"), [("fail", 120.0, "disk on fire"), ("hang", 4.0, r"ranks \[0, 1\] still ran after")]
 )
 def test_failures_and_hangs_are_reported_and_ended(how: str, timeout: float, message: str) -> None:
     with pytest.raises(RuntimeError, match=message) as error:

@@ -1,8 +1,19 @@
-"""Starts worlds of real processes for tests, with the environment that torchrun gives them."""
+"""Starts worlds of real processes for tests, with the environment that torchrun gives them.
+
+Ranks are forked from a process that has imported what they need, which takes a rank 3 to 6 seconds of its own. That
+process has one thread and makes no tensors, so a rank is as if just started, with these exceptions: variables that are
+read at import are those of the first world, and sets of strings have one order on all ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import importlib
 import importlib.util
+import io
+import json
 import os
 import signal
 import socket
@@ -10,13 +21,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+
+from engines.parallel.collectives import TorchGroup
+from engines.parallel.groups import GroupCache, all_layouts
+from experiments import launch
 
 ROOT = Path(__file__).resolve().parent.parent
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 
 
 def run_world(
@@ -32,27 +50,42 @@ def run_world(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.save(list(args), folder / "args.pt")
-        source = Path(sys.modules[function.__module__].__file__ or "").resolve()
+        source = str(Path(sys.modules[function.__module__].__file__ or "").resolve())
         port = str(_free_port())
-        processes = []
+        ranks = []
         for rank in range(num_ranks):
-            # As a module from ROOT, so that `algos` is the package and not the folder of its tests.
-            command = [sys.executable, "-m", "tests.worlds", str(source), function.__name__, name, str(rank)]
             env = os.environ | {"OMP_NUM_THREADS": "1"}
             if as_torchrun:
                 env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-            with open(folder / f"output_{rank}.txt", "wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-                    )
-                )
-        problem = _wait(processes, timeout)
+            ranks.append(_Rank(source=source, function=function.__name__, folder=name, rank=rank, env=env))
+        problem = _wait(ranks, timeout)
         if problem:
             ends = [f"--- rank {rank}\n{_tail(folder / f'output_{rank}.txt')}" for rank in range(num_ranks)]
             raise RuntimeError("\n".join([f"{function.__name__}: {problem}", *ends]))
         return [torch.load(folder / f"result_{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+def run_main(script: str, arguments: list[str], num_ranks: int = 1, stdin: str = "") -> Any:
+    """What the command `experiments/<script>.py` returns on its rank 0."""
+    return run_world(_main, num_ranks, script, arguments, stdin, as_torchrun=num_ranks > 1)[0]
+
+
+def refused_by(script: str, arguments: list[str], num_ranks: int = 1, stdin: str = "") -> str:
+    """What the command, which must end with code 2 and no traceback, has printed: rank after rank, in one line."""
+    with pytest.raises(RuntimeError, match="rank 0 ended with code 2") as error:
+        run_main(script, arguments, num_ranks, stdin)
+    assert "Traceback" not in str(error.value)
+    return " ".join(str(error.value).replace("│", " ").split())  # tyro sets errors in a box
+
+
+def join(layouts: Iterable[Any] | None = None, *, timeout_s: float = 60.0, **options: Any) -> GroupCache:
+    """On a rank: the groups of these layouts, by default of all that there are, in the world that it is part of."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    world = TorchGroup(timeout_s=timeout_s)
+    wanted = all_layouts(range(world.size)) if layouts is None else layouts
+    return GroupCache(world, wanted, timeout_s=timeout_s, **options)
 
 
 def error_of(call: Any) -> str:
@@ -64,12 +97,40 @@ def error_of(call: Any) -> str:
     return ""
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
+def _main(script: str, arguments: list[str], stdin: str) -> Any:
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    sys.argv = [str(ROOT / f"experiments/{script}.py"), *arguments]
+    results: list[Any] = []
+    launch.run(lambda: results.append(importlib.import_module(f"experiments.{script}").main()))
+    return results[0]
+
+
+class _Rank:
+    """A running rank: a child of the process that forks, which therefore has to be asked how it ended."""
+
+    def __init__(self, **start: Any) -> None:
+        self.pid = _ask(start)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = _ask(self.pid)
+        return self._code
+
+    def kill(self) -> None:
+        """With the processes of its session; returns once it has ended."""
+        while self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it is so new that it has no session yet
+                os.killpg(self.pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> str | None:
     """None once all have ended well; else what went wrong. None of them runs on return."""
     deadline = time.monotonic() + timeout
     try:
         while True:
-            codes = [process.poll() for process in processes]
+            codes = [rank.poll() for rank in ranks]
             failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
             if failed:
                 return "; ".join(f"rank {rank} ended with code {code}" for rank, code in failed)
@@ -79,10 +140,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> str | Non
                 return f"ranks {[rank for rank, code in enumerate(codes) if code is None]} still ran after {timeout} s"
             time.sleep(0.05)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for rank in ranks:
+            rank.kill()
 
 
 def _tail(path: Path, num_characters: int = 4000) -> str:
@@ -95,8 +154,53 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _run_one(source: str, function: str, folder: str, rank: str) -> None:
+@functools.cache
+def _forker() -> subprocess.Popen[str]:
+    """The process that forks; it ends with this one."""
+    # The ranks initialise CUDA, so that process must not: it may only ask NVML whether there is a device.
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    command = [sys.executable, "-m", "tests.worlds"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
+
+
+def _ask(request: Any) -> Any:
+    """The answer of the process that forks; see `_serve`."""
+    forker = _forker()
+    assert forker.stdin is not None and forker.stdout is not None
+    print(json.dumps(request), file=forker.stdin, flush=True)
+    return json.loads(forker.stdout.readline())
+
+
+def _serve() -> None:
+    """Answers a rank's start with its process id, and a process id with how it ended, None while it runs."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # for what imports print
+    for name in ("engines.rollout.world", "experiments.training", "deepspeed.ops", *MODELS, "pytest"):
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing after the fork, with what it has locked"
+    gc.freeze()  # else a rank looks through all of that again when it ends, for a second
+    for line in sys.stdin:
+        request = json.loads(line)
+        if isinstance(request, int):
+            ended, status = os.waitpid(request, os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if ended else None
+        elif not (answer := os.fork()):
+            answers.close()
+            return _run_rank(**request)  # and ends as any process does
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _run_rank(*, source: str, function: str, folder: str, rank: int, env: dict[str, str]) -> None:
     """A rank's side: calls the function of the file `source`, and leaves what it returns."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    output = os.open(f"{folder}/output_{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    for descriptor, stands_for in ((os.open(os.devnull, os.O_RDONLY), (0,)), (output, (1, 2))):
+        for number in stands_for:
+            os.dup2(descriptor, number)
+        os.close(descriptor)
     spec = importlib.util.spec_from_file_location(Path(source).stem, source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -104,7 +208,9 @@ def _run_one(source: str, function: str, folder: str, rank: str) -> None:
     spec.loader.exec_module(module)
     result = getattr(module, function)(*torch.load(Path(folder) / "args.pt", weights_only=True))
     torch.save(result, Path(folder) / f"result_{rank}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _run_one(*sys.argv[1:])
+    _serve()

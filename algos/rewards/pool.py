@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import threading
+import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
-from algos.rewards.runner import RewardResult, RewardRunner, Scoring
+from algos.rewards.protocol import Result
+from algos.rewards.runner import FailureKind, RewardRunner
+
+logger = logging.getLogger(__name__)
 
 ItemKey = tuple[int, int]
-"""(position of the problem, sample index)."""
+"""(uid of the problem, sample index)."""
 _MOST_CHUNKS = 16
 """Chunks of an async function that are handed over at a time; a sync one gets them singly."""
 
@@ -32,92 +35,110 @@ class RewardPool:
     """Scores one rollout. `add` and go on; `stop` when the rollout has ended; then `finish` with what is left.
 
     A thread hands what has been added to the runner's process, a bounded number of completions at a time, those of a
-    call in the order of their keys. What waits holds no more than references to the completions. Use it as a context
-    manager, so that an error ends the thread.
+    call in the order of their keys. All completions of a call that fails get `failed_reward`; nothing is tried again.
+    Use it as a context manager, so that an error ends the thread.
     """
 
     def __init__(self, runner: RewardRunner) -> None:
         """Starts nothing yet."""
         self._runner = runner
-        self._scoring = Scoring(runner)
         self._waiting: deque[Item] = deque()
-        self._taken: list[ItemKey] = []
-        self._changed = threading.Condition()
-        self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
         self._error: BaseException | None = None
+        self._rewards: dict[ItemKey, float] = {}
+        self._failed: Counter[FailureKind] = Counter()
+        self._first_errors: dict[FailureKind, str] = {}
+        self._num_hangs = self._num_given_up = 0
         self.seconds_beside = 0.0
         """Spent in calls before `stop`."""
 
     def add(self, item: Item) -> None:
         """Returns at once. Any thread may call it, until `stop`."""
-        with self._changed:
-            assert not self._stopping, "an item came after the rollout's end"
-            self._waiting.append(item)
-            self._changed.notify()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="reward-pool", daemon=True)
-                self._thread.start()
+        self._waiting.append(item)
+        self._thread.submit(self._score_waiting)
 
     def stop(self) -> list[ItemKey]:
         """Waits for the call under way, which the runner's limits bound, and begins no other.
 
-        Returns the keys of what was called for; what was added and is not among them has been dropped. Raises what
-        `RewardRunner.score` raises.
+        Returns the keys of what was called for; what was added and is not among them has been dropped. Raises
+        ValueError for what no completion can be blamed for: a column that the function wants and does not get, one that
+        is not plain data, a function that cannot be imported.
         """
-        self._tell_to_stop()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
         if self._error is not None:
             raise self._error
-        return list(self._taken)
+        return list(self._rewards)
 
-    def finish(self, rest: Iterable[Item]) -> tuple[dict[ItemKey, float], RewardResult]:
-        """Scores the rest, in the order of the keys; returns the rewards of all, and the result that they are from."""
-        rest = sorted(rest, key=lambda item: item.key)
-        if rest:
-            self._score(rest)
-        result = self._scoring.finish()
-        return dict(zip(self._taken, result.rewards, strict=True)), result
+    def finish(self, rest: Iterable[Item]) -> tuple[dict[ItemKey, float], Counter[FailureKind]]:
+        """Scores the rest. Returns the rewards of all, which are finite, and how many completions could not be scored;
+        warns once of each kind of failure. Raises as `stop`."""
+        if items := list(rest):
+            self._score(items)
+        spec, config, num_items = self._runner.spec, self._runner.config, len(self._rewards)
+        for kind, count in sorted(self._failed.items()):
+            logger.warning(
+                "reward %s: %d of %d completions %s and get %g; the first: %s",
+                *(spec, count, num_items, kind.replace("_", " "), config.failed_reward),
+                self._first_errors[kind][:500],
+            )
+        if self._num_given_up:
+            logger.warning(
+                "reward %s: gave up on %d of %d completions after %d hangs or ends of its process (max_failures=%d, "
+                "timeout_s=%g): mend the function, make it faster, or raise these limits",
+                *(spec, self._num_given_up, num_items, self._num_hangs, config.max_failures, config.timeout_s),
+            )
+        return self._rewards, self._failed
 
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._tell_to_stop()
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _tell_to_stop(self) -> None:
-        with self._changed:
-            self._stopping = True
-            self._waiting.clear()
-            self._changed.notify()
-
-    def _work(self) -> None:
+    def _score_waiting(self) -> None:
+        """Those that came first, if an earlier call has not taken them all."""
+        if not self._waiting or self._error is not None:
+            return
         try:
-            is_async = self._runner.is_async
+            is_async = self._runner.ready.is_async
             most = self._runner.config.completions_per_call(is_async) * (_MOST_CHUNKS if is_async else 1)
-            while items := self._take(most):
-                start = time.monotonic()
-                self._score(items)
-                self.seconds_beside += time.monotonic() - start
+            start = time.monotonic()
+            self._score([self._waiting.popleft() for _ in range(min(most, len(self._waiting)))])
+            self.seconds_beside += time.monotonic() - start
         except BaseException as error:
             self._error = error
 
-    def _take(self, most: int) -> list[Item]:
-        """The next items, the earliest first; none when it is time to stop."""
-        with self._changed:
-            while not self._waiting and not self._stopping:
-                self._changed.wait()
-            return sorted(
-                (self._waiting.popleft() for _ in range(min(most, len(self._waiting)))), key=lambda item: item.key
-            )
-
     def _score(self, items: list[Item]) -> None:
-        self._taken += [item.key for item in items]
-        self._scoring.add(
-            [item.prompt for item in items],
-            [item.completion for item in items],
-            {name: [item.columns[name] for item in items] for name in items[0].columns},
-        )
+        items = sorted(items, key=lambda item: item.key)
+        arguments: dict[str, list[Any]] = {name: [item.columns[name] for item in items] for name in items[0].columns}
+        arguments["prompts"] = [item.prompt for item in items]
+        arguments["completions"] = [item.completion for item in items]
+        with self._runner.turn(items[0].columns) as ready:
+            used = {k: v for k, v in arguments.items() if ready.accepted is None or k in ready.accepted}
+            size = self._runner.config.completions_per_call(ready.is_async)
+            slices = [slice(at, min(at + size, len(items))) for at in range(0, len(items), size)]
+            # An async function's slices are called all together, a sync one's singly.
+            for together in [slices] if ready.is_async else [[one] for one in slices]:
+                for one, result in zip(together, self._call(together, used), strict=True):
+                    self._take(items[one], result)
+
+    def _call(self, slices: list[slice], arguments: dict[str, list[Any]]) -> list[Result]:
+        runner, config = self._runner, self._runner.config
+        if runner.closed or self._num_hangs >= config.max_failures:
+            self._num_given_up += sum(one.stop - one.start for one in slices)
+            return [Result(part=0, kind="timed_out", error="not called")] * len(slices)
+        results = runner.call(slices, arguments)
+        hang = next((result for result in results if result.kind == "timed_out"), None)
+        if hang and not self._num_hangs:  # at once: the report comes only after all calls
+            logger.warning("reward %s: a call timed out (timeout_s=%g): %s", runner.spec, config.timeout_s, hang.error)
+        self._num_hangs += hang is not None or not runner.has_worker
+        return results
+
+    def _take(self, items: list[Item], result: Result) -> None:
+        kind: FailureKind = "invalid" if result.kind == "ok" else result.kind
+        values = result.values if result.kind == "ok" else [None] * len(items)
+        if None in values:
+            self._failed[kind] += values.count(None)
+            self._first_errors.setdefault(kind, result.error)
+        for item, value in zip(items, values, strict=True):
+            self._rewards[item.key] = self._runner.config.failed_reward if value is None else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import select
@@ -13,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from algos.rewards.protocol import Hello, Ready, receive, send
+from algos.rewards.protocol import Ready, receive
 
 _END_S = 10.0
 """Longest that a guard may take to kill what is left."""
@@ -36,10 +37,11 @@ class WorkerProcess:
         deadline = time.monotonic() + timeout_s
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        sys_path = json.dumps([entry or os.getcwd() for entry in sys.path])  # it imports from where the run does
         self.sock, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "algos.rewards.worker", target, str(theirs.fileno())],
+                [sys.executable, "-m", "algos.rewards.worker", target, str(theirs.fileno()), sys_path],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
@@ -47,7 +49,6 @@ class WorkerProcess:
                 env={**os.environ, "PYTHONPATH": path, "CURTAIL_REWARD": self._mark},
             )
         try:
-            send(self.sock, Hello(sys_path=[entry or os.getcwd() for entry in sys.path]), deadline=deadline)
             self.ready = receive(self.sock, Ready, deadline=deadline)
         except TimeoutError:
             self.kill()

@@ -15,13 +15,6 @@ _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
-    """Runner to worker, once: import from where the run imports."""
-
-    sys_path: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ready:
     """Worker to runner, once: what the reward function takes, or why it could not be loaded."""
 
@@ -43,12 +36,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Runner to worker: calls to make, at the same time where the function is async. Each part is an encoded `Part`."""
+    """Runner to worker: calls to make, at the same time where the function is async."""
 
-    call: int
-    """Number of the call; its results carry it."""
-    parts: dict[int, msgspec.Raw]
-    """By a number that the part's result carries."""
+    parts: dict[int, Part]
+    """By a number that no other part has, and that the part's result carries."""
     timeout_s: float
 
 
@@ -56,7 +47,6 @@ class Batch:
 class Result:
     """Worker to runner, one per part, in the order in which they finish."""
 
-    call: int
     part: int
     kind: Literal["ok", "raised", "timed_out"]
     values: list[float | None] = field(default_factory=list)
@@ -92,10 +82,7 @@ def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None
 
 
 def _set_deadline(sock: socket.socket, deadline: float | None) -> None:
-    if deadline is None:
-        sock.settimeout(None)
-        return
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
+    remaining = None if deadline is None else deadline - time.monotonic()
+    if remaining is not None and remaining <= 0:
         raise TimeoutError("the deadline has passed")
     sock.settimeout(remaining)

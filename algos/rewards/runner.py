@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import logging
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,9 +19,10 @@ from algos.rewards.process import WorkerError, WorkerProcess
 from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
 from engines.constraints import Count, check_fields
 
-logger = logging.getLogger(__name__)
-
 FailureKind = Literal["raised", "timed_out", "invalid"]
+"""raised: the function did, or it returned a wrong number of rewards or ended its process. timed_out: it took longer
+than `timeout_s`, its process did not start again, or no more calls are made. invalid: the reward was not a finite
+number; None, TRL's "does not apply", counts as such."""
 Seconds = Annotated[float, Meta(gt=0, le=1e6, description="above 0, and at most 1e+06 (seconds)")]
 """Sockets and timers take no number of seconds that is much longer."""
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")]
@@ -45,7 +42,7 @@ class RewardConfig:
     failed_reward: Finite = 0.0
     """Reward of a completion that could not be scored."""
     max_failures: Count = 8
-    """Hangs, or ends of the function's process, after which a `score` gives up on what is left to call."""
+    """Hangs, or ends of the function's process, in a rollout, after which it gives up on what is left to call."""
     start_timeout_s: Seconds = 120.0
     """Limit on starting the process, the imports of the function's module included."""
     beside_rollout: bool = True
@@ -58,21 +55,6 @@ class RewardConfig:
     def completions_per_call(self, is_async: bool) -> int:
         """At most."""
         return self.chunk_size or (16 if is_async else 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardResult:
-    """What `RewardRunner.score` returns. The three counts are of completions, and disjoint."""
-
-    rewards: list[float]
-    """One per completion, all finite."""
-    num_raised: int
-    """The function raised, returned a wrong number of rewards, or ended its process."""
-    num_timed_out: int
-    """The function took longer than `timeout_s`, its process did not start again, or `score` had given up."""
-    num_invalid: int
-    """The reward was not a finite number. None, TRL's "does not apply", counts as such."""
-    seconds: float
 
 
 class RewardRunner:
@@ -97,63 +79,13 @@ class RewardRunner:
         self._target = f"{Path(module).absolute()}:{function}" if module.endswith(".py") else spec
         self._worker: WorkerProcess | None = None
         self._ready: Ready | None = None
-        self._lock = threading.Lock()
-        self._call_numbers = itertools.count(1)
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
 
-    def check(self, columns: Iterable[str] = ()) -> None:
-        """Start the worker now. Raises `ValueError` when the function cannot be imported, or wants an argument that is
+    def check(self, columns: Iterable[str] = ()) -> Ready:
+        """Starts the worker now. Raises `ValueError` when the function cannot be imported, or wants an argument that is
         neither `prompts` nor `completions` nor one of `columns`."""
-        with self._lock:
-            self._check(columns)
-
-    def score(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]] | None = None
-    ) -> RewardResult:
-        """Rewards of N completions, each with its prompt and its entry of every column (lists of length N).
-
-        All completions of a call that fails get `failed_reward`; nothing is tried again. Raises `ValueError` for what
-        no completion can be blamed for: lengths that differ, a column that the function wants and does not get, one
-        that is not plain data, a function that cannot be imported.
-        """
-        scoring = Scoring(self)
-        scoring.add(prompts, completions, columns)
-        return scoring.finish()
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the function is; starts the worker if need be."""
-        with self._lock:
-            return self._load().is_async
-
-    def close(self) -> None:
-        """Kill the worker. A `score` under way in another thread gives up after the call that it is waiting for."""
-        self.closed = True
-        with self._lock:
-            self._stop_worker()
-
-    def __enter__(self) -> RewardRunner:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _load(self) -> Ready:
-        if self.closed:
-            raise ValueError(f"reward={self.spec!r}: the runner is closed; make a new RewardRunner")
-        if self._ready is None:
-            try:
-                self._ready = self._start_worker().ready
-            except WorkerError as error:
-                raise ValueError(
-                    f"reward={self.spec!r}: cannot be used: {error}. "
-                    'Name an importable function as "package.module:function" or "path/to/file.py:function"'
-                ) from None
-        return self._ready
-
-    def _check(self, columns: Iterable[str]) -> Ready:
-        ready = self._load()
+        ready = self.ready
         missing = set(ready.required) - {"prompts", "completions", *columns}
         if missing:
             raise ValueError(
@@ -162,16 +94,90 @@ class RewardRunner:
             )
         return ready
 
+    def close(self) -> None:
+        """Kills the worker. Another thread that scores makes no call after the one that it waits for."""
+        self.closed = True
+        with self._lock:
+            self._stop_worker()
+
+    def __enter__(self) -> RewardRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def ready(self) -> Ready:
+        """What the function takes. Starts the worker if need be."""
+        with self._lock:
+            if self.closed:
+                raise ValueError(f"reward={self.spec!r}: the runner is closed; make a new RewardRunner")
+            if self._ready is None:
+                try:
+                    self._ready = self._start_worker().ready
+                except WorkerError as error:
+                    raise ValueError(
+                        f"reward={self.spec!r}: cannot be used: {error}. "
+                        'Name an importable function as "package.module:function" or "path/to/file.py:function"'
+                    ) from None
+            return self._ready
+
     @contextlib.contextmanager
     def turn(self, columns: Iterable[str]) -> Iterator[Ready]:
-        """For `Scoring`: the worker, for this thread alone. Raises `ValueError` as `check`."""
+        """The worker, for this thread alone. Raises `ValueError` as `check`."""
         with self._lock:
-            ready = self._check(columns)
+            ready = self.check(columns)
             try:
                 yield ready
-            except BaseException:  # an answer may still be on its way; never mistake it for the next call's
+            except BaseException:  # the worker may still be busy with a call that nobody waits for
                 self._stop_worker()
                 raise
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether its process runs: the last call has not ended it."""
+        return self._worker is not None
+
+    def call(self, slices: list[slice], arguments: dict[str, list[Any]]) -> list[Result]:
+        """In a turn, the result of a call with each of these slices of the arguments."""
+        numbers = [next(self._numbers) for _ in slices]
+        parts: dict[int, Part] = {}
+        results: dict[int, Result] = {}
+        kind: Literal["raised", "timed_out"] = "raised"
+        error = ""
+        for number, items in zip(numbers, slices, strict=True):
+            try:
+                parts[number] = _part(items, arguments)
+            except UnicodeEncodeError as failure:  # a lone surrogate in a model's output
+                text = f"{type(failure).__name__}: {failure}"
+                results[number] = Result(part=number, kind="raised", error=text)
+        try:
+            try:
+                self._exchange(parts, results)
+            except ConnectionError:  # the worker ended before it took the message: no completion is to blame
+                self._stop_worker()
+                self._exchange(parts, results)
+        except TimeoutError:
+            self._stop_worker()
+            kind, error = "timed_out", f"not done after {self.config.timeout_s:g} s"
+        except WorkerError as failure:
+            kind, error = "timed_out", f"the worker could not be started again: {failure}"
+        except (EOFError, ConnectionError, msgspec.DecodeError):
+            error = f"the worker process {self._stop_worker()}"
+        # A worker that was lost owes some.
+        return [results.get(number) or Result(part=number, kind=kind, error=error) for number in numbers]
+
+    def _exchange(self, parts: dict[int, Part], results: dict[int, Result]) -> None:
+        worker = self._start_worker()
+        limit_s = self.config.timeout_s * (1.0 + _GRACE * worker.ready.is_async)
+        batch = Batch(parts=parts, timeout_s=self.config.timeout_s)
+        send(worker.sock, batch, deadline=time.monotonic() + limit_s)
+        deadline = time.monotonic() + limit_s
+        while missing := parts.keys() - results.keys():
+            result = receive(worker.sock, Result, deadline=deadline)
+            if result.part in missing:  # user code can reach the socket, too
+                results[result.part] = result
+                deadline = time.monotonic() + limit_s  # coroutines of a batch may take turns
 
     def _start_worker(self) -> WorkerProcess:
         if self._worker is not None and self._worker.has_ended():
@@ -184,148 +190,16 @@ class RewardRunner:
         worker, self._worker = self._worker, None
         return worker.kill() if worker else "is not running"
 
-    @property
-    def has_worker(self) -> bool:
-        """Whether its process runs: the last call has not ended it."""
-        return self._worker is not None
 
-    def _limit_s(self) -> float:
-        """How long the worker may be silent while it has something to do."""
-        assert self._ready is not None
-        return self.config.timeout_s * (1.0 + _GRACE * self._ready.is_async)
-
-    def call(self, batch: list[range], arguments: dict[str, list[Any]]) -> list[Result]:
-        """For `Scoring`, in its turn. The result of each part; those that a lost worker still owed fail."""
-        number, error = next(self._call_numbers), ""
-        kind: Literal["raised", "timed_out"] = "raised"
-        parts: dict[int, msgspec.Raw] = {}
-        results: dict[int, Result] = {}
-        for index, part in enumerate(batch):
-            try:
-                parts[index] = _encode(part, arguments)
-            except UnicodeEncodeError as failure:  # a lone surrogate in a model's output
-                text = f"{type(failure).__name__}: {failure}"
-                results[index] = Result(call=number, part=index, kind="raised", error=text)
-        message = Batch(call=number, parts=parts, timeout_s=self.config.timeout_s)
+def _part(items: slice, arguments: dict[str, list[Any]]) -> Part:
+    """Raises `UnicodeEncodeError`, or `ValueError` for a column, where it cannot be sent."""
+    part = Part(num_items=items.stop - items.start, arguments={name: v[items] for name, v in arguments.items()})
+    for name, values in part.arguments.items():
         try:
-            try:
-                self._exchange(message, results)
-            except ConnectionError:  # the worker ended before it took the message: no completion is to blame
-                self._stop_worker()
-                self._exchange(message, results)
-        except TimeoutError:
-            self._stop_worker()
-            kind, error = "timed_out", f"not done after {self.config.timeout_s:g} s"
-        except WorkerError as failure:
-            kind, error = "timed_out", f"the worker could not be started again: {failure}"
-        except (EOFError, ConnectionError, msgspec.DecodeError):
-            error = f"the worker process {self._stop_worker()}"
-        lost = functools.partial(Result, call=number, kind=kind, error=error)
-        return [results.get(index) or lost(part=index) for index in range(len(batch))]
-
-    def _exchange(self, batch: Batch, results: dict[int, Result]) -> None:
-        worker, limit_s = self._start_worker(), self._limit_s()
-        send(worker.sock, batch, deadline=time.monotonic() + limit_s)
-        deadline = time.monotonic() + limit_s
-        while batch.parts.keys() - results.keys():
-            result = receive(worker.sock, Result, deadline=deadline)
-            if result.call == batch.call and result.part not in results:  # user code can reach the socket, too
-                results[result.part] = result
-                deadline = time.monotonic() + limit_s  # coroutines of a batch may take turns
-
-
-class Scoring:
-    """The scoring of a set of completions in several goes, with one allowance of hangs and one report."""
-
-    def __init__(self, runner: RewardRunner) -> None:
-        self._runner = runner
-        self._rewards: list[float] = []
-        self._counts: Counter[FailureKind] = Counter()
-        self._first_errors: dict[FailureKind, str] = {}
-        self._num_hangs = self._num_given_up = 0
-        self._seconds = 0.0
-
-    def add(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]] | None = None
-    ) -> None:
-        """Calls the function for N more completions. Arguments and errors as `RewardRunner.score`."""
-        start = time.monotonic()
-        arguments = {**(columns or {}), "prompts": list(prompts), "completions": list(completions)}
-        for name, values in arguments.items():
-            if len(values) != len(completions):
-                raise ValueError(f"{name}: has {len(values)} entries for {len(completions)} completions: must be equal")
-        config = self._runner.config
-        with self._runner.turn(columns or ()) as ready:
-            used = {k: v for k, v in arguments.items() if ready.accepted is None or k in ready.accepted}
-            size = config.completions_per_call(ready.is_async)
-            parts = [range(at, min(at + size, len(prompts))) for at in range(0, len(prompts), size)]
-            # An async function's parts are called all together, a sync one's singly.
-            for batch in [parts] if ready.is_async else [[part] for part in parts]:
-                self._call(batch, used)
-        self._seconds += time.monotonic() - start
-
-    def finish(self) -> RewardResult:
-        """The rewards of all, in the order in which they came."""
-        self._report()
-        return RewardResult(
-            rewards=self._rewards,
-            num_raised=self._counts["raised"],
-            num_timed_out=self._counts["timed_out"],
-            num_invalid=self._counts["invalid"],
-            seconds=self._seconds,
-        )
-
-    def _call(self, batch: list[range], arguments: dict[str, list[Any]]) -> None:
-        runner, config = self._runner, self._runner.config
-        if runner.closed or self._num_hangs >= config.max_failures:
-            self._num_given_up += sum(map(len, batch))
-            results = [Result(call=0, part=0, kind="timed_out", error="not called")] * len(batch)
-        else:
-            results = runner.call(batch, arguments)
-            hang = next((result for result in results if result.kind == "timed_out"), None)
-            if hang and not self._num_hangs:  # at once: the report comes only after all calls
-                logger.warning(
-                    "reward %s: a call timed out (timeout_s=%g): %s", runner.spec, config.timeout_s, hang.error
-                )
-            self._num_hangs += hang is not None or not runner.has_worker
-        for part, result in zip(batch, results, strict=True):
-            kind: FailureKind = "invalid" if result.kind == "ok" else result.kind
-            values = result.values if result.kind == "ok" else [None] * len(part)
-            if None in values:
-                self._counts[kind] += values.count(None)
-                self._first_errors.setdefault(kind, result.error)
-            pairs = zip(part, values, strict=True)
-            self._rewards += [config.failed_reward if value is None else value for _, value in pairs]
-
-    def _report(self) -> None:
-        """One warning per kind of failure."""
-        spec, config = self._runner.spec, self._runner.config
-        for kind, count in sorted(self._counts.items()):
-            logger.warning(
-                "reward %s: %d of %d completions %s and get %g; the first: %s",
-                *(spec, count, len(self._rewards), kind.replace("_", " "), config.failed_reward),
-                self._first_errors[kind][:500],
-            )
-        if self._num_given_up:
-            logger.warning(
-                "reward %s: gave up on %d of %d completions after %d hangs or ends of its process (max_failures=%d, "
-                "timeout_s=%g): mend the function, make it faster, or raise these limits",
-                *(spec, self._num_given_up, len(self._rewards), self._num_hangs),
-                *(config.max_failures, config.timeout_s),
-            )
-
-
-def _encode(part: range, arguments: dict[str, list[Any]]) -> msgspec.Raw:
-    sliced = {name: values[part.start : part.stop] for name, values in arguments.items()}
-    try:
-        return msgspec.Raw(msgspec.msgpack.encode(Part(num_items=len(part), arguments=sliced)))
-    except (TypeError, OverflowError) as error:
-        for name, values in sliced.items():
-            try:
-                msgspec.msgpack.encode(values)
-            except (TypeError, OverflowError):
-                raise ValueError(
-                    f"columns[{name!r}]: cannot be sent to the reward process ({error}): must be plain data "
-                    "(text, numbers of 64 bits, lists, dicts)"
-                ) from None
-        raise
+            msgspec.msgpack.encode(values)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(
+                f"columns[{name!r}]: cannot be sent to the reward process ({error}): must be plain data "
+                "(text, numbers of 64 bits, lists, dicts)"
+            ) from None
+    return part

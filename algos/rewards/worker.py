@@ -1,4 +1,4 @@
-"""The process that runs a reward function: `python -m algos.rewards.worker SPEC SOCKET_FD`.
+"""The process that runs a reward function: `python -m algos.rewards.worker SPEC SOCKET_FD SYS_PATH`.
 
 It may run anybody's code on a model's output, so it is built to be killed: all that it starts dies with it, and it dies
 as soon as the runner does (`guard.py`). What user code prints goes to stderr.
@@ -13,20 +13,19 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import json
 import math
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import msgspec
-
 from algos.rewards.guard import fork_worker, guard
-from algos.rewards.protocol import Batch, Hello, Part, Ready, Result, receive, send
+from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
 
 RewardFunction = Callable[..., Any]
 
@@ -65,66 +64,47 @@ def _load_file(path: Path) -> ModuleType:
 
 def describe_function(function: RewardFunction) -> Ready:
     """What the function takes. Raises `ValueError` when it cannot be called with keyword arguments alone."""
-    accepted: list[str] | None = []
-    required = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            accepted = None
-        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.default is inspect.Parameter.empty:
-            raise ValueError(f"parameter {parameter.name!r} is positional-only; reward functions get keyword arguments")
-        elif parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
-            if accepted is not None:
-                accepted.append(parameter.name)
-            if parameter.default is inspect.Parameter.empty:
-                required.append(parameter.name)
+    given = inspect.signature(function).parameters.values()
+    for one in given:
+        if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+            raise ValueError(f"parameter {one.name!r} is positional-only; reward functions get keyword arguments")
+    named = [one for one in given if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in given)
     # An object with an `async def __call__` is as good as a coroutine function.
     is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-    return Ready(is_async=is_async, accepted=accepted, required=required)
+    required = [one.name for one in named if one.default is one.empty]
+    return Ready(is_async=is_async, accepted=None if takes_any else [one.name for one in named], required=required)
 
 
 def score_part(
-    function: RewardFunction, batch: Batch, index: int, worker: int, loop: asyncio.AbstractEventLoop
+    function: RewardFunction, number: int, part: Part, worker: int, loop: asyncio.AbstractEventLoop
 ) -> Result:
-    """Call a function that is not async, outside of any event loop, since it may run one. It can only be killed."""
-    part = msgspec.msgpack.decode(batch.parts[index], type=Part)
+    """Calls a function that is not async, outside of any event loop, since it may run one. It can only be killed."""
     try:
         with end_forks(worker):
             returned = function(**part.arguments)
             if inspect.isawaitable(returned):
-                returned = loop.run_until_complete(_wait_for(returned))
-            return _scored(batch, index, returned, part)
+                returned = loop.run_until_complete(returned)
+            return read_values(number, returned, part.num_items)
     except BaseException as error:  # SystemExit too: a reward function must not end the worker by a mere sys.exit()
-        return Result(call=batch.call, part=index, kind="raised", error=describe_error(error))
+        return Result(part=number, kind="raised", error=describe_error(error))
 
 
-async def score_part_async(function: RewardFunction, batch: Batch, index: int, worker: int) -> Result:
-    """Call an async function; it is cancelled after `timeout_s`."""
-    part = msgspec.msgpack.decode(batch.parts[index], type=Part)
-    limit = asyncio.timeout(batch.timeout_s)
+async def score_part_async(function: RewardFunction, number: int, part: Part, worker: int, timeout_s: float) -> Result:
+    """Calls an async function, and cancels it after `timeout_s`."""
+    limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
             with end_forks(worker):
-                return _scored(batch, index, await function(**part.arguments), part)
+                return read_values(number, await function(**part.arguments), part.num_items)
     except BaseException as error:
-        is_late = limit.expired()
-        text = f"not done after {batch.timeout_s:g} s" if is_late else describe_error(error)
-        return Result(call=batch.call, part=index, kind="timed_out" if is_late else "raised", error=text)
+        if limit.expired():
+            return Result(part=number, kind="timed_out", error=f"not done after {timeout_s:g} s")
+        return Result(part=number, kind="raised", error=describe_error(error))
 
 
-async def _wait_for(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
-
-
-def _scored(batch: Batch, index: int, returned: Any, part: Part) -> Result:
-    values, error = read_values(returned, part.num_items)
-    return Result(call=batch.call, part=index, kind="ok", values=values, error=error)
-
-
-def read_values(returned: Any, num_items: int) -> tuple[list[float | None], str]:
-    """The rewards, None where one is not a finite number, and the first of those in words.
-
-    Raises `ValueError` when there are not `num_items` of them.
-    """
+def read_values(number: int, returned: Any, num_items: int) -> Result:
+    """The rewards that a call returned. Raises `ValueError` where they are not a list of `num_items`."""
     if isinstance(returned, (str, bytes, dict)) or not hasattr(returned, "__iter__"):
         what = "None" if returned is None else f"a {type(returned).__name__}"
         raise ValueError(f"returned {what}: must be a list of {num_items} numbers")
@@ -133,8 +113,9 @@ def read_values(returned: Any, num_items: int) -> tuple[list[float | None], str]
         got = "more" if len(items) > num_items else str(len(items))
         raise ValueError(f"returned {got} rewards for {num_items} completions: must be one each")
     values = [_finite(item) for item in items]
-    bad = next((item for item, value in zip(items, values, strict=True) if value is None), None)
-    return values, f"returned {repr(bad)[:100]}: must be a finite number" if None in values else ""
+    bad = [repr(item)[:100] for item, value in zip(items, values, strict=True) if value is None]
+    error = f"returned {bad[0]}: must be a finite number" if bad else ""
+    return Result(part=number, kind="ok", values=values, error=error)
 
 
 def _finite(item: Any) -> float | None:
@@ -176,7 +157,7 @@ def end_forks(worker: int) -> Iterator[None]:
 def _exit_after(error: BaseException | None) -> NoReturn:
     status = int(error is not None)
     try:
-        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        if isinstance(error, SystemExit) and isinstance(error.code, int | None):
             status = (error.code or 0) & 0xFF
         elif error is not None:
             traceback.print_exception(error)
@@ -187,30 +168,28 @@ def _exit_after(error: BaseException | None) -> NoReturn:
 
 
 def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker: int) -> None:
-    """Answer batches until the runner closes the connection."""
+    """Answers batches until the runner closes the connection."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
 
-    async def answer(batch: Batch, index: int) -> None:
-        send(sock, await score_part_async(function, batch, index, worker))
+    async def answer(number: int, part: Part, timeout_s: float) -> None:
+        send(sock, await score_part_async(function, number, part, worker, timeout_s))
 
     async def answer_all(batch: Batch) -> None:
-        await asyncio.gather(*(answer(batch, index) for index in batch.parts))
+        await asyncio.gather(*(answer(number, part, batch.timeout_s) for number, part in batch.parts.items()))
 
-    while True:
-        try:
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
             batch = receive(sock, Batch)
             if is_async:
                 loop.run_until_complete(answer_all(batch))
-            else:
-                for index in batch.parts:
-                    send(sock, score_part(function, batch, index, worker, loop))
-        except (EOFError, ConnectionError):
-            return
+                continue
+            for number, part in batch.parts.items():
+                send(sock, score_part(function, number, part, worker, loop))
 
 
 def main() -> None:
-    spec, sock = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    spec, sock, sys_path = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), json.loads(sys.argv[3])
     if child := fork_worker():
         sock.close()
         guard(child, lifeline=0)
@@ -220,7 +199,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=sock.close)
     with open(os.devnull, "rb") as devnull:
         os.dup2(devnull.fileno(), 0)
-    sys.path[:] = receive(sock, Hello).sys_path
+    sys.path[:] = sys_path
     sys.argv[1:] = []
     try:
         with end_forks(worker):

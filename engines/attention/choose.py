@@ -30,11 +30,9 @@ class AttentionBackend(Protocol[Plan]):
 
     def plan(self, batch: ForwardBatch, block_size: int) -> Plan:
         """What is the same for every layer: once per forward pass."""
-        ...
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> Tensor:
         """Once per layer; see `sdpa.attention`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,28 +61,20 @@ def choose_attention(
     takes native, nothing else. Raises ValueError when that one, or one that is asked for, cannot be had, or cannot take
     the setting.
     """
-    if setting.batch_invariant:
-        assert asked in ("auto", "native"), "EngineConfig refuses others"
-        reason = refusal("native", setting) or without("native")
-        if reason is not None:
+    if asked != "auto" or setting.batch_invariant:
+        name = "native" if setting.batch_invariant else asked
+        reason = refusal(name, setting) or without(name)
+        if reason is None:
+            return name
+        if setting.batch_invariant:
             why = reason.removesuffix("; use 'sdpa'")
             raise ValueError(
                 f"EngineConfig.batch_invariant=True: needs attention='native', which {why}; set batch_invariant=False"
             )
-        return "native"
-    if asked != "auto":
-        reason = refusal(asked, setting) or without(asked)
-        if reason is not None:
-            raise ValueError(f"EngineConfig.attention={asked!r}: {reason}")
-        return asked
-    fast = {
-        "cuda": ("flash_attn",) if setting.is_interpreted else ("flash_attn", "triton"),
-        "cpu": ("native",) if allow_native else (),
-    }
-    for name in fast.get(setting.device.type, ()):
-        if refusal(name, setting) is None and without(name) is None:
-            return name
-    return "sdpa"
+        raise ValueError(f"EngineConfig.attention={asked!r}: {reason}")
+    on_cuda = ("flash_attn",) if setting.is_interpreted else ("flash_attn", "triton")
+    fast = {"cuda": on_cuda, "cpu": ("native",) if allow_native else ()}.get(setting.device.type, ())
+    return next((name for name in fast if refusal(name, setting) is None and without(name) is None), "sdpa")
 
 
 def refusal(name: str, setting: Setting) -> str | None:
@@ -148,14 +138,13 @@ def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.devic
         if name == "native":
             library = choose_library("auto", setting.dtype, device)
             return None if library is not None else "needs a C++ compiler, see the log; use 'sdpa'"
-        return why_not_importable(name)
+        return why_not_importable(name) if name != "sdpa" else None
 
     name = choose_attention(config.attention, setting, without, allow_native=config.kernels != "torch")
     return ChosenAttention(name=name, backend=_make(name, shard, setting))
 
 
 def _make(name: str, shard: ModelConfig, setting: Setting) -> AttentionBackend[Any]:
-    dtype, device = setting.dtype, setting.device
     if name == "flash_attn":
         from flash_attn import flash_attn_varlen_func
 
@@ -163,15 +152,10 @@ def _make(name: str, shard: ModelConfig, setting: Setting) -> AttentionBackend[A
     if name == "triton":
         from engines.attention.triton import TritonAttention
 
-        return TritonAttention(
-            num_heads=shard.num_heads,
-            num_kv_heads=shard.num_kv_heads,
-            head_dim=shard.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+        sizes = {"num_heads": shard.num_heads, "num_kv_heads": shard.num_kv_heads, "head_dim": shard.head_dim}
+        return TritonAttention(**sizes, dtype=setting.dtype, device=setting.device)
     if name == "native":
-        library = choose_library("auto", dtype, device)
+        library = choose_library("auto", setting.dtype, setting.device)
         assert library is not None
         return NativeAttention(library)
     return sdpa
@@ -179,8 +163,6 @@ def _make(name: str, shard: ModelConfig, setting: Setting) -> AttentionBackend[A
 
 def why_not_importable(name: str) -> str | None:
     """Of an optional package: what importing it says, and what to do; None when it can be imported."""
-    if name == "sdpa":
-        return None
     try:
         importlib.import_module(name)
     except Exception as error:  # one built for another torch fails in its own ways

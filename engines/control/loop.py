@@ -113,14 +113,9 @@ class Loop:
 
     def _receive(self) -> list[bytes] | None:
         try:
-            frames = [self._socket.recv(zmq.NOBLOCK)]
+            return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        while self._socket.rcvmore:
-            frame = self._socket.recv()
-            if len(frames) < 4:  # enough to see that there are too many
-                frames.append(frame)
-        return frames
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
@@ -140,9 +135,8 @@ def open_socket(kind: int, max_bytes: int) -> zmq.Socket[bytes]:
     """A socket in the process's one context, which is never terminated: libzmq's term() was seen to hang, about once
     in 2000 closes that raced with a peer's own."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    # A little above `max_bytes`, so that what is too large is seen and counted; far above, zmq cuts the connection.
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * max_bytes + HEADER.size)
-    # No limit on what waits to be sent: a peer that does not read is given up after its patience, not blocked on.
+    socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER.size))  # of a frame: zmq cuts who sends a larger one
+    # No limit on what waits to be sent: a peer that does not read is dropped by its silence, and blocks nobody.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 100)  # per connection, of up to MAXMSGSIZE each
     return socket

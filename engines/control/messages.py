@@ -1,4 +1,6 @@
-"""What coordinator and replicas say to each other: typed structs, msgpack bytes, one version. Torch-free.
+"""What coordinator and replicas say to each other: typed structs, msgpack bytes. Torch-free.
+
+The transport refuses a process of another version (`sealing.VERSION`): raise that when these change.
 
 **Addresses.** A command goes to one process: `rank`. When that process is the leader of a replica (`ranks[0]` of its
 spec), `replica_id` names the replica, and the leader relays the command to the replica's other ranks, which take it at
@@ -22,7 +24,6 @@ import msgspec
 from engines.parallel.layout import Layout
 from engines.sequence import Finished, SequenceId, Work
 
-PROTOCOL_VERSION = 1
 T = TypeVar("T")
 
 
@@ -181,44 +182,27 @@ Event = (
 )
 
 
-class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """[version, message]: the one thing that no later version may change."""
-
-    version: int
-    message: msgspec.Raw
-
-
 _encoder = msgspec.msgpack.Encoder()
-_envelopes = msgspec.msgpack.Decoder(_Envelope)
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def encode(message: Command | Event) -> bytes:
-    return _encoder.encode(_Envelope(PROTOCOL_VERSION, msgspec.Raw(_encoder.encode(message))))
+    return _encoder.encode(message)
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises ProtocolError for another version, an unknown kind of message, or fields that do not fit."""
+    """Raises ProtocolError for an unknown kind of message, or fields that do not fit."""
     return _decode(data, _commands, "command")
 
 
 def decode_event(data: bytes) -> Event:
-    """Raises ProtocolError for another version, an unknown kind of message, or fields that do not fit."""
+    """Raises ProtocolError for an unknown kind of message, or fields that do not fit."""
     return _decode(data, _events, "event")
 
 
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T], what: str) -> T:
     try:
-        envelope = _envelopes.decode(data)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"{what}: {len(data)} bytes are not a message of Curtail's: {error}") from error
-    if envelope.version != PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"{what}: has protocol version {envelope.version}, this process speaks {PROTOCOL_VERSION}; "
-            "run one version of Curtail in all processes"
-        )
-    try:
-        return decoder.decode(envelope.message)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ProtocolError(f"{what}: {error}") from error
+        raise ProtocolError(f"{what}: {len(data)} bytes are not a message of this version: {error}") from error

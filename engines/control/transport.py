@@ -1,8 +1,8 @@
-"""How control messages travel: bytes between one coordinator (`Server`) and its processes (`Client`s).
+"""How control messages travel: bytes between one coordinator (`Server`) and its processes (`Client`s), over zmq.
 
-Over zmq between processes; through queues inside one it is `ends.memory_pair`. Callers hold a `ServerEnd` or a
-`ClientEnd`. A payload is whatever bytes the caller encoded. On the wire a message is two frames, header and
-payload, and the header's MAC is keyed with the launch token: what does not carry it is dropped and counted.
+A payload is whatever bytes the caller encoded. On the wire a message is two frames, header and payload, and the
+header's MAC is keyed with the launch token: what does not carry it is dropped and counted. Version, token, order and
+completeness are checked here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import zmq
 
-from engines.control.ends import Inbox, Joined, Lost, Notice, Received, Roster
+from engines.control.ends import Inbox, Joined, Lost, Notice, Received
 from engines.control.loop import Loop, bind, open_socket
 from engines.control.sealing import (
     BEAT,
@@ -33,15 +32,12 @@ from engines.control.sealing import (
     WELCOME,
     Message,
     Seal,
+    Session,
 )
 
-REASONS: Final = (
-    *("frames", "magic", "version", "header", "oversized", "truncated", "token", "forged", "kind", "name"),
-    *("duplicate", "stale"),
-)
-"""Why a message is dropped: not two frames; not ours; another protocol's; a header of another length; more than
-`max_bytes`; payload and header disagree about the length; another launch's; altered; unknown kind; a bad peer name;
-a sequence number seen before; from a peer that is no longer one."""
+REASONS: Final = ("header", "version", "token", "duplicate", "stale")
+"""Why a message is dropped: it is not two frames that begin as ours do; it has another version; it is altered, or
+sealed with another token; its sequence number was seen before; its sender is no longer a peer."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -51,22 +47,18 @@ class _Peer:
     """What the server's thread knows of a joined client."""
 
     name: str
-    session: bytes
+    session: Session
     route: bytes
-    heard: float
-    num_received: int = 1
-    num_sent: int = 0
     is_unreachable: bool = False
-    parts: list[bytes] = field(default_factory=list)
 
 
 class Server:
     """The coordinator's end of all control connections, on `host`:`port` (0: any free one; see `address`).
 
-    Beats every `interval_s` seconds, and drops a peer that was silent for `patience_s`. Peers are distinguished by a
-    session that each makes when it joins, inside the MAC: nobody without the token can speak under a peer's name.
-    The inbox is not bounded: who has the token is trusted to send what is wanted.
-    Raises OSError when the port is in use, ValueError for settings that cannot be.
+    For one thread, which knows of peers what `receive` has returned so far. Beats every `interval_s` seconds, and drops
+    a peer that was silent for `patience_s`. Peers are distinguished by a session that each makes when it joins, inside
+    the MAC: nobody without the token can speak under a peer's name. The inbox is not bounded: who has the token is
+    trusted. Raises OSError when the port is in use, ValueError for settings that cannot be.
     """
 
     def __init__(
@@ -80,11 +72,12 @@ class Server:
         max_bytes: int = MAX_BYTES,
     ) -> None:
         _check_times(interval_s, patience_s)
-        self._seal = Seal(token, is_server=True, max_bytes=max_bytes)
-        self._patience_s = patience_s
+        self._seal = Seal(token, is_server=True)
+        self._patience_s, self._max_bytes = patience_s, max_bytes
         self.rejected: dict[str, int] = dict.fromkeys(REASONS, 0)
-        """Dropped messages by reason. Larger frames than twice `max_bytes` never get here: zmq cuts the connection."""
-        self._roster = Roster()  # the caller's
+        """Dropped messages by reason. Frames of more than `max_bytes` never get here: zmq cuts the connection."""
+        self._here: dict[str, bytes] = {}  # the caller's: sessions by name
+        self._left: dict[str, str] = {}
         self._reason = ""
         self._inbox: Inbox[tuple[Notice, bytes]] = Inbox()
         self._peers: dict[bytes, _Peer] = {}  # the thread's, as all below
@@ -106,50 +99,66 @@ class Server:
         self._loop = Loop(self._socket, interval_s, self._on_item, self._on_frames, self._on_tick, self._on_end)
 
     def receive(self, timeout_s: float) -> Notice | None:
+        """The next notice, in order per peer; None when there was none in `timeout_s` seconds."""
         item = self._inbox.get(timeout_s)
-        return self._roster.note(*item) if item is not None else None
+        if item is None:
+            return None
+        notice, session = item
+        if isinstance(notice, Joined):
+            self._here[notice.peer] = session
+        elif isinstance(notice, Lost):
+            del self._here[notice.peer]
+            self._left[notice.peer] = notice.reason
+        return notice
 
     def send(self, peer: str, payload: bytes) -> None:
-        self._loop.put((self._roster.session(peer), payload))
+        """Queues a message of any length. Raises ConnectionError for a peer that has not joined or has left, by name.
+        A peer lost before it read the message shows as a later `Lost`."""
+        if peer not in self._here:
+            what = f"has left ({self._left[peer]})" if peer in self._left else "never joined"
+            here = ", ".join(self._here) or "nobody"
+            raise ConnectionError(f"peer: {peer!r} {what}; here: {here}; send after its Joined and before its Lost")
+        self._loop.put((self._here[peer], payload))
 
     def peers(self) -> list[str]:
-        return list(self._roster.here)
+        return list(self._here)
 
     def close(self, reason: str = "the coordinator has closed") -> None:
+        """Says goodbye, and why. May be called twice. What has not left in half a second is lost."""
         self._reason = reason
         self._loop.close()
 
     def _on_item(self, item: tuple[bytes, bytes]) -> None:
         session, payload = item
-        if session in self._peers:  # else its Lost is on the way to the caller
-            for kind, part in self._seal.parts(payload):
-                self._transmit(self._peers[session], kind, part)
+        if (peer := self._peers.get(session)) is not None:  # else its Lost is on the way to the caller
+            for frames in peer.session.pack_data(payload):
+                self._transmit(peer, frames)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         route, *frames = frames
         message = self._seal.unpack(frames)
         if isinstance(message, str):
             self.rejected[message] += 1
-            if message in ("version", "token"):
+            if message != "header":
                 refusal = PREFIX.pack(MAGIC, VERSION, REFUSED)  # not sealed: the other could not check it
                 self._tell_once(route, b"", [refusal, b""])
-            return
-        peer = self._peers.get(message.session)
-        if peer is None:
+        elif (peer := self._peers.get(message.session)) is None:
             self._on_stranger(route, message)
-        elif message.sequence <= peer.num_received:
-            self.rejected["duplicate"] += 1
-        elif message.sequence > peer.num_received + 1:
-            self._drop(peer, f"messages {peer.num_received + 1} to {message.sequence - 1} are missing")
         else:
-            peer.num_received, peer.heard = message.sequence, time.monotonic()
-            peer.route, peer.is_unreachable = route, False  # zmq may have connected anew
-            if message.kind == PART:
-                peer.parts.append(message.payload)
-            elif message.kind == DATA:
-                self._inbox.put((Received(peer=peer.name, payload=_join(peer.parts, message.payload)), peer.session))
-            elif message.kind == BYE:
-                self._drop(peer, message.payload.decode(errors="replace"))
+            try:
+                if peer.session.takes(message):
+                    peer.route, peer.is_unreachable = route, False  # zmq may have connected anew
+                    self._on_message(peer, message)
+                else:
+                    self.rejected["duplicate"] += 1
+            except ConnectionError as error:
+                self._drop(peer, str(error))
+
+    def _on_message(self, peer: _Peer, message: Message) -> None:
+        if message.kind == BYE:
+            self._drop(peer, message.payload.decode(errors="replace"))
+        elif message.kind in (PART, DATA) and (payload := peer.session.join_parts(message)) is not None:
+            self._inbox.put((Received(peer=peer.name, payload=payload), peer.session.id))
 
     def _on_stranger(self, route: bytes, message: Message) -> None:
         if message.kind != HELLO or message.sequence != 1 or message.session in self._ended:
@@ -158,43 +167,44 @@ class Server:
             self._tell_once(route, message.session, goodbye)
             return
         name = message.payload.decode(errors="replace")
-        if not _NAME.fullmatch(name):
-            self.rejected["name"] += 1
-            return
         for other in [peer for peer in self._peers.values() if peer.name == name]:
             self._drop(other, "another client has joined under its name")
-        peer = self._peers[message.session] = _Peer(name, message.session, route, time.monotonic())
-        self._inbox.put((Joined(peer=name), peer.session))
-        self._transmit(peer, WELCOME)
+        session = Session(self._seal, message.session, self._max_bytes)
+        session.takes(message)
+        peer = self._peers[session.id] = _Peer(name, session, route)
+        self._inbox.put((Joined(peer=name), session.id))
+        self._transmit(peer, session.pack(WELCOME))
 
     def _on_tick(self, now: float, away_s: float) -> None:
         for peer in list(self._peers.values()):
-            peer.heard = min(now, peer.heard + away_s)  # a pause of this process is not the peer's silence
-            if now - peer.heard > self._patience_s:
-                self._drop(peer, f"silent for {now - peer.heard:.1f} s")
+            silent_s = peer.session.silent_s(now, away_s)
+            if silent_s > self._patience_s:
+                self._drop(peer, f"silent for {silent_s:.1f} s")
             elif peer.is_unreachable:  # since the last tick, so that its last messages have been read
                 self._drop(peer, "its connection was closed without a goodbye")
             else:
-                self._transmit(peer, BEAT)
+                self._transmit(peer, peer.session.pack(BEAT))
 
     def _on_end(self, problem: Exception | None) -> bool:
-        reason = self._reason.encode()[: self._seal.max_bytes]
         for peer in self._peers.values() if problem is None else []:
-            self._deliver(peer.route, self._seal.pack(BYE, peer.session, 0, reason))
+            self._say_goodbye(peer, self._reason)
         closed = ConnectionError(f"the control connections of {self.address} are closed")
         failed = RuntimeError(f"the control connections of {self.address} have failed: {problem!r}")
         self._inbox.put(closed if problem is None else failed)
         return problem is None
 
     def _drop(self, peer: _Peer, reason: str) -> None:
-        del self._peers[peer.session]
-        self._ended.append(peer.session)
-        self._inbox.put((Lost(peer=peer.name, reason=reason), peer.session))
-        self._deliver(peer.route, self._seal.pack(BYE, peer.session, 0, reason.encode()))
+        del self._peers[peer.session.id]
+        self._ended.append(peer.session.id)
+        self._inbox.put((Lost(peer=peer.name, reason=reason), peer.session.id))
+        self._say_goodbye(peer, reason)
 
-    def _transmit(self, peer: _Peer, kind: int, payload: bytes = b"") -> None:
-        peer.num_sent += 1
-        if not self._deliver(peer.route, self._seal.pack(kind, peer.session, peer.num_sent, payload)):
+    def _say_goodbye(self, peer: _Peer, reason: str) -> None:
+        """Outside of the count: it is taken though something before it was lost."""
+        self._deliver(peer.route, self._seal.pack(BYE, peer.session.id, 0, reason.encode()[: self._max_bytes]))
+
+    def _transmit(self, peer: _Peer, frames: list[bytes]) -> None:
+        if not self._deliver(peer.route, frames):
             peer.is_unreachable = True
 
     def _tell_once(self, route: bytes, session: bytes, frames: list[bytes]) -> None:
@@ -216,7 +226,8 @@ class Client:
     """The end of the process `name` ("rank-3", "replica-7") of its connection to the coordinator at `address`.
 
     Returns joined. Raises ConnectionError when nobody answers for `patience_s` seconds, and ValueError when the
-    coordinator refuses this client. It never joins again by itself: after a ConnectionError, make a new one.
+    coordinator refuses this client. It never joins again by itself: after a ConnectionError, make a new one. Messages
+    sent before the coordinator was lost may not have arrived.
     """
 
     def __init__(
@@ -232,23 +243,20 @@ class Client:
         _check_times(interval_s, patience_s)
         if not _NAME.fullmatch(name):
             raise ValueError(f"name: {name!r} is no peer name; use 1 to 64 letters, digits, '.', '_' and '-'")
-        self._seal = Seal(token, is_server=False, max_bytes=max_bytes)
+        self._seal = Seal(token, is_server=False)
         self.name, self.address, self._patience_s = name, address, patience_s
         self.rejected: dict[str, int] = dict.fromkeys(REASONS, 0)
         self._end: Exception | None = None  # the thread's, as all below; the caller may read it
         self._inbox: Inbox[bytes] = Inbox()
-        self._session = os.urandom(8)
-        self._parts: list[bytes] = []
-        self._num_sent = self._num_received = 0
-        self._heard = time.monotonic()
+        self._session = Session(self._seal, os.urandom(8), max_bytes)
+        self._is_cut = False
         self._socket = open_socket(zmq.DEALER, max_bytes)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
             raise ValueError(f"address: {address!r}: {error}; give the server's `address`") from None
-        self._transmit(HELLO, name.encode())  # no other thread has the socket yet
-        self._is_cut = False
+        self._transmit(self._session.pack(HELLO, name.encode()))  # no other thread has the socket yet
         self._loop = Loop(
             self._socket,
             interval_s,
@@ -267,20 +275,24 @@ class Client:
             raise
 
     def receive(self, timeout_s: float) -> bytes | None:
+        """The next message; None when there was none in `timeout_s` seconds. Raises ConnectionError, after all
+        messages that came before, when the coordinator is gone or has dropped this client."""
         return self._inbox.get(timeout_s)
 
     def send(self, payload: bytes) -> None:
+        """Queues a message of any length. Raises ConnectionError as `receive` does."""
         if self._end is not None:
             raise type(self._end)(*self._end.args)
         self._loop.put(payload)
 
     def close(self) -> None:
+        """Says goodbye. May be called twice. What has not left in half a second is lost."""
         self._loop.close()
 
     def _on_item(self, payload: bytes) -> None:
         if self._end is None:
-            for kind, part in self._seal.parts(payload):
-                self._transmit(kind, part)
+            for frames in self._session.pack_data(payload):
+                self._transmit(frames)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if self._end is not None:
@@ -288,48 +300,48 @@ class Client:
         message = self._seal.unpack(frames)
         if isinstance(message, str):
             self._on_unsealed(frames, message)
-        elif message.session != self._session:
+        elif message.session != self._session.id:
             self.rejected["stale"] += 1
         elif message.kind == BYE:
             reason = message.payload.decode(errors="replace")
             self._finish(ConnectionError(f"{self.address} dropped {self.name!r}: {reason}; join anew as a new Client"))
-        elif message.sequence <= self._num_received:
-            self.rejected["duplicate"] += 1
-        elif message.sequence > self._num_received + 1:
-            self._give_up(f"messages {self._num_received + 1} to {message.sequence - 1} are missing")
         else:
-            self._num_received, self._heard = message.sequence, time.monotonic()
-            if message.kind == PART:
-                self._parts.append(message.payload)
-            elif message.kind in (DATA, WELCOME):  # the empty welcome is the constructor's
-                self._inbox.put(_join(self._parts, message.payload))
+            try:
+                if not self._session.takes(message):
+                    self.rejected["duplicate"] += 1
+                # The empty welcome is the constructor's.
+                elif message.kind != BEAT and (payload := self._session.join_parts(message)) is not None:
+                    self._inbox.put(payload)
+            except ConnectionError as error:
+                self._give_up(str(error))
 
     def _on_unsealed(self, frames: list[bytes], reason: str) -> None:
         self.rejected[reason] += 1
         # A refusal cannot be checked. It can only end what has not begun, and its words are ours.
-        if self._num_received or reason not in ("version", "header"):
+        if self._session.num_received or not frames or not frames[0].startswith(MAGIC):
             return
-        _, version, kind = PREFIX.unpack_from(frames[0])
-        if kind == REFUSED and version != VERSION:
+        if len(frames[0]) != PREFIX.size or PREFIX.unpack(frames[0])[2] != REFUSED:
+            return
+        version = PREFIX.unpack(frames[0])[1]
+        if version != VERSION:
             versions = f"the coordinator's is {version}, {self.name!r} has {VERSION}"
             self._finish(ValueError(f"protocol version: {versions}; start both from the same installation"))
-        elif kind == REFUSED:
+        else:
             self._finish(ValueError("launch token: not the coordinator's; start both from the same launcher"))
 
     def _on_tick(self, now: float, away_s: float) -> None:
         if self._end is not None:
             return
-        self._heard = min(now, self._heard + away_s)  # a pause of this process is not the coordinator's silence
-        silent_s = now - self._heard
+        silent_s = self._session.silent_s(now, away_s)
         if self._is_cut:  # since the last tick, so that the last messages have been read
             self._give_up("its connection was closed without a goodbye")
         elif silent_s > self._patience_s:
             self._give_up(f"silent for {silent_s:.1f} s; is the coordinator running there?")
-        elif self._num_received:
-            self._transmit(BEAT)
+        elif self._session.num_received:
+            self._transmit(self._session.pack(BEAT))
 
     def _on_cut(self) -> None:
-        if self._num_received:  # before, nobody may be listening yet
+        if self._session.num_received:  # before, nobody may be listening yet
             self._is_cut = True
 
     def _on_end(self, problem: Exception | None) -> bool:
@@ -338,30 +350,20 @@ class Client:
         if self._end is not None:
             return False
         self._finish(ConnectionError(f"{self.name!r} has closed its connection to {self.address}"))
-        self._transmit(BYE, b"it left")
+        self._transmit(self._session.pack(BYE, b"it left"))
         return True
 
     def _give_up(self, problem: str) -> None:
         self._finish(ConnectionError(f"{self.address}: {problem}"))
-        self._transmit(BYE, f"it gave up: {problem}".encode())
+        self._transmit(self._session.pack(BYE, f"it gave up: {problem}".encode()))
 
     def _finish(self, end: Exception) -> None:
         if self._end is None:
             self._end = end
             self._inbox.put(end)
 
-    def _transmit(self, kind: int, payload: bytes = b"") -> None:
-        self._num_sent += 1
-        self._socket.send_multipart(self._seal.pack(kind, self._session, self._num_sent, payload), zmq.NOBLOCK)
-
-
-def _join(parts: list[bytes], last: bytes) -> bytes:
-    """The whole message; `parts` is empty afterwards."""
-    if not parts:
-        return last
-    whole = b"".join([*parts, last])
-    parts.clear()
-    return whole
+    def _transmit(self, frames: list[bytes]) -> None:
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
 
 
 def _check_times(interval_s: float, patience_s: float) -> None:

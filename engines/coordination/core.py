@@ -45,7 +45,7 @@ _ASK_LAYOUT = (messages.StepReported, messages.SequencesFinished)
 
 
 class RolloutCore:
-    """Decides who runs what; see the module. `on_event` is all there is to call; the rest is for reading.
+    """Decides who runs what; see the module. Callers change it by `on_event` alone, and read the rest.
 
     An event goes one way: it is checked and numbered here, changes the books, and what follows from that (a regroup,
     dispatches, the phase's end) goes to the outbox, whose content is returned.
@@ -91,7 +91,7 @@ class RolloutCore:
 
     @property
     def ending(self) -> bool:
-        """Whether the open phase is to end: no more sequences may come."""
+        """Whether the end of the open phase was asked for: no more sequences may come."""
         return self._books.phase is not None and self._books.phase.is_ending
 
     @property

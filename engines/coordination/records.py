@@ -45,7 +45,7 @@ class SequenceRecord:
     pin: ReplicaRecord | None = None
     """The only replica that may have it next."""
     pause_seq: int = -1
-    """`seq` of the command that told its replica to give it back; -1 when none did."""
+    """`seq` of the command by which its replica must give it back; -1 when there was none."""
     aborting: bool = False
     last_replica_id: int | None = None
 

@@ -61,14 +61,14 @@ class RequestRegroup:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestEndPhase:
-    """End the phase; an error while sequences are unfinished, unless they are to be aborted."""
+    """End the phase; an error while sequences are unfinished, unless `abort` ends them."""
 
     abort: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddReplica:
-    """A replica outside the world was launched, with an id that no replica has had. Its `ReplicaReady` is to come."""
+    """A replica outside the world was launched, with an id that no replica has had. Its `ReplicaReady` comes later."""
 
     spec: ReplicaSpec
 
@@ -114,7 +114,7 @@ class DiscardKV:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaDropped:
-    """The core has given up on a replica outside the world: kill what is left of it."""
+    """The core goes on without a replica outside the world: kill what is left of it."""
 
     replica_id: int
     reason: str

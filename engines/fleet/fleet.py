@@ -40,7 +40,7 @@ _GRACE_S = 5.0  # that replicas get to end by themselves
 class Fleet:
     """Replicas of one rank each, and the coordinator that shares sequences out to them.
 
-    A replica that dies, hangs or loses its connection is given up, and what it had is rolled out elsewhere, to the same
+    A replica that dies, hangs or loses its connection is dropped, and what it had is rolled out elsewhere, to the same
     tokens. `launch` may be called at any time, by any thread; all else belongs to one thread.
     """
 
@@ -63,8 +63,7 @@ class Fleet:
         """`model` is a Hugging Face checkpoint, whose weights are those of the first phase; `options` are the fields of
         `EngineConfig`. The policy must use `view.replicas`, as there is no layout. `publish` writes to a new folder in
         `weights_folder` (by default the temporary one). A replica is dropped when it was silent on the network for
-        `patience_s` seconds, or owes an answer or a step for `timeout_s`. For the other arguments see
-        `ReplicaLauncher` and `ReplicaOrders`.
+        `patience_s` seconds, or owes an answer or a step for `timeout_s`; see `ReplicaLauncher` and `ReplicaOrders`.
         Raises FileNotFoundError or ValueError, naming field, value and fix, before anything is made.
         """
         _check_numbers(
@@ -79,9 +78,10 @@ class Fleet:
         schedule_policy = OnDemand() if schedule_policy is None else schedule_policy
         check_policy("schedule_policy", schedule_policy, "next")
         where = usable_device("Fleet", device)
-        config = _with_capacity(model, engine_config("Fleet", options), where, max(1, num_replicas))
+        config, self._limits = _plan(model, engine_config("Fleet", options), where, max(1, num_replicas))
+        if config.kv_host_bytes is not None:
+            kv_store_bytes = host_pool_bytes(config.kv_host_bytes, num_ranks=max(1, num_replicas))
         model = Path(model).resolve()  # replicas run in another folder
-        self._limits = _limits(model, config)
         self._kv_disk_folder = config.kv_disk_folder
         self._timeout_s = timeout_s
         self._phase = -1
@@ -92,7 +92,7 @@ class Fleet:
             config=config,
             device=str(where),
             kv_token=secrets.token_hex(16),
-            kv_store_bytes=_store_bytes(config, kv_store_bytes, max(1, num_replicas)),
+            kv_store_bytes=kv_store_bytes,
             interval_s=min(1.0, patience_s / 5),
             patience_s=patience_s,
             min_step_s=min_step_s,
@@ -250,8 +250,11 @@ class Fleet:
         self.close()
 
 
-def _with_capacity(model: str | Path, config: EngineConfig, device: torch.device, num_replicas: int) -> EngineConfig:
-    """The options with their numbers. Raises ValueError where a replica could not be made here, or not all fit.
+def _plan(
+    model: str | Path, config: EngineConfig, device: torch.device, num_replicas: int
+) -> tuple[EngineConfig, Limits]:
+    """The options with their numbers, and what may run. Raises ValueError where a replica could not be made here, or
+    not all fit.
 
     What an accelerator has free is not asked here, where no engine runs: each replica does, for itself.
     """
@@ -260,26 +263,14 @@ def _with_capacity(model: str | Path, config: EngineConfig, device: torch.device
     mine = free_memory(device) if device.type == "cpu" else Memory(str(device), None)
     free = FreeMemory(names=(mine.name,) * num_replicas, num_bytes={mine.name: mine.free})
     capacity = Capacity(model=sizes, config=config, device=device, free=free).with_kv_bytes([1])
-    kv_capacity(sizes, capacity.config, 1)
-    capacity.check(nested_layout(range(num_replicas), 1))
-    return capacity.config
-
-
-def _store_bytes(config: EngineConfig, by_default: int, num_replicas: int) -> int:
-    if config.kv_host_bytes is None:
-        return by_default
-    return host_pool_bytes(config.kv_host_bytes, num_ranks=num_replicas)
-
-
-def _limits(model: Path, config: EngineConfig) -> Limits:
-    """Of replicas of one rank. Raises ValueError for a tokenizer or a config that cannot run."""
-    sizes = ModelConfig.from_pretrained(model)
-    return Limits(
+    limits = Limits(
         vocab_size=sizes.vocab_size,
         max_model_len=longest_sequence(config, sizes),
-        num_kv_tokens=kv_capacity(sizes, config, 1),
+        num_kv_tokens=kv_capacity(sizes, capacity.config, 1),
         has_tokenizer=load_tokenizer(model, sizes) is not None,
     )
+    capacity.check(nested_layout(range(num_replicas), 1))
+    return capacity.config, limits
 
 
 def _check_numbers(**numbers: object) -> None:

@@ -139,7 +139,7 @@ class ReplicaLauncher:
 
 
 def _wait_for(launched: list[_Launched], seconds: float) -> list[_Launched]:
-    """Those that still run after so long."""
+    """Those that still run after that time."""
     deadline = time.monotonic() + seconds
     while left := [one for one in launched if one.process.poll() is None]:
         if time.monotonic() > deadline:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engines.config import ModelConfig
 from engines.models.loader import checked_weights
-from engines.parallel.owned_files import start_time
+from engines.parallel.owned_files import new_name, reclaim
 
 SHARD_BYTES = 2**30
 
@@ -63,13 +63,10 @@ class PublishedWeights:
 
 def _make_weights_folder(parent: str | Path | None) -> Path:
     parent = Path(parent or tempfile.gettempdir()).resolve()
-    # A process id means something within its namespace only; with the start time it does not come again.
-    family = f"curtail-weights-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}"
-    for folder in parent.glob(f"{family}-*"):
-        pid, started = map(int, folder.name.removeprefix(f"{family}-").split("-")[:2])
-        if start_time(pid) != started:
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{family}-{os.getpid()}-{start_time(os.getpid())}-", dir=parent))
+    reclaim([parent])
+    folder = parent / new_name("weights")
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,28 +57,6 @@ class SwapCost:
         """
         swap_s, recompute_s = self.swap_seconds(num_tokens, num_known), self.recompute_seconds(num_tokens, num_known)
         return "swap" if swap_s < recompute_s else "recompute"
-
-
-def slowest_prefill(costs: Iterable[PrefillCost]) -> PrefillCost:
-    """Of the ranks of a replica, which wait for each other."""
-    costs = list(costs)
-    return PrefillCost(
-        latency=max(cost.latency for cost in costs),
-        seconds_per_token=max(cost.seconds_per_token for cost in costs),
-        seconds_per_pair=max(cost.seconds_per_pair for cost in costs),
-    )
-
-
-def slowest_copy(costs: Iterable[CopyCost]) -> CopyCost:
-    """Of the ranks of a replica, which wait for each other. Each time is the longest of any."""
-    costs = list(costs)
-    bytes_per_token = max(cost.bytes_per_token for cost in costs)
-    return CopyCost(
-        bytes_per_token=bytes_per_token,
-        out_bandwidth=min(cost.out_bandwidth * bytes_per_token / cost.bytes_per_token for cost in costs),
-        in_bandwidth=min(cost.in_bandwidth * bytes_per_token / cost.bytes_per_token for cost in costs),
-        latency=max(cost.latency for cost in costs),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from engines.parallel.owned_files import DEV_SHM, has_label, new_name
 from engines.sequence import KVPart
 
 _FEWEST_FILES = 64
+_REMEDIES = {
+    "host": "the machine a larger /dev/shm (docker run --shm-size)",
+    "disk": "a kv_disk_folder that exists and can be written to",
+}
 
 
 class FileKVStore:
@@ -35,21 +40,12 @@ class FileKVStore:
     would kill the process. They are not flushed, since they need not outlive the machine.
     """
 
-    def __init__(
-        self,
-        name: str,
-        token: str,
-        capacity_bytes: int,
-        folders: Items[Path],
-        *,
-        remedy: str,
-        makes_folders: bool = False,
-    ) -> None:
+    def __init__(self, name: Literal["host", "disk"], token: str, capacity_bytes: int, folders: Items[Path]) -> None:
         """Of all files that this process has made at most `capacity_bytes` bytes exist at any time.
 
-        A file goes to the first folder that has room. One that has none is reported, with the `remedy`, once.
-        `makes_folders` has folders made where they are missing. All processes of a run have the same `token`, which
-        nobody else can guess; one that could be guessed is a ValueError.
+        A file goes to the first folder that has room; one that has none is reported, once. A disk's folders are made
+        where they are missing. All processes of a run have the same `token`, which nobody else can guess; one that
+        could be guessed is a ValueError.
         """
         if not re.fullmatch(r"[0-9a-zA-Z]{16,64}", token):
             raise ValueError(f"FileKVStore.token={token!r}: use 16 to 64 letters and digits (secrets.token_hex(16))")
@@ -59,8 +55,6 @@ class FileKVStore:
         self.token = token
         self.folders = tuple(folders)
         self.files = FileLedger(capacity_bytes)
-        self._remedy = remedy
-        self._makes_folders = makes_folders
         self._has_warned = False
 
     @property
@@ -94,25 +88,19 @@ class FileKVStore:
 
     def adopt(self, source: Path) -> bool:
         """Copies a file of another tier, under its name; False where there is no room, or the file is gone."""
-        try:
-            opened = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return False
-        try:
-            num_bytes = os.fstat(opened).st_size
+        with contextlib.suppress(OSError), open(source, "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
 
             def write(descriptor: int) -> None:
-                done = 0
-                while done < num_bytes:
-                    count = os.sendfile(descriptor, opened, done, num_bytes - done)
-                    if not count:
-                        raise OSError(errno.EIO, f"{source} has become shorter")
-                    done += count
+                place = 0
+                while count := os.sendfile(descriptor, file.fileno(), place, num_bytes - place):
+                    place += count
+                if place < num_bytes:
+                    raise OSError(errno.EIO, f"{source} has become shorter")
 
             self._remove(source.name)  # of a move that was interrupted before the source was gone
             return self._make(source.name, num_bytes, write)
-        finally:
-            os.close(opened)
+        return False
 
     def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
         path = self.find(part.location)
@@ -166,7 +154,7 @@ class FileKVStore:
             path, descriptor = folder / name, -1
             try:
                 with self.files.making(path, num_bytes):
-                    if self._makes_folders:
+                    if self.name == "disk":
                         folder.mkdir(exist_ok=True)
                     descriptor = _create(path, num_bytes)
                     try:
@@ -181,18 +169,17 @@ class FileKVStore:
         return False
 
     def _report(self, folder: Path, num_bytes: int, error: OSError) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
         free = ""
         with contextlib.suppress(OSError):
             free = f", {_mib(shutil.disk_usage(folder).free)} are free"
-        self._warn(f"cannot write {num_bytes} bytes in {folder} ({error.strerror}{free})")
+        if not self._has_warned:
+            self._warn(f"cannot write {num_bytes} bytes in {folder} ({error.strerror}{free})")
+        self._has_warned = True
 
     def _warn(self, problem: str) -> None:
         warnings.warn(
-            f"KV {self.name} tier: {problem}; KV that finds no room is recomputed. Give {self._remedy}, or a smaller "
-            f"kv_{self.name}_bytes than {self.files.capacity_bytes}",
+            f"KV {self.name} tier: {problem}; KV that finds no room is recomputed. Give {_REMEDIES[self.name]}, or a "
+            f"smaller kv_{self.name}_bytes than {self.files.capacity_bytes}",
             stacklevel=5,
         )
 

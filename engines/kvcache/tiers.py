@@ -113,15 +113,9 @@ def reclaim_tiers(disk_parent: str | None, *, keep_token: str | None = None) -> 
     reclaim(folders, keep_label=keep_token)
 
 
-def make_host_store(token: str, capacity_bytes: int, folders: Items[Path] | None = None) -> FileKVStore:
-    remedy = "the machine a larger /dev/shm (docker run --shm-size)"
-    return FileKVStore("host", token, capacity_bytes, folders or memory_folders(), remedy=remedy)
-
-
 def make_disk_store(token: str, capacity_bytes: int, parent: Path) -> FileKVStore:
     """Warns at once where `parent` cannot be written to, or has less room than that."""
-    remedy = "a kv_disk_folder that exists and can be written to"
-    store = FileKVStore("disk", token, capacity_bytes, [disk_folder(parent)], remedy=remedy, makes_folders=True)
+    store = FileKVStore("disk", token, capacity_bytes, [disk_folder(parent)])
     if capacity_bytes:
         store.check()
     return store
@@ -135,5 +129,5 @@ def make_kv_store(
     What killed runs have left is removed first.
     """
     reclaim_tiers(disk_parent, keep_token=token)
-    host = make_host_store(token, host_bytes)
+    host = FileKVStore("host", token, host_bytes, memory_folders())
     return host if disk_parent is None else TieredKVStore(host, make_disk_store(token, disk_bytes, Path(disk_parent)))

@@ -35,21 +35,18 @@ class FreeMemory:
         """The same on every rank: the least that any of a memory's ranks sees. All call it together."""
         told = world.all_gather_bytes(msgspec.msgpack.encode(mine))
         everyone = [msgspec.msgpack.decode(one, type=Memory) for one in told]
-        num_bytes: dict[str, int | None] = {}
+        seen: dict[str, list[int]] = {memory.name: [] for memory in everyone}
         for memory in everyone:
-            seen = [one.free for one in everyone if one.name == memory.name and one.free is not None]
-            num_bytes[memory.name] = min(seen, default=None)
+            seen[memory.name] += [] if memory.free is None else [memory.free]
+        num_bytes = {name: min(free, default=None) for name, free in seen.items()}
         return FreeMemory(names=tuple(memory.name for memory in everyone), num_bytes=num_bytes)
 
     @property
     def share(self) -> int | None:
         """Bytes that every rank can have at once; None where one cannot be known."""
-        shares = []
-        for name, free in self.num_bytes.items():
-            if free is None:
-                return None
-            shares.append(free // self.names.count(name))
-        return min(shares)
+        if None in self.num_bytes.values():
+            return None
+        return min(free // self.names.count(name) for name, free in self.num_bytes.items() if free is not None)
 
 
 def free_memory(device: torch.device, host: str = "this host") -> Memory:

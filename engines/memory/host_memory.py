@@ -11,19 +11,14 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     be known. Pages of files count as free: they are dropped when memory is wanted.
     """
     limits = list(_cgroup_rooms(proc, cgroups))
-    meminfo = proc / "meminfo"
-    if meminfo.is_file():
-        fields = _fields(meminfo)
-        limits += [fields["MemAvailable:"] * 1024] if "MemAvailable:" in fields else []
+    if (kib := _fields(proc / "meminfo").get("MemAvailable:")) is not None:
+        limits.append(kib * 1024)
     return max(0, min(limits)) if limits else None
 
 
 def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
     """What each limited control group that holds this process can still take: versions 2 and 1 of the interface."""
-    places = proc / "self" / "cgroup"
-    if not places.is_file():
-        return
-    for line in places.read_text().splitlines():
+    for line in _lines(proc / "self" / "cgroup"):
         _, controllers, name = line.split(":", 2)
         if not controllers:
             root, limit, usage, prefix = cgroups, "memory.max", "memory.current", ""
@@ -42,16 +37,21 @@ def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
 
 def _room(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
     try:
-        most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-        pages = _fields(folder / "memory.stat")
+        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
     except (OSError, ValueError):
-        return None  # there is no such group, or none that may be read
-    if most == "max":
-        return None
-    return int(most) - used + pages.get(f"{prefix}active_file", 0) + pages.get(f"{prefix}inactive_file", 0)
+        return None  # there is no such group, none that may be read, or its limit is "max"
+    pages = _fields(folder / "memory.stat")
+    return most - used + pages.get(f"{prefix}active_file", 0) + pages.get(f"{prefix}inactive_file", 0)
 
 
 def _fields(path: Path) -> dict[str, int]:
     """Of a file of lines that begin with a name and a number."""
-    words = [line.split() for line in path.read_text().splitlines()]
-    return {first: int(second) for first, second, *_ in (line for line in words if len(line) >= 2)}
+    words = [line.split() for line in _lines(path)]
+    return {word[0]: int(word[1]) for word in words if len(word) >= 2}
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -18,8 +18,7 @@ from engines.models.parameters import DecoderParameters, LayerParameters, logica
 from engines.models.projection import FewRows, Project, copy_dtype, pack, project
 from engines.models.rope import RotaryTable
 from engines.native.library import Library
-from engines.parallel.collectives import Communicator
-from engines.parallel.ordered import in_rank_order
+from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
 
 
@@ -55,7 +54,9 @@ class Decoder:
         self.library = library
         """For whoever else works on what this gives."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
-        self._tensor_parallel = in_rank_order(tensor_parallel) if batch_invariant else tensor_parallel
+        if batch_invariant and isinstance(tensor_parallel, TorchGroup):
+            tensor_parallel = tensor_parallel.in_rank_order()
+        self._tensor_parallel = tensor_parallel
         self._project: Project = project_invariant if batch_invariant else project
         self._check_products = check_products if batch_invariant else None
         self._copy_dtype = copy_dtype(dtype, device)
@@ -86,13 +87,13 @@ class Decoder:
     def prepare(self) -> None:
         """To be called when the parameters have changed, before the next forward pass."""
         if self._copy_dtype is not None:
-            self._forward_parameters = self.parameters  # the copies of before are given up first
+            self._forward_parameters = self.parameters  # frees the old copies first
             self._forward_parameters = pack(self.parameters, self._copy_dtype)
         if self._check_products is not None:
             self._check_products(self._forward_parameters)
 
     def release(self) -> None:
-        """Gives up what `prepare` has made."""
+        """Frees what `prepare` has made."""
         self._forward_parameters = self.parameters
 
     @property

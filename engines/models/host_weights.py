@@ -14,6 +14,11 @@ from engines.parallel.groups import GroupCache
 _ALIGNMENT = 64
 
 
+def host_bytes(shapes: Iterable[torch.Size], dtype: torch.dtype) -> int:
+    """What the copy takes for parameters of these shapes."""
+    return sum(-(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
+
+
 class HostWeights:
     """Memory that the ranks of a host share: one of them writes what passes, all of them read."""
 
@@ -24,7 +29,7 @@ class HostWeights:
         num_bytes = 0
         for name, shape in logical_shapes(config).items():
             self._places[name] = (num_bytes, shape)
-            num_bytes += -(-shape.numel() * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            num_bytes += host_bytes([shape], self._dtype)
         self._segment, self._writes = groups.map_together(num_bytes)
 
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -40,7 +45,7 @@ class HostWeights:
             yield name, self._view(name)
 
     def close(self) -> None:
-        """Gives up this rank's part of the memory; nothing can be kept or read any more."""
+        """Unmaps the memory of this rank; nothing can be kept or read any more."""
         self._segment.close()
 
     def _view(self, name: str) -> Tensor:

@@ -5,8 +5,6 @@ Both round where Hugging Face does; sums and exponentials may differ in their la
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -16,18 +14,21 @@ from engines.models.rope import rotate
 from engines.native.library import Library, address
 
 
-class Operations(Protocol):
+class TorchOperations:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of x [T, hidden] in max(float32, dtype), cast back before the weight, as HF does."""
-        ...
+        wide = x.float() if x.dtype is torch.bfloat16 else x
+        return torch.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm of x + residual, x + residual), each [T, hidden]; `residual` may be overwritten."""
-        ...
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * inner], gate before up, to silu(gate) * up [T, inner]."""
-        ...
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up
 
     def rotate_and_store(
         self,
@@ -45,32 +46,6 @@ class Operations(Protocol):
         heads: [T, num_heads + 2 num_kv_heads, head_dim]; rotary: see `RotaryTable.at`. Returns the queries,
         [T, num_heads, head_dim].
         """
-        ...
-
-
-class TorchOperations:
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float() if x.dtype is torch.bfloat16 else x
-        return torch.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = residual + x
-        return self.rms_norm(total, weight, eps), total
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return silu(gate) * up
-
-    def rotate_and_store(
-        self,
-        heads: Tensor,
-        norms: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        eps: float,
-    ) -> Tensor:
         num_kv_heads = keys.shape[2]
         num_heads = heads.shape[1] - 2 * num_kv_heads
         qk, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
@@ -84,6 +59,8 @@ class TorchOperations:
 
 
 class NativeOperations:
+    """As `TorchOperations`."""
+
     def __init__(self, library: Library) -> None:
         self._library = library
 
@@ -124,3 +101,6 @@ class NativeOperations:
             *(address(q), address(keys), address(values), num_tokens, num_heads, num_kv_heads, dim, eps),
         )
         return q
+
+
+Operations = TorchOperations | NativeOperations

@@ -22,6 +22,7 @@ from engines.native.library import Library, address
 Project = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """As `project`."""
 
+_MATRICES = ("qkv", "output", "gate_up", "down")
 _SMALLEST_FLOAT32 = 1 << 17
 """Elements of a float32 matrix from which on packing gains: small ones go to another library, which starts faster."""
 
@@ -45,13 +46,21 @@ def has_bfloat16_products() -> bool:
 def pack(parameters: DecoderParameters, dtype: torch.dtype) -> DecoderParameters:
     """The same parameters with copies, in `dtype`, of the matrices that gain by it; all else is shared."""
     layers = [
-        replace(
-            layer,
-            **{name: pack_matrix(getattr(layer, name), dtype) for name in ("qkv", "output", "gate_up", "down")},
-        )
+        replace(layer, **{name: pack_matrix(getattr(layer, name), dtype) for name in _MATRICES})
         for layer in parameters.layers
     ]
     return replace(parameters, layers=layers, head=pack_matrix(parameters.head, dtype))
+
+
+def packed_bytes(parameters: DecoderParameters, dtype: torch.dtype) -> int:
+    """The most that the copies take: packed matrices are padded to tiles of 64 rows and 64 columns at the most."""
+    matrices = [getattr(layer, name) for layer in parameters.layers for name in _MATRICES]
+    sizes = (
+        -(-matrix.shape[0] // 64) * -(-matrix.shape[1] // 64) * 64 * 64
+        for matrix in [*matrices, parameters.head]
+        if matrix.dtype is torch.bfloat16 or matrix.numel() >= _SMALLEST_FLOAT32
+    )
+    return sum(sizes) * dtype.itemsize
 
 
 def pack_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,14 @@ logger = logging.getLogger(__name__)
 class Library:
     """The functions of `kernels.cpp`, for contiguous tensors of one dtype on the CPU."""
 
+    rms_norm: Any
+    add_rms_norm: Any
+    few_rows: Any
+    sample: Any
+    silu_mul: Any
+    rotate_and_store: Any
+    paged_attention: Any
+
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         library = ctypes.CDLL(str(path))
         suffix = _DTYPES[dtype]
@@ -47,33 +57,25 @@ class Library:
             "rotate_and_store": (*[pointer] * 8, *[integer] * 4, number),
             "paged_attention": (*[pointer] * 5, integer, *[pointer] * 2, *[integer] * 5, number),
         }
-        functions = {}
         for name, arguments in signatures.items():
             function = getattr(library, f"{name}_{suffix}")
             function.argtypes, function.restype = arguments, None
-            functions[name] = function
-        self.rms_norm = functions["rms_norm"]
-        self.add_rms_norm = functions["add_rms_norm"]
-        self.sample = functions["sample"]
-        self.sample_wide = functions["sample"]
+            setattr(self, name, function)
+        self.sample_wide = self.sample
         """`sample` for logits that have been processed: they are at least float32."""
         if dtype is torch.bfloat16:
             self.sample_wide = library.sample_float32
             self.sample_wide.argtypes, self.sample_wide.restype = signatures["sample"], None
-        self.few_rows = functions["few_rows"]
         most_rows = getattr(library, f"most_rows_{suffix}")
         most_rows.restype = integer
         self.most_rows: int = most_rows()
         """Up to how many rows `few_rows` is the faster way."""
-        self.silu_mul = functions["silu_mul"]
-        self.rotate_and_store = functions["rotate_and_store"]
-        self.paged_attention = functions["paged_attention"]
 
 
 def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Library | None:
     """The library for tensors of this kind, or None for torch's own operations.
 
-    Raises ValueError when it is asked for by name and cannot be had; "auto" tells so once in the log.
+    Raises ValueError when it is asked for by name and cannot be had; "auto" logs once why it has none.
     """
     if kernels == "torch":
         return None
@@ -88,7 +90,7 @@ def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -
 
 @functools.cache
 def _build() -> Path | None:
-    """The compiled library, in the user's cache under a name that tells source, flags, compiler and processor."""
+    """The compiled library, in the user's cache under a name made of source, flags, compiler and processor."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning("no C++ compiler (c++, g++, clang++, or $CXX): small operations run in torch, which is slower")
@@ -99,35 +101,29 @@ def _build() -> Path | None:
         what = "\n".join((*sources, *flags, compiler, _processor()))
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curtail"
         path = folder / f"kernels-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.so"
-        if not _loads(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as work:
-                built = Path(work) / "kernels.so"
-                command = [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(built)]
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
-                built.replace(path)  # whole or absent, whoever else compiles it now
+        with contextlib.suppress(OSError):  # it is not there yet, or damaged
+            ctypes.CDLL(str(path))
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            built = Path(work) / "kernels.so"
+            command = [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
+            built.replace(path)  # whole or absent, whoever else compiles it now
         ctypes.CDLL(str(path))
+        return path
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", None) or str(error)
         logger.warning("%s cannot compile %s: %s; small operations run in torch", compiler, SOURCE.name, told[-300:])
         return None
-    return path
-
-
-def _loads(path: Path) -> bool:
-    try:
-        ctypes.CDLL(str(path))
-    except OSError:  # it is not there, or damaged
-        return False
-    return True
 
 
 def _processor() -> str:
     """What `-march=native` depends on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except FileNotFoundError:
         return platform.processor()
-    lines = cpuinfo.read_text().splitlines()
     return "\n".join(line for line in dict.fromkeys(lines) if line.startswith(("model name", "flags", "Features")))
 
 

@@ -72,18 +72,19 @@ def loaded_runtimes() -> list[ctypes.CDLL]:
 
 def can_start(num_threads: int) -> bool:
     """Whether the system lets this process start this many threads: libgomp ends a process where it does not."""
-    over, threads = threading.Event(), []
+    over = threading.Event()
+    started: list[threading.Thread] = []
     try:
         for _ in range(num_threads):
-            threads.append(threading.Thread(target=over.wait, daemon=True))
-            threads[-1].start()
+            thread = threading.Thread(target=over.wait, daemon=True)
+            thread.start()
+            started.append(thread)
     except RuntimeError:
         return False
     finally:
         over.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        for thread in started:
+            thread.join()
     return True
 
 

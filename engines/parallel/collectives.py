@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +12,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+SUMMED_IN = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.int64: torch.int64,
+}
+"""What a sum in rank order is taken in: halves add up in float32 and are rounded once."""
 
 
 class Communicator(Protocol):
@@ -27,31 +37,24 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums over the group, in place; the same bits on every rank."""
-        ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Everyone's tensors, [size, *tensor.shape] in rank order, bit for bit."""
-        ...
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Makes `tensor` that of `source`, in place, bit for bit."""
-        ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Everyone's bytes in rank order. A rank that does not come is named in a RuntimeError."""
-        ...
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """The bytes of `source`; what others pass is not looked at. A rank that does not come is named."""
-        ...
 
     def barrier(self) -> None:
         """Returns when all have come. A rank that does not come is named in a RuntimeError."""
-        ...
 
     def close(self) -> None:
         """Gives back what the group holds, once all members have left their last collective. It is of no use then."""
-        ...
 
 
 class SingleRank:
@@ -68,15 +71,13 @@ class SingleRank:
         return tensor.unsqueeze(0).clone()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        check_source(source, self.size)
         return tensor
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        check_source(source, self.size)
-        return from_source(data)
+        return bytes_of_source(data)
 
     def barrier(self) -> None:
         return None
@@ -105,14 +106,24 @@ class TorchGroup:
         self.rank = dist.get_rank(self._data)
         self.size = dist.get_world_size(self._data)
         self._open = self.rank >= 0
+        self._is_ordered = False
+
+    def in_rank_order(self) -> TorchGroup:
+        """This group, with sums in the order of its ranks, as those over shared memory are: gloo and NCCL choose an
+        order by the size."""
+        ordered = copy.copy(self)
+        ordered._is_ordered = True
+        return ordered
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if tensor.is_contiguous():
-            dist.all_reduce(tensor, group=self._data)
-            return tensor
+        if self._is_ordered:
+            total, *parts = self.all_gather(tensor).to(SUMMED_IN[tensor.dtype])
+            for part in parts:
+                total = total + part
+            return tensor.copy_(total)
         summed = tensor.contiguous()
         dist.all_reduce(summed, group=self._data)
-        return tensor.copy_(summed)
+        return tensor if summed is tensor else tensor.copy_(summed)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._gather(tensor, self._data)
@@ -125,9 +136,8 @@ class TorchGroup:
         return gather_bytes(data, partial(self._gather, group=self._control))
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        check_source(source, self.size)
         self.barrier()
-        mine = from_source(data) if self.rank == source else b""
+        mine = bytes_of_source(data) if self.rank == source else b""
         return send_bytes(mine, partial(self._broadcast, source=source, group=self._control))
 
     def barrier(self) -> None:
@@ -149,7 +159,7 @@ class TorchGroup:
         return out
 
     def _broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-        check_source(source, self.size)
+        assert 0 <= source < self.size
         whole = tensor.contiguous()
         if tensor.numel():
             dist.broadcast(as_bytes(whole), group_src=source, group=group)
@@ -198,14 +208,8 @@ def send_bytes(data: bytes, broadcast: Callable[[Tensor], Tensor]) -> bytes:
     return broadcast(out).numpy().tobytes()
 
 
-def check_source(source: int, size: int) -> None:
-    if not 0 <= source < size:
-        raise ValueError(f"source={source}: not in a group of {size}; use a number within the group, 0 to {size - 1}")
-
-
-def from_source(data: bytes | None) -> bytes:
-    if data is None:
-        raise ValueError("data=None: the source must bring the bytes; only the others may pass None")
+def bytes_of_source(data: bytes | None) -> bytes:
+    assert data is not None, "only those that are not the source may pass None"
     return data
 
 

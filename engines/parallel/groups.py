@@ -96,13 +96,18 @@ class GroupCache:
         self._segment: Segment | None = None
         self._single = SingleRank()
         self._made: dict[tuple[int, ...], Communicator] = {}
-        layouts = list(layouts)
-        groups = self._groups = _groups_of(layouts, world.size)
-        self.replica_sizes = _sizes_of(layouts)
+        replicas = [ranks for item in layouts for ranks in _replicas_of(item)]
+        for ranks in replicas:
+            # torch.distributed sorts the ranks of a group, and the order of ranks is the order of shards.
+            if list(ranks) != sorted(set(ranks)) or not ranks or ranks[0] < 0 or ranks[-1] >= world.size:
+                raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world.size - 1}")
+        groups = self._groups = [ranks for ranks in dict.fromkeys(replicas) if len(ranks) > 1]
+        self.replica_sizes = tuple(sorted(set(map(len, replicas))))
         """How many ranks the replicas of the layouts have, bare groups included."""
         hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, self.replica_sizes, *groups])
         self.hosts = hosts
         """The host of each rank, by a name that no two have."""
+        self._is_first_here = hosts.index(hosts[world.rank]) == world.rank
         self.max_tp_size = math.lcm(*map(len, groups))
         """What all sizes of the run's groups divide: what vocabularies are padded to a multiple of."""
         shared = {} if on_cuda or transport == "gloo" else self._share_memory(groups, hosts)
@@ -170,8 +175,7 @@ class GroupCache:
 
         All ranks of the world call it together. Raises RuntimeError, on every rank, where one cannot have it.
         """
-        is_creator = self.hosts.index(self.hosts[self.world.rank]) == self.world.rank
-        segment, able = self._map(num_bytes if is_creator else None, otherwise="the run ends")
+        segment, able = self._map(num_bytes if self._is_first_here else None, otherwise="the run ends")
         if segment is None or not all(able):
             if segment is not None:
                 segment.close()
@@ -179,7 +183,7 @@ class GroupCache:
                 f"shared memory of {num_bytes} bytes: ranks {[rank for rank, one in enumerate(able) if not one]} "
                 "cannot map it; give their hosts a larger /dev/shm or temporary folder (docker run --shm-size)"
             )
-        return segment, is_creator
+        return segment, self._is_first_here
 
     def _map(self, num_bytes: int | None, *, otherwise: str) -> tuple[Segment | None, list[bool]]:
         """The segment of this rank's host, made by the rank that names a size, and which ranks could map theirs.
@@ -227,34 +231,35 @@ class GroupCache:
 
         One segment per host serves all groups there.
         """
+        here = hosts[self.world.rank]
         local = [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) == 1]
         if not local:
             return {}
-        here = [ranks for ranks in local if hosts[ranks[0]] == hosts[self.world.rank]]
-        ends = [0]
-        for ranks in here:
-            ends.append(ends[-1] + region_bytes(len(ranks), self._slot_bytes))
+        ends, num_bytes = {}, 0
+        for ranks in local:
+            if hosts[ranks[0]] == here:
+                ends[ranks] = num_bytes = num_bytes + region_bytes(len(ranks), self._slot_bytes)
         if supported():
             reclaim()
-        is_creator = bool(here) and supported() and hosts.index(hosts[self.world.rank]) == self.world.rank
+        is_creator = ends and supported() and self._is_first_here
         # Told to all, so that no rank takes gloo for a group that others take shared memory for.
         self._segment, able = self._map(
-            ends[-1] if is_creator else None, otherwise="the groups of this host use gloo, which is slower"
+            num_bytes if is_creator else None, otherwise="the groups of this host use gloo, which is slower"
         )
         shared: dict[tuple[int, ...], SharedMemoryGroup | None] = {
             ranks: None for ranks in local if all(able[rank] for rank in ranks)
         }
-        for ranks, start, end in zip(here, ends, ends[1:], strict=False):
-            if ranks in shared and self.world.rank in ranks:
+        for ranks in shared:
+            if self.world.rank in ranks:
                 assert self._segment is not None
                 shared[ranks] = SharedMemoryGroup(
-                    self._segment.memory[start:end],
+                    self._segment.memory[ends[ranks] - region_bytes(len(ranks), self._slot_bytes) : ends[ranks]],
                     ranks.index(self.world.rank),
                     len(ranks),
                     self.timeout_s,
                     slot_bytes=self._slot_bytes,
                     world_ranks=ranks,
-                    crowded=hosts.count(hosts[self.world.rank]) > len(os.sched_getaffinity(0)),
+                    crowded=hosts.count(here) > len(os.sched_getaffinity(0)),
                 )
         if self._segment is not None and not any(shared.values()):
             self._segment.close()  # made for others, or in vain
@@ -262,25 +267,8 @@ class GroupCache:
         return shared
 
 
-def _replicas_of(layouts: Iterable[Layout | tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    for item in layouts:
-        yield from [replica.ranks for replica in item.replicas] if isinstance(item, Layout) else [item]
-
-
-def _groups_of(layouts: Iterable[Layout | tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
-    """The distinct groups of two or more ranks, in order of appearance."""
-    groups: dict[tuple[int, ...], None] = {}
-    for ranks in _replicas_of(layouts):
-        # torch.distributed sorts the ranks of a group, and the order of ranks is the order of shards.
-        if list(ranks) != sorted(set(ranks)) or not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
-            raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world_size - 1}")
-        if len(ranks) > 1:
-            groups[ranks] = None
-    return list(groups)
-
-
-def _sizes_of(layouts: Iterable[Layout | tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted({len(ranks) for ranks in _replicas_of(layouts)}))
+def _replicas_of(item: Layout | tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [replica.ranks for replica in item.replicas] if isinstance(item, Layout) else [item]
 
 
 def _addresses() -> tuple[str, str]:

@@ -13,7 +13,6 @@ class ReplicaSpec:
     id: int
     ranks: tuple[int, ...]
     role: str = "rollout"
-    model: str = "policy"
 
     @property
     def tp_size(self) -> int:

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.parallel.collectives import as_bytes, check_source, from_source, gather_bytes, send_bytes
+from engines.parallel.collectives import SUMMED_IN, as_bytes, bytes_of_source, gather_bytes, send_bytes
 
 SLOT_BYTES = 2**18  # a chunk and its sum stay within a core's second-level cache
 _LENGTH = struct.Struct("<q")  # of a broadcast's bytes, before them
@@ -40,16 +40,8 @@ LONG_WAIT_S = 0.1
 SHARE_BYTES = 2**17
 
 GAVE_UP = -1  # in place of a sequence number
-KINDS = ("all_reduce", "all_gather", "broadcast", "all_gather_bytes", "broadcast_bytes", "barrier")
-# What a sum is taken in: halves add up in float32 and are rounded once.
-SUMMED_IN = {
-    torch.float64: torch.float64,
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.int64: torch.int64,
-}
-DTYPES = (*SUMMED_IN, torch.uint8, torch.int32, torch.bool)
+KINDS = ("all_reduce", "all_gather", "broadcast", "broadcast_bytes", "barrier")
+DTYPES = (*SUMMED_IN, torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool)
 
 
 def supported() -> bool:
@@ -82,47 +74,39 @@ class SharedMemoryGroup:
         memory: memoryview,
         rank: int,
         size: int,
-        timeout_s: float = 600.0,
+        timeout_s: float,
         *,
-        slot_bytes: int = SLOT_BYTES,
-        world_ranks: Sequence[int] | None = None,
-        crowded: bool = False,
+        slot_bytes: int,
+        world_ranks: Sequence[int],
+        crowded: bool,
     ) -> None:
         """`memory` is `region_bytes(size, slot_bytes)` of a segment, page-aligned and zero, the same on all ranks.
 
         `world_ranks` are named beside the group's own in errors. `crowded` says that this host has more busy ranks
         than cores, so that who waits must make room. A wait longer than `timeout_s` raises RuntimeError.
         """
-        if not 0 <= rank < size or size < 2:
-            raise ValueError(f"rank={rank}, size={size}: a group is of 2 or more; use SingleRank for one")
-        if slot_bytes < LINE_BYTES or slot_bytes % LINE_BYTES:
-            raise ValueError(f"slot_bytes={slot_bytes}: use a multiple of {LINE_BYTES}")
-        if len(memory) != region_bytes(size, slot_bytes):
-            raise ValueError(f"memory: has {len(memory)} bytes; this group needs {region_bytes(size, slot_bytes)}")
+        assert size > 1 and slot_bytes % LINE_BYTES == 0 and len(memory) == region_bytes(size, slot_bytes)
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
         self._yield_s = CROWDED_YIELD_S if crowded else YIELD_S
         self._slot_bytes = slot_bytes
-        self._world_ranks = tuple(world_ranks) if world_ranks is not None else None
+        self._world_ranks = tuple(world_ranks)
         header = _header_bytes(size)
         # A memoryview's item is read and written by one aligned 8-byte move.
         self._words = memory[:header].cast("q")
         self._bytes = memory[header:]
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
             self._slots = torch.frombuffer(memory[header:], dtype=torch.uint8).view(2, size + 1, slot_bytes)
-        lines = [LINE_WORDS * other for other in range(size)]
-        self._my_line = lines[rank]
-        self._lines = tuple(line for other, line in enumerate(lines) if other != rank)
+        self._my_line = LINE_WORDS * rank
+        self._lines = tuple(LINE_WORDS * other for other in range(size) if other != rank)
         self._phase = 0
         self._buffer = 0
         self._views: dict[tuple[torch.dtype, int], tuple[_Views, _Views]] = {}
         self._failure: str | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype not in SUMMED_IN:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUMMED_IN)
-            raise ValueError(f"all_reduce: dtype {tensor.dtype} is not summed here; convert to one of {names}")
+        assert tensor.dtype in SUMMED_IN
         whole = _contiguous(tensor)
         flat = whole.view(-1)
         count, capacity = flat.numel(), self._slot_bytes // flat.element_size()
@@ -130,41 +114,60 @@ class SharedMemoryGroup:
         if count <= capacity:
             self._reduce_chunk(flat, tag)
         else:
-            for start in range(0, count, capacity):
-                self._reduce_chunk(flat[start : start + capacity], tag)
+            for chunk in flat.split(capacity):
+                self._reduce_chunk(chunk, tag)
         return _into(tensor, whole)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._gather(tensor, "all_gather")
+        mine = as_bytes(_contiguous(tensor))
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        out_bytes = as_bytes(out).view(self.size, -1) if len(mine) else out
+        tag = self._tag("all_gather", tensor)
+        for start in range(0, max(len(mine), 1), self._slot_bytes):
+            chunk = mine[start : start + self._slot_bytes]
+            slots = self._slots[self._next_buffer(), : self.size, : len(chunk)]
+            slots[self.rank].copy_(chunk)
+            self._meet(tag)
+            if len(chunk):
+                out_bytes[:, start : start + len(chunk)].copy_(slots)
+        return out
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        return self._broadcast(tensor, source, "broadcast")
+        assert 0 <= source < self.size
+        whole = _contiguous(tensor)
+        flat = as_bytes(whole)
+        tag = self._tag("broadcast", tensor, source)
+        for start in range(0, max(len(flat), 1), self._slot_bytes):
+            chunk = flat[start : start + self._slot_bytes]
+            slot = self._slots[self._next_buffer(), source, : len(chunk)]
+            if self.rank == source:
+                slot.copy_(chunk)
+            self._meet(tag)
+            if self.rank != source:
+                chunk.copy_(slot)
+        return _into(tensor, whole)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return gather_bytes(data, partial(self._gather, kind="all_gather_bytes"))
+        return gather_bytes(data, self.all_gather)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """In one phase where the bytes fit into a slot behind their number: what a replica's control does each step."""
-        check_source(source, self.size)
-        mine = from_source(data) if self.rank == source else b""
-        if self._failure:
-            raise self._refusal()
-        start = (self._buffer * (self.size + 1) + source) * self._slot_bytes
-        self._buffer ^= 1
+        mine = bytes_of_source(data) if self.rank == source else b""
+        start = (self._next_buffer() * (self.size + 1) + source) * self._slot_bytes
+        slot = self._bytes[start + _LENGTH.size : start + self._slot_bytes]
         if self.rank == source:
             _LENGTH.pack_into(self._bytes, start, len(mine))
-            self._bytes[start + _LENGTH.size : start + self._slot_bytes][: len(mine)] = mine[
-                : self._slot_bytes - _LENGTH.size
-            ]
+            slot[: len(mine)] = mine[: len(slot)]
         self._meet(source << 8 | _KIND_CODES["broadcast_bytes"])
         (length,) = _LENGTH.unpack_from(self._bytes, start)
-        head = bytes(self._bytes[start + _LENGTH.size : start + self._slot_bytes][:length])
+        head = bytes(slot[:length])
         if len(head) == length:
             return head
-        return head + send_bytes(mine[len(head) :], partial(self._broadcast, source=source, kind="broadcast"))
+        return head + send_bytes(mine[len(head) :], partial(self.broadcast, source=source))
 
     def barrier(self) -> None:
-        self._meet(KINDS.index("barrier"))
+        self._next_buffer()
+        self._meet(_KIND_CODES["barrier"])
 
     def close(self) -> None:
         """Drops this rank's views of the segment. Others that still call will time out."""
@@ -174,11 +177,9 @@ class SharedMemoryGroup:
         self._bytes.release()
         self._words.release()
 
-    # ---- collectives, one chunk at a time
-
     def _reduce_chunk(self, chunk: Tensor, tag: int) -> None:
-        views = self._views_of(chunk.dtype, chunk.numel())[self._buffer]
-        self._buffer ^= 1
+        buffer = self._next_buffer()
+        views = self._views_of(chunk.dtype, chunk.numel())[buffer]
         views.slots[self.rank].copy_(chunk)
         self._meet(tag)
         if views.shares is None:
@@ -189,49 +190,17 @@ class SharedMemoryGroup:
         self._meet(tag)
         chunk.copy_(views.result)
 
-    def _gather(self, tensor: Tensor, kind: str) -> Tensor:
-        mine = as_bytes(_contiguous(tensor))
-        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
-        out_bytes = as_bytes(out).view(self.size, -1) if len(mine) else out
-        tag = self._tag(kind, tensor)
-        for start in range(0, max(len(mine), 1), self._slot_bytes):
-            chunk = mine[start : start + self._slot_bytes]
-            slots = self._next_buffer()[: self.size, : len(chunk)]
-            slots[self.rank].copy_(chunk)
-            self._meet(tag)
-            if len(chunk):
-                out_bytes[:, start : start + len(chunk)].copy_(slots)
-        return out
-
-    def _broadcast(self, tensor: Tensor, source: int, kind: str) -> Tensor:
-        check_source(source, self.size)
-        whole = _contiguous(tensor)
-        flat = as_bytes(whole)
-        tag = self._tag(kind, tensor, source)
-        for start in range(0, max(len(flat), 1), self._slot_bytes):
-            chunk = flat[start : start + self._slot_bytes]
-            slot = self._next_buffer()[source, : len(chunk)]
-            if self.rank == source:
-                slot.copy_(chunk)
-            self._meet(tag)
-            if self.rank != source:
-                chunk.copy_(slot)
-        return _into(tensor, whole)
-
-    def _next_buffer(self) -> Tensor:
-        """[size + 1, slot_bytes]"""
-        if self._failure:  # the slots may be gone
-            raise self._refusal()
-        buffer = self._slots[self._buffer]
+    def _next_buffer(self) -> int:
+        """Number 0 or 1: they take turns. Raises RuntimeError when the group is closed or has failed."""
+        if self._failure:
+            raise RuntimeError(f"this group is of no use any more: {self._failure}")
         self._buffer ^= 1
-        return buffer
+        return self._buffer
 
     def _views_of(self, dtype: torch.dtype, count: int) -> tuple[_Views, _Views]:
         """Of both buffers. Kept, since making them would take longer than a small sum."""
         key = (dtype, count)
         if key not in self._views:
-            if self._failure:  # the slots may be gone
-                raise self._refusal()
             if len(self._views) >= 64:
                 self._views.clear()
             with torch.inference_mode(False):
@@ -254,12 +223,8 @@ class SharedMemoryGroup:
             wide=wide,
         )
 
-    # ---- meeting the others
-
     def _meet(self, tag: int) -> None:
         """Publishes the next phase, and returns when all have; what they wrote before it can then be read."""
-        if self._failure:
-            raise self._refusal()
         words = self._words
         self._phase = phase = self._phase + 1
         # Two tags take turns: a rank may be at the next phase before another has compared this one's.
@@ -291,7 +256,7 @@ class SharedMemoryGroup:
                 time.sleep(SHORT_NAP_S if waited < LONG_WAIT_S else LONG_NAP_S)
 
     def _tag(self, kind: str, tensor: Tensor, source: int = 0) -> int:
-        dtype = _DTYPE_CODES.get(tensor.dtype, len(DTYPES))
+        dtype = _DTYPE_CODES[tensor.dtype]
         return (tensor.nbytes * self.size + source) << 8 | dtype << 4 | _KIND_CODES[kind]
 
     def _describe(self, tag: int) -> str:
@@ -300,9 +265,9 @@ class SharedMemoryGroup:
             return kind
         if kind == "broadcast_bytes":
             return f"{kind} from {tag >> 8}"
-        code, (num_bytes, source) = tag >> 4 & 15, divmod(tag >> 8, self.size)
-        dtype = str(DTYPES[code]).removeprefix("torch.") if code < len(DTYPES) else "another dtype"
-        return f"{kind} of {num_bytes} bytes of {dtype}" + (f" from {source}" if kind.startswith("broadcast") else "")
+        num_bytes, source = divmod(tag >> 8, self.size)
+        dtype = str(DTYPES[tag >> 4 & 15]).removeprefix("torch.")
+        return f"{kind} of {num_bytes} bytes of {dtype}" + (f" from {source}" if kind == "broadcast" else "")
 
     def _absence(self, phase: int, tag: int) -> str:
         numbers = [self._words[LINE_WORDS * rank] for rank in range(self.size)]
@@ -320,16 +285,11 @@ class SharedMemoryGroup:
         return f"ranks called different collectives: {told}"
 
     def _named(self, ranks: Sequence[int]) -> str:
-        if self._world_ranks is None:
-            return f"ranks {list(ranks)}"
         return f"ranks {list(ranks)} (world ranks {[self._world_ranks[rank] for rank in ranks]})"
 
     def _fail(self, message: str) -> RuntimeError:
         self._failure = message
         return RuntimeError(message)
-
-    def _refusal(self) -> RuntimeError:
-        return RuntimeError(f"this group is of no use any more: {self._failure}")
 
 
 @dataclass(frozen=True)
@@ -361,11 +321,8 @@ def _add_in_order(parts: Sequence[Tensor], out: Tensor, wide: Tensor | None) -> 
 
 def _contiguous(tensor: Tensor) -> Tensor:
     """The tensor itself if it can be sent as it lies, else a copy; outside autograd, which must not see the slots."""
-    if not tensor.is_cpu:
-        raise ValueError(f"tensor: is on {tensor.device}; shared memory moves CPU tensors, use a TorchGroup")
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor.contiguous()
+    assert tensor.is_cpu
+    return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
 
 
 def _into(tensor: Tensor, whole: Tensor) -> Tensor:

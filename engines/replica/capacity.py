@@ -10,8 +10,11 @@ import torch
 from engines.config import EngineConfig, ModelConfig, longest_sequence
 from engines.memory.free_memory import FreeMemory
 from engines.memory.plan import MIB, MemoryPlan, kv_block_bytes, mib, plan_memory
-from engines.models.projection import copy_dtype
+from engines.models.host_weights import host_bytes
+from engines.models.parameters import DecoderParameters, logical_shapes
+from engines.models.projection import copy_dtype, packed_bytes
 from engines.parallel.layout import Layout
+from engines.parallel.sharding import Shard, shard_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +36,25 @@ class Capacity:
         return self._plan(tp_size, self.config.kv_cache_bytes, self.free.names.count(self.free.names[rank]))
 
     def _plan(self, tp_size: int, kv_cache_bytes: int, num_host_ranks: int) -> MemoryPlan:
-        copies = copy_dtype(getattr(torch, self.config.dtype), self.device)
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        local = shard_config(self.model, Shard(count=tp_size, max_count=self.max_tp_size))
+        parameters = DecoderParameters.allocate(local, dtype, torch.device("meta"))
+        shapes = logical_shapes(self.model).values()
+        products = copy_dtype(dtype, self.device)
+        copies = packed_bytes(parameters, products) if products is not None else 0
+        if self.host_copy and self.device.type == "cpu":
+            copies += -(-host_bytes(shapes, dtype) // num_host_ranks)
         return plan_memory(
             self.model,
+            local,
             self.config,
-            tp_size=tp_size,
-            max_tp_size=self.max_tp_size,
+            weights=sum(tensor.nbytes for tensor in parameters.tensors()),
+            copies=copies,
+            loading=max(shape.numel() for shape in shapes) * max(4, dtype.itemsize),
             max_model_len=longest_sequence(self.config, self.model),
             kv_cache_bytes=kv_cache_bytes,
             device_type=self.device.type,
-            copy_dtype=None if copies is None else str(copies).removeprefix("torch."),
-            num_host_ranks=num_host_ranks if self.host_copy else None,
+            wide=products.itemsize if products not in (None, dtype) else 0,
         )
 
     def check(self, layout: Layout) -> None:
@@ -81,13 +92,12 @@ class Capacity:
         most = left = self.config.max_num_seqs * blocks_of_longest * max(block_bytes.values())
         for size in block_bytes:
             plan = self._plan(size, most, min(map(self.free.names.count, self.free.names)))
-            beside = plan.total - plan.kv_cache
-            if budget - beside < block_bytes[size]:
-                without = replace(plan, kv_cache=0)
+            beside = replace(plan, kv_cache=0)
+            if budget - beside.total < block_bytes[size]:
                 raise ValueError(
                     f"EngineConfig.kv_cache_bytes='auto': memory_utilization={self.config.memory_utilization} of a "
                     f"rank's {share // MIB} MiB leaves no room for KV in a replica of {size} ranks, which needs "
-                    f"{mib(beside)} MiB beside it: {without.parts()}. Lower {without.what_to_lower()}"
+                    f"{mib(beside.total)} MiB beside it: {beside.parts()}. Lower {beside.what_to_lower()}"
                 )
-            left = min(left, budget - beside)
+            left = min(left, budget - beside.total)
         return replace(self, config=replace(self.config, kv_cache_bytes=left))

@@ -57,11 +57,9 @@ class LocalEngine:
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
         local = shard_config(model, shard)
         dtype: torch.dtype = getattr(torch, config.dtype)
-        self.spec = spec
-        self.config = config
+        self.spec, self.config, self.tensor_parallel = spec, config, tensor_parallel
         self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
         """What the KV cache holds; another layout's may hold more or less."""
-        self.tensor_parallel = tensor_parallel
         self.decoder = Decoder(
             model,
             dtype=dtype,
@@ -75,20 +73,8 @@ class LocalEngine:
         )
         self.kv = _make_cache(model, config, self.num_kv_tokens, local.num_kv_heads, dtype, device)
         self._runner = ModelRunner(self.decoder, self.kv, config, max_model_len)
-        self.mover = KVMover(
-            self.kv,
-            model,
-            shard,
-            tensor_parallel=tensor_parallel,
-            swap_policy=SwapPolicy(
-                config.preemption,
-                self.decoder,
-                self.kv,
-                max_model_len=max_model_len,
-                tensor_parallel=tensor_parallel,
-            ),
-            store=kv_store,
-        )
+        swap_policy = SwapPolicy(config.preemption, self.decoder, self.kv, max_model_len, tensor_parallel)
+        self.mover = KVMover(self.kv, model, shard, tensor_parallel, swap_policy, kv_store)
         self.replica = Replica(
             runner=self._runner,
             scheduler=Scheduler(config, BlockManager(self.num_kv_tokens // config.block_size, config.block_size)),
@@ -100,8 +86,7 @@ class LocalEngine:
             hidden_stop=hidden_stop,
             max_kv_tokens=max_kv_tokens,
         )
-        self.has_weights = False
-        self.is_asleep = False
+        self.has_weights = self.is_asleep = False
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

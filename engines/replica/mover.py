@@ -32,7 +32,7 @@ from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digest
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
 from engines.replica.moves import KVMoves
-from engines.replica.scheduler import CachedKV, Preempted, Sequence
+from engines.replica.scheduler import CachedKV, Sequence
 from engines.replica.swap import SwapPolicy
 from engines.sequence import KVHandle, KVPart
 
@@ -48,7 +48,6 @@ class KVMover:
         kv: PagedKVCache,
         model: ModelConfig,
         shard: Shard,
-        *,
         tensor_parallel: Communicator,
         swap_policy: SwapPolicy,
         store: KVStore | None = None,
@@ -80,12 +79,11 @@ class KVMover:
         self.moves.num_refused += handles.count(None)
         return handles
 
-    def swap_out(self, victim: Preempted, policy_version: int) -> KVHandle | None:
+    def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         """Stores the KV of a sequence that has lost its blocks, where the policy says so and there is room."""
-        cached = victim.cached
         if self.store is None or not cached.num_tokens:
             return None
-        if not self.swap_policy.swaps(cached.num_tokens, victim.num_common, self.store):
+        if not self.swap_policy.swaps(cached.num_tokens, cached.num_common, self.store):
             return None
         (handle,) = self._store_all(self.store, [cached], policy_version)
         if handle is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from engines.replica.scheduler import CachedKV, Preempted, Scheduled, Sequence
+from engines.replica.scheduler import CachedKV, Scheduled, Sequence
 from engines.sequence import KVHandle
 
 
@@ -50,7 +50,7 @@ class Mover(Protocol):
         """Stores the KV of sequences that leave; None for those that find no room."""
         ...
 
-    def swap_out(self, victim: Preempted, policy_version: int) -> KVHandle | None:
+    def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         """Stores the KV of a sequence that has lost its blocks, where that pays and there is room."""
         ...
 

@@ -212,23 +212,22 @@ class Replica:
                 self._leave(sequence)
             if leaving:
                 output.released = self._release(leaving, with_kv=True)
+            output.num_running = len(scheduled)
+            output.num_preempted = self.scheduler.num_preemptions - preempted
+            output.num_swapped_out = moves.num_swapped_out - swapped_out
+            output.num_swapped_in = moves.num_swapped_in - swapped_in
+            return output
         except BaseException:
             for item, length in zip(scheduled, lengths, strict=False):
                 item.sequence.state.cut(length)
             self._restart([*ended, *leaving])
             raise
-        output.num_running = len(scheduled)
-        output.num_preempted = self.scheduler.num_preemptions - preempted
-        output.num_swapped_out = moves.num_swapped_out - swapped_out
-        output.num_swapped_in = moves.num_swapped_in - swapped_in
-        return output
 
     def _schedule(self) -> list[Scheduled]:
         """The next pass, once the KV of preempted sequences is stored and that of arriving ones is in the cache."""
         schedule = self.scheduler.schedule()
-        for victim in schedule.preempted:
-            sequence = victim.sequence
-            sequence.kv = self.mover.swap_out(victim, self.policy_version)
+        for sequence, cached in schedule.preempted:
+            sequence.kv = self.mover.swap_out(cached, self.policy_version)
             sequence.is_swapped_out = sequence.kv is not None
         if schedule.arriving:
             loaded = self.mover.load(schedule.arriving, self.policy_version)

@@ -19,6 +19,8 @@ class CachedKV(NamedTuple):
     tokens: list[int]
     num_tokens: int
     blocks: list[int]
+    num_common: int = 0
+    """Of the first ones those whose KV others hold, too: they are found again while these stay. For one preempted."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -72,22 +74,14 @@ class Scheduled(NamedTuple):
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.state.tokens)
 
 
-class Preempted(NamedTuple):
-    """A sequence that has lost its blocks. What was in them is there until the next pass or load."""
-
-    sequence: Sequence
-    cached: CachedKV
-    num_common: int
-    """Of its first computed tokens, those whose KV others hold, too: it finds them again while these stay."""
-
-
 @dataclass(kw_only=True)
 class Schedule:
     """What is to be done in a step: store KV of `preempted`, load that of `arriving` and `add_loaded`, run `batch`."""
 
     batch: list[Scheduled]
     """Decodes first, then prefill chunks. After `add_loaded` empty only when there is no work."""
-    preempted: list[Preempted]
+    preempted: list[tuple[Sequence, CachedKV]]
+    """What was in the blocks that they have lost is there until the next pass or load."""
     arriving: list[Sequence]
     """Admitted ones that bring stored KV. Their blocks are reserved; those of `num_computed` tokens are filled."""
     budget: int
@@ -137,7 +131,7 @@ class Scheduler:
         decodes: list[Scheduled] = []
         filling: list[Scheduled] = []
         unfinished: list[Sequence] = []
-        preempted: list[Preempted] = []
+        preempted: list[tuple[Sequence, CachedKV]] = []
         block_size = self.blocks.block_size
         index = 0
         while index < len(self.running):
@@ -238,11 +232,11 @@ class Scheduler:
             self.blocks.publish(sequence, index, keys[index])
         sequence.num_published = num_full
 
-    def _make_room(self, sequence: Sequence, preempted: list[Preempted]) -> bool:
+    def _make_room(self, sequence: Sequence, preempted: list[tuple[Sequence, CachedKV]]) -> bool:
         """Gives the sequence blocks for all its tokens, preempting the latest admitted while there are too few."""
         while not self.blocks.can_grow(sequence, len(sequence.state.tokens)):
             preempted.append(self._preempt_latest())
-            if preempted[-1].sequence is sequence:
+            if preempted[-1][0] is sequence:
                 return False
         self.blocks.grow(sequence, len(sequence.state.tokens))
         return True
@@ -263,13 +257,13 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.leave_slot()
 
-    def _preempt_latest(self) -> Preempted:
+    def _preempt_latest(self) -> tuple[Sequence, CachedKV]:
         victim = self.running.pop()
-        preempted = Preempted(victim, victim.cached, self._num_common_tokens(victim))
+        cached = victim.cached._replace(num_common=self._num_common_tokens(victim))
         self._vacate(victim)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
-        return preempted
+        return victim, cached
 
     def _vacate(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)

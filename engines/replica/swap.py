@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import struct
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
-import msgspec
 import torch
 
 from engines.attention.batch import ForwardBatch
 from engines.config import Preemption
-from engines.kvcache.cost import (
-    CopyCost,
-    PassTime,
-    PrefillCost,
-    SwapCost,
-    fit_prefill,
-    slowest_copy,
-    slowest_prefill,
-)
+from engines.kvcache.cost import CopyCost, PassTime, PrefillCost, SwapCost, fit_prefill
 from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
 from engines.kvcache.store import KVContent, KVStore, Tier
 from engines.models.decoder import Decoder
@@ -34,9 +24,8 @@ _PASS_S = 0.05  # after one that takes longer no longer one is timed
 _COPY_BYTES = 8 << 20
 _TIERS = ("none", "host", "disk")
 _UNUSABLE = CopyCost(bytes_per_token=1, out_bandwidth=1.0, in_bandwidth=1.0, latency=math.inf)
+_NO_ROOM = (math.inf, math.inf)
 _FREE = PrefillCost(latency=0.0, seconds_per_token=0.0, seconds_per_pair=0.0)
-
-_T = TypeVar("_T")
 
 
 class SwapPolicy:
@@ -52,7 +41,6 @@ class SwapPolicy:
         preemption: Preemption,
         decoder: Decoder,
         kv: PagedKVCache,
-        *,
         max_model_len: int,
         tensor_parallel: Communicator,
     ) -> None:
@@ -89,18 +77,71 @@ class SwapPolicy:
         scratch: PagedKVCache | None = None
         with contextlib.suppress(RuntimeError):  # what torch's allocators raise: no memory is left to measure in
             scratch = scratch_cache(self._kv, min(_LONGEST, self._max_model_len))
-        if not all(self._exchange(scratch is not None)):
+        if self._slowest(math.inf if scratch is None else 0.0) > 0:
             return SwapCost(prefill=_FREE, copy=_UNUSABLE)
         assert scratch is not None
         if self._prefill is None:
-            times = time_passes(self._decoder, scratch, self._max_model_len, lambda s: max(self._exchange(s)))
-            self._prefill = slowest_prefill(self._exchange(fit_prefill(*times)))
-        copies = self._exchange(time_copies(scratch, tier, self._max_model_len))
-        return SwapCost(prefill=self._prefill, copy=slowest_copy(copies))
+            self._prefill = self._measure_prefill(scratch)
+        return SwapCost(prefill=self._prefill, copy=self._measure_copy(scratch, tier.store))
 
-    def _exchange(self, mine: _T) -> list[_T]:
-        told = self._group.all_gather_bytes(msgspec.msgpack.encode(mine))
-        return [msgspec.msgpack.decode(one, type=type(mine)) for one in told]
+    def _measure_prefill(self, scratch: PagedKVCache) -> PrefillCost:
+        num_tokens, longest = min(_SHORT, self._max_model_len), min(_LONGEST, self._max_model_len)
+        one = self._time_pass(scratch, 1, num_tokens)
+        short = long = self._time_pass(scratch, num_tokens, num_tokens)
+        while long.seconds < _PASS_S and 4 * long.num_tokens <= longest:
+            long = self._time_pass(scratch, 4 * long.num_tokens, 4 * long.num_tokens)
+        return fit_prefill(one, short, long, self._time_pass(scratch, num_tokens, min(_DEEPEST, self._max_model_len)))
+
+    def _time_pass(self, scratch: PagedKVCache, num_tokens: int, context: int) -> PassTime:
+        batch, times = _prefill_batch(scratch, num_tokens, context), []
+        for _ in range(2):  # the first may pay for memory and caches
+            start = time.perf_counter()
+            self._decoder.forward(batch, scratch)
+            _wait_for(scratch)
+            times.append(time.perf_counter() - start)
+        return PassTime(num_tokens=num_tokens, context=context, seconds=self._slowest(min(times)))
+
+    def _measure_copy(self, scratch: PagedKVCache, store: KVStore) -> CopyCost:
+        """By an entry of one token and one of several MiB, or what the store takes."""
+        token_bytes = scratch.bytes_per_token
+        one = self._time_copy(scratch, store, 1)
+        num_tokens = max(2, min(self._max_model_len, _COPY_BYTES // token_bytes))
+        while (many := self._time_copy(scratch, store, num_tokens)) == _NO_ROOM and num_tokens > 2:
+            num_tokens //= 2
+        if _NO_ROOM in (one, many):
+            return _UNUSABLE
+        num_bytes = (num_tokens - 1) * token_bytes
+        out_bandwidth, in_bandwidth = (num_bytes / max(b - a, 1e-9) for a, b in zip(one, many, strict=True))
+        return CopyCost(
+            bytes_per_token=token_bytes, out_bandwidth=out_bandwidth, in_bandwidth=in_bandwidth, latency=sum(one)
+        )
+
+    def _time_copy(self, scratch: PagedKVCache, store: KVStore, num_tokens: int) -> tuple[float, float]:
+        """Seconds out and in."""
+        _, _, num_heads, head_dim = scratch.keys[0].shape
+        content = KVContent(
+            policy_version=0, tokens_digest="", dtype=str(scratch.keys[0].dtype).removeprefix("torch."),
+            num_layers=len(scratch.keys), num_tokens=num_tokens, first_head=0, num_heads=num_heads, head_dim=head_dim,
+        )  # fmt: skip
+        blocks, times = _blocks(scratch, num_tokens), []
+        for _ in range(2):  # the first may pay for memory
+            start = time.perf_counter()
+            part = store.export(content, to_host(read_kv(scratch, blocks, num_tokens)))
+            if part is None:
+                break
+            stored = time.perf_counter()
+            with contextlib.suppress(ValueError):
+                fill_kv(scratch, blocks, num_tokens, store.load(part, content))
+                _wait_for(scratch)
+                times.append((stored - start, time.perf_counter() - stored))
+            store.drop(part)
+        out_s, in_s = map(min, zip(*times, strict=True)) if len(times) == 2 else _NO_ROOM
+        return self._slowest(out_s), self._slowest(in_s)
+
+    def _slowest(self, seconds: float) -> float:
+        """Of the replica's ranks, which wait for each other; the same on all of them."""
+        told = self._group.all_gather_bytes(struct.pack("<d", seconds))
+        return max(struct.unpack("<d", one)[0] for one in told)
 
 
 def scratch_cache(kv: PagedKVCache, num_tokens: int) -> PagedKVCache:
@@ -115,74 +156,6 @@ def scratch_cache(kv: PagedKVCache, num_tokens: int) -> PagedKVCache:
         dtype=kv.keys[0].dtype,
         device=kv.keys[0].device,
     )
-
-
-def time_passes(
-    decoder: Decoder, scratch: PagedKVCache, max_model_len: int, agree: Callable[[float], float]
-) -> tuple[PassTime, PassTime, PassTime, PassTime]:
-    """What `fit_prefill` takes. All ranks call it together; `agree` gives them one number for theirs."""
-
-    def measure(num_tokens: int, context: int) -> PassTime:
-        """The shorter of two passes: the first may pay for memory and caches."""
-        batch, seconds = _prefill_batch(scratch, num_tokens, context), math.inf
-        for _ in range(2):
-            start = time.perf_counter()
-            decoder.forward(batch, scratch)
-            _wait_for(scratch)
-            seconds = min(seconds, time.perf_counter() - start)
-        return PassTime(num_tokens=num_tokens, context=context, seconds=agree(seconds))
-
-    num_tokens = min(_SHORT, max_model_len)
-    one = measure(1, num_tokens)
-    short = long = measure(num_tokens, num_tokens)
-    while long.seconds < _PASS_S and 4 * long.num_tokens <= min(_LONGEST, max_model_len):
-        long = measure(4 * long.num_tokens, 4 * long.num_tokens)
-    return one, short, long, measure(num_tokens, min(_DEEPEST, max_model_len))
-
-
-def time_copies(scratch: PagedKVCache, tier: Tier, max_model_len: int) -> CopyCost:
-    """Of a tier, by an entry of one token and one of several MiB, or what it takes."""
-    token_bytes = scratch.bytes_per_token
-    one = _time_copy(scratch, tier.store, 1)
-    num_tokens = max(2, min(max_model_len, _COPY_BYTES // token_bytes))
-    many = _time_copy(scratch, tier.store, num_tokens)
-    while many is None and num_tokens > 2:
-        num_tokens //= 2
-        many = _time_copy(scratch, tier.store, num_tokens)
-    if one is None or many is None:
-        return _UNUSABLE
-    num_bytes = (num_tokens - 1) * token_bytes
-    out_bandwidth, in_bandwidth = (num_bytes / max(b - a, 1e-9) for a, b in zip(one, many, strict=True))
-    return CopyCost(
-        bytes_per_token=token_bytes, out_bandwidth=out_bandwidth, in_bandwidth=in_bandwidth, latency=sum(one)
-    )
-
-
-def _time_copy(scratch: PagedKVCache, store: KVStore, num_tokens: int) -> tuple[float, float] | None:
-    """Seconds out and in, the shorter of two each; None where there is no room."""
-    _, _, num_heads, head_dim = scratch.keys[0].shape
-    content = KVContent(
-        policy_version=0, tokens_digest="", dtype=str(scratch.keys[0].dtype).removeprefix("torch."),
-        num_layers=len(scratch.keys), num_tokens=num_tokens, first_head=0, num_heads=num_heads, head_dim=head_dim,
-    )  # fmt: skip
-    blocks = _blocks(scratch, num_tokens)
-    out_s = in_s = math.inf
-    for _ in range(2):  # the first may pay for memory
-        start = time.perf_counter()
-        part = store.export(content, to_host(read_kv(scratch, blocks, num_tokens)))
-        if part is None:
-            return None
-        out_s = min(out_s, time.perf_counter() - start)
-        try:
-            start = time.perf_counter()
-            fill_kv(scratch, blocks, num_tokens, store.load(part, content))
-            _wait_for(scratch)
-            in_s = min(in_s, time.perf_counter() - start)
-        except ValueError:
-            return None
-        finally:
-            store.drop(part)
-    return out_s, in_s
 
 
 def _wait_for(kv: PagedKVCache) -> None:

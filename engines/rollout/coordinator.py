@@ -18,27 +18,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engines.control import messages
-from engines.control.ends import Lost, Notice, Received, ServerEnd
+from engines.control.ends import Lost, Notice, Received
+from engines.control.transport import Server
+from engines.coordination import requests
 from engines.coordination.core import RolloutCore
-from engines.coordination.requests import (
-    AddReplica,
-    BeginPhase,
-    Deliver,
-    DiscardKV,
-    Failed,
-    PhaseComplete,
-    ReplicaDropped,
-    Request,
-    RequestAbort,
-    RequestEndPhase,
-    RequestMove,
-    RequestRefused,
-    RequestRegroup,
-    RequestShutdown,
-    Result,
-    SubmitSequences,
-    Tick,
-)
+from engines.coordination.requests import Request, RequestRefused, Result
 from engines.parallel.layout import ReplicaSpec
 from engines.rollout.telemetry import Mark
 from engines.sequence import Finished, KVPart, SequenceState
@@ -47,7 +31,7 @@ POLL_S = 0.02
 """Longest that a posted request waits, and shortest time between two looks at the deadlines."""
 AWAY_S = 1.0
 """A longer time between two events was this process's own absence: it was stopped, or its caller busy."""
-_MAY_COME_LATE = (RequestMove, RequestAbort, RequestRegroup)
+_MAY_COME_LATE = (requests.RequestMove, requests.RequestAbort, requests.RequestRegroup)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +50,11 @@ class Exit:
 
 
 class Launcher(Protocol):
-    """Who started the replicas outside the world; `ReplicaLauncher` is one."""
+    """Who started the replicas outside the world: see `ReplicaLauncher`, which is one."""
 
-    def kill(self, replica_id: int) -> None:
-        """Ends what is left of a replica; without effect when nothing is."""
-        ...
+    def kill(self, replica_id: int) -> None: ...
 
-    def poll(self) -> list[Exit]:
-        """Replicas whose process has ended since the last call."""
-        ...
+    def poll(self) -> list[Exit]: ...
 
 
 class Coordinator:
@@ -83,7 +63,7 @@ class Coordinator:
     def __init__(
         self,
         core: RolloutCore,
-        server: ServerEnd,
+        server: Server,
         *,
         num_ranks: int,
         timeout_s: float,
@@ -137,10 +117,10 @@ class Coordinator:
 
     def add_replica(self, spec: ReplicaSpec) -> None:
         """A replica outside the world was launched, and will join. Takes part as soon as it has the weights."""
-        self._posted.put(AddReplica(spec=spec))
+        self._posted.put(requests.AddReplica(spec=spec))
 
     def stop(self) -> None:
-        """Makes a running `roll_out` give up: the process that it waits for will not go on."""
+        """Makes a running `roll_out` raise: the process that it waits for will not go on."""
         self._stopped = True
 
     def wait_for_ranks(self) -> None:
@@ -184,8 +164,8 @@ class Coordinator:
             self._on_finished, self._finished, self._complete = on_finished, [], False
             self.pump(0.0)  # what has happened since the last phase
             self._began = self._now()
-            self._take(BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
-            self._take(SubmitSequences(states=states))
+            self._take(requests.BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
+            self._take(requests.SubmitSequences(states=states))
             return self._run()
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
@@ -214,7 +194,7 @@ class Coordinator:
             self._take_posted()
             if not ended and self.core.num_unfinished == 0 and not self.core.regrouping:
                 ended = True
-                self._take(RequestEndPhase())
+                self._take(requests.RequestEndPhase())
                 continue
             self.pump(POLL_S)
         return self._finished
@@ -230,13 +210,13 @@ class Coordinator:
 
     def _end_abandoned(self) -> None:
         if self.core.failed is None and self.core.phase is not None and not self.core.ending:
-            self._take(RequestEndPhase(abort=True))
+            self._take(requests.RequestEndPhase(abort=True))
         while self.core.failed is None and self.core.phase is not None:
             self.pump(POLL_S)
         self._is_abandoned = False
 
     def pump(self, timeout_s: float) -> None:
-        """Takes what was posted and what has come, waiting so long for the first; then looks at the deadlines.
+        """Takes what was posted and what has come within `timeout_s` seconds; then looks at the deadlines.
 
         To be called while no phase runs, too, where replicas outside the world come and go.
         """
@@ -252,7 +232,7 @@ class Coordinator:
                 if exit_.replica_id in self.outside:
                     self._lose(self.outside[exit_.replica_id], str(exit_))
             self._ticked = time.monotonic()
-            self._take(Tick())
+            self._take(requests.Tick())
 
     def _now(self) -> float:
         """The core's clock, which stands while this process does not listen: nobody else is late then."""
@@ -266,7 +246,7 @@ class Coordinator:
 
     def shut_down(self) -> None:
         """Tells all processes to end, between two phases."""
-        self._take(RequestShutdown())
+        self._take(requests.RequestShutdown())
 
     def marks(self) -> list[Mark]:
         """What was decided in the last rollout, for a timeline; dispatches are left out, since steps show them."""
@@ -292,13 +272,13 @@ class Coordinator:
     def _take_posted(self) -> None:
         while not self._posted.empty():
             request = self._posted.get()
-            if isinstance(request, AddReplica):
+            if isinstance(request, requests.AddReplica):
                 self.outside[request.spec.id] = request.spec
             elif self._is_abandoned:
                 self.refused.append(f"{type(request).__name__}: its rollout was abandoned")
                 continue
             try:
-                if isinstance(request, SubmitSequences):
+                if isinstance(request, requests.SubmitSequences):
                     self._check(request.states)
                 self._take(request)
             except RequestRefused as error:
@@ -330,8 +310,8 @@ class Coordinator:
             messages.ReplicaLost(replica_id=spec.id, rank=spec.ranks[0], phase=-1, epoch=0, seq=0, reason=reason)
         )
 
-    def _drop(self, dropped: ReplicaDropped) -> None:
-        """Sees a replica off that the core has given up, whoever reported it."""
+    def _drop(self, dropped: requests.ReplicaDropped) -> None:
+        """Ends a replica that the core goes on without, whoever reported the loss."""
         spec = self.outside.pop(dropped.replica_id)
         self.standing_by.discard(spec.id)
         self.lost.append(f"replica {spec.id} (rank {spec.ranks[0]}): {dropped.reason}")
@@ -342,18 +322,18 @@ class Coordinator:
         self._outputs.extend(self.core.on_event(event, self._now()))
         while self._outputs:
             match output := self._outputs.popleft():
-                case Deliver():
+                case requests.Deliver():
                     self._finished.append(output.finished)
                     if self._on_finished is not None:
                         self._on_finished(output.finished)
-                case DiscardKV():
+                case requests.DiscardKV():
                     for part in output.kv.parts:
                         self._drop_kv(part)
-                case PhaseComplete():
+                case requests.PhaseComplete():
                     self._complete = True
-                case ReplicaDropped():
+                case requests.ReplicaDropped():
                     self._drop(output)
-                case Failed():
+                case requests.Failed():
                     lost = "".join(f"\n  lost before: {one}" for one in self.lost)
                     raise RuntimeError(f"coordinator: {output.reason}{lost}")
                 case _ if isinstance(output, messages.Command):

@@ -206,7 +206,7 @@ class Placement:
         )
 
     def rebuild(self, layout: Layout) -> LocalEngine:
-        """This rank's part of another layout, weights included, made after the one it had is given up."""
+        """This rank's part of another layout, weights included; what it had gives back its memory first."""
         version = self.engine.replica.policy_version
         self.engine.sleep(weights=True)
         self.build(layout)

@@ -16,7 +16,7 @@ from engines.rollout.telemetry import StepRecord
 from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
 
 Pace = Callable[[int, int, int], float]
-"""(sequences, new tokens, context tokens, all summed over the batch) -> seconds that the step is to last."""
+"""(sequences, new tokens, context tokens, all summed over the batch) -> seconds that the step must last."""
 
 
 class Stepper:

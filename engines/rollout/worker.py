@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from engines.control import messages as m
-from engines.control.ends import ClientEnd
+from engines.control.transport import Client
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.steps import Pace, Stepper
@@ -46,7 +46,7 @@ class Worker:
         self,
         *,
         rank: int,
-        client: ClientEnd,
+        client: Client,
         layout: Layout,
         engine: LocalEngine | None,
         rebuild: Callable[[Layout], LocalEngine | None],

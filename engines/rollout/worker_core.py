@@ -92,7 +92,7 @@ class WorkerCore:
         return self._replica
 
     def on_step(self, output: StepOutput, seconds: float, now: float) -> list[m.Event]:
-        """What there is to say after a step that took so many seconds and ended `now`."""
+        """The events after a step that took `seconds` and ended at `now`."""
         self._num_steps += 1
         self._seconds += seconds
         events = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,19 +51,8 @@ class SamplingBatch:
 
     def rows(self, part: slice) -> SamplingBatch:
         """Those rows alone."""
-
-        def cut(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column[part]
-
-        return replace(
-            self,
-            keys=self.keys[part],
-            positions=self.positions[part],
-            temperatures=self.temperatures[part],
-            top_k=cut(self.top_k),
-            top_p=cut(self.top_p),
-            min_p=cut(self.min_p),
-        )
+        columns: dict[str, Any] = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **columns)
 
 
 class Sampled(NamedTuple):
@@ -150,8 +139,8 @@ def sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None = None) -> Sa
     """Draws one token per row: argmax(processed logits + Gumbel noise), ties to the lowest id.
 
     logits: [N, V] in any floating dtype. A row's result has the same bits whatever the others are, but for log-probs of
-    torch on CUDA, whose last bits may go by where the row lies; it is computed with memory for some rows at a time. A
-    compiled `draw` gives the same tokens.
+    torch on CUDA, whose last bits may depend on where the row lies. It computes some rows at a time.
+    A compiled `draw` gives the same tokens.
     """
     step = rows_sampled_at_once(logits.shape[-1], logits.device.type)
     if len(logits) <= step or (draw is not None and not batch.is_processed):

@@ -86,6 +86,8 @@ class SimulatedRollout:
     steps: list[StepRecord]
     decisions: list[Decision]
     num_preempted: int
+    lengths: dict[SequenceId, int]
+    """Tokens that each sequence has generated."""
 
     @property
     def makespan(self) -> float:
@@ -142,9 +144,17 @@ class Cluster:
         """Ranks that have left a replica and wait for the others of their next one."""
         self._ranks = [_Rank(self, rank) for rank in range(num_ranks)]
         self._finish_times: dict[SequenceId, float] = {}
+        self._lengths_of_ended: dict[SequenceId, int] = {}
         self._is_complete = False
         self._is_submitted = False
         self._num_preempted = 0
+
+    def check_integrity(self) -> None:
+        """Asserts that sequences, blocks and stored KV add up; linear in their number."""
+        self.core.check_integrity()
+        self.pool.check_integrity()
+        for rank in self._ranks:
+            rank.check_integrity()
 
     def roll_out(self, states: Iterable[SequenceState]) -> SimulatedRollout:
         """Completes the sequences. Raises RuntimeError, as a live rollout, when the core fails."""
@@ -165,6 +175,7 @@ class Cluster:
             steps=self._steps,
             decisions=list(self.core.decisions),
             num_preempted=self._num_preempted,
+            lengths=self._lengths_of_ended,
         )
 
     def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
@@ -195,6 +206,7 @@ class Cluster:
 
     def _deliver(self, finished: Finished) -> None:
         self._finish_times[finished.state.sequence_id] = self.queue.now
+        self._lengths_of_ended[finished.state.sequence_id] = finished.state.num_generated
 
     def record(self, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> None:
         self._num_preempted += output.num_preempted
@@ -288,6 +300,10 @@ class _Rank:
         self._is_free = True
         if self._inbox:
             self._begin_turn(0.0)
+
+    def check_integrity(self) -> None:
+        if self._replica is not None:
+            self._replica.scheduler.blocks.check_integrity()
 
     def hear(self, command: messages.Command) -> None:
         """A command has come: it is obeyed at the next turn, which is now where nothing runs."""

@@ -53,7 +53,7 @@ class LongestFirst:
 def floor_seconds(
     profile: LatencyProfile, sequences: Iterable[tuple[int, int]], *, num_replicas: int, max_num_seqs: int
 ) -> float:
-    """A time in which no policy can generate `sequences`, pairs of prompt and response tokens, on replicas of a profile.
+    """Seconds that no policy can beat: for pairs of prompt and response tokens on replicas of a profile.
 
     It is the larger of two bounds. The longest sequence cannot end before a replica that runs nothing else could end
     it. And all replicas together must read each token's context, multiply for each token, and read the weights in each

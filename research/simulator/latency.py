@@ -8,7 +8,9 @@ Bytes and FLOPs are decimal, times are seconds, weights, keys and values are bf1
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from engines.constraints import NonNegative, Positive, Share, WholeNumber, check_fields
 from research.simulator.datasheets import BYTES_PER_ELEMENT, DEVICES, SHAPES, Device, ModelShape
@@ -179,27 +181,16 @@ class Pace:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def seconds(
-        self,
-        batch: int,
-        new_tokens: int,
-        context_tokens: int,
-        *,
-        pairs: float | None = None,
-        logit_rows: int | None = None,
-    ) -> float:
-        """Seconds that the step is to last here; arguments as those of `LatencyProfile.step_seconds`."""
-        step = self.profile.step_seconds(batch, new_tokens, context_tokens, pairs=pairs, logit_rows=logit_rows)
-        return self.scale * step
+    def seconds(self, batch: int, new_tokens: int, context_tokens: int, **rest: Any) -> float:
+        """Seconds that the step lasts here; arguments as those of `LatencyProfile.step_seconds`."""
+        return self.scale * self.profile.step_seconds(batch, new_tokens, context_tokens, **rest)
 
 
-def profiles() -> list[LatencyProfile]:
-    """One for each device, shape and TP size that splits its heads evenly, whether or not it fits."""
-    return [
-        LatencyProfile(device=device, shape=shape, tp_size=tp_size)
-        for device, shape, tp_size in itertools.product(DEVICES, SHAPES, TP_SIZES)
-        if shape.splits_into(tp_size)
-    ]
+def all_profiles() -> Iterator[LatencyProfile]:
+    """One for each device, shape and TP size that splits the heads evenly, whether or not it fits."""
+    for device, shape, tp_size in itertools.product(DEVICES, SHAPES, TP_SIZES):
+        if shape.splits_into(tp_size):
+            yield LatencyProfile(device=device, shape=shape, tp_size=tp_size)
 
 
 def profile(name: str) -> LatencyProfile:
@@ -207,7 +198,7 @@ def profile(name: str) -> LatencyProfile:
 
     Raises ValueError when there is none, as for a TP size that does not divide the heads, or no room for the weights.
     """
-    found = next((candidate for candidate in profiles() if candidate.name == name.lower()), None)
+    found = next((candidate for candidate in all_profiles() if candidate.name == name.lower()), None)
     if found is None:
         devices, shapes = ", ".join(device.name for device in DEVICES), ", ".join(shape.name for shape in SHAPES)
         exist = f"<device>-<model>-tp<size> of {devices} x {shapes} x TP {', '.join(map(str, TP_SIZES))}"
@@ -223,7 +214,7 @@ def markdown_table(batches: tuple[int, ...] = (1, 32, 128), context: int = 4096)
     """Milliseconds of a decode step of every profile that fits; "-" where the replica's cache is too small."""
     columns = ["profile", "weights, GB/rank", "KV capacity, tokens", *(f"batch {batch}, ms" for batch in batches)]
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    for row in profiles():
+    for row in all_profiles():
         capacity = row.kv_tokens_capacity()
         cells = [
             f"{row.step_seconds(batch, batch, batch * context) * 1e3:.2f}" if batch * context <= capacity else "-"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engines.kvcache.cost import SwapCost
 from engines.replica.moves import KVMoves
-from engines.replica.scheduler import CachedKV, Preempted, Scheduled, Sequence
+from engines.replica.scheduler import CachedKV, Scheduled, Sequence
 from engines.sequence import KVHandle, KVPart, SequenceKey
 
 VOCAB_SIZE = 2**62
@@ -79,13 +79,12 @@ class SimulatedMover:
         self.moves.num_refused += handles.count(None)
         return handles
 
-    def swap_out(self, victim: Preempted, policy_version: int) -> KVHandle | None:
-        num_tokens = victim.cached.num_tokens
-        if self._swap_cost is None or not num_tokens:
+    def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
+        if self._swap_cost is None or not cached.num_tokens:
             return None
-        if self._swap_cost.cheaper(num_tokens, victim.num_common) == "recompute":
+        if self._swap_cost.cheaper(cached.num_tokens, cached.num_common) == "recompute":
             return None
-        handle = self._store(victim.cached, policy_version)
+        handle = self._store(cached, policy_version)
         self.moves.num_swapped_out += handle is not None
         return handle
 

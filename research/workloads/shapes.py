@@ -30,6 +30,9 @@ class DecoderShape:
 
 
 SHAPES = {
+    "0.8m": DecoderShape(
+        hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=512, tied=True
+    ),
     "25m": DecoderShape(
         hidden=512, layers=8, heads=8, kv_heads=2, head_dim=64, intermediate=1536, vocab=512, tied=True
     ),

@@ -13,6 +13,7 @@ from math_verify import parse, verify
 
 from algos.rewards.math import final_answer, math_verify_reward
 from algos.rewards.runner import RewardConfig, RewardRunner
+from tests.algos.test_rewards import score
 
 GSM8K = Path(__file__).parents[3] / "shared/data/gsm8k/test.jsonl"
 SPEC = "algos.rewards.math:math_verify_reward"
@@ -115,10 +116,10 @@ def test_malicious_answers_cost_only_themselves() -> None:
     completions = ["#### 72", *malicious, "#### 1,080", r"\boxed{" + r"\frac{1}{" * 100_000]
     with RewardRunner(SPEC, RewardConfig(timeout_s=1.0)) as runner:
         runner.check(columns=["answer"])
-        result = runner.score(["p"] * 5, completions, {"answer": ["72", "3", "3", "1080", "3"]})
+        result = score(runner, completions, answer=["72", "3", "3", "1080", "3"])
     assert result.rewards == [1.0, 0.0, 0.0, 1.0, 0.0]
-    assert result.num_timed_out >= 1
-    assert result.num_invalid == 0
+    assert result.failed["timed_out"] >= 1
+    assert result.failed["invalid"] == 0
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs {GSM8K}")

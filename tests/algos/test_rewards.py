@@ -14,31 +14,32 @@ import termios
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from algos.rewards.runner import RewardConfig, RewardResult, RewardRunner, Scoring
-
-FUNCTIONS = Path(__file__).with_name("reward_functions.py")
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., RewardRunner]]:
-    runners = []
-
-    def make(function: str, **config: float) -> RewardRunner:
-        runners.append(RewardRunner(f"{FUNCTIONS}:{function}", RewardConfig(**config)))  # type: ignore[arg-type]
-        return runners[-1]
-
-    yield make
-    for runner in runners:
-        runner.close()
+from algos.rewards.pool import Item, RewardPool
+from algos.rewards.runner import FailureKind, RewardConfig, RewardRunner
+from tests.algos.conftest import FUNCTIONS
 
 
-def score(runner: RewardRunner, completions: list[str], **columns: list) -> RewardResult:
-    return runner.score(["prompt"] * len(completions), completions, columns)
+class Scores(NamedTuple):
+    rewards: list[float]
+    failed: Counter[FailureKind]
+
+
+def item(index: int, completion: str, **columns: Any) -> Item:
+    return Item(key=(index, 0), prompt="prompt", completion=completion, columns=columns)
+
+
+def score(runner: RewardRunner, completions: list[str], **columns: list[Any]) -> Scores:
+    rest = [item(i, one, **{name: column[i] for name, column in columns.items()}) for i, one in enumerate(completions)]
+    with RewardPool(runner) as pool:
+        rewards, failed = pool.finish(rest)
+    return Scores([rewards[i, 0] for i in range(len(completions))], failed)
 
 
 def is_alive(pid: int) -> bool:
@@ -62,14 +63,13 @@ def test_rewards_come_in_order_over_many_chunks(make: Callable[..., RewardRunner
     texts = ["x" * (index % 7) for index in range(100)]
     result = score(make("length", chunk_size=16), texts)
     assert result.rewards == [float(len(text)) for text in texts]
-    assert (result.num_raised, result.num_timed_out, result.num_invalid) == (0, 0, 0)
-    assert result.seconds > 0
+    assert not result.failed
 
 
 @pytest.mark.parametrize("function", ["length_async", "runs_a_loop", "runs_its_loop", "returns_an_awaitable"])
 def test_a_function_may_be_async_or_run_a_loop(make: Callable[..., RewardRunner], function: str) -> None:
     result = score(make(function, chunk_size=2), ["a", "bb", "ccc"])
-    assert result.rewards == [1.0, 2.0, 3.0] and result.num_raised == 0
+    assert result.rewards == [1.0, 2.0, 3.0] and result.failed["raised"] == 0
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -191,8 +191,6 @@ def test_columns_are_checked(make: Callable[..., RewardRunner]) -> None:
     runner.check(columns=["answer"])
     with pytest.raises(ValueError, match=r"wants \['answer'\].*\['question'\]"):
         runner.check(columns=["question"])
-    with pytest.raises(ValueError, match="answer: has 1 entries for 2 completions"):
-        score(runner, ["a", "b"], answer=["a"])
     with pytest.raises(ValueError, match=r"columns\['answer'\].*plain data"):
         score(runner, ["a"], answer=[object()])
     with pytest.raises(ValueError, match=r"columns\['answer'\].*64 bits"):
@@ -200,18 +198,18 @@ def test_columns_are_checked(make: Callable[..., RewardRunner]) -> None:
     assert score(runner, ["a"], answer=["a"]).rewards == [1.0]
 
 
-@pytest.mark.parametrize("field", ["timeout_s", "chunk_size", "max_failures", "start_timeout_s"])
-def test_config_is_checked(field: str) -> None:
-    with pytest.raises(ValueError, match=f"RewardConfig.{field}=0"):
-        RewardConfig(**{field: 0})
-    with pytest.raises(ValueError, match="failed_reward"):
-        RewardConfig(failed_reward=math.nan)
+SECONDS = r"above 0, and at most 1e\+06"
 
 
-@pytest.mark.parametrize("field", ["timeout_s", "start_timeout_s"])
-@pytest.mark.parametrize("value", [math.inf, math.nan, 1e10])
-def test_limits_that_no_timer_takes_are_refused(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"RewardConfig\.{field}={value!r}: must be above 0, and at most 1e\+06"):
+@pytest.mark.parametrize(
+    ("field", "value", "must_be"),
+    [("chunk_size", 0, "an integer"), ("max_failures", 0, "an integer"), ("failed_reward", math.nan, "a finite number")]
+    + [
+        (field, value, SECONDS) for field in ("timeout_s", "start_timeout_s") for value in (0, math.inf, math.nan, 1e10)
+    ],
+)
+def test_config_is_checked(field: str, value: float, must_be: str) -> None:
+    with pytest.raises(ValueError, match=rf"RewardConfig\.{field}={value!r}: must be {must_be}"):
         RewardConfig(**{field: value})
 
 
@@ -222,7 +220,7 @@ def test_values_that_are_no_numbers(make: Callable[..., RewardRunner], caplog: p
     texts = ["int", "nan", "inf", "none", "text", "list", "huge", "true"]
     result = score(make("values", failed_reward=-1.0), texts)
     assert result.rewards == [2.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0]
-    assert (result.num_raised, result.num_timed_out, result.num_invalid) == (0, 0, 6)
+    assert result.failed == {"invalid": 6}
     (record,) = caplog.records
     assert "6 of 8 completions invalid" in record.getMessage() and "nan" in record.getMessage()
 
@@ -230,9 +228,9 @@ def test_values_that_are_no_numbers(make: Callable[..., RewardRunner], caplog: p
 def test_wrong_number_of_rewards(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
     result = score(make("miscounts", chunk_size=2), ["a", "bad", "c", "d", "e"])
     assert result.rewards == [0.0, 0.0, 1.0, 1.0, 1.0], "a call that fails fails whole"
-    assert result.num_raised == 2
+    assert result.failed["raised"] == 2
     assert "more rewards for 2 completions" in caplog.text
-    assert score(make("endless"), ["a"]).num_raised == 1
+    assert score(make("endless"), ["a"]).failed["raised"] == 1
 
 
 @pytest.mark.parametrize(
@@ -241,7 +239,7 @@ def test_wrong_number_of_rewards(make: Callable[..., RewardRunner], caplog: pyte
 def test_what_is_no_list_is_said_so(
     make: Callable[..., RewardRunner], kind: str, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert score(make("returns"), ["a"], kind=[kind]).num_raised == 1
+    assert score(make("returns"), ["a"], kind=[kind]).failed["raised"] == 1
     assert caplog.text.rstrip().endswith(f"returned {what}: must be a list of 1 numbers")
 
 
@@ -259,7 +257,7 @@ def test_only_the_culprit_fails(
     texts = ["a"] * 5 + [culprit] + ["b"] * 4
     result = score(make("misbehaves"), texts, log=[str(tmp_path / "log")] * 10)
     assert result.rewards == [1.0] * 5 + [0.0] + [1.0] * 4
-    assert (result.num_raised, result.num_timed_out, result.num_invalid) == (1, 0, 0)
+    assert result.failed == {"raised": 1}
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "1 of 10 completions raised" in record.getMessage() and message[culprit] in record.getMessage()
@@ -281,7 +279,7 @@ def test_a_hang_is_killed_and_the_worker_restarted(
     texts = ["a", "b", culprit, "c", "d"]
     result = score(runner, texts, log=[str(log)] * 5)
     assert result.rewards == [1.0, 1.0, 0.0, 0.0, 1.0]
-    assert (result.num_raised, result.num_timed_out) == ((0, 2) if is_hang else (2, 0))
+    assert result.failed == ({"timed_out": 2} if is_hang else {"raised": 2})
     assert score(runner, ["e"], log=[str(log)]).rewards == [1.0]
     pids = list(dict.fromkeys(int(line.split()[0]) for line in log.read_text().splitlines()))
     assert len(pids) >= 2
@@ -305,7 +303,7 @@ def test_a_worker_that_ends_without_a_call_costs_none(make: Callable[..., Reward
     if not is_sent:
         thread.start()
     thread.join()
-    assert results[0].num_raised == 0 and results[0].rewards not in ([0.0], [float(pid)])
+    assert results[0].failed["raised"] == 0 and results[0].rewards not in ([0.0], [float(pid)])
 
 
 @pytest.mark.parametrize("function", ["forks", "forks_async"])
@@ -315,7 +313,7 @@ def test_only_the_worker_answers_not_what_it_forks(
 ) -> None:
     result = score(make(function, chunk_size=2), ["a"] * 5, how=[how] * 5)
     assert result.rewards == [status] * 5, "a child did not end as its parent can expect"
-    assert (result.num_raised, result.num_timed_out) == (0, 0)
+    assert not result.failed
 
 
 def test_a_child_that_the_import_forks_does_not_answer(tmp_path: Path) -> None:
@@ -330,13 +328,13 @@ def test_a_child_that_the_import_forks_does_not_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 2])
 def test_another_call_s_answer_is_not_booked(make: Callable[..., RewardRunner], chunk_size: int) -> None:
     result = score(make("forges", chunk_size=chunk_size), ["a"] * 5)
-    assert result.rewards == [1.0] * 5 and result.num_raised == 0
+    assert result.rewards == [1.0] * 5 and result.failed["raised"] == 0
 
 
 def test_one_warning_for_many_failures(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
     result = score(make("always_raises", chunk_size=8), ["x"] * 100)
     assert result.rewards == [0.0] * 100
-    assert result.num_raised == 100
+    assert result.failed["raised"] == 100
     (record,) = caplog.records
     assert "100 of 100" in record.getMessage() and "no reward today" in record.getMessage()
     caplog.clear()
@@ -346,7 +344,7 @@ def test_one_warning_for_many_failures(make: Callable[..., RewardRunner], caplog
 
 def test_a_function_that_always_ends_its_process_is_given_up(make: Callable[..., RewardRunner]) -> None:
     result = score(make("always_ends", max_failures=3, chunk_size=1), ["x"] * 1000)
-    assert (result.num_raised, result.num_timed_out) == (3, 997)
+    assert result.failed == {"raised": 3, "timed_out": 997}
 
 
 def test_a_function_that_always_hangs_is_given_up(
@@ -354,23 +352,26 @@ def test_a_function_that_always_hangs_is_given_up(
 ) -> None:
     result = score(make("always_hangs", timeout_s=0.4, max_failures=3, chunk_size=1), ["x"] * 1000)
     assert result.rewards == [0.0] * 1000
-    assert result.num_timed_out == 1000
+    assert result.failed["timed_out"] == 1000
     assert "gave up on 997 of 1000 completions" in caplog.text
     assert "max_failures=3" in caplog.text
 
 
 def test_the_first_timeout_is_told_at_once(make: Callable[..., RewardRunner], caplog: pytest.LogCaptureFixture) -> None:
-    scoring = Scoring(make("always_hangs", timeout_s=0.4))
-    for _ in range(2):
-        scoring.add(["prompt"], ["x"])
-        (record,) = caplog.records
-        assert "a call timed out (timeout_s=0.4)" in record.getMessage()
+    with RewardPool(make("always_hangs", timeout_s=0.4)) as pool:
+        pool.add(item(0, "x"))
+        wait_until(lambda: caplog.records, "the warning")
+        pool.add(item(1, "x"))
+        wait_until(lambda: not pool._waiting, "the next call")
+        assert len(pool.stop()) == 2
+    (record,) = caplog.records
+    assert "a call timed out (timeout_s=0.4)" in record.getMessage()
 
 
 def test_text_that_is_not_unicode_costs_only_itself(make: Callable[..., RewardRunner]) -> None:
     result = score(make("length"), ["a", "\ud800", "c"])
     assert result.rewards == [1.0, 0.0, 1.0]
-    assert result.num_raised == 1
+    assert result.failed["raised"] == 1
 
 
 # -- async functions
@@ -387,7 +388,7 @@ def test_async_failures_cost_only_their_chunks(make: Callable[..., RewardRunner]
     result = score(runner, ["a", "raise", "b", "c", "hang", "d"])
     # The limit cancels a coroutine; its process lives on.
     assert result.rewards == [0.0, 0.0, pid, pid, 0.0, 0.0]
-    assert (result.num_raised, result.num_timed_out) == (2, 2)
+    assert result.failed == {"raised": 2, "timed_out": 2}
 
 
 @pytest.mark.parametrize(("culprit", "num_lost"), [("block", 4), ("exit", 4), ("stubborn", 2)])
@@ -395,7 +396,7 @@ def test_an_async_function_that_ruins_its_loop(make: Callable[..., RewardRunner]
     runner = make("misbehaves_async", chunk_size=2, timeout_s=0.8)
     result = score(runner, ["a", "b", "c", culprit, "d", "e"])
     assert [value > 0 for value in result.rewards] == [True, True, False, False, num_lost == 2, num_lost == 2]
-    assert result.num_raised + result.num_timed_out == num_lost
+    assert result.failed.total() == num_lost
     assert score(runner, ["f"]).rewards[0] > 0
 
 
@@ -448,7 +449,7 @@ def test_close_ends_a_call_of_another_thread(make: Callable[..., RewardRunner], 
     wait_until(log.exists, "the first call")
     runner.close()
     thread.join()
-    assert results[0].num_timed_out == 100
+    assert results[0].failed["timed_out"] == 100
     assert len(log.read_text().splitlines()) < 50
 
 
@@ -458,9 +459,10 @@ def test_the_workers_die_with_the_run(tmp_path: Path, text: str) -> None:
     log = tmp_path / "log"
     program = f"""
         import time
+        from algos.rewards.pool import Item, RewardPool
         from algos.rewards.runner import RewardRunner
-        runner = RewardRunner({str(FUNCTIONS) + ":misbehaves"!r})
-        runner.score(["p"], [{text!r}], {{"log": [{str(log)!r}]}})
+        pool = RewardPool(RewardRunner({str(FUNCTIONS) + ":misbehaves"!r}))
+        pool.finish([Item(key=(0, 0), prompt="p", completion={text!r}, columns={{"log": {str(log)!r}}})])
         time.sleep(1000)
     """
     run = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=Path(__file__).parents[2])

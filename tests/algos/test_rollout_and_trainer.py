@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import random
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from algos import deepspeed_engine
+from algos.deepspeed_config import TrainerConfig
+from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+from algos.experience import Experience
+from algos.grpo import GRPO
+from algos.trainer import Trainer
 from engines import LLM, SamplingParams
-from tests.worlds import run_world
+from engines.models.checksums import checksum as checksum_of
+from engines.parallel.collectives import TorchGroup
+from engines.parallel.groups import GroupCache, all_layouts
+from tests.worlds import error_of, join, run_world
 
 STAGES = (0, 1, 2, 3)
 RNG = random.Random(2)
@@ -19,15 +31,6 @@ PARAMS = SamplingParams(max_tokens=40, n=2)
 
 def train_and_roll_out(model: str, stages: list[int]) -> dict[str, Any]:
     """Per stage: one update, the weights into the engine, a rollout, and both sides' log-probs of it."""
-    from algos.deepspeed_config import TrainerConfig
-    from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
-    from algos.experience import Experience
-    from algos.grpo import GRPO
-    from algos.trainer import Trainer
-    from engines.models.checksums import checksum as checksum_of
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-
     start_deepspeed()
     group = TorchGroup()
     groups = GroupCache(group, [])
@@ -100,16 +103,6 @@ def test_every_rank_s_engine_holds_the_trainer_s_weights(results: list[dict[str,
 
 def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
     """Per ZeRO stage: one update, then the weights into engines of TP 1, 2 and 4; all checksums."""
-    from algos import deepspeed_engine
-    from algos.deepspeed_config import TrainerConfig
-    from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
-    from algos.experience import Experience
-    from algos.grpo import GRPO
-    from algos.trainer import Trainer
-    from engines.models.checksums import checksum as checksum_of
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache, all_layouts
-
     deepspeed_engine._PIECE_BYTES = 500  # so that these small parameters are gathered in pieces, the last a shorter one
     start_deepspeed()
     import deepspeed  # only now: see start_deepspeed
@@ -154,20 +147,9 @@ def test_weights_reach_every_shard(qwen3: str) -> None:
 
 
 def generate_here(model: str) -> list[Any]:
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-
-    dist.init_process_group("gloo")
-    llm = LLM(model, world=GroupCache(TorchGroup(), []), dtype="float64", kv_cache_bytes=2**22)
+    llm = LLM(model, world=join([]), dtype="float64", kv_cache_bytes=2**22)
     out = llm.generate(PROMPTS, PARAMS)
-    try:
-        llm.generate(PROMPTS[: 1 + dist.get_rank()], PARAMS)
-        refused = ""
-    except ValueError as error:
-        refused = str(error)
-    dist.destroy_process_group()
+    refused = error_of(lambda: llm.generate(PROMPTS[: 1 + dist.get_rank()], PARAMS))
     return [[[c.token_ids for c in o.outputs] for o in out], refused, len(llm.step_records)]
 
 
@@ -181,8 +163,6 @@ def test_one_or_two_ranks_draw_the_same_tokens(qwen3: str) -> None:
 
 def test_extra_memory_of_an_update_is_one_parameter(qwen3: str) -> None:
     """The stream is consumed tensor by tensor: no earlier one is alive when the next is made."""
-    import weakref
-
     llm = LLM(qwen3)
     alive: list[Any] = []
 
@@ -204,14 +184,7 @@ def test_group_needs_every_rank(tmp_path: Path) -> None:
 
 
 def miss_a_barrier() -> int:
-    import time
-
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-
-    dist.init_process_group("gloo")
-    group = TorchGroup(timeout_s=2)
+    group = join([], timeout_s=2).world
     if dist.get_rank() == 0:
         group.all_gather_bytes(b"x")
     else:

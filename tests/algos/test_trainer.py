@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from algos import deepspeed_engine, pretrained
 from algos.deepspeed_config import TrainerConfig, resolve
 from algos.experience import Experience
 from algos.grpo import GRPO
 from algos.pretrained import load_model
+from algos.trainer import Trainer
 from tests.worlds import error_of, run_world
 
 STAGES = (0, 1, 2, 3)
@@ -83,9 +87,6 @@ def weights_of(trainer: Any) -> dict[str, Tensor]:
 
 def train_all_stages(model: str, folder: str, stages: list[int]) -> dict[str, Any]:
     """In a world: at each stage a poisoned update, then four good ones, with a checkpoint after the second."""
-    from algos import deepspeed_engine, pretrained
-    from algos.trainer import Trainer
-
     results: dict[str, Any] = {}
     for stage in stages:
         config = trainer_config(stage, Path(folder))
@@ -121,9 +122,6 @@ def train_all_stages(model: str, folder: str, stages: list[int]) -> dict[str, An
 
 def resume_all_stages(model: str, folder: str) -> dict[str, Any]:
     """In a fresh world: at each stage the checkpoint, then the last two updates; and bf16 training."""
-    from algos import deepspeed_engine
-    from algos.trainer import Trainer
-
     results: dict[str, Any] = {}
     for stage in STAGES:
         trainer = Trainer(trainer_config(stage, Path(folder)), GRPO(**GRPO_ARGS), model, temperature=TEMPERATURE)
@@ -156,9 +154,6 @@ class Touch:
 
 def load_what_is_spoilt(model: str, folder: str, stage: int) -> list[str]:
     """In a world: what `load_checkpoint` says where the states are a hostile pickle, truncated, or missing."""
-    from algos import deepspeed_engine
-    from algos.trainer import Trainer
-
     trainer = Trainer(trainer_config(stage, Path(folder)), GRPO(), model)
     trainer.save_checkpoint(f"{folder}/point")
     states = sorted(Path(folder).glob("point/deepspeed/*_states.pt"))
@@ -226,8 +221,6 @@ def plain_loss(model: Any, batch: list[Experience], old: list[Tensor], ref: list
 
 def plain_training(model_path: str) -> tuple[list[dict[str, float]], Any]:
     """Metrics of four updates, and the model after them, by a plain loop with torch's AdamW."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
@@ -270,8 +263,6 @@ def plain_training(model_path: str) -> tuple[list[dict[str, float]], Any]:
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, max_position_embeddings=256,
@@ -332,8 +323,6 @@ def test_two_ranks_in_micro_batches_train_like_a_plain_loop(
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zero_changes_weights_by_rounding_only(trained: list[dict[str, Any]], tiny_model: str, stage: int) -> None:
     """After 16 optimizer steps in float32; moved is by how much they have learned."""
-    from safetensors.torch import load_file
-
     start, whole = load_file(f"{tiny_model}/model.safetensors"), trained[0]["0"]["weights"]
     for name, weight in trained[0][str(stage)]["weights"].items():
         moved = (whole[name] - start[name]).abs().max()
@@ -405,8 +394,6 @@ def test_states_that_are_spoilt_are_refused_and_run_no_code(tiny_model: str, tmp
 def test_save_pretrained_is_read_by_transformers(
     trained: list[dict[str, Any]], folder: str, stage: int, kind: str
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     path = Path(folder) / f"{kind}_{stage}"
     num_files = len(list(path.glob("*.safetensors")))
     assert num_files == 1 if kind == "pretrained" else num_files > 1
@@ -423,8 +410,6 @@ def test_zero3_holds_no_whole_parameter_from_the_load_on(trained: list[dict[str,
 
 
 def test_logprobs_are_those_of_transformers(trained: list[dict[str, Any]], folder: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(Path(folder) / "pretrained_3")
     *values, last = trained[0]["3"]["logprobs"]
     assert last == []  # one token is predicted by nothing
@@ -435,8 +420,6 @@ def test_logprobs_are_those_of_transformers(trained: list[dict[str, Any]], folde
 
 
 def test_bf16_trains_alike_at_every_stage(resumed: list[dict[str, Any]], tiny_model: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     start = dict(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).named_parameters())
     moved = {}
     for stage in STAGES:

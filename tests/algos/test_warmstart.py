@@ -68,7 +68,7 @@ def test_same_config_same_weights_and_the_callers_random_state_is_kept():
 def test_cut_into_micro_batches_the_gradient_is_that_of_one_padded_batch():
     model = new_model("draft-1l", seed=0).double()
     examples = [_example(ArithmeticTask(seed=2), index) for index in range(8)]
-    assert len({len(completion) for _, completion in examples}) > 2
+    assert len({len(tokens) for tokens, _ in examples}) > 2
     losses, gradients = [], []
     for max_tokens in (1, 10**6):
         losses.append(_accumulate_gradients(model, examples, 0.0, max_tokens))
@@ -80,8 +80,8 @@ def test_cut_into_micro_batches_the_gradient_is_that_of_one_padded_batch():
         torch.testing.assert_close(alone, together, rtol=0, atol=1e-6)
     # And it is the mean over completion tokens, written out.
     logprobs = [
-        model(torch.tensor([p + c])).logits[0].log_softmax(-1)[torch.arange(len(p) - 1, len(p + c) - 1), c]
-        for p, c in examples
+        model(torch.tensor([tokens])).logits[0].log_softmax(-1)[range(start - 1, len(tokens) - 1), tokens[start:]]
+        for tokens, start in examples
     ]
     assert losses[0] == pytest.approx(-torch.cat(logprobs).mean().item(), abs=1e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -25,7 +26,6 @@ import torch
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig
 from engines.control import messages
-from engines.control.ends import ClientEnd, memory_pair
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.coordination.core import RolloutCore
@@ -38,11 +38,14 @@ from engines.fleet.outside import FAILED, ORPHANED, make_engine
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout import coordinator as coordinator_module
-from engines.rollout.coordinator import Coordinator
+from engines.rollout.coordinator import Coordinator, Exit
 from engines.rollout.worker import NO_WEIGHTS, Worker
-from engines.sequence import Completion, Finished, SequenceKey, SequenceState, Work
+from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
+from engines.sequence import Completion, Finished, SequenceState, Work
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
+from tests.pairs import QueueClient, queue_pair
+from tests.states import make_state
 from tests.worlds import ROOT
 
 RNG = random.Random(5)
@@ -52,16 +55,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**20, "max_num
 
 
 def states(version: int) -> list[SequenceState]:
-    return [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=version, prompt_uid=uid, sample_index=0),
-            group_id=uid,
-            tokens=list(prompt),
-            num_prompt_tokens=len(prompt),
-            params=PARAMS,
-        )
-        for uid, prompt in enumerate(PROMPTS)
-    ]
+    return [make_state(uid, prompt, PARAMS, version=version) for uid, prompt in enumerate(PROMPTS)]
 
 
 def tokens_of(finished: list[Finished]) -> list[list[int]]:
@@ -431,8 +425,22 @@ def test_no_memory_is_told(qwen3: str) -> None:
         assert "ValueError: EngineConfig: the engine needs" in str(error.value)
 
 
-def make_launcher(server: Server, token: bytes, model: str, log_folder: Path | None = None, **orders: Any) -> Any:
-    return ReplicaLauncher(make_orders(model, address=server.address, token=token, **orders), log_folder=log_folder)
+@contextlib.contextmanager
+def launching(model: str, log_folder: Path | None = None, **orders: Any) -> Iterator[tuple[Server, ReplicaLauncher]]:
+    server = Server(token := new_token())
+    launcher = ReplicaLauncher(make_orders(model, address=server.address, token=token, **orders), log_folder=log_folder)
+    try:
+        yield server, launcher
+    finally:
+        launcher.close()
+        server.close()
+
+
+def exit_of(launcher: ReplicaLauncher, seconds: float = 10) -> Exit:
+    exits: list[Exit] = []
+    wait_until(lambda: bool(exits.extend(launcher.poll()) or exits), seconds, "a replica ends")
+    (one,) = exits
+    return one
 
 
 def make_orders(model: str, **fields: Any) -> ReplicaOrders:
@@ -452,31 +460,25 @@ def wait_for_ready(server: Server) -> messages.ReplicaReady:
 
 
 def test_launcher(qwen3: str, tmp_path: Path) -> None:
-    token = new_token()
-    server = Server(token)
-    launcher = make_launcher(server, token, qwen3, tmp_path, spec=ReplicaSpec(id=4, ranks=(4,)))
-    try:
+    with launching(qwen3, tmp_path, spec=ReplicaSpec(id=4, ranks=(4,))) as (server, launcher):
         assert launcher.launch() == ReplicaSpec(id=4, ranks=(4,))
         pid = launcher.pids()[4]
         ready = wait_for_ready(server)
         assert (ready.replica_id, ready.rank, ready.policy_version) == (4, 4, NO_WEIGHTS)
-        told = [Path(f"/proc/{pid}/{file}").read_text() for file in ("cmdline", "environ")]
-        assert "engines.fleet.outside" in told[0] and "OMP_NUM_THREADS=1" in told[1]
+        readable = [Path(f"/proc/{pid}/{file}").read_text() for file in ("cmdline", "environ")]
+        assert "engines.fleet.outside" in readable[0] and "OMP_NUM_THREADS=1" in readable[1]
+        token = launcher._orders.token
         for written in (token.hex(), b64encode(token).decode()):  # a reward's code, too, may read both files
-            assert all(written not in text for text in told)
+            assert all(written not in text for text in readable)
         assert os.getsid(pid) == pid
         assert launcher.poll() == []
         launcher.kill(4)
-        exits: list[Any] = []
-        wait_until(lambda: bool(exits.extend(launcher.poll()) or exits), 10, "the killed replica ends")
-        assert [(one.replica_id, one.code) for one in exits] == [(4, -signal.SIGKILL)]
+        one = exit_of(launcher)
+        assert (one.replica_id, one.code) == (4, -signal.SIGKILL)
         assert launcher.poll() == [] and launcher.pids() == {}
         launcher.kill(4)  # gone already
         assert launcher.launch().id == 5, "an id came again"
         pid = launcher.pids()[5]
-    finally:
-        launcher.close()
-        server.close()
     assert not is_alive(pid)
     assert (tmp_path / "replica-5.log").exists()
     launcher.close()
@@ -507,37 +509,22 @@ time.sleep(600)
 
 
 def test_a_replica_ends_when_its_coordinator_is_gone(qwen3: str) -> None:
-    token = new_token()
-    server = Server(token)
-    launcher = make_launcher(server, token, qwen3, interval_s=0.2, patience_s=2.0)
-    try:
+    with launching(qwen3, interval_s=0.2, patience_s=2.0) as (server, launcher):
         launcher.launch()
         wait_for_ready(server)
         server.close()
-        exits: list[Any] = []
-        wait_until(lambda: bool(exits.extend(launcher.poll()) or exits), 10, "the replica ends by itself")
-        assert exits[0].code == ORPHANED
-        assert "the coordinator has closed" in exits[0].log_tail
-    finally:
-        launcher.close()
-        server.close()
+        one = exit_of(launcher)
+        assert one.code == ORPHANED and "the coordinator has closed" in one.log_tail
 
 
 def test_a_broken_checkpoint_s_last_words(tmp_path: Path) -> None:
-    token = new_token()
-    server = Server(token)
-    launcher = make_launcher(server, token, str(tmp_path))
-    try:
+    with launching(str(tmp_path)) as (server, launcher):
         launcher.launch()
-        exits: list[Any] = []
-        wait_until(lambda: bool(exits.extend(launcher.poll()) or exits), 30, "the replica ends")
-        assert exits[0].code == FAILED and "no config.json there" in str(exits[0])
+        one = exit_of(launcher, 30)
+        assert one.code == FAILED and "no config.json there" in str(one)
         words = [notice.payload for _ in range(9) if hasattr(notice := server.receive(0.2), "payload")]
         lost = messages.decode_event(words[0])
         assert isinstance(lost, messages.ReplicaLost) and "no config.json there" in lost.reason
-    finally:
-        launcher.close()
-        server.close()
 
 
 # --- The worker's loop, in this process
@@ -547,7 +534,7 @@ def address(seq: int, phase: int = 0) -> dict[str, int]:
     return {"replica_id": 0, "rank": 0, "phase": phase, "epoch": 0, "seq": seq}
 
 
-def make_worker(model: str, client: ClientEnd, *, is_outside: bool) -> Worker:
+def make_worker(model: str, client: QueueClient, *, is_outside: bool) -> Worker:
     orders = make_orders(model, kv_store_bytes=0)
     engine = make_engine(orders)
 
@@ -571,7 +558,7 @@ def events_at(server: Any) -> list[messages.Event]:
 
 def test_a_repeated_command_is_obeyed_once(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
     torch.set_num_threads(1)
-    server, client = memory_pair("rank-0")
+    server, client = queue_pair()
     worker = make_worker(qwen3, client, is_outside=True)
     events_at(server)
     commands: list[messages.Command] = [
@@ -608,13 +595,25 @@ def _end_when_done(server: Any, commands: list[messages.Command], seen: list[mes
         server.send("rank-0", messages.encode(command))
 
 
+def test_a_worker_s_rules_need_no_clock(qwen3: str) -> None:
+    replica, core = LLM(qwen3, **OPTIONS).replica, WorkerCore(rank=3)
+    core.take_place(epoch=2, replica_id=7, replica=replica, now=10.0)
+    assert core.obey(messages.SubmitWork(**address(0, 5), works=(Work(state=states(0)[0]),))) == []
+    assert core.on_step(replica.step(), 0.25, now=10.01) == []
+    (report,) = core.on_step(replica.step(), 0.5, now=10.0 + REPORT_EVERY_S)
+    assert (report.replica_id, report.rank, report.phase, report.epoch, report.seq) == (7, 3, 5, 2, 0)
+    assert report.seconds == 0.75 and report.progress == (((0, 0, 0), 2),)
+    (paused,) = core.obey(messages.PauseSequences(**address(8, 5), sequence_ids=((0, 0, 0), (0, 9, 0)), with_kv=False))
+    assert (paused.seq, paused.acks, len(paused.works)) == (1, 8, 1) and not core.has_work
+
+
 @pytest.mark.parametrize(
     "command",
     [messages.LoadWeights(**address(0), version=1, source="x"), messages.Shutdown(**address(0))],
     ids=["LoadWeights", "Shutdown"],
 )
 def test_what_a_world_refuses(qwen3: str, command: messages.Command) -> None:
-    server, client = memory_pair("rank-0")
+    server, client = queue_pair()
     worker = make_worker(qwen3, client, is_outside=False)
     events_at(server)
     server.send("rank-0", messages.encode(command))
@@ -625,34 +624,49 @@ def test_what_a_world_refuses(qwen3: str, command: messages.Command) -> None:
 # --- The coordinator's loop, with a replica that is a script
 
 
-def finish(state: SequenceState, seq: int) -> bytes:
-    completion = Completion(index=0, token_ids=[2], logprobs=[0.0], versions=[0], finish_reason="length")
-    one = Finished(state=state, completion=completion)
-    return messages.encode(messages.SequencesFinished(**address(seq), finished=(one,)))
+class Script:
+    """Answers as a replica does; `run` is a thread's. Without a `pause_s` it holds what it gets until it is aborted."""
+
+    def __init__(self, client: QueueClient, pause_s: float | None = None) -> None:
+        self.seen: list[messages.Command] = []
+        self._client, self._pause_s, self._seq = client, pause_s, 0
+        self._held: dict[Any, SequenceState] = {}
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def say(self, kind: Any, phase: int = 0, **fields: Any) -> None:
+        self._client.send(messages.encode(kind(**address(self._seq, phase), **fields)))
+        self._seq += 1
+
+    def end(self, state: SequenceState, reason: Any) -> Finished:
+        completion = Completion(index=0, token_ids=[2], logprobs=[0.0], versions=[0], finish_reason=reason)
+        return Finished(state=state, completion=completion)
+
+    def run(self) -> None:
+        self.say(messages.ReplicaReady, -1, max_num_seqs=8, num_kv_tokens=1000, block_size=4, policy_version=0)
+        while (data := self._client.receive(20.0)) is not None:  # None: the coordinator has ended the phase
+            command = messages.decode_command(data)
+            self.seen.append(command)
+            if isinstance(command, messages.SubmitWork):
+                self.submit([work.state for work in command.works])
+            elif isinstance(command, messages.AbortSequences):
+                ended = tuple(self.end(self._held.pop(id_), "abort") for id_ in command.sequence_ids)
+                self.say(messages.SequencesAborted, acks=command.seq, finished=ended)
+            elif isinstance(command, messages.EndPhase):
+                self.say(messages.PhaseEnded, acks=command.seq)
+                return
+
+    def submit(self, states: list[SequenceState]) -> None:
+        """Finishes one after the other, with pauses between them, or holds them."""
+        for state in states:
+            self._held[state.sequence_id] = state
+            if self._pause_s is not None:
+                time.sleep(self._pause_s if self._seq > 1 else 0.0)
+                self.say(messages.SequencesFinished, finished=(self.end(state, "length"),))
 
 
-def scripted(client: ClientEnd, pause_s: float) -> None:
-    """Finishes one sequence after the other, with pauses between them, then acknowledges the end."""
-    ready = messages.ReplicaReady(**address(0, -1), max_num_seqs=8, num_kv_tokens=1000, block_size=4, policy_version=0)
-    client.send(messages.encode(ready))
-    seq = 1
-    while True:
-        data = client.receive(20.0)
-        if data is None:  # the coordinator has given up
-            return
-        command = messages.decode_command(data)
-        if isinstance(command, messages.SubmitWork):
-            for work in command.works:
-                time.sleep(pause_s if seq > 1 else 0.0)
-                client.send(finish(work.state, seq))
-                seq += 1
-        elif isinstance(command, messages.EndPhase):
-            client.send(messages.encode(messages.PhaseEnded(**address(seq), acks=command.seq)))
-            return
-
-
-def make_coordinator(timeout_s: float, policy: OnDemand | None = None) -> tuple[Coordinator, ClientEnd]:
-    server, client = memory_pair("rank-0")
+def make_coordinator(timeout_s: float, policy: OnDemand | None = None) -> tuple[Coordinator, QueueClient]:
+    server, client = queue_pair()
     layout = Layout(epoch=0, replicas=())
     core = RolloutCore(layout=layout, world_size=0, schedule_policy=policy or OnDemand(), timeout_s=timeout_s)
     coordinator = Coordinator(core, server, num_ranks=0, timeout_s=timeout_s, drop_kv=lambda _: None)
@@ -664,7 +678,7 @@ def test_a_coordinator_that_was_busy_blames_nobody(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(coordinator_module, "AWAY_S", 0.1)
     coordinator, client = make_coordinator(timeout_s=0.5)
     # Both are away together, as when a machine sleeps; without the caller the replica is silent for less than 0.5 s.
-    threading.Thread(target=scripted, args=(client, 1.2), daemon=True).start()
+    Script(client, 1.2)
     slept, start = [], time.monotonic()
 
     def sleep_once(_: Finished) -> None:
@@ -680,7 +694,7 @@ def test_a_coordinator_that_was_busy_blames_nobody(monkeypatch: pytest.MonkeyPat
 
 def test_a_silent_replica_is_given_up() -> None:
     coordinator, client = make_coordinator(timeout_s=0.5)
-    threading.Thread(target=scripted, args=(client, 1.0), daemon=True).start()
+    Script(client, 1.0)
     with pytest.raises(RuntimeError, match=r"as none is left(.|\n)*replica 0 \(rank 0\): it has . sequences"):
         coordinator.roll_out(states(0), phase=0, policy_version=0, weights_source="x")
     with pytest.raises(RuntimeError, match="has failed before"):
@@ -697,41 +711,18 @@ def test_a_policy_s_error_is_raised_though_a_request_was_posted() -> None:
             return Dispatch(sequence_id=(0, 0 if len(view.waiting) == 2 else 9, 0), replica_id=0)
 
     coordinator, client = make_coordinator(timeout_s=5.0, policy=Slow())
-    seen: list[messages.Command] = []
-    script = threading.Thread(target=holding, args=(client, seen), daemon=True)
-    script.start()
+    script = Script(client)
     threading.Timer(0.3, coordinator.post, [RequestAbort(sequence_ids=((0, 2, 0),))]).start()
     with pytest.raises(RuntimeError, match=r"Dispatch\(sequence_id=\(0, 9, 0\).*the sequence is not waiting"):
         coordinator.roll_out(states(0)[:3], phase=0, policy_version=0, weights_source="x")
     assert coordinator.refused == [] and coordinator.core.phase is None
-    script.join(5)
-    assert [type(one) for one in seen] == [messages.SubmitWork, messages.AbortSequences, messages.EndPhase]
-
-
-def holding(client: ClientEnd, seen: list[messages.Command]) -> None:
-    """Keeps what it gets until it is told to abort it, then acknowledges the end."""
-    ready = messages.ReplicaReady(**address(0, -1), max_num_seqs=8, num_kv_tokens=1000, block_size=4, policy_version=0)
-    client.send(messages.encode(ready))
-    held: dict[Any, SequenceState] = {}
-    seq = 1
-    while (data := client.receive(20.0)) is not None:
-        command = messages.decode_command(data)
-        seen.append(command)
-        if isinstance(command, messages.SubmitWork):
-            held |= {work.state.sequence_id: work.state for work in command.works}
-        elif isinstance(command, messages.AbortSequences):
-            completion = Completion(index=0, token_ids=[], logprobs=[], versions=[], finish_reason="abort")
-            ended = tuple(Finished(state=held.pop(id_), completion=completion) for id_ in command.sequence_ids)
-            client.send(messages.encode(messages.SequencesAborted(**address(seq), acks=command.seq, finished=ended)))
-            seq += 1
-        elif isinstance(command, messages.EndPhase):
-            client.send(messages.encode(messages.PhaseEnded(**address(seq), acks=command.seq)))
-            return
+    script.thread.join(5)
+    assert [type(one) for one in script.seen] == [messages.SubmitWork, messages.AbortSequences, messages.EndPhase]
 
 
 def test_a_move_that_comes_too_late_is_refused_alone() -> None:
     coordinator, client = make_coordinator(timeout_s=5.0)
-    threading.Thread(target=scripted, args=(client, 0.01), daemon=True).start()
+    Script(client, 0.01)
 
     def move(_: Finished) -> None:
         coordinator.post(RequestMove(sequence_id=states(0)[-1].sequence_id, replica_id=77))

@@ -9,8 +9,9 @@ import torch
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig
 from engines.replica.graphs import LARGEST, ladder
-from engines.sequence import SequenceKey, SequenceState, Work
+from engines.sequence import Work
 from tests.engines.test_token_equality import LONG, PARAMS, PROMPTS, SWITCHES, run, tokens_of
+from tests.states import make_state
 
 
 def padded(model: str, **options) -> LLM:
@@ -78,11 +79,8 @@ def test_every_number_of_rows_gives_the_unpadded_logits_and_writes_nothing_else(
     replica, runner, kv = llm.replica, llm.replica._runner, llm._engine.kv
     assert runner._padded is not None
     for uid in range(40):
-        tokens = PROMPTS[uid % len(PROMPTS)]
-        key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
         params = SamplingParams(max_tokens=100, ignore_eos=True)
-        state = SequenceState(key=key, group_id=uid, tokens=list(tokens), num_prompt_tokens=len(tokens), params=params)
-        replica.submit(Work(state=state))
+        replica.submit(Work(state=make_state(uid, PROMPTS[uid % len(PROMPTS)], params)))
     replica.step()
     for num_rows in range(40, 0, -1):
         scheduled = replica.scheduler.schedule().batch

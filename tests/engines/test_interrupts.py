@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 
 from engines import LLM, RequestOutput, SamplingParams
 from engines.kvcache.tiers import TieredKVStore, make_disk_store
-from engines.sequence import KVPart, SequenceKey, SequenceState, Work
+from engines.sequence import KVPart, Work
 from tests.engines.test_kv_store import CONTENT, SIZE, TOKEN, export, files_in, layers_of, make_store
 from tests.engines.test_swap import PART, TOKEN_BYTES, make_llm, stored_files
 from tests.interrupts import interrupts
+from tests.states import make_state
 
 LOOP = [
     *(f"engines/replica/{name}.py" for name in ("replica", "scheduler", "mover", "slot_table", "runner", "staging")),
@@ -26,9 +28,7 @@ PARAMS = SamplingParams(max_tokens=14, n=2, ignore_eos=True)
 
 
 def work(uid: int) -> Work:
-    key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
-    state = SequenceState(key=key, group_id=uid, tokens=[5, 6, uid], num_prompt_tokens=3, params=PARAMS)
-    return Work(state=state)
+    return Work(state=make_state(uid, [5, 6, uid], PARAMS))
 
 
 def finish(llm: LLM) -> dict[int, list[int]]:
@@ -62,8 +62,9 @@ def test_of_a_replica_s_call_at_every_line(qwen3: str, what: str) -> None:
     call: Callable[[], Any] = {
         "submit": lambda: llm.replica.submit(work(2)), "pause": llm.replica.pause, "step": llm.replica.step,
     }[what]  # fmt: skip
-    # A step has over a thousand lines, which fail alike wherever the loop is.
-    for interrupter in interrupts(*LOOP, step=17 if what == "step" else 1):
+    # A step has over a thousand lines, which fail alike wherever the loop is, but for the replica's own.
+    own = interrupts("engines/replica/replica.py")
+    for interrupter in itertools.chain(own, interrupts(*LOOP, step=17 if what == "step" else 1)):
         for uid in range(2 if what == "submit" else 3):
             llm.replica.submit(work(uid))
         llm.replica.step()

@@ -12,23 +12,16 @@ from typing import Any
 import pytest
 
 from engines import LLM, Completion, SamplingParams
+from engines.coordination.policies import OnDemand
 from engines.parallel.collectives import SingleRank
 from engines.rollout.journal import Journal
 from engines.sequence import Finished, SequenceKey, SequenceState
-from tests.checkpoints import save_checkpoint
-from tests.worlds import run_world
+from tests.worlds import join, run_world
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 20))] for _ in range(6)]
 PARAMS = SamplingParams(max_tokens=24, n=4)
 OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**21, "max_num_seqs": 5}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    save_checkpoint(directory, "qwen3")
-    return directory
 
 
 def state(**changes: Any) -> SequenceState:
@@ -117,8 +110,8 @@ def test_whole_shares_are_found_all_or_none(tmp_path: Path) -> None:
     assert len(reopen(tmp_path).find(states, 2)) == 5
 
 
-def test_generation_goes_on_from_half_a_journal(tmp_path: Path, checkpoint: Path) -> None:
-    llm = LLM(checkpoint, **OPTIONS)
+def test_generation_goes_on_from_half_a_journal(tmp_path: Path, qwen3: str) -> None:
+    llm = LLM(qwen3, **OPTIONS)
     journal = Journal(tmp_path, SingleRank())
     journal.weights = llm.checksum()
     whole = llm.generate(PROMPTS, PARAMS, prompt_uids=range(6), journal=journal)
@@ -181,8 +174,8 @@ def test_a_line_that_finds_no_room_is_left_out_and_told_once(
     assert set(reopen(folder).find(states, 1)) == {states[0].sequence_id, states[3].sequence_id}
 
 
-def test_a_rollout_outlives_its_journal(tmp_path: Path, checkpoint: Path) -> None:
-    llm = LLM(checkpoint, **OPTIONS)
+def test_a_rollout_outlives_its_journal(tmp_path: Path, qwen3: str) -> None:
+    llm = LLM(qwen3, **OPTIONS)
     (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
     journal = Journal(tmp_path, SingleRank())
     with pytest.warns(UserWarning, match="No space left on device") as told:
@@ -193,35 +186,26 @@ def test_a_rollout_outlives_its_journal(tmp_path: Path, checkpoint: Path) -> Non
 
 
 def journaled_world(directory: str, folder: str, kinds: list[str]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-    from engines.parallel.layout import nested_layout
-
-    dist.init_process_group("gloo")
-    world = TorchGroup(timeout_s=120)
-    groups = GroupCache(world, [nested_layout(range(2), 1), nested_layout(range(2), 2)], timeout_s=120)
+    groups = join(timeout_s=120)
     results: dict[str, Any] = {}
     for kind in kinds:
         schedule = OnDemand() if kind == "on-demand" else None
         llm = LLM(directory, world=groups, tensor_parallel_size=2 if kind == "TP2" else 1, schedule=schedule, **OPTIONS)
         rows = []
         for keep in (None, 0.5, 1.0):
-            journal = Journal(Path(folder) / kind, world)
+            journal = Journal(Path(folder) / kind, groups.world)
             journal.weights = llm.checksum()
-            world.barrier()
-            if keep is not None and world.rank == 0:  # rank 1's file is left whole
+            groups.world.barrier()
+            if keep is not None and groups.world.rank == 0:  # rank 1's file is left whole
                 lines = journal.path.read_bytes().splitlines(keepends=True)
                 journal.path.write_bytes(b"".join(lines[: int(keep * len(lines))]))
-            world.barrier()
+            groups.world.barrier()
             journal.recover(0)
             heard: list[int] = []
             out = llm.generate(
                 PROMPTS, PARAMS, prompt_uids=range(6), journal=journal, on_finished=lambda one, h=heard: h.append(0)
             )
-            world.barrier()
+            groups.world.barrier()
             rows.append(
                 {
                     "tokens": [[c.token_ids for c in o.outputs] for o in out],
@@ -232,14 +216,13 @@ def journaled_world(directory: str, folder: str, kinds: list[str]) -> dict[str, 
             )
         results[kind] = rows
         llm.close()
-    dist.destroy_process_group()
     return results
 
 
-def test_in_a_world_of_ranks(tmp_path: Path, checkpoint: Path) -> None:
+def test_in_a_world_of_ranks(tmp_path: Path, qwen3: str) -> None:
     kinds = ["on-demand", "static", "TP2"]
-    alone = LLM(checkpoint, **OPTIONS).generate(PROMPTS, PARAMS, prompt_uids=range(6))
-    ranks = run_world(journaled_world, 2, str(checkpoint), str(tmp_path), kinds)
+    alone = LLM(qwen3, **OPTIONS).generate(PROMPTS, PARAMS, prompt_uids=range(6))
+    ranks = run_world(journaled_world, 2, qwen3, str(tmp_path), kinds)
     heard_by = {"on-demand": [24, 0], "static": [12, 12], "TP2": [24, 0]}
     for kind in kinds:
         for rank in range(2):

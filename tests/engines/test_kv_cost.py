@@ -14,8 +14,6 @@ from engines.kvcache.cost import (
     PrefillCost,
     SwapCost,
     fit_prefill,
-    slowest_copy,
-    slowest_prefill,
 )
 
 COPY = CopyCost(bytes_per_token=4096, out_bandwidth=1e9, in_bandwidth=2e9, latency=1e-3)
@@ -75,16 +73,3 @@ def test_noise_never_makes_a_cost_negative() -> None:
     assert shrinking == PrefillCost(latency=0.0, seconds_per_token=0.0, seconds_per_pair=0.0)
     one_length = fit_prefill(timed(1, 8, 2.0), timed(8, 8, 2.0), timed(8, 8, 2.0), timed(8, 8, 2.0))
     assert one_length == PrefillCost(latency=0.0, seconds_per_token=0.25, seconds_per_pair=0.0)
-
-
-def test_the_slowest_rank_counts() -> None:
-    assert slowest_prefill(
-        [PREFILL, PrefillCost(latency=0.0, seconds_per_token=2e-4, seconds_per_pair=1e-9)]
-    ) == PrefillCost(latency=1e-3, seconds_per_token=2e-4, seconds_per_pair=1e-7)
-    other = CopyCost(bytes_per_token=8192, out_bandwidth=3e9, in_bandwidth=1e9, latency=1e-4)
-    both = slowest_copy([COPY, other])
-    assert both.latency == 1e-3
-    for num_tokens in (1, 1000):
-        for way in ("out_bandwidth", "in_bandwidth"):
-            seconds = [num_tokens * one.bytes_per_token / getattr(one, way) for one in (COPY, other)]
-            assert num_tokens * both.bytes_per_token / getattr(both, way) == pytest.approx(max(seconds))

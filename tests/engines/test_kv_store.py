@@ -34,7 +34,6 @@ from engines.kvcache.tiers import (
     TieredKVStore,
     host_pool_bytes,
     make_disk_store,
-    make_host_store,
     make_kv_store,
 )
 from engines.parallel.owned_files import reclaim
@@ -76,7 +75,7 @@ def has(store: KVStore, part: KVPart, content: KVContent = CONTENT) -> bool:
 
 
 def make_store(folder: Path, capacity_bytes: int = 2**26, token: str = TOKEN) -> FileKVStore:
-    return make_host_store(token, capacity_bytes, [folder])
+    return FileKVStore("host", token, capacity_bytes, [folder])
 
 
 def make_tiers(folder: Path, host_bytes: int, disk_bytes: int, token: str = TOKEN) -> TieredKVStore:
@@ -299,9 +298,9 @@ def test_what_importers_have_taken_is_forgotten_in_time(tmp_path: Path) -> None:
     ({"token": "0123456789abcde/"}, r"FileKVStore.token"),
     ({"capacity_bytes": -1}, r"FileKVStore.capacity_bytes=-1"),
 ])  # fmt: skip
-def test_bad_options_of_a_store_are_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_options_of_a_store_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_host_store(**{"token": TOKEN, "capacity_bytes": 0, **options})
+        make_store(tmp_path, **{"capacity_bytes": 0, **options})
 
 
 # -- KV heads
@@ -427,7 +426,7 @@ def refused_once(store: TieredKVStore | FileKVStore) -> list[str]:
 def test_a_folder_of_memory_that_cannot_be_used_is_reported_once_and_another_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = make_host_store(TOKEN, 2**20, [tmp_path / "missing", tmp_path])
+    store = FileKVStore("host", TOKEN, 2**20, [tmp_path / "missing", tmp_path])
     with pytest.warns(UserWarning, match=rf"KV host tier: cannot write {SIZE} bytes in .*missing \(No such file"):
         part = export(store)
     assert store.find(part.location) == tmp_path / part.location
@@ -494,9 +493,9 @@ _EXPORT_INTO_FULL_MEMORY = """
 import sys
 from pathlib import Path
 from engines.parallel.owned_files import DEV_SHM
-from tests.engines.test_kv_store import SIZE, TOKEN, export, files_in, has, make_host_store, refused_once
+from tests.engines.test_kv_store import SIZE, TOKEN, FileKVStore, export, files_in, has, refused_once
 tmp = Path(sys.argv[1])
-store = make_host_store(TOKEN, 2**30, [DEV_SHM, tmp])
+store = FileKVStore("host", TOKEN, 2**30, [DEV_SHM, tmp])
 first = export(store)
 for folder in (DEV_SHM, tmp):
     try:

@@ -19,7 +19,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished, SequenceKey, SequenceState, Work
-from tests.checkpoints import EOS, save_checkpoint, save_text_checkpoint
+from tests.checkpoints import EOS, save_checkpoint
 
 
 @pytest.fixture
@@ -78,14 +78,6 @@ class TestStops:
         assert hit
 
 
-@pytest.fixture(scope="module")
-def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random tiny model over bytes, with its tokenizer."""
-    directory = tmp_path_factory.mktemp("text")
-    save_text_checkpoint(directory)
-    return str(directory)
-
-
 def test_outputs_carry_aligned_records(text_model: str) -> None:
     llm = LLM(text_model)
     seen: list[int] = []
@@ -102,6 +94,17 @@ def test_outputs_carry_aligned_records(text_model: str) -> None:
             assert len(c.token_ids) == len(c.logprobs) == len(c.versions) <= 9
             assert all(p <= 0 for p in c.logprobs)
             assert c.text == llm.tokenizer.decode(c.token_ids, skip_special_tokens=True)
+
+
+INDEX_ERROR = r"index\.json: Expected .* at `\$\.weight_map"
+DAMAGES = [
+    *(
+        ("model.safetensors.index.json", json.dumps({"weight_map": weight_map}), INDEX_ERROR)
+        for weight_map in ([], {"a": 3}, {"a": "../model.safetensors"}, {"a": "x" * 300}, {"a": "model.safetensors\0"})
+    ),
+    *(("config.json", text, r"config\.json: ") for text in ("[]", "\x00\xff", "3", "[" * 100_000)),
+    ("config.json", '{"architectures": ["Qwen3', "not valid JSON"),
+]
 
 
 class TestBadInput:
@@ -136,20 +139,10 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             LLM(copy)
 
-    def test_missing_field(self, copy: Path) -> None:
-        raw = json.loads((copy / "config.json").read_text())
-        del raw["hidden_size"]
-        (copy / "config.json").write_text(json.dumps(raw))
-        with pytest.raises(ValueError, match="hidden_size"):
-            LLM(copy)
-
-    def test_missing_checkpoint(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match=r"no config\.json"):
-            LLM(tmp_path / "nowhere")
-
-    def test_missing_weights(self, copy: Path) -> None:
-        (copy / "model.safetensors").unlink()
-        with pytest.raises(FileNotFoundError, match=r"model\.safetensors missing"):
+    @pytest.mark.parametrize(("file", "text", "message"), DAMAGES)
+    def test_a_damaged_file(self, copy: Path, file: str, text: str, message: str) -> None:
+        (copy / file).write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=message):
             LLM(copy)
 
     @pytest.mark.parametrize("keep", [0, 4, 100, 20_000])
@@ -159,23 +152,13 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
             LLM(copy)
 
-    def test_fields_that_are_null_are_absent(self, copy: Path) -> None:
-        before = LLM(copy).model_config
-        edit_config(copy, rope_scaling=None, sliding_window=None, quantization_config=None)
-        assert LLM(copy).model_config == before
-
-    @pytest.mark.parametrize(
-        "weight_map", [[], {"a": 3}, {"a": "../model.safetensors"}, {"a": "x" * 300}, {"a": "model.safetensors\0"}]
-    )
-    def test_an_index_that_names_no_files(self, copy: Path, weight_map: object) -> None:
-        (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(ValueError, match=r"index\.json: Expected .* at `\$\.weight_map"):
+    def test_missing_parts(self, copy: Path) -> None:
+        (copy / "model.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match=r"model\.safetensors missing"):
             LLM(copy)
-
-    @pytest.mark.parametrize("text", ["[]", "\x00\xff", "3", "[" * 100_000])
-    def test_a_config_that_is_no_object(self, copy: Path, text: str) -> None:
-        (copy / "config.json").write_bytes(text.encode("latin-1"))
-        with pytest.raises(ValueError, match=r"config\.json: "):
+        raw = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({name: raw[name] for name in raw if name != "hidden_size"}))
+        with pytest.raises(ValueError, match="hidden_size"):
             LLM(copy)
 
     def test_integer_weights(self, copy: Path) -> None:
@@ -185,6 +168,15 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"holds torch\.int8; quantised"):
             LLM(copy)
 
+    def test_missing_checkpoint(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+            LLM(tmp_path / "nowhere")
+
+    def test_fields_that_are_null_are_absent(self, copy: Path) -> None:
+        before = LLM(copy).model_config
+        edit_config(copy, rope_scaling=None, sliding_window=None, quantization_config=None)
+        assert LLM(copy).model_config == before
+
     def test_broken_tokenizer(self, text_model: str, tmp_path: Path) -> None:
         directory = Path(shutil.copytree(text_model, tmp_path / "model"))
         edit_json(directory / "tokenizer_config.json", model_max_length="long")
@@ -193,11 +185,6 @@ class TestBadInput:
         (directory / "tokenizer.json").write_text("{}")
         with pytest.raises(ValueError, match="AutoTokenizer cannot read it"):
             LLM(directory)
-
-    def test_truncated_config(self, copy: Path) -> None:
-        (copy / "config.json").write_text('{"architectures": ["Qwen3')
-        with pytest.raises(ValueError, match="not valid JSON"):
-            LLM(copy)
 
     def test_tokenizer_of_another_model(self, qwen3: str, text_model: str, copy: Path) -> None:
         for file in Path(text_model).glob("tokenizer*"):

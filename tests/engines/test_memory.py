@@ -15,10 +15,9 @@ from engines import LLM, SamplingParams
 from engines.config import EngineConfig, ModelConfig
 from engines.memory.free_memory import FreeMemory
 from engines.memory.host_memory import free_host_bytes
-from engines.memory.plan import MIB, MemoryPlan, plan_memory
-from engines.models.parameters import DecoderParameters, logical_shapes
+from engines.memory.plan import MIB, MemoryPlan
+from engines.models.parameters import logical_shapes
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-from engines.parallel.sharding import Shard, shard_config
 from engines.replica.capacity import Capacity
 from tests.checkpoints import FAMILIES, save_checkpoint
 from tests.worlds import error_of, run_world
@@ -59,23 +58,11 @@ def capacity(model: ModelConfig, free: dict[str, int | None], names: tuple[str, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_counted_to_the_byte(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_counted_to_the_byte(family: str, dtype: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, family)
-    model = ModelConfig.from_pretrained(tmp_path)
-    for dtype, tp_size in (("float32", 1), ("bfloat16", 2)):
-        local = shard_config(model, Shard(count=tp_size, max_count=2))
-        parameters = DecoderParameters.allocate(local, getattr(torch, dtype), torch.device("meta"))
-        plan = plan_memory(
-            model,
-            EngineConfig(dtype=dtype),
-            tp_size=tp_size,
-            max_tp_size=2,
-            max_model_len=256,
-            kv_cache_bytes=2**20,
-            device_type="cpu",
-            copy_dtype=None,
-        )
-        assert plan.weights == sum(tensor.nbytes for tensor in parameters.tensors())
+    llm = LLM(tmp_path, load=False, dtype=dtype)
+    assert llm.memory.weights == sum(tensor.nbytes for tensor in llm._engine.decoder.parameters.tensors())
 
 
 def test_the_kv_cache_is_counted_to_the_byte(qwen3: str) -> None:

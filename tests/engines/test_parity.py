@@ -11,8 +11,9 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig, ModelConfig
-from engines.sequence import SequenceKey, SequenceState, Work
+from engines.sequence import Work
 from tests.checkpoints import FAMILIES, save_checkpoint
+from tests.states import make_state
 
 VOCAB = 131
 NEAR_TIE = 1e-4
@@ -118,9 +119,7 @@ def test_config_defaults_are_consistent() -> None:
 
 def test_work_limits_the_tokens_of_one_stay(qwen3: str) -> None:
     llm = LLM(qwen3, kv_cache_bytes=2**20)
-    key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=0, sample_index=0)
-    params = SamplingParams(max_tokens=11, ignore_eos=True)
-    state = SequenceState(key=key, group_id=0, tokens=[5, 6], num_prompt_tokens=2, params=params)
+    state = make_state(0, [5, 6], SamplingParams(max_tokens=11, ignore_eos=True))
     work, stays = Work(state=state, max_new_tokens=4), []
     while True:
         llm.replica.submit(work)

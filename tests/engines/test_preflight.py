@@ -13,8 +13,9 @@ from engines.attention.choose import why_not_importable
 from engines.coordination.policies import OnDemand
 from engines.fleet.fleet import Fleet
 from engines.native import library
+from engines.parallel.layout import nested_layout
 from tests.checkpoints import save_checkpoint
-from tests.worlds import error_of, run_world
+from tests.worlds import error_of, join, run_world
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_a_disk_folder_that_cannot_be_used(qwen3: str, tmp_path: Path, folder: s
 
 
 def test_a_disk_folder_that_cannot_be_written_to_is_done_without(qwen3: str) -> None:
-    with pytest.warns(UserWarning, match="KV disk tier: cannot write 512 bytes in /proc .* is recomputed"):
+    with pytest.warns(UserWarning, match="KV disk tier: cannot write 512 bytes in /proc/.* is recomputed"):
         llm = LLM(qwen3, kv_cache_bytes=2**20, kv_disk_bytes=2**20, kv_disk_folder="/proc")
     assert llm.generate([[5, 6]])[0].outputs[0].token_ids
 
@@ -95,14 +96,7 @@ def test_a_package_that_is_absent(qwen3: str) -> None:
 
 
 def in_a_world(model: str, folder: str) -> list[str]:
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-    from engines.parallel.layout import nested_layout
-
-    dist.init_process_group("gloo")
-    groups = GroupCache(TorchGroup(timeout_s=60), [nested_layout(range(2), 1)], timeout_s=60)
+    groups = join([nested_layout(range(2), 1)])
     here = folder if groups.world.rank == 0 else f"{folder}/missing"
     told = []
     for options in (
@@ -113,7 +107,6 @@ def in_a_world(model: str, folder: str) -> list[str]:
         make = lambda: LLM(model, world=groups, **options)  # noqa: B023, E731
         told.append(error_of(make))
     LLM(model, world=groups).close()
-    dist.destroy_process_group()
     return told
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engines import LLM, SamplingParams
+from engines.coordination.policies import OnDemand
+from engines.coordination.requests import RequestMove, RequestRegroup
+from engines.models.loader import checkpoint_tensors
+from engines.parallel import groups as groups_module
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from tests.checkpoints import save_checkpoint
-from tests.worlds import error_of, run_world
+from tests.worlds import error_of, join, run_world
 
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(24)]
@@ -54,8 +61,6 @@ class Flip:
 
 def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
     """Returns an `on_finished` that moves a few of the others whenever one ends, with their KV or without."""
-    from engines.coordination.requests import RequestMove
-
     rng = random.Random(seed)
     left = num_moves
     unfinished = list(ids)
@@ -74,15 +79,7 @@ def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
 
 
 def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache, all_layouts
-
-    dist.init_process_group("gloo")
-    world = TorchGroup(timeout_s=120)
-    groups = GroupCache(world, all_layouts(range(world.size)), timeout_s=120)
+    groups = join(timeout_s=120)
     results: dict[str, Any] = {}
     for case in cases:
         kind, _, family = case.partition("/")
@@ -107,17 +104,12 @@ def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
             "steps": len(llm.step_records),
         }
         llm.close()
-    dist.destroy_process_group()
     return results
 
 
 def roll_out_on_two_hosts(directory: str, cases: list[str]) -> dict[str, Any]:
     """As if ranks 2 and 3 ran elsewhere: they reach the others by sockets only."""
-    import os
-
-    from engines.parallel import groups
-
-    groups._host = lambda: f"host {int(os.environ['RANK']) // 2}"
+    groups_module._host = lambda: f"host {int(os.environ['RANK']) // 2}"
     return roll_out(directory, cases)
 
 
@@ -171,18 +163,8 @@ def test_between_hosts_kv_moves_too(checkpoints: Path) -> None:
 def fail_on_rank_0(directory: str, host_size: int) -> list[str]:
     """What this rank raises when rank 0's `on_finished` does, where `host_size` neighbouring ranks share memory; and
     when it is then asked for more."""
-    import os
-
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.parallel import groups as groups_module
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache, all_layouts
-
     groups_module._host = lambda: f"host {int(os.environ['RANK']) // host_size}"
-    dist.init_process_group("gloo")
-    groups = GroupCache(TorchGroup(timeout_s=60), all_layouts(range(4)), timeout_s=60)
+    groups = join()
     llm = LLM(f"{directory}/qwen3", world=groups, tensor_parallel_size=2, schedule=OnDemand(), **OPTIONS)
 
     def fail(_: Any) -> None:
@@ -190,7 +172,6 @@ def fail_on_rank_0(directory: str, host_size: int) -> list[str]:
 
     told = [error_of(lambda: llm.generate(PROMPTS, PARAMS, on_finished=fail)) for _ in range(2)]
     llm.close()
-    dist.destroy_process_group()
     return told
 
 
@@ -207,16 +188,7 @@ def test_every_rank_is_told_why_the_coordinator_has_failed(checkpoints: Path, ho
 
 def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:
     """What this process holds after 10 and after 60 coordinated rollouts."""
-    import os
-
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache, all_layouts
-
-    dist.init_process_group("gloo")
-    groups = GroupCache(TorchGroup(timeout_s=60), all_layouts(range(2)), timeout_s=60)
+    groups = join()
     llm = LLM(f"{directory}/qwen3", world=groups, schedule=OnDemand(), layout_policy=Flip(), **OPTIONS)
     held = []
     for iteration in range(60):
@@ -235,7 +207,6 @@ def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:
                 }
             )
     llm.close()
-    dist.destroy_process_group()
     return held
 
 
@@ -260,20 +231,7 @@ class Once:
         return make(view.layout.epoch + 1)
 
 
-def join(layouts: Any = None, timeout_s: float = 60.0) -> Any:
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache, all_layouts
-
-    dist.init_process_group("gloo")
-    world = TorchGroup(timeout_s=timeout_s)
-    return GroupCache(world, layouts or all_layouts(range(world.size)), timeout_s=timeout_s)
-
-
 def bad_layouts() -> dict[str, Any]:
-    from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-
     def of(*groups: tuple[int, ...]) -> Any:
         return lambda epoch: Layout(
             epoch=epoch, replicas=tuple(ReplicaSpec(id=9 + index, ranks=ranks) for index, ranks in enumerate(groups))
@@ -302,12 +260,6 @@ BAD_LAYOUTS = {
 
 
 def give_bad_layouts(directory: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.coordination.requests import RequestRegroup
-    from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-
     two = Layout(epoch=1, replicas=(ReplicaSpec(id=5, ranks=(0, 1)), ReplicaSpec(id=2, ranks=(2,))))
     groups = join([nested_layout(range(3), 1), two, (0, 1, 2)])
     results: dict[str, Any] = {}
@@ -337,7 +289,6 @@ def give_bad_layouts(directory: str) -> dict[str, Any]:
     llm.generate(PROMPTS, PARAMS)
     results["layout"] = str(llm.layout.replicas)
     llm.close()
-    dist.destroy_process_group()
     return results
 
 
@@ -359,11 +310,6 @@ def test_layouts_that_cannot_be_had_are_refused_before_anyone_regroups(checkpoin
 
 
 def roll_out_from_tp2_to_tp1(directory: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.parallel.layout import nested_layout
-
     groups = join()
     policy = Once(lambda epoch: nested_layout(range(2), 1, epoch=epoch))
     options = {**OPTIONS, "kv_cache_bytes": 64 * 2 * 2 * 2 * 16 * 8}
@@ -380,7 +326,6 @@ def roll_out_from_tp2_to_tp1(directory: str) -> dict[str, Any]:
     sizes.append(llm._engine.num_kv_tokens)
     errors.append(refuse())
     llm.close()
-    dist.destroy_process_group()
     return {"sizes": sizes, "errors": errors, "tokens": [[c.token_ids for c in o.outputs] for o in out]}
 
 
@@ -397,17 +342,11 @@ def test_what_is_taken_does_not_depend_on_the_layout_of_the_moment(checkpoints: 
 
 def shared_files() -> int:
     """Files of shared memory that this process holds open, by the names that they had."""
-    import os
-
     paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     return sum("curtail-" in os.readlink(path) for path in paths if os.path.lexists(path))
 
 
 def open_and_close(directory: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-
     groups = join()
     options = {"world": groups, "schedule": OnDemand(), "layout_policy": Once(None), **OPTIONS}
     before = shared_files()
@@ -419,7 +358,6 @@ def open_and_close(directory: str) -> dict[str, Any]:
     groups.timeout_s = 0.5  # less than the transport takes: the last part of the constructor fails
     failed = error_of(lambda: LLM(f"{directory}/qwen3", **options))
     result = {"files": [before, during, after, shared_files()], "error": error, "failed": failed}
-    dist.destroy_process_group()
     return result
 
 
@@ -452,12 +390,6 @@ def test_a_constructor_that_fails_gives_back_the_groups_that_it_has_made(checkpo
 
 
 def update_badly(directory: str) -> dict[str, list[str]]:
-    import torch
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.models.loader import checkpoint_tensors
-
     groups = join()
     name = "model.layers.0.self_attn.q_proj.weight"
 
@@ -486,7 +418,6 @@ def update_badly(directory: str) -> dict[str, list[str]]:
         errors.append(error_of(lambda llm=llm: llm.generate([[5]])))
         results[kind] = errors
         llm.close()
-    dist.destroy_process_group()
     return results
 
 

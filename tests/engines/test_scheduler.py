@@ -9,15 +9,14 @@ import pytest
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
 from engines.replica.scheduler import Scheduled, Scheduler, Sequence
-from engines.sequence import KVHandle, SamplingParams, SequenceKey, SequenceState
+from engines.sequence import KVHandle
+from tests.states import make_state
 
 
 def make_sequence(uid: int, prompt_len: int, num_new: int) -> Sequence:
-    key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
-    state = SequenceState(
-        key=key, group_id=uid, tokens=[uid] * prompt_len, num_prompt_tokens=prompt_len, params=SamplingParams()
+    return Sequence(
+        state=make_state(uid, [uid] * prompt_len), max_len=prompt_len + num_new, release_len=prompt_len + num_new
     )
-    return Sequence(state=state, max_len=prompt_len + num_new, release_len=prompt_len + num_new)
 
 
 def make_scheduler(num_blocks: int, **options: int) -> Scheduler:
@@ -220,9 +219,9 @@ def test_what_others_hold_is_found_again() -> None:
         for sequence in make_group(2, prompt_len, 9):
             scheduler.add(sequence)
         run_step(scheduler)
-        victim = scheduler.running[-1]
-        assert scheduler.num_common_tokens(victim) == num_common
-        scheduler._preempt_latest()
+        _, cached = scheduler._preempt_latest()
+        assert (cached.num_common, cached.num_tokens) == (num_common, prompt_len)
+        assert len(cached.blocks) == -(-prompt_len // 4), "its blocks are still named"
         assert run_step(scheduler) == [(3, 1), (3, prompt_len + 1 - num_common)]
 
 

@@ -18,8 +18,9 @@ from engines.models.tokenizer import detokenizer
 from engines.replica.replica import Replica
 from engines.replica.scheduler import Sequence
 from engines.replica.stop_strings import StopSearch
-from engines.sequence import Completion, SequenceKey, SequenceState
+from engines.sequence import Completion
 from tests.checkpoints import save_text_checkpoint
+from tests.states import make_state
 
 SPECIAL = (PAD_TOKEN_ID, EOS_TOKEN_ID)
 PIECES = ["a", "b", "ab", " ", "é", "€", "😀", "\ufffd"]
@@ -93,10 +94,7 @@ def replica_with(tokenizer: Any) -> Any:
 
 def complete(tokens: list[int], max_tokens: int = 1000, **params: Any) -> Completion | None:
     """As a replica would, these tokens being drawn one after the other."""
-    key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=0, sample_index=0)
-    state = SequenceState(
-        key=key, group_id=0, tokens=[65], num_prompt_tokens=1, params=SamplingParams(ignore_eos=True, **params)
-    )
+    state = make_state(0, [65], SamplingParams(ignore_eos=True, **params))
     sequence = Sequence(state=state, max_len=1 + max_tokens, release_len=1 + max_tokens)
     replica = replica_with(TOKENIZERS["byte level"])
     for token in tokens:

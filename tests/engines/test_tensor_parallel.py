@@ -6,8 +6,10 @@ which no number of ranks divides.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,10 @@ from typing import Any
 import pytest
 
 from engines import LLM, SamplingParams
+from engines.coordination.policies import OnDemand
+from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
 from tests.checkpoints import save_checkpoint
-from tests.worlds import ROOT, error_of, run_world
+from tests.worlds import ROOT, error_of, join, run_world
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(12)]
@@ -46,24 +50,18 @@ def roll_out(llm: LLM) -> dict[str, Any]:
 
 
 def roll_out_over_layouts(directory: str, wanted: dict[str, list[Any]]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-    from engines.parallel.layout import contiguous_layout, nested_layout
-
-    dist.init_process_group("gloo")
     make = {"nested": nested_layout, "contiguous": contiguous_layout}
-    layouts = {name: make[kind](range(dist.get_world_size()), tp_size) for name, (kind, tp_size) in wanted.items()}
+    layouts = {
+        name: make[kind](range(int(os.environ["WORLD_SIZE"])), tp_size) for name, (kind, tp_size) in wanted.items()
+    }
     results: dict[str, Any] = {}
     for transport in ("gloo", "shared memory"):
-        groups = GroupCache(TorchGroup(timeout_s=120), layouts.values(), timeout_s=120, transport=transport)
+        groups = join(layouts.values(), timeout_s=120, transport=transport)
         for family in FAMILIES:
             for name, layout in layouts.items():
                 llm = LLM(f"{directory}/{family}", world=groups, layout=layout, **OPTIONS)
                 results[f"{family}/{name}/{transport}"] = roll_out(llm)
         groups.close()
-    dist.destroy_process_group()
     return results
 
 
@@ -108,33 +106,16 @@ def test_the_comparison_is_worth_something(alone: dict[str, dict[str, Any]]) -> 
 
 
 def refuse(directory: str) -> list[str]:
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-    from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-
-    dist.init_process_group("gloo")
-    groups = GroupCache(TorchGroup(timeout_s=60), [nested_layout(range(2), 2)], timeout_s=60)
-    messages = []
-    for options in (
-        {"tensor_parallel_size": 3},
-        {"layout": Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0,)),))},
-        {"tensor_parallel_size": 2, "model": "odd"},
-    ):
-        try:
-            LLM(f"{directory}/{options.pop('model', 'qwen3')}", world=groups, **options)
-            messages.append("accepted")
-        except ValueError as error:
-            messages.append(str(error))
-    dist.destroy_process_group()
-    return messages
+    groups = join([nested_layout(range(2), 2)])
+    one_rank = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0,)),))
+    return [
+        error_of(lambda: LLM(f"{directory}/qwen3", world=groups, tensor_parallel_size=3)),
+        error_of(lambda: LLM(f"{directory}/qwen3", world=groups, layout=one_rank)),
+        error_of(lambda: LLM(f"{directory}/odd", world=groups, tensor_parallel_size=2)),
+    ]
 
 
 def test_sizes_that_do_not_divide_are_refused_on_every_rank(checkpoints: Path) -> None:
-    import json
-    import shutil
-
     odd = shutil.copytree(checkpoints / "qwen3", checkpoints / "odd")
     raw = json.loads((odd / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps({**raw, "num_attention_heads": 3, "num_key_value_heads": 3}))
@@ -177,17 +158,9 @@ def test_a_few_lines_under_torchrun_make_their_own_world(checkpoints: Path, tmp_
 
 
 def roll_out_with_other_ids(directory: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-    from engines.parallel.layout import Layout, ReplicaSpec
-
-    dist.init_process_group("gloo")
     layout = Layout(epoch=0, replicas=(ReplicaSpec(id=7, ranks=(1,)), ReplicaSpec(id=2, ranks=(0,))))
-    groups = GroupCache(TorchGroup(timeout_s=60), [layout], timeout_s=60)
+    groups = join([layout])
     result = roll_out(LLM(f"{directory}/qwen3", world=groups, layout=layout, **OPTIONS))
-    dist.destroy_process_group()
     return result
 
 
@@ -201,15 +174,8 @@ KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 8
 
 
 def fill_two_sizes(directory: str) -> list[str]:
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache
-    from engines.parallel.layout import Layout, ReplicaSpec
-
-    dist.init_process_group("gloo")
     layout = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0, 1)), ReplicaSpec(id=1, ranks=(2,))))
-    groups = GroupCache(TorchGroup(timeout_s=60), [layout], timeout_s=60)
+    groups = join([layout])
     options = {**OPTIONS, "kv_cache_bytes": 64 * KV_BYTES_PER_TOKEN}
     llm = LLM(f"{directory}/qwen3", world=groups, layout=layout, **options)
     params = SamplingParams(max_tokens=4)
@@ -217,7 +183,6 @@ def fill_two_sizes(directory: str) -> list[str]:
     errors.append(str(llm._engine.num_kv_tokens))
     options["kv_cache_bytes"] = 12 * KV_BYTES_PER_TOKEN
     errors.append(error_of(lambda: LLM(f"{directory}/qwen3", world=groups, layout=layout, **options)))
-    dist.destroy_process_group()
     return errors
 
 
@@ -232,14 +197,7 @@ def test_replicas_of_two_sizes_take_what_fits_in_all(checkpoints: Path) -> None:
 
 
 def give_ranks_unequal_options(directory: str) -> list[str]:
-    import torch.distributed as dist
-
-    from engines.coordination.policies import OnDemand
-    from engines.parallel.collectives import TorchGroup
-    from engines.parallel.groups import GroupCache, all_layouts
-
-    dist.init_process_group("gloo")
-    groups = GroupCache(TorchGroup(timeout_s=60), all_layouts(range(2)), timeout_s=60)
+    groups = join()
     first = groups.world.rank == 0
 
     class Keep:
@@ -262,7 +220,6 @@ def give_ranks_unequal_options(directory: str) -> list[str]:
     ]
     llm = LLM(f"{directory}/qwen3", world=groups, **OPTIONS)
     errors.append(error_of(lambda: llm.generate([[5] if first else [999]])))
-    dist.destroy_process_group()
     return errors
 
 

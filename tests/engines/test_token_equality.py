@@ -20,6 +20,8 @@ from engines.models.decoder import Decoder
 from engines.models.loader import checkpoint_tensors
 from engines.sampling.noise import gumbel
 from engines.sequence import Completion, SequenceKey, SequenceState, Work
+from tests.engines.test_parity import engine_logits
+from tests.states import make_state
 
 RNG = random.Random(1)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 40))] for _ in range(24)]
@@ -137,16 +139,7 @@ def test_what_an_interrupted_pass_shared_is_computed_by_those_who_are_left(
 ) -> None:
     """The member whose prompt the others share in the pass that is interrupted leaves before the next one."""
     llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24)
-    states = [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=0, sample_index=index),
-            group_id=0,
-            tokens=list(LONG[0]),
-            num_prompt_tokens=len(LONG[0]),
-            params=PARAMS,
-        )
-        for index in range(3)
-    ]
+    states = [make_state(0, LONG[0], PARAMS, index=index) for index in range(3)]
     for state in states:
         llm.replica.submit(Work(state=state))
     forward = Decoder.forward
@@ -195,17 +188,8 @@ def test_a_request_s_own_seed_fixes_its_tokens(qwen3: str) -> None:
 
 
 def make_states() -> list[SequenceState]:
-    return [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index),
-            group_id=uid,
-            tokens=list(prompt),
-            num_prompt_tokens=len(prompt),
-            params=PARAMS,
-        )
-        for uid, prompt in enumerate(PROMPTS)
-        for index in range(PARAMS.n)
-    ]
+    each = [(uid, prompt, index) for uid, prompt in enumerate(PROMPTS) for index in range(PARAMS.n)]
+    return [make_state(uid, prompt, PARAMS, index=index) for uid, prompt, index in each]
 
 
 _RESUME = """
@@ -305,8 +289,6 @@ def test_low_precision_differs_by_near_ties_only(qwen3: str, dtype: str, near: f
 
 def _forced_scores(scorer: LLM, uid: int, prompt: list[int], completion: Completion) -> torch.Tensor:
     """Log-probs plus noise at every generated position, all positions in one pass."""
-    from tests.engines.test_parity import engine_logits
-
     tokens = prompt + completion.token_ids
     logits = engine_logits(scorer, tokens, len(tokens))[len(prompt) - 1 : -1].float()
     key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=completion.index).noise_key()

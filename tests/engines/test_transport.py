@@ -22,9 +22,8 @@ from typing import Any
 import pytest
 import zmq
 
-from engines.control import sealing
-from engines.control.ends import ClientEnd, Joined, Lost, Notice, Received, ServerEnd, memory_pair
-from engines.control.sealing import MAX_BYTES, Seal, new_token
+from engines.control.ends import Joined, Lost, Notice, Received
+from engines.control.sealing import BEAT, BYE, DATA, HELLO, MAX_BYTES, REFUSED, WELCOME, Message, Seal, new_token
 from engines.control.transport import REASONS, Client, Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,13 +31,24 @@ TOKEN = new_token()
 WAIT_S = 30.0  # for what is to come; a loaded machine may take its time
 TIMES: dict[str, Any] = {"interval_s": 0.1, "patience_s": 30.0}
 SOON_S = 3.0  # patience, where somebody is to lose it
-HELLO, WELCOME, DATA, BEAT, BYE, REFUSED, PART = range(1, 8)
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with closing(Server(TOKEN, **TIMES)) as server:
         yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with closing(Client("rank-3", server.address, TOKEN, **TIMES)) as client:
+        joined(server, "rank-3")
+        yield client
+
+
+def refuses(use: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConnectionError, match=words):
+        use()
 
 
 def next_of(end: Any) -> Any:
@@ -56,7 +66,7 @@ def until(condition: Callable[[], Any]) -> Any:
     return value
 
 
-def joined(server: ServerEnd, name: str) -> None:
+def joined(server: Server, name: str) -> None:
     assert next_of(server) == Joined(peer=name)
 
 
@@ -127,31 +137,26 @@ def end(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=WAIT_S)[0]
 
 
-# ---- Both kinds of ends
+# ---- Both ends
 
 
-@pytest.fixture(params=["sockets", "memory"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[ServerEnd, ClientEnd]]:
-    with ExitStack() as stack:
-        if request.param == "memory":
-            server, client = memory_pair("rank-3")
-        else:
-            server = stack.enter_context(closing(Server(TOKEN, **TIMES)))
-            client = stack.enter_context(closing(Client("rank-3", server.address, TOKEN, **TIMES)))
-        joined(server, "rank-3")
-        yield server, client
-
-
-def test_messages_arrive_whole_and_in_order(ends: tuple[ServerEnd, ClientEnd]) -> None:
-    server, client = ends
+def test_messages_arrive_whole_and_in_order(server: Server, client: Client) -> None:
     assert server.peers() == ["rank-3"]
-    payloads = [
-        b"",
-        b"\0",
-        os.urandom(1 << 20),
-        os.urandom(MAX_BYTES + 1),
-        *(str(index).encode() for index in range(2000)),
-    ]
+    payloads = [b"", b"\0", os.urandom(1 << 20), os.urandom(MAX_BYTES + 1), *map(str.encode, map(str, range(2000)))]
+    exchange(server, client, payloads)
+
+
+def test_a_long_message_comes_in_parts() -> None:
+    with (
+        closing(Server(TOKEN, max_bytes=1000, **TIMES)) as server,
+        closing(Client("rank-3", server.address, TOKEN, max_bytes=1000, **TIMES)) as client,
+    ):
+        joined(server, "rank-3")
+        exchange(server, client, [os.urandom(size) for size in (0, 1, 999, 1000, 1001, 1999, 2000, 2001, 54_321)])
+        assert not any(server.rejected.values()) and not any(client.rejected.values())
+
+
+def exchange(server: Server, client: Client, payloads: list[bytes]) -> None:
     for payload in payloads:
         client.send(payload)
         server.send("rank-3", payload[::-1])
@@ -160,64 +165,29 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[ServerEnd, ClientEnd]) -
     assert server.receive(0) is None and client.receive(0) is None
 
 
-def test_a_long_message_comes_in_parts() -> None:
-    sizes = [0, 1, 999, 1000, 1001, 1999, 2000, 2001, 54_321]
-    with (
-        closing(Server(TOKEN, max_bytes=1000, **TIMES)) as server,
-        closing(Client("rank-0", server.address, TOKEN, max_bytes=1000, **TIMES)) as client,
-    ):
-        joined(server, "rank-0")
-        payloads = [os.urandom(size) for size in sizes]
-        for payload in payloads:
-            client.send(payload)
-            server.send("rank-0", payload[::-1])
-        assert [next_of(server).payload for _ in payloads] == payloads
-        assert [client.receive(WAIT_S) for _ in payloads] == [payload[::-1] for payload in payloads]
-        assert not any(server.rejected.values()) and not any(client.rejected.values())
-
-
-def test_a_closing_server_says_why(server: Server) -> None:
-    with closing(Client("rank-0", server.address, TOKEN, **TIMES)) as client:
-        joined(server, "rank-0")
-        server.close("the policy had no plan")
-        with pytest.raises(ConnectionError, match="dropped 'rank-0': the policy had no plan"):
-            client.receive(WAIT_S)
-
-
-def test_a_client_that_leaves(ends: tuple[ServerEnd, ClientEnd]) -> None:
-    server, client = ends
+def test_a_client_that_leaves(server: Server, client: Client) -> None:
     client.send(b"last words")
     client.close()
     client.close()
     assert next_of(server) == Received(peer="rank-3", payload=b"last words")
     assert next_of(server) == Lost(peer="rank-3", reason="it left")
     assert server.peers() == []
-    with pytest.raises(ConnectionError, match=r"peer: 'rank-3' has left \(it left\); here: nobody"):
-        server.send("rank-3", b"")
+    refuses(lambda: server.send("rank-3", b""), r"peer: 'rank-3' has left \(it left\); here: nobody")
     for use in (lambda: client.send(b""), lambda: client.receive(0)):
-        with pytest.raises(ConnectionError, match="'rank-3' has closed its connection"):
-            use()
+        refuses(use, "'rank-3' has closed its connection")
 
 
-def test_a_server_that_closes(ends: tuple[ServerEnd, ClientEnd]) -> None:
-    server, client = ends
+@pytest.mark.parametrize("reason", ["the coordinator has closed", "the policy had no plan"])
+def test_a_server_that_closes_says_why(server: Server, client: Client, reason: str) -> None:
+    refuses(lambda: server.send("rank-9", b""), "peer: 'rank-9' never joined; here: rank-3;")
     server.send("rank-3", b"last words")
-    server.close()
+    server.close(*([reason] if "policy" in reason else []))
     server.close()
     assert client.receive(WAIT_S) == b"last words"
-    for _ in range(2):
-        with pytest.raises(ConnectionError, match="the coordinator has closed"):
-            client.receive(WAIT_S)
-    with pytest.raises(ConnectionError, match="the coordinator has closed"):
-        client.send(b"")
+    for use in (lambda: client.receive(WAIT_S), lambda: client.receive(WAIT_S), lambda: client.send(b"")):
+        refuses(use, f"dropped 'rank-3': {reason}")
     for use in (lambda: server.send("rank-3", b""), lambda: server.receive(0)):
-        with pytest.raises(ConnectionError, match="closed"):
-            use()
-
-
-def test_a_peer_that_never_joined_is_named(ends: tuple[ServerEnd, ClientEnd]) -> None:
-    with pytest.raises(ConnectionError, match=r"peer: 'rank-9' never joined; here: rank-3;"):
-        ends[0].send("rank-9", b"")
+        refuses(use, "closed")
 
 
 # ---- The wire, by hand
@@ -227,8 +197,7 @@ def test_the_wire_format(server: Server) -> None:
     """The header, packed again from its description."""
 
     def frames(kind: int, sequence: int, payload: bytes) -> list[bytes]:
-        token_id = blake2b(TOKEN, digest_size=8, person=b"token-id").digest()
-        head = struct.pack("<4sHB8s8sQQ", b"CRTL", 1, kind, token_id, b"12345678", sequence, len(payload))
+        head = struct.pack("<4sHB8sQ", b"CRTL", 2, kind, b"12345678", sequence)
         return [head + blake2b(head + payload, key=TOKEN, digest_size=16, person=b"to-server").digest(), payload]
 
     with closing(Raw(server.address, session=b"12345678")) as raw:
@@ -248,23 +217,17 @@ def bad_messages(raw: Raw) -> dict[str, list[list[bytes]]]:
     header, payload = raw.pack(DATA, 3, b"payload")
     stranger = Seal(new_token(), is_server=False)
     return {
-        "frames": [[b""], [header], [header, payload, b""], [b"", header, payload], [header, payload] * 500],
-        "magic": [[b"", b""], [b"CRT", payload], [b"GET / HTTP/1.1", b"Host: localhost"], [payload, header]],
-        "version": [[header[:4] + b"\2\0" + header[6:], payload], [header[:4] + b"\0\0\1", b""]],
-        "header": [[header[:-1], payload], [header + b"\0", payload], [header[:7], payload]],
-        "oversized": [raw.pack(DATA, 3, bytes(2001)), [header[:31] + b"\xff" * 8 + header[39:], payload]],
-        "truncated": [[header, payload[:-1]], [header, b""], [header, payload + b"\0"]],
-        "token": [stranger.pack(kind, raw.session, 3, b"x") for kind in (HELLO, DATA, BYE)],
-        "forged": [
-            [header, flip(payload, 0)],
-            # Kind, session, sequence number and MAC; the other fields have reasons of their own.
-            *([flip(header, index), payload] for index in (6, *range(15, 31), *range(39, 55))),
-            Seal(TOKEN, is_server=True).pack(DATA, raw.session, 3, b"the server's own words"),
+        "header": [
+            *([b""], [header], [header, payload, b""], [b"", header, payload], [header, payload] * 500),
+            *([b"", b""], [b"CRT", payload], [b"GET / HTTP/1.1", b"Host: localhost"], [payload, header]),
+            *([header[:-1], payload], [header + b"\0", payload], [header[:7], payload]),
         ],
-        "kind": [raw.pack(kind, 3) for kind in (0, REFUSED, 8, 255)],
-        "name": [
-            raw.seal.pack(HELLO, bytes([index] * 8), 1, name)
-            for index, name in enumerate([b"", b"a b", b"\xff", b"x" * 65])
+        "version": [[header[:4] + b"\1\0" + header[6:], payload], [header[:4] + b"\0\0\1", b""]],
+        "token": [
+            *(stranger.pack(kind, raw.session, 3, b"x") for kind in (HELLO, DATA, BYE)),
+            *([header, payload[:-1]], [header, b""], [header, payload + b"\0"], [header, flip(payload, 0)]),
+            *([flip(header, index), payload] for index in range(6, len(header))),
+            Seal(TOKEN, is_server=True).pack(DATA, raw.session, 3, b"the server's own words"),
         ],
         "duplicate": [
             raw.pack(HELLO, 1, b"raw"),
@@ -277,7 +240,7 @@ def bad_messages(raw: Raw) -> dict[str, list[list[bytes]]]:
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_bad_message_is_dropped_and_counted(reason: str) -> None:
-    with closing(Server(TOKEN, max_bytes=2000, **TIMES)) as server, closing(Raw(server.address)) as raw:
+    with closing(Server(TOKEN, **TIMES)) as server, closing(Raw(server.address)) as raw:
         raw.join().send(raw.pack(DATA, 2, b"first"))
         bad = bad_messages(raw)[reason]
         raw.send(*bad, raw.pack(DATA, 3, b"second"))
@@ -287,7 +250,8 @@ def test_a_bad_message_is_dropped_and_counted(reason: str) -> None:
         assert server.receive(0) is None
 
 
-def test_what_is_far_too_large_is_cut_off_and_others_go_on() -> None:
+@pytest.mark.parametrize("num_bytes", [1001, 100_000])
+def test_what_is_too_large_is_cut_off_and_others_go_on(num_bytes: int) -> None:
     with (
         closing(Server(TOKEN, max_bytes=1000, **TIMES)) as server,
         closing(Raw(server.address)) as raw,
@@ -296,7 +260,7 @@ def test_what_is_far_too_large_is_cut_off_and_others_go_on() -> None:
         joined(server, "rank-0")
         raw.join()
         joined(server, "raw")
-        raw.send([b"x" * 100_000, b""])
+        raw.send(raw.pack(DATA, 2, b"x" * num_bytes))
         assert next_of(server) == Lost(peer="raw", reason="its connection was closed without a goodbye")
         client.send(b"x" * 1000)
         assert len(next_of(server).payload) == 1000
@@ -372,7 +336,7 @@ def test_a_server_that_was_away_blames_nobody(monkeypatch: pytest.MonkeyPatch) -
         def unpack(frames: list[bytes]) -> str:
             time.sleep(SOON_S + 0.5)
             is_back.set()
-            return "magic"
+            return "header"
 
         monkeypatch.setattr(server._seal, "unpack", unpack)
         raw.send([b"", b""])
@@ -404,7 +368,7 @@ def test_another_launch_is_refused_in_words(server: Server) -> None:
 
 def test_another_version_is_refused_in_words(server: Server) -> None:
     script = """
-sealing.VERSION = transport.VERSION = 2
+sealing.VERSION = transport.VERSION = 1
 try:
     Client("rank-0", sys.argv[1], token)
 except ValueError as error:
@@ -412,7 +376,7 @@ except ValueError as error:
 """
     process = start(script, server.address)
     assert process.communicate(timeout=WAIT_S)[0] == (
-        "protocol version: the coordinator's is 1, 'rank-0' has 2; start both from the same installation\n"
+        "protocol version: the coordinator's is 2, 'rank-0' has 1; start both from the same installation\n"
     )
     assert server.rejected["version"] >= 1 and server.receive(0) is None
 
@@ -423,7 +387,7 @@ def test_a_refusal_is_said_once(server: Server, reason: str) -> None:
         raw.send(*[bad_messages(raw)[reason][0]] * 1000)
         until(lambda: server.rejected[reason] == 1000)
         raw.join()
-        assert [raw.answer(), raw.answer()] == [("refused", 1), (WELCOME, b"")]
+        assert [raw.answer(), raw.answer()] == [("refused", 2), (WELCOME, b"")]
 
 
 def test_a_client_believes_no_stranger() -> None:
@@ -441,22 +405,21 @@ def test_a_client_believes_no_stranger() -> None:
         thread = threading.Thread(target=run)
         thread.start()
         route, header, payload = router.recv_multipart()
-        session = header[15:23]
+        session = header[7:15]
         good = [seal.pack(kind, session, index + 1, b"hi" * index) for index, kind in enumerate((WELCOME, DATA))]
         router.send_multipart([route, header, payload])  # its own words, which are of the other direction
         router.send_multipart([route, *good[0]])
-        forged = [header, noise.randbytes(20)], [good[1][0], b"ho"], [struct.pack("<4sHB", b"CRTL", 1, REFUSED), b""]
-        forged += (seal.pack(BYE, b"another!", 0, b"go"), good[0], [noise.randbytes(55), b""], [b""])
+        forged = [header, noise.randbytes(20)], [good[1][0], b"ho"], [struct.pack("<4sHB", b"CRTL", 2, REFUSED), b""]
+        forged += (seal.pack(BYE, b"another!", 0, b"go"), good[0], [noise.randbytes(39), b""], [b""])
         for frames in (*forged, good[1]):
             router.send_multipart([route, *frames])
         thread.join(WAIT_S)
         (client,) = clients
         assert client.receive(WAIT_S) == b"hi"
-        expected = {"forged": 2, "truncated": 1, "header": 1, "stale": 1, "duplicate": 1, "magic": 1, "frames": 1}
-        assert client.rejected == dict.fromkeys(REASONS, 0) | expected
+        expected = {"token": 3, "header": 3, "stale": 1, "duplicate": 1, "version": 0}
+        assert client.rejected == expected
         router.send_multipart([route, *seal.pack(DATA, session, 9, b"")])
-        with pytest.raises(ConnectionError, match=f"tcp://127.0.0.1:{port}: messages 3 to 8 are missing"):
-            client.receive(WAIT_S)
+        refuses(lambda: client.receive(WAIT_S), f"tcp://127.0.0.1:{port}: messages 3 to 8 are missing")
     finally:
         for client in clients:
             client.close()
@@ -556,30 +519,16 @@ client.receive(60)
 
 
 def test_a_second_client_of_a_name_replaces_the_first(server: Server) -> None:
-    with ExitStack() as stack:
-        clients = (Client("rank-0", server.address, TOKEN, **TIMES) for _ in range(2))
-        first, second = (stack.enter_context(closing(client)) for client in clients)
-        why = "another client has joined under its name"
-        assert [next_of(server) for _ in range(3)] == [
-            Joined(peer="rank-0"), Lost(peer="rank-0", reason=why), Joined(peer="rank-0"),
-        ]  # fmt: skip
-        with pytest.raises(ConnectionError, match=why):
-            first.receive(WAIT_S)
-        server.send("rank-0", b"to the second")
-        assert second.receive(WAIT_S) == b"to the second"
-
-
-def test_a_message_never_reaches_the_next_of_its_name(server: Server) -> None:
-    """The caller decided it for the peer that it knew: until it has read of the change, the successor gets nothing."""
+    """Until the caller has read of the change, the second gets nothing: that was meant for the first."""
     with closing(Client("rank-0", server.address, TOKEN, **TIMES)) as first:
         joined(server, "rank-0")
         with closing(Client("rank-0", server.address, TOKEN, **TIMES)) as second:
+            why = "another client has joined under its name"
             server.send("rank-0", b"for the first")
-            assert [type(next_of(server)) for _ in range(2)] == [Lost, Joined]
+            assert [next_of(server) for _ in range(2)] == [Lost(peer="rank-0", reason=why), Joined(peer="rank-0")]
             server.send("rank-0", b"for the second")
             assert second.receive(WAIT_S) == b"for the second"
-        with pytest.raises(ConnectionError):
-            first.receive(WAIT_S)
+        refuses(lambda: first.receive(WAIT_S), why)
 
 
 SERVER = """
@@ -617,10 +566,8 @@ def test_a_server_that_is_gone_is_named(remote: tuple[str, subprocess.Popen[str]
         client.send(b"there?")
         assert client.receive(WAIT_S) == b"there?"
         process.send_signal(how)
-        with pytest.raises(ConnectionError, match=f"{address}: {words}"):
-            assert client.receive(WAIT_S) is not None
-        with pytest.raises(ConnectionError, match=words):
-            client.send(b"")
+        refuses(lambda: client.receive(WAIT_S), f"{address}: {words}")
+        refuses(lambda: client.send(b""), words)
 
 
 def test_nobody_there() -> None:
@@ -638,7 +585,7 @@ def fuzzed(noise: random.Random, good: list[bytes]) -> list[bytes]:
     """Random bytes, a valid message with something changed, or another number of frames."""
     kind = noise.randrange(4)
     if kind == 0:
-        return [noise.randbytes(noise.choice([0, 1, 7, 54, 55, 56, 300])), noise.randbytes(noise.randrange(3000))]
+        return [noise.randbytes(noise.choice([0, 1, 7, 38, 39, 40, 300])), noise.randbytes(noise.randrange(3000))]
     frames = [bytearray(frame) for frame in good]
     if kind == 1:
         for index in noise.sample(range(len(good[0]) + 20), noise.randint(1, 3)):  # mostly in the header
@@ -654,52 +601,34 @@ def fuzzed(noise: random.Random, good: list[bytes]) -> list[bytes]:
 
 def test_fuzz(remote: tuple[str, subprocess.Popen[str]]) -> None:
     address, process = remote
-    noise = random.Random(0)
-    num_sent = 0
+    noise, num_sent = random.Random(0), 0
     with closing(Client("rank-0", address, TOKEN, **TIMES)) as client:
 
         def ask(payload: bytes) -> bytes:
             client.send(payload)
-            answer = client.receive(WAIT_S)
-            assert answer is not None
-            return answer
+            return next_of(client)
 
-        def flood(num_messages: int, raw: Raw) -> None:
+        def flood(num_messages: int) -> dict[str, Any]:
+            """By a passer-by: what the server holds when it has seen all."""
             nonlocal num_sent
-            good = raw.pack(DATA, 2, noise.randbytes(500))
-            for index in range(num_messages):
-                raw.send(fuzzed(noise, good))
-                if index % 50 == 0:  # while the others queue up behind each other
-                    word = noise.randbytes(40)
-                    assert ask(word) == word
             num_sent += num_messages
+            with closing(Raw(address)) as raw:
+                good = raw.pack(DATA, 2, noise.randbytes(500))
+                for index in range(num_messages):
+                    raw.send(fuzzed(noise, good))
+                    if index % 50 == 0:  # while the others queue up behind each other
+                        word = noise.randbytes(40)
+                        assert ask(word) == word
+                return until(lambda: now if (now := json.loads(ask(b"facts")))["rejected"] == num_sent else None)
 
-        def facts() -> dict[str, Any]:
-            def all_seen() -> dict[str, Any] | None:
-                answer = json.loads(ask(b"facts"))
-                assert answer["rejected"] <= num_sent
-                return answer if answer["rejected"] == num_sent else None
-
-            return until(all_seen)
-
-        def reconnect(num_times: int) -> None:
-            for _ in range(num_times):
-                with closing(Raw(address)) as passer_by:
-                    flood(10, passer_by)
-                    facts()
-
-        with closing(Raw(address)) as raw:
-            flood(10_000, raw)
-            reconnect(20)
-            before = facts()
-            flood(90_000, raw)
-            reconnect(100)
-            after = until(lambda: now if (now := facts())["fds"] <= before["fds"] else None)
+        for num_messages in (10_000, *[10] * 20):
+            before = flood(num_messages)
+        for num_messages in (90_000, *[10] * 100):
+            flood(num_messages)
+        after = until(lambda: now if (now := json.loads(ask(b"facts")))["fds"] <= before["fds"] else None)
         assert num_sent > 100_000
-        reasons = {reason for reason, count in after["reasons"].items() if count}
-        assert reasons >= {"frames", "magic", "version", "header", "oversized", "truncated", "token", "forged"}
+        assert {reason for reason, count in after["reasons"].items() if count} >= {"version", "header", "token"}
         assert after["threads"] == before["threads"]
-        print(f"growth {after['rss'] - before['rss']} bytes, {after['reasons']}")
         # Keeping the messages would take 100 MB, and a mere 100 bytes for each 9 MB.
         assert after["rss"] - before["rss"] < 6 << 20
         assert process.poll() is None
@@ -709,7 +638,7 @@ def test_unpack_never_raises() -> None:
     noise = random.Random(1)
     seal = Seal(TOKEN, is_server=True)
     good = Seal(TOKEN, is_server=False).pack(DATA, b"SESSION!", 2, noise.randbytes(100))
-    assert seal.unpack(good) == sealing.Message(DATA, b"SESSION!", 2, good[1])
+    assert seal.unpack(good) == Message(DATA, b"SESSION!", 2, good[1])
     for _ in range(20_000):
         assert seal.unpack(fuzzed(noise, good)) in REASONS
 
@@ -795,13 +724,3 @@ def test_loopback_unless_told_otherwise(server: Server) -> None:
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_tokens() -> None:
-    token = new_token()
-    assert len(token) == 32 and token != new_token()
-
-
-def test_no_torch() -> None:
-    code = "import engines.control.transport, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

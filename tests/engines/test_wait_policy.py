@@ -87,10 +87,12 @@ from engines.native.wait_policy import PassiveWaits, can_start
 torch.set_num_threads(2)
 weight = torch.randn(512, 512)
 expected = weight @ weight
-os.setuid(54321)  # no limit is root's, and this user has no other process
+os.setuid(10_000 + os.getpid() % 50_000)  # no limit is root's, and this user has no other process
 most = len(os.listdir("/proc/self/task")) + 1
 resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 assert can_start(1) and not can_start(2)
+while len(os.listdir("/proc/self/task")) >= most:  # a thread that has been joined is there for a moment more
+    pass
 waits = PassiveWaits()
 assert torch.equal(weight @ weight, expected)
 waits.end()

@@ -15,16 +15,7 @@ import pytest
 
 from experiments.generate import GenerateConfig
 from experiments.run_folder import replace_text
-from tests.checkpoints import save_text_checkpoint
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("model")
-    save_text_checkpoint(directory)
-    return str(directory)
+from tests.worlds import ROOT, refused_by
 
 
 def start(script: str, *arguments: str, stdin: str = "", ranks: int = 0) -> subprocess.CompletedProcess[str]:
@@ -57,10 +48,10 @@ def test_help_and_a_typo_wait_for_no_heavy_import(script: str, argument: str, co
 STDIN = '{"prompt": "1+2=", "id": 7}\n\n"5\u2028+6="\n{"prompt_token_ids": [49, 43]}\n'
 
 
-def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp_path: Path) -> None:
+def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(text_model: str, tmp_path: Path) -> None:
     options = ["--n", "3", "--max-tokens", "20"]
-    one = lines(start("generate.py", model, *options, stdin=STDIN))
-    ranks = start("generate.py", model, *options, stdin=STDIN, ranks=2)
+    one = lines(start("generate.py", text_model, *options, stdin=STDIN))
+    ranks = start("generate.py", text_model, *options, stdin=STDIN, ranks=2)
     two = lines(ranks)
     told = re.findall(r"engine: attention \w+, kernels \w+, float32 on \w+\nmemory: ", ranks.stderr)
     assert len(told) == 1
@@ -71,10 +62,10 @@ def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp
         (7, 0), (7, 1), (7, 2), (None, 0), (None, 1), (None, 2), (None, 0), (None, 1), (None, 2),
     ]  # fmt: skip
     assert one[-1]["completions"] == 9 and one[-1]["tokens"] == sum(len(row["token_ids"]) for row in one[:-1])
-    plain = lines(start("generate.py", model, "1+2=", "5\u2028+6=", *options))
+    plain = lines(start("generate.py", text_model, "1+2=", "5\u2028+6=", *options))
     assert [row["token_ids"] for row in plain[:6]] == [row["token_ids"] for row in one[:6]]
     output = tmp_path / "out.jsonl"
-    (last,) = lines(start("generate.py", model, "1+2=", "5\u2028+6=", *options, "--output", str(output)))
+    (last,) = lines(start("generate.py", text_model, "1+2=", "5\u2028+6=", *options, "--output", str(output)))
     assert last["output"] == str(output)
     assert [json.loads(line) for line in output.read_text().splitlines()] == plain[:6]
 
@@ -100,12 +91,10 @@ def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(model: str, tmp
         (["fine", "x" * 600], "", "error: prompts[1]: prompt: 600 tokens leave no room in max_model_len=512"),
     ],
 )
-def test_generate_refuses_in_one_line(model: str, arguments: list[str], stdin: str, message: str) -> None:
-    done = start("generate.py", model, *arguments, stdin=stdin)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert message in " ".join(done.stderr.replace("│", " ").split())
-    assert ("engine: " in done.stderr) == ("prompts[1]" in message), "only what needs the model waits for it"
+def test_generate_refuses_in_one_line(text_model: str, arguments: list[str], stdin: str, message: str) -> None:
+    told = refused_by("generate", [text_model, *arguments], stdin=stdin)
+    assert message in told
+    assert ("engine: " in told) == ("prompts[1]" in message), "only what needs the model waits for it"
 
 
 @pytest.mark.parametrize(
@@ -145,12 +134,12 @@ def test_generate_never_renames_over_what_stdout_goes_to(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_generate_reads_a_pipe(model: str, tmp_path: Path, ranks: int) -> None:
+def test_generate_reads_a_pipe(text_model: str, tmp_path: Path, ranks: int) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with subprocess.Popen(["bash", "-c", f"printf '\"1+2=\"\\n{{}}' > {pipe}"]) as writer:
         try:
-            done = start("generate.py", model, "--input", str(pipe), ranks=ranks)
+            done = start("generate.py", text_model, "--input", str(pipe), ranks=ranks)
         finally:
             writer.kill()
     assert done.returncode != 0 and f"error: {pipe}:2: needs `prompt`" in done.stderr
@@ -176,19 +165,18 @@ def test_generate_names_the_checkpoint_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-7/huggingface").mkdir(parents=True)
     (tmp_path / "checkpoints/latest").write_text("step-7")
     for given in ("", "checkpoints/step-7"):
-        done = start("generate.py", str(tmp_path / given), "x")
-        assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert f"give '{tmp_path}/checkpoints/step-7/huggingface'" in done.stderr
+        told = refused_by("generate", [str(tmp_path / given), "x"])
+        assert f"give '{tmp_path}/checkpoints/step-7/huggingface'" in told
 
 
-def test_generate_by_another_engine_is_the_same(model: str) -> None:
+def test_generate_by_another_engine_is_the_same(text_model: str) -> None:
     sampling = ["--n", "3", "--max-tokens", "20", "--dtype", "float64"]
     engine = [
         "--attention", "sdpa", "--kernels", "torch", "--block-size", "8", "--no-prefix-caching", "--kv-cache-mib", "1",
         "--max-num-seqs", "2", "--max-num-batched-tokens", "7", "--prefill-chunk-size", "3", "--preemption", "swap",
     ]  # fmt: skip
-    plain = start("generate.py", model, "1+2=", "5+6+7=", *sampling)
-    other = start("generate.py", model, "1+2=", "5+6+7=", *sampling, *engine)
+    plain = start("generate.py", text_model, "1+2=", "5+6+7=", *sampling)
+    other = start("generate.py", text_model, "1+2=", "5+6+7=", *sampling, *engine)
     assert "engine: attention sdpa, kernels torch, float64 on cpu" in other.stderr
     tokens = [[row["token_ids"] for row in lines(done)[:-1]] for done in (plain, other)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
@@ -205,17 +193,9 @@ def test_generate_by_another_engine_is_the_same(model: str) -> None:
     ],
     ids=["attention", "output"],
 )
-def test_one_error_under_torchrun(model: str, option: list[str], message: str) -> None:
-    done = start("generate.py", model, "1+2=", *option, ranks=2)
+def test_one_error_under_torchrun(text_model: str, option: list[str], message: str) -> None:
+    done = start("generate.py", text_model, "1+2=", *option, ranks=2)
     assert done.returncode != 0
     told = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     assert told[-2].startswith(f"error: {message}")
     assert sum("error: " in line for line in told) == 1
-
-
-def test_bench_rollout_runs_both_sides(model: str) -> None:
-    arguments = ["--model", model, "--batch", "6", "--median", "8", "--cap", "30", "--repeats", "1"]
-    (result,) = lines(start("bench_rollout.py", *arguments))
-    assert result["tokens"] > result["longest"] > 0
-    assert set(result["seconds"]) == {"ours", "ours_again", "hf", "hf_again"}
-    assert result["vs_hf"] == pytest.approx(result["seconds"]["hf"][0] / result["seconds"]["ours"][0], rel=0.05)

@@ -19,14 +19,14 @@ from engines.parallel.collectives import SingleRank
 from experiments.partial_output import PartialOutput
 from experiments.prompts import read_prompts
 from tests.checkpoints import save_text_checkpoint
+from tests.worlds import ROOT, refused_by, run_main
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "experiments/generate.py")
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", "--", SCRIPT]
 PYTHON = [sys.executable, SCRIPT]
 NUM_PROMPTS, NUM_SAMPLES = 60, 3
 # In float64 no rounding tells one batch from another: one sequence at a time, which takes a while, or all together.
-OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "300", "--ignore-eos"]
+OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "200", "--ignore-eos"]
 SLOW = ["--max-num-seqs", "1"]
 
 
@@ -37,8 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_text_checkpoint(folder / "model")
     prompts = [{"prompt": f"{i}+{i}=", "id": i} for i in range(NUM_PROMPTS)]
     (folder / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    done = finish(PYTHON, folder, folder / "whole.jsonl")
-    assert done.returncode == 0, done.stderr[-2000:]
+    subprocess.run([*PYTHON, *arguments(folder, folder / "whole.jsonl")], capture_output=True, timeout=120, check=True)
     whole = [json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()]
     assert [(row["id"], row["index"]) for row in whole] == [(i, j) for i in range(NUM_PROMPTS) for j in range(3)]
     return folder
@@ -48,9 +47,15 @@ def arguments(folder: Path, output: Path) -> list[str]:
     return [str(folder / "model"), "--input", str(folder / "in.jsonl"), "--output", str(output), *OPTIONS]
 
 
-def finish(start: list[str], folder: Path, output: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [*start, *arguments(folder, output), *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def go_on(folder: Path, output: Path, *more: str, num_ranks: int = 1) -> int:
+    """How many completions the resumed run, which must end as `folder`'s run, has not had to make."""
+    result = run_main("generate", [*arguments(folder, output), "--resume", *more], num_ranks)
+    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    return int(result["resumed"])
+
+
+def refused(folder: Path, output: Path, *more: str, num_ranks: int = 1) -> str:
+    return refused_by("generate", [*arguments(folder, output), *more], num_ranks)
 
 
 def begin(command: list[str], **options: object) -> subprocess.Popen[str]:
@@ -106,16 +111,14 @@ def test_what_had_ended_is_kept_and_gone_on_with(folder: Path, tmp_path: Path, n
         assert told.splitlines()[-1] == f"interrupted: {summary} ('{output}' is of an earlier run); {again}"
         assert "Traceback" not in told
 
-    refused = finish(PYTHON, folder, output)
-    assert refused.returncode == 2 and "engine: " not in refused.stderr, "it is refused before the model is loaded"
-    assert f"{summary} of a run that ended early; add --resume to go on with it, or delete it" in refused.stderr
-    refused = finish(PYTHON, folder, output, "--resume", "--temperature", "0.5")
-    assert refused.returncode == 2 and "engine: " not in refused.stderr
-    assert f"error: resume: temperature=0.5 now, 1.0 in '{partial}'; give the same, or delete" in refused.stderr
+    told = refused(folder, output)
+    assert "engine: " not in told, "it is refused before the model is loaded"
+    assert f"{summary} of a run that ended early; add --resume to go on with it, or delete it" in told
+    told = refused(folder, output, "--resume", "--temperature", "0.5")
+    assert "engine: " not in told
+    assert f"error: resume: temperature=0.5 now, 1.0 in '{partial}'; give the same, or delete" in told
 
-    done = finish(PYTHON, folder, output, "--resume")
-    assert json.loads(done.stdout)["resumed"] == num_kept, done.stderr[-2000:]
-    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert go_on(folder, output) == num_kept
     assert [*tmp_path.iterdir()] == [output]
 
 
@@ -132,10 +135,7 @@ def test_two_ranks_keep_what_both_had_ended_and_others_go_on(folder: Path, tmp_p
     # Replica i mod 2 runs sequence i.
     assert {(3 * row["prompt_index"] + row["index"]) % 2 for row in rows} == {0, 1}
 
-    done = finish(TORCHRUN, folder, output, "--resume", "--tensor-parallel-size", "2")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout)["resumed"] == len(rows)
-    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert go_on(folder, output, "--tensor-parallel-size", "2", num_ranks=2) == len(rows)
     assert [*tmp_path.iterdir()] == [output]
 
 
@@ -145,8 +145,7 @@ def test_another_model_does_not_go_on(folder: Path, tmp_path: Path) -> None:
     kept = partial_of(output).read_bytes()
     save_text_checkpoint(tmp_path / "model", num_heads=4)
     (tmp_path / "in.jsonl").write_bytes((folder / "in.jsonl").read_bytes())
-    refused = finish(PYTHON, tmp_path, output, "--resume")
-    assert refused.returncode == 2 and "error: resume: model_digest=" in refused.stderr
+    assert "error: resume: model_digest=" in refused(tmp_path, output, "--resume")
     assert partial_of(output).read_bytes() == kept
 
 
@@ -194,29 +193,23 @@ def test_a_full_disk_is_one_error_and_the_rest_is_kept(folder: Path, tmp_path: P
     assert num_kept > 3 and partial_of(output).stat().st_size == 100_000, "the last line is torn"
     (error,) = [line for line in full.stderr.splitlines() if line.startswith("error: ")]
     assert f"({num_kept} of 180 completions); make room, then run the same command with --resume" in error
-    done = finish(PYTHON, folder, output, "--resume")
-    assert json.loads(done.stdout)["resumed"] == num_kept, done.stderr[-2000:]
-    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert go_on(folder, output) == num_kept
 
 
 def test_an_output_that_cannot_be_made_at_the_end_costs_nothing(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     (tmp_path / ".out.jsonl.partial").mkdir()  # where the output's text is to be written before it is renamed
-    done = finish(TORCHRUN, folder, output)
-    assert done.returncode != 0 and "[rank" not in done.stderr
-    assert f"'{partial_of(output)}' keeps 60 of 60 prompts (180 of 180 completions); make room, then" in done.stderr
+    told = refused(folder, output, num_ranks=2)
+    assert f"'{partial_of(output)}' keeps 60 of 60 prompts (180 of 180 completions); make room, then" in told
     assert partial_of(output).read_bytes().count(b"\n") == 181
     (tmp_path / ".out.jsonl.partial").rmdir()
-    done = finish(PYTHON, folder, output, "--resume")
-    assert json.loads(done.stdout)["resumed"] == 180, done.stderr[-2000:]
-    assert output.read_bytes() == (folder / "whole.jsonl").read_bytes()
+    assert go_on(folder, output) == 180
 
 
 def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     partial_of(output).write_text("half a download")
-    refused = finish(PYTHON, folder, output)
-    assert refused.returncode == 2 and "which is another file" in refused.stderr
+    assert "which is another file" in refused(folder, output)
     assert partial_of(output).read_text() == "half a download"
     partial_of(output).unlink()
 
@@ -224,9 +217,9 @@ def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path:
         if not keeps(output, 0)():
             return False
         process.send_signal(signal.SIGSTOP)
-        other = finish(PYTHON, folder, output, "--resume")
+        told = refused(folder, output, "--resume")
         process.send_signal(signal.SIGCONT)
-        assert other.returncode == 2 and f"another run is writing '{partial_of(output)}'" in other.stderr
+        assert f"another run is writing '{partial_of(output)}'" in told
         return True
 
     signal_when(process := begin([*PYTHON, *arguments(folder, output), *SLOW]), signal.SIGINT, refused_now)
@@ -348,9 +341,6 @@ def test_a_line_that_cannot_be_read_is_named(line: bytes, message: str) -> None:
 def test_a_prompt_that_the_engine_refuses_is_named(folder: Path, tmp_path: Path, line: str, message: str) -> None:
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_text(f'"fine"\n\n{line}\n"fine"\n')
-    command = [*PYTHON, str(folder / "model"), "--input", str(path), "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
-    assert error.startswith(f"error: {path}:3: {message}")
+    told = refused_by("generate", [str(folder / "model"), "--input", str(path), "--output", str(output)])
+    assert told.count("error") == 1 and f"error: {path}:3: {message}" in told
     assert [*tmp_path.iterdir()] == [path], "nothing is left of an output that has no line"

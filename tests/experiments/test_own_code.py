@@ -30,7 +30,7 @@ ENTRIES = {
     "widen": ["-c", "import sys; from algos.widening import widen; widen(sys.argv[1], sys.argv[1] + '-wide', 2)"],
     "peer": [
         "-c",
-        "import sys, torch; from experiments.hf_peer import HuggingFacePeer;"
+        "import sys, torch; from experiments.bench.peers import HuggingFacePeer;"
         "HuggingFacePeer(sys.argv[1], 'float32', torch.device('cpu'))",
     ],
 }

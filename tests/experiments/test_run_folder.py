@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from algos import deepspeed_engine
+from algos.deepspeed_config import TrainerConfig
+from algos.grpo import GRPO
 from algos.publish import only_writer
+from algos.trainer import Trainer
 from engines.parallel.collectives import SingleRank, TorchGroup
 from experiments.run_folder import (
     RunFolder,
@@ -222,13 +227,6 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
 def fill_the_disk(model: str, folder: str, stage: int) -> list[str]:
     """In a world: a point that fits, one that does not on each rank in turn, and one that fits again; the errors."""
-    import torch.distributed as dist
-
-    from algos import deepspeed_engine
-    from algos.deepspeed_config import TrainerConfig
-    from algos.grpo import GRPO
-    from algos.trainer import Trainer
-
     trainer = Trainer(TrainerConfig(zero_stage=stage), GRPO(), model)
     run = RunFolder(Path(folder), TorchGroup())
     writes = [trainer.save_checkpoint, lambda path: trainer.save_pretrained(path / "huggingface")]

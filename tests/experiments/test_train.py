@@ -1,4 +1,7 @@
-"""The main job under torchrun: determinism, kill and resume, algorithms, tasks, ZeRO 3, and one clear error."""
+"""The main job: determinism, kill and resume, algorithms, tasks, ZeRO 3, and one clear error.
+
+Under torchrun where that has a part in it, else on ranks that start sooner.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ import pytest
 from experiments import launch
 from experiments.config import parse
 from experiments.run_folder import lock_folder
-from tests.checkpoints import save_text_checkpoint
+from tests.worlds import ROOT, refused_by, run_main
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+SCRIPT = str(ROOT / "experiments/train.py")
 SMALL = [
     "--steps", "5", "--save-every", "2", "--eval-every", "2", "--eval-problems", "8", "--eval-samples", "2",
     "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "24",
@@ -31,10 +34,8 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    save_text_checkpoint(directory)
-    return directory
+def model(text_model: str) -> Path:
+    return Path(text_model)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,12 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{path}:score"
 
 
-def command(model: Path, runs: Path, *arguments: str) -> list[str]:
-    script = str(ROOT / "experiments/train.py")
-    return [*TORCHRUN, "--", script, "--model", str(model), "--runs", str(runs), *SMALL, *arguments]
+def small(model: Path, runs: Path, *arguments: str) -> list[str]:
+    return ["--model", str(model), "--runs", str(runs), *SMALL, *arguments]
+
+
+def command(*arguments: Any) -> list[str]:
+    return [*TORCHRUN, "--", SCRIPT, *small(*arguments)]
 
 
 def environment() -> dict[str, str]:
@@ -61,9 +65,7 @@ def environment() -> dict[str, str]:
 
 
 def train(*arguments: Any) -> dict[str, Any]:
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=240, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_main("train", small(*arguments), num_ranks=2)
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -75,7 +77,10 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(model: Path, runs: Path, reward: str) -> Path:
-    result = train(model, runs, "--name", "whole", "--deterministic", "--reward", reward)
+    started = command(model, runs, "--name", "whole", "--deterministic", "--reward", reward)
+    done = subprocess.run(started, capture_output=True, text=True, timeout=240, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
     assert result["steps"] == 5
     return Path(result["run_dir"])
 
@@ -149,6 +154,7 @@ def kill_when(arguments: list[str], rank: int, folder: Path, moment: Any) -> Non
             deadline = time.monotonic() + 200
             while not moment(folder):
                 assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.001)  # the moment may be short
             pids = ranks_of(process)
             os.kill(pids[rank], signal.SIGKILL)
             assert process.wait(timeout=60) != 0
@@ -179,14 +185,8 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
     # A kill can also tear a line in two; the resumed run drops it.
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"training/global_step": 4, "act')
-    changed = subprocess.run(
-        command(model, runs, *arguments, "--resume", "--learning-rate", "0.5"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(),
-    )
-    assert "resume: trainer.learning_rate=0.5 now, " in changed.stderr and changed.returncode != 0
+    changed = small(model, runs, *arguments, "--resume", "--learning-rate", "0.5")
+    assert "resume: trainer.learning_rate=0.5 now, " in refused_by("train", changed, num_ranks=2)
     result = train(model, runs, *arguments, "--resume")
     assert result["steps"] == 5
     assert metrics_of(folder) == metrics_of(uninterrupted)
@@ -246,7 +246,7 @@ def interrupted(started: list[str], number: int, log: Path, moment: Any) -> tupl
 def test_interrupted_and_resumed(model: Path, tmp_path: Path, number: int) -> None:
     """By the command that its last line names. The run has no name, and more steps than it can do until the signal."""
     folder = tmp_path / "arithmetic-grpo"
-    started = command(model, tmp_path, "--steps", "100000", "--keep-checkpoints", "1")[len(TORCHRUN) + 1 :]
+    started = [SCRIPT, *small(model, tmp_path, "--steps", "100000", "--keep-checkpoints", "1")]
     latest = folder / "checkpoints/latest"
     code, output = interrupted([sys.executable, *started, "--ranks", "2"], number, tmp_path / "log", latest.exists)
     assert code == 128 + number and "Traceback" not in output
@@ -255,10 +255,9 @@ def test_interrupted_and_resumed(model: Path, tmp_path: Path, number: int) -> No
     told, _, line = words.partition(" with: ")
     assert told == f"interrupted: go on from {point}"
     last = int(point.removeprefix("step-")) + 1
-    again = [*shlex.split(line), "--steps", str(last)]
-    done = subprocess.run(again, capture_output=True, text=True, timeout=240, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1])["run_dir"] == str(folder)
+    python, script, *again = shlex.split(line)
+    assert [python, script] == [sys.executable, SCRIPT]
+    assert run_main("train", [*again, "--steps", str(last)], num_ranks=2)["run_dir"] == str(folder)
     assert [row["training/global_step"] for row in metrics_of(folder)] == [*range(last + 1)]
 
 
@@ -288,11 +287,8 @@ def test_a_run_that_cannot_go_on_says_so_once(
             stack.enter_context(lock_folder(folder))
             message = f"error: {folder}: another run is writing in it (process {os.getpid()} on "
         options = ["--name", "whole", "--deterministic", "--reward", reward, "--resume", "--steps", "6"]
-        done = subprocess.run(
-            command(model, tmp_path, *options), capture_output=True, text=True, timeout=240, env=environment()
-        )
-    assert done.returncode != 0
-    assert done.stderr.count(message) == 1 and "RuntimeError" not in done.stderr, done.stderr
+        told = refused_by("train", small(model, tmp_path, *options), num_ranks=2)
+    assert told.count(message) == 1 and "RuntimeError" not in told, told
     assert (folder / "metrics.jsonl").read_bytes() == (uninterrupted / "metrics.jsonl").read_bytes()
 
 
@@ -327,14 +323,7 @@ def test_three_steps_of(model: Path, runs: Path, tmp_path: Path, reward: str, ar
 
 
 class TestBadInput:
-    """Refused before any expensive work: in one process, where the command line ends alike."""
-
-    def refuse(self, *arguments: str) -> str:
-        script = [sys.executable, str(ROOT / "experiments/train.py"), *arguments]
-        done = subprocess.run(script, capture_output=True, text=True, timeout=120, env=environment())
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        return " ".join(done.stderr.replace("│", " ").split())  # tyro sets errors in a box
+    """Refused before any expensive work."""
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -342,7 +331,7 @@ class TestBadInput:
             (["--task", "gsm8k"], "give --data PATH"),
             (["--data", "x.jsonl"], "only --task gsm8k reads --data"),
             (["--mini-batch-size", "600"], "mini_batch_size=600: more than a step's 512 sequences"),
-            (["--rollout.top-p", "0.9"], "rollout.top_p=0.9: training does not apply it"),
+            (["--rollout.top-p", "0.9"], "rollout.top_p=0.9: must be 1.0: training does not apply it"),
             (["--rollout.temperature", "0"], "rollout.temperature=0.0"),
             (["--rollout.group-size", "1"], "rollout.group_size=1"),
             (["--algo", "ppo"], "ppo"),
@@ -374,26 +363,28 @@ class TestBadInput:
         assert capsys.readouterr() == ("", "")
 
     def test_missing_model(self) -> None:
-        assert "error: model='/nowhere': no such folder" in self.refuse("--model", "/nowhere")
+        assert "error: model='/nowhere': no such folder" in refused_by("train", ["--model", "/nowhere"])
 
     def test_what_the_engine_cannot_have(self, tmp_path: Path) -> None:
-        errors = self.refuse("--rollout.attention", "flash_attn", "--runs", str(tmp_path))
+        errors = refused_by("train", ["--rollout.attention", "flash_attn", "--runs", str(tmp_path)])
         assert "error: EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use" in errors
         assert not list(tmp_path.iterdir()), "no model was warm-started"
 
     def test_unreadable_data_line(self, model: Path, tmp_path: Path) -> None:
         data = tmp_path / "data.jsonl"
         data.write_text(json.dumps(GSM8K_LINES[0]) + '\n{"question": "x"\n')
-        errors = self.refuse("--model", str(model), "--task", "gsm8k", "--data", str(data))
+        errors = refused_by("train", ["--model", str(model), "--task", "gsm8k", "--data", str(data)])
         assert f"{data}:2" in errors or f"{data}, line 2" in errors
 
     def test_a_taken_name(self, model: Path, uninterrupted: Path) -> None:
-        errors = self.refuse("--model", str(model), "--runs", str(uninterrupted.parent), "--name", uninterrupted.name)
+        errors = refused_by(
+            "train", ["--model", str(model), "--runs", str(uninterrupted.parent), "--name", uninterrupted.name]
+        )
         assert "exists; give another --name" in errors
 
     def test_runs_that_cannot_be_written(self, model: Path, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        errors = self.refuse("--model", str(model), "--runs", str(tmp_path / "file"))
+        errors = refused_by("train", ["--model", str(model), "--runs", str(tmp_path / "file")])
         assert "cannot be written" in errors
 
     @pytest.mark.parametrize(
@@ -407,22 +398,20 @@ class TestBadInput:
         condition = f"Path({str(step)!r}).exists()" if broken_after else "True"
         body = f"    if {condition}:\n        raise KeyError\n    return [float(len(c)) for c in completions]\n"
         (tmp_path / "reward.py").write_text(f"from pathlib import Path\ndef score(completions):\n{body}")
-        errors = self.refuse(
-            *("--model", str(model), "--runs", str(tmp_path), "--name", name, *SMALL),
-            *("--save-every", "1", "--reward", f"{tmp_path / 'reward.py'}:score"),
-        )
+        more = ["--name", name, "--save-every", "1", "--reward", f"{tmp_path / 'reward.py'}:score"]
+        errors = refused_by("train", small(model, tmp_path, *more))
         assert step.exists() == bool(broken_after)
         assert f"see the warnings above and mend the function; {fix}" in errors, errors[-2000:]
 
-    @pytest.mark.parametrize("under", ["torchrun", "--ranks"])
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        ("under", "arguments", "message"),
         [
-            (["--rollout.max-num-seqs", "0"], "EngineConfig.max_num_seqs=0: must be"),
-            (["--name", "none", "--resume"], "error: resume: "),
-            (["--reward", "{file}:score"], "error (rank 1): reward="),
+            ("torchrun", ["--rollout.max-num-seqs", "0"], "EngineConfig.max_num_seqs=0: must be"),
+            ("torchrun", ["--reward", "{file}:score"], "error (rank 1): reward="),
+            ("--ranks", ["--name", "none", "--resume"], "error: resume: "),
+            ("--ranks", ["--reward", "{file}:score"], "error (rank 1): reward="),
         ],
-        ids=["option", "all ranks", "one rank"],
+        ids=["option", "one rank", "all ranks of --ranks", "one rank of --ranks"],
     )
     def test_the_error_is_told_last_and_once(
         self, model: Path, tmp_path: Path, under: str, arguments: list[str], message: str
@@ -431,7 +420,7 @@ class TestBadInput:
         file.write_text("import os\n\nassert os.environ['RANK'] == '0'\n\n\ndef score(completions): pass\n")
         started = command(model, tmp_path / "runs", *(word.format(file=file) for word in arguments))
         if under == "--ranks":
-            started = [sys.executable, *started[len(TORCHRUN) + 1 :], "--ranks", "2"]
+            started = [sys.executable, *started[started.index(SCRIPT) :], "--ranks", "2"]
         done = subprocess.run(started, capture_output=True, text=True, timeout=120, env=environment())
         assert done.returncode == (1 if under == "torchrun" else 2)
         assert not list(tmp_path.glob("runs/*"))

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.control.ends import ClientEnd, Joined, Lost, Notice, Received, ServerEnd
+from engines.control.ends import Joined, Lost, Notice, Received
+from engines.control.transport import Client, Server
 
 
 @dataclass(kw_only=True)
@@ -69,9 +70,9 @@ class _Held:
 
 
 class FaultyClient:
-    """A `ClientEnd` with faults."""
+    """A `Client` with faults."""
 
-    def __init__(self, end: ClientEnd, faults: Faults) -> None:
+    def __init__(self, end: Client, faults: Faults) -> None:
         self.name = end.name
         self._end, self._faults, self._held = end, faults, _Held(faults)
 
@@ -88,14 +89,14 @@ class FaultyClient:
 
 
 class FaultyServer:
-    """A `ServerEnd` with faults. `on_notice` is called with each notice that the coordinator is about to take, and with
+    """A `Server` with faults. `on_notice` is called with each notice that the coordinator is about to take, and with
     None whenever it looks for one, in its thread.
     """
 
-    def __init__(self, end: ServerEnd, faults: Faults, on_notice: Callable[[Notice | None], None]) -> None:
+    def __init__(self, end: Server, faults: Faults, on_notice: Callable[[Notice | None], None]) -> None:
         self._end, self.faults, self._held = end, faults, _Held(faults)
         self.on_notice = on_notice
-        self.address = getattr(end, "address", "")
+        self.address = end.address
         self._told = set(end.peers())
 
     def receive(self, timeout_s: float) -> Notice | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState
+from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceState
 from tests.checkpoints import EOS, save_checkpoint
+from tests.states import make_state
 
 NUM_VERSIONS = 3
 NUM_SAMPLES = 2
@@ -65,13 +66,7 @@ class Oracle:
         """New states of `count` random sequences of the pool, in random order."""
         pool = [(uid, index) for uid in range(len(PROMPTS)) for index in range(NUM_SAMPLES)]
         return [
-            SequenceState(
-                key=SequenceKey(run_seed=0, policy_step=version, prompt_uid=uid, sample_index=index),
-                group_id=uid,
-                tokens=list(PROMPTS[uid]),
-                num_prompt_tokens=len(PROMPTS[uid]),
-                params=PARAMS[uid],
-            )
+            make_state(uid, PROMPTS[uid], PARAMS[uid], index=index, version=version)
             for uid, index in rng.sample(pool, count)
         ]
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from research.simulator.datasheets import A40, DEVICES, H100, H800, LLAMA_8B, QWEN_14B, QWEN_32B, QWEN_72B, SHAPES
-from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile, markdown_table, profile, profiles
+from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile, all_profiles, markdown_table, profile
 
-ALL = profiles()
+ALL = list(all_profiles())
 
 
 def test_parameters_are_the_published_counts() -> None:

@@ -1,4 +1,4 @@
-"""vLLM's side of `bench_engine.py`, for a Python that has vLLM and need not have this project.
+"""vLLM's side of `engine.py`, for a Python that has vLLM and need not have this project.
 
 Reads one JSON object per line, {"prompts": [[token, ...], ...], "lengths": [...]}, and answers each with a line
 {"seconds": ...}. What vLLM itself prints goes to stderr.

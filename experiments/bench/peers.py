@@ -1,9 +1,15 @@
-"""Hugging Face as a benchmark's other side, `generate` and continuous batching, and how many threads suit a side."""
+"""Other engines as sides of a bench: Hugging Face's `generate` and its continuous batching, and vLLM's process."""
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,8 @@ from transformers import (
 from engines.config import DType
 from engines.models.hugging_face import read_checkpoint
 
+Side = Callable[[list[list[int]], list[int]], float]
+"""Samples `lengths[i]` tokens after prompt i; returns seconds."""
 START_S = 300.0
 """Longest wait for a peer to start, and for one of its answers."""
 
@@ -92,11 +100,37 @@ class _HiddenStop(StoppingCriteria):
         return input_ids.shape[1] >= self._ends
 
 
-def best_threads(side: Callable[[], float], candidates: list[int]) -> int:
-    """Warms the side up, and finds which number of threads it is fastest with."""
-    seconds = {}
-    for threads in candidates:
-        torch.set_num_threads(threads)
-        side()
-        seconds[threads] = side()
-    return min(seconds, key=seconds.__getitem__)
+@contextmanager
+def vllm_peer(python: Path, model: str, dtype: DType, *, max_model_len: int, max_num_seqs: int) -> Iterator[Side]:
+    """vLLM in a process of another Python, whose script is `vllm_peer.py`. It knows each length."""
+    options = {"model": model, "dtype": dtype, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
+    command = [str(python), str(Path(__file__).with_name("vllm_peer.py")), json.dumps(options)]
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, env=os.environ | settings, stdin=pipe, stdout=pipe, stderr=log) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+
+        def read() -> dict[str, Any]:
+            ready, _, _ = select.select([answers], [], [], START_S)
+            line = answers.readline() if ready else b""
+            if not line:
+                log.seek(0)
+                end = log.read()[-1500:].decode(errors="replace")
+                problem = "has ended" if ready else f"gave no answer for {START_S:g} s"
+                raise ValueError(f"vllm_python: vLLM {problem}; its last words:\n{end}")
+            return dict(json.loads(line))
+
+        def generate(prompts: list[list[int]], lengths: list[int]) -> float:
+            questions.write(json.dumps({"prompts": prompts, "lengths": lengths}).encode() + b"\n")
+            questions.flush()
+            return float(read()["seconds"])
+
+        try:
+            read()
+            yield generate
+        finally:
+            process.kill()

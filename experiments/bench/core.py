@@ -1,6 +1,6 @@
 """What a decision of the coordinator costs, by the number of waiting sequences.
 
-    python experiments/bench_core.py
+    python experiments/bench/core.py
 
 Every replica is full, and the rest waits. One of its sequences finishes: the core takes the event, delivers, asks the
 policy, and dispatches the next. In between every replica reports a step in which each of its sequences got a token.
@@ -9,73 +9,79 @@ Messages are not encoded: that is the transport's cost. Tier: sim.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import tyro
-
-from engines.constraints import Count, Counts, check_fields
+from engines.constraints import Count, Counts
 from engines.control.messages import Event, ReplicaReady, SequencesFinished, StepReported, SubmitWork
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand
 from engines.coordination.requests import BeginPhase, SubmitSequences
 from engines.parallel.layout import contiguous_layout
 from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState
-from experiments import launch
+from experiments.bench import harness
+
+EVENTS = ("finished", "reported", "submitted")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchCoreConfig:
-    """Time the coordinator's decisions with few and with many sequences waiting."""
+class CoreBench(harness.BenchConfig):
+    """Time the coordinator's decisions with few and with many sequences waiting, interleaved."""
 
     waiting: Counts = (10, 100, 1_000, 10_000)
-    """Sequences that wait when the timing begins."""
+    """Sequences that wait."""
     replicas: Count = 8
     """Replicas."""
     slots: Count = 32
     """Sequences that each runs at once."""
-    events: Count = 2_000
-    """Finished sequences timed for each number of waiting ones; as many are submitted to replace them."""
-    output: Path | None = None
-    """Also write the JSON result there."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "")
+    events: Count = 500
+    """Finished sequences timed in a turn; as many are submitted to replace them."""
 
 
-def main() -> dict[str, Any]:
-    config = tyro.cli(BenchCoreConfig)
-    # The first round warms up: it is timed and thrown away.
-    rows = [_measure(config, num_waiting) for num_waiting in (config.waiting[0], *config.waiting)][1:]
-    result = {
-        "experiment": "bench_core",
-        "tier": "sim",
-        "workload": {**asdict(config), "output": None},
-        "microseconds": dict(zip(map(str, config.waiting), rows, strict=True)),
-    }
-    if config.output is not None:
-        config.output.write_text(json.dumps(result, indent=2) + "\n")
-    return result
+def measure(config: CoreBench) -> dict[str, Any]:
+    variants = {f"{waiting} waiting": partial(_turn, _Driver(config, waiting), config) for waiting in config.waiting}
+    turns = harness.interleave(variants, config.turns)
+    rows = []
+    for event in EVENTS:
+        seconds = {name: [statistics.median(one[event]) for one in some] for name, some in turns.items()}
+        pooled = {name: sorted(time for one in turns[name] for time in one[event]) for name in variants}
+        p99 = {name: harness.short(1e3 * times[99 * len(times) // 100]) for name, times in pooled.items()}
+        rows.append(harness.compare(event, seconds, p99_ms=p99))
+    return {"tier": "sim", "rows": rows}
 
 
-class _Bench:
+def _turn(driver: _Driver, config: CoreBench) -> dict[str, list[float]]:
+    """Seconds of each event."""
+    driver.seconds = {event: [] for event in EVENTS}
+    for index in range(config.events):
+        replica = index % config.replicas
+        driver.report(replica)
+        driver.finish(replica)
+        driver.submit(1, "submitted")
+        assert driver.core.num_waiting == driver.num_waiting
+    return driver.seconds
+
+
+class _Driver:
     """A core in an open phase, and the numbers of its replicas' events."""
 
-    def __init__(self, config: BenchCoreConfig) -> None:
+    def __init__(self, config: CoreBench, num_waiting: int) -> None:
         layout = contiguous_layout(range(config.replicas), 1)
         self.core = RolloutCore(layout=layout, world_size=config.replicas, schedule_policy=OnDemand())
         self.num_events = [0] * config.replicas
         self.running: list[list[SequenceState]] = [[] for _ in range(config.replicas)]
         self.num_states = 0
-        self.seconds: dict[str, list[float]] = {"finished": [], "reported": [], "submitted": []}
+        self.num_waiting = num_waiting
+        self.seconds: dict[str, list[float]] = {}
         self.core.on_event(BeginPhase(phase=0, policy_version=0), 0.0)
         size = {"max_num_seqs": config.slots, "num_kv_tokens": 1 << 30, "block_size": 16, "policy_version": 0}
         for replica in range(config.replicas):
             self.say(ReplicaReady(**self.envelope(replica), **size))
+        self.submit(config.replicas * config.slots + num_waiting)
+        assert self.core.num_waiting == num_waiting
 
     def envelope(self, replica: int) -> dict[str, int]:
         self.num_events[replica] += 1
@@ -113,24 +119,5 @@ class _Bench:
         self.say(StepReported(**self.envelope(replica), **load, progress=progress), "reported")
 
 
-def _measure(config: BenchCoreConfig, num_waiting: int) -> dict[str, dict[str, float]]:
-    bench = _Bench(config)
-    bench.submit(config.replicas * config.slots + num_waiting)
-    assert bench.core.num_waiting == num_waiting
-    for index in range(config.events):
-        replica = index % config.replicas
-        bench.report(replica)
-        bench.finish(replica)
-        bench.submit(1, "submitted")
-        assert bench.core.num_waiting == num_waiting
-    return {
-        name: {
-            "median": round(statistics.median(values) * 1e6, 1),
-            "p99": round(statistics.quantiles(values, n=100)[98] * 1e6, 1),
-        }
-        for name, values in bench.seconds.items()
-    }
-
-
 if __name__ == "__main__":
-    launch.run(main)
+    harness.run(CoreBench, measure)

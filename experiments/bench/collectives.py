@@ -1,0 +1,98 @@
+"""All-reduce and all-gather between processes of this host: gloo and shared memory, interleaved, in one run.
+
+    python experiments/bench/collectives.py
+    python experiments/bench/collectives.py --ranks 2 --sizes 4096
+    torchrun --standalone --nproc-per-node 4 experiments/bench/collectives.py
+
+The first two start their ranks themselves. A time is the mean over a few calls in a row, on the slowest rank. The
+floor: every rank must at least read its message and write the result, which is timed as copies of that many bytes by
+all ranks at once (`torch.Tensor.copy_` between private buffers). It leaves out waiting, adding and starting operations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from msgspec import Meta
+
+from engines.constraints import Count
+from engines.parallel.collectives import Communicator, TorchGroup
+from engines.parallel.groups import GroupCache, Transport
+from experiments import launch
+from experiments.bench import harness
+
+SHARED_MEMORY: Transport = "shared memory"
+GLOO: Transport = "gloo"
+Size = Annotated[int, Meta(ge=4, multiple_of=4, description="a multiple of 4, the bytes of a float32")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesBench(harness.BenchConfig):
+    """Time all-reduce and all-gather over shared memory and gloo, interleaved."""
+
+    turns: Count = 30
+    """Interleaved measurements of each transport; the medians count."""
+    ranks: Annotated[int, Meta(ge=2, description="at least 2")] = 4
+    """Processes to start; under torchrun, its own number holds."""
+    sizes: Annotated[tuple[Size, ...], Meta(min_length=1, description="multiples of 4")] = (4096, 65536, 1048576)
+    """Bytes of float32 that each rank brings."""
+    calls: Count = 20
+    """Calls in a row per measurement."""
+
+
+def measure(config: CollectivesBench) -> dict[str, Any]:
+    launch.start_under_torchrun(config.ranks)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = TorchGroup(timeout_s=60)
+    if world.size < 2:
+        raise ValueError(f"nproc-per-node={world.size}: one rank has nobody to talk to; use 2 or more")
+    ranks = tuple(range(world.size))
+    caches = {name: GroupCache(world, [ranks], timeout_s=60, transport=name) for name in (SHARED_MEMORY, GLOO)}
+    groups: dict[str, Communicator] = {name: cache.get(ranks) for name, cache in caches.items()}
+    rows = [
+        _compare(operation, size, config, groups) for operation in ("all_reduce", "all_gather") for size in config.sizes
+    ]
+    for cache in caches.values():
+        cache.close()
+    dist.destroy_process_group()
+    return {"ranks": world.size, "rows": rows}
+
+
+def _compare(operation: str, size: int, config: CollectivesBench, groups: dict[str, Communicator]) -> harness.Row:
+    tensor = torch.zeros(size // 4)  # zeros stay zeros, however often they are summed
+    num_results = 1 if operation == "all_reduce" else groups[GLOO].size
+    source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(num_results, size, dtype=torch.uint8)
+    inbox = torch.zeros_like(source)
+
+    def least_bytes() -> None:
+        inbox.copy_(source)  # the message is read once
+        target.copy_(source)  # and each byte of the result written once
+
+    calls: dict[str, Callable[[], Any]] = {
+        **{name: partial(getattr(group, operation), tensor) for name, group in groups.items()},
+        "floor": least_bytes,
+    }
+    variants = {name: partial(_slowest, call, config.calls, groups[SHARED_MEMORY]) for name, call in calls.items()}
+    name = f"{operation} {size}"
+    return harness.compare(name, harness.interleave(variants, config.turns, name=name))
+
+
+def _slowest(call: Callable[[], Any], num_calls: int, group: Communicator) -> float:
+    """Seconds per call of the slowest rank; the ranks start together, by the fast group, whichever is timed."""
+    group.barrier()
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    elapsed = torch.tensor((time.perf_counter() - start) / num_calls, dtype=torch.float64)
+    return float(group.all_gather(elapsed).max())
+
+
+if __name__ == "__main__":
+    harness.run(CollectivesBench, measure)

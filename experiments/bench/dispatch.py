@@ -1,0 +1,189 @@
+"""On-demand against static dispatch of one long-tailed batch over data-parallel replicas, in paced mode.
+
+    python experiments/bench/dispatch.py
+    python experiments/bench/dispatch.py --tensor-parallel-size 2 --slots 8
+
+Real processes, a real model, real messages; but each step lasts what the latency profile of an 8B model on H100s says
+of its batch and context (docs/latency_profiles.md), `--scale` times slower, so that two cores can follow four replicas.
+Lengths come from a log-normal tail and are hidden: dispatch sees only the cap. The time is the makespan; beside it
+stands the floor, which no dispatch can beat: all tokens at the throughput of full batches on every replica, or the
+longest sequence alone, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from engines import LLM, SamplingParams
+from engines.constraints import Count, NonNegative
+from engines.coordination.policies import OnDemand, Static
+from engines.parallel.collectives import TorchGroup
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import nested_layout
+from engines.rollout.telemetry import StepRecord, busy_share
+from experiments import launch
+from experiments.bench import harness
+from experiments.bench.models import checkpoint
+from experiments.figures import draw_timelines
+from research.simulator.latency import Pace, profile
+from research.workloads.lengths import LogNormalLengths
+
+PROMPT_LENGTH = 16
+CONTEXT_SCALE = 16
+"""Tokens of context in the profile per token here: lengths are scaled down, their spread is not."""
+SIGMA = 0.884
+"""Spread of the logarithm of the length; PAT's anchors."""
+ON_DEMAND, STATIC = "on demand", "static"
+Rollout = list[StepRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchBench(harness.BenchConfig):
+    """Time rollouts of a long-tailed batch under static and on-demand dispatch, paced, interleaved."""
+
+    turns: Count = 3
+    """Interleaved measurements of each dispatch; the medians count."""
+    model: str = "0.8m"
+    """A shape of research/workloads/shapes.py, or a Hugging Face folder: what draws tokens, not what sets the time."""
+    ranks: Count = 4
+    """Processes; under torchrun, its own number holds."""
+    tensor_parallel_size: Count = 1
+    """Processes that form one replica, and run the model in shards."""
+    scale: NonNegative = 2.0
+    """Seconds here per second of the profile; 0 lets each step last what it lasts (tier "live", no floor)."""
+    batch: Count = 384
+    """Sequences."""
+    slots: Count = 16
+    """Most sequences of a replica at a time, as its KV cache would set it."""
+    cap: Count = 600
+    """Longest response, tokens: all that dispatch knows of lengths, whose median is 100."""
+    figure: Path | None = None
+    """Draw both timelines there."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pace()  # ValueError for a size that no profile has
+
+    def pace(self) -> Pace | None:
+        return profile(f"h100-8b-tp{self.tensor_parallel_size}").scaled(self.scale) if self.scale else None
+
+
+def measure(config: DispatchBench) -> dict[str, Any]:
+    launch.start_under_torchrun(config.ranks)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = TorchGroup()
+    layout = nested_layout(range(world.size), config.tensor_parallel_size)
+    groups = GroupCache(world, [layout])
+    pace = config.pace()
+    lengths = LogNormalLengths(median=100.0, sigma=SIGMA, cap=config.cap).draw(config.batch, seed=0)
+    paced: list[float] = []
+    """Seconds that each step of this rank should last."""
+
+    def seconds(batch: int, new_tokens: int, context_tokens: int) -> float:
+        assert pace is not None
+        paced.append(pace.seconds(batch, new_tokens, round(context_tokens * CONTEXT_SCALE)))
+        return paced[-1]
+
+    with checkpoint(config.model, max_positions=PROMPT_LENGTH + config.cap, dtype="float32", world=world) as folder:
+        engines = {
+            name: LLM(
+                folder,
+                world=groups,
+                layout=layout,
+                schedule=policy,
+                pace=seconds if pace is not None else None,
+                hidden_stop=lambda state: state.num_generated >= lengths[state.key.prompt_uid],
+                max_num_seqs=config.slots,
+                max_model_len=PROMPT_LENGTH + config.cap,
+                kv_cache_bytes=64 * 2**20,
+            )
+            for name, policy in ((ON_DEMAND, OnDemand()), (STATIC, Static()))
+        }
+    leads = any(replica.ranks[0] == world.rank for replica in layout.replicas)
+    lasted: list[float] = []
+    tokens: list[list[list[int]]] = []
+    roll_out = partial(_roll_out, config, leads, world, lasted, tokens)
+    runs = harness.interleave({name: partial(roll_out, llm) for name, llm in engines.items()}, config.turns)
+    assert all(one == tokens[0] for one in tokens), "dispatch changed a token"
+    assert [len(one) for one in tokens[0]] == lengths
+    for llm in engines.values():
+        llm.close()
+    overrun = sum(lasted) / sum(paced) - 1 if paced else 0.0
+    overruns = [float(part) for part in world.all_gather_bytes(str(overrun).encode())]
+    dist.destroy_process_group()
+    if config.figure is not None and world.rank == 0:
+        draw_timelines(config.figure, {name: runs[name][0] for name in engines})
+    facts = {"tokens": sum(lengths), "longest": max(lengths), "steps_longer_than_paced": harness.short(max(overruns))}
+    if pace is not None:
+        facts["floor_ms"] = harness.short(1e3 * _floor(config, pace, lengths, len(layout.replicas)))
+    rows = _rows(runs, len(layout.replicas), facts)
+    return {"tier": "paced" if pace is not None else "live", "ranks": world.size, "rows": rows}
+
+
+def _roll_out(
+    config: DispatchBench, leads: bool, world: TorchGroup, lasted: list[float], tokens: list[list[list[int]]], llm: LLM
+) -> Rollout:
+    """The steps of all replicas, as their leaders saw them."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(2, 256, (config.batch, PROMPT_LENGTH), generator=generator).tolist()
+    params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
+    outputs = llm.generate(prompts, params, prompt_uids=range(config.batch))
+    tokens.append([output.outputs[0].token_ids for output in outputs])
+    lasted += [step.seconds for step in llm.step_records]
+    parts = world.all_gather_bytes(msgspec.msgpack.encode(llm.step_records if leads else []))
+    return [record for part in parts for record in msgspec.msgpack.decode(part, type=Rollout)]
+
+
+def _rows(runs: dict[str, list[Rollout]], num_replicas: int, facts: dict[str, Any]) -> list[harness.Row]:
+    """The makespan; a step; and from its end to the next one's start, when commands are heard and events are sent."""
+    makespans = {
+        name: [max(step.start + step.seconds for step in run) - min(step.start for step in run) for run in some]
+        for name, some in runs.items()
+    }
+    idle = {
+        name: harness.short(
+            statistics.median(1 - statistics.fmean(busy_share(run, range(num_replicas)).values()) for run in some)
+        )
+        for name, some in runs.items()
+    }
+    steps = {name: [statistics.median(step.seconds for step in run) for run in some] for name, some in runs.items()}
+    gaps = {name: [statistics.median(_gaps(run)) for run in some] for name, some in runs.items()}
+    return [
+        harness.compare("makespan", makespans, idle_share=idle, **facts),
+        harness.compare("step", steps),
+        harness.compare("between steps", gaps),
+    ]
+
+
+def _gaps(run: Rollout) -> list[float]:
+    gaps = []
+    for replica in {step.replica_id for step in run}:
+        own = sorted((step for step in run if step.replica_id == replica), key=lambda step: step.start)
+        gaps += [after.start - before.start - before.seconds for before, after in itertools.pairwise(own)]
+    return gaps
+
+
+def _floor(config: DispatchBench, pace: Pace, lengths: list[int], num_replicas: int) -> float:
+    """Seconds, by two bounds: every replica full all the time; the longest sequence, never waiting, always alone."""
+
+    def step(batch: int, context: float) -> float:
+        return pace.seconds(batch, batch, max(batch, round(batch * context * CONTEXT_SCALE)))
+
+    contexts = [PROMPT_LENGTH + position for length in lengths for position in range(length)]
+    full = step(config.slots, statistics.fmean(contexts)) / config.slots
+    longest = sum(step(1, PROMPT_LENGTH + position) for position in range(max(lengths)))
+    return max(full * sum(lengths) / num_replicas, longest)
+
+
+if __name__ == "__main__":
+    harness.run(DispatchBench, measure)

@@ -1,0 +1,156 @@
+"""How every bench measures: named variants take turns, medians count, and one table and one JSON object come out.
+
+A turn runs each variant once, every second turn in the reverse order, so that a machine which gets slower or faster
+favours none. A ratio is that of two times of one turn; the median over the turns counts. The first variant is the
+baseline, which runs twice in a turn: its ratio to itself (A/A) shows what noise alone does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+from tqdm import tqdm
+
+from engines.constraints import Count, check_fields
+from experiments import launch
+
+AGAIN = " again"
+"""What the baseline's second run of a turn is called."""
+
+Row = dict[str, Any]
+T = TypeVar("T")
+C = TypeVar("C", bound="BenchConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What all benches have."""
+
+    turns: Count = 5
+    """Interleaved measurements of each variant; the medians count."""
+    output: Path | None = None
+    """Also write the JSON result to this file."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        for name in ("output", "figure"):
+            path = getattr(self, name, None)
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], T]],
+    turns: int,
+    *,
+    name: str = "",
+    warm_up: bool = True,
+    most_turns: Mapping[str, int] | None = None,
+) -> dict[str, list[T]]:
+    """What each variant returned in each turn; the baseline's second runs are under its name and `AGAIN`.
+
+    `most_turns` are those of variants that take too long for all of them. What the warm-up returns is thrown away.
+    In a world all ranks call it together, with the same variants.
+    """
+    base = next(iter(variants))
+    order = {**variants, base + AGAIN: variants[base]}
+    if warm_up:
+        for call in variants.values():
+            call()
+    results: dict[str, list[T]] = {one: [] for one in order}
+    for turn in tqdm(range(turns), desc=name, unit="turn", disable=launch.rank() > 0):
+        for one in reversed(order) if turn % 2 else order:
+            if turn < (most_turns or {}).get(one, turns):
+                results[one].append(order[one]())
+    return results
+
+
+def compare(name: str, seconds: Mapping[str, Items[float]], **facts: object) -> Row:
+    """A row of the result, from what `interleave` returned: medians in milliseconds, ratios to the baseline, A/A."""
+    base = next(iter(seconds))
+    ratios = {
+        one: short(statistics.median(mine / its for mine, its in zip(values, seconds[base], strict=False)))
+        for one, values in seconds.items()
+        if one != base
+    }
+    return {
+        "name": name,
+        "ms": {one: short(1e3 * statistics.median(times)) for one, times in seconds.items() if not one.endswith(AGAIN)},
+        "a_a": ratios.pop(base + AGAIN),
+        "ratios": ratios,
+        **facts,
+        "turns_ms": {one: [short(1e3 * time) for time in times] for one, times in seconds.items()},
+    }
+
+
+def short(value: float) -> float:
+    """With four digits."""
+    return float(f"{value:.4g}")
+
+
+def run(kind: type[C], measure: Callable[[C], dict[str, Any]]) -> None:
+    """Reads the command line, measures, prints a table to stderr and the JSON object as the last line of stdout.
+
+    `measure` returns `rows` made by `compare`, and what else belongs to the result.
+    """
+
+    def main() -> dict[str, Any] | None:
+        with launch.told_once():
+            config = tyro.cli(kind)
+        measured = measure(config)
+        if launch.rank() > 0:
+            return None
+        where = machine()
+        result = {
+            "experiment": f"bench/{Path(sys.argv[0]).stem}",
+            "tier": "live" if where["device"] == "cpu" else "gpu",
+            "machine": where,
+            "workload": {key: value for key, value in asdict(config).items() if key not in ("output", "figure")},
+            **measured,
+        }
+        print(table(measured["rows"]), file=sys.stderr, flush=True)
+        text = json.dumps(result, indent=2, default=str)
+        if config.output is not None:
+            config.output.write_text(text + "\n")
+        return dict(json.loads(text))
+
+    launch.run(main)
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures are from."""
+    import torch
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def table(rows: Items[Row]) -> str:
+    """A line per variant, and one per fact that is a number or a word."""
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        base, *others = row["ms"]
+        ratios = {base: f"A/A {row['a_a']:g}", **{one: f"{row['ratios'][one]:g}x" for one in others}}
+        lines += [(row["name"], one, f"{ms:g} ms", ratios[one]) for one, ms in row["ms"].items()]
+        facts = {key: value for key, value in row.items() if key not in ("name", "a_a")}
+        lines += [(row["name"], key, str(one), "") for key, one in facts.items() if isinstance(one, int | float | str)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

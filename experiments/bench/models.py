@@ -1,0 +1,89 @@
+"""Hugging Face folders with random weights, so that every engine reads the same; and the floor of a step."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from engines import SamplingParams, SequenceKey, SequenceState
+from engines.parallel.collectives import Communicator, SingleRank
+from research.workloads.shapes import SHAPES, DecoderShape
+
+Shape = Literal["0.8m", "25m", "200m", "8b"]
+"""Names in `SHAPES`."""
+
+
+@contextmanager
+def checkpoint(
+    model: str | DecoderShape, *, max_positions: int, dtype: str, world: Communicator | None = None
+) -> Iterator[str]:
+    """The folder itself, or one with random weights of that shape, which is gone afterwards.
+
+    The ranks of a world enter and leave together, and share it.
+    """
+    shape = SHAPES.get(model) if isinstance(model, str) else model
+    if shape is None:
+        yield str(model)
+        return
+    world = world or SingleRank()
+    with tempfile.TemporaryDirectory(prefix="curtail-bench-") as mine:
+        if world.rank == 0:
+            save_random_model(Path(mine), shape, max_positions=max_positions, dtype=dtype)
+        yield world.broadcast_bytes(mine.encode()).decode()
+        world.barrier()
+
+
+def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, dtype: str = "float32") -> None:
+    """Writes a Qwen3 of that shape. Made on the GPU where there is one."""
+    config = Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=shape.tied,
+        # Ids that a peer may want; no benchmark lets them end a sequence.
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+
+
+def random_sequence(uid: int, *, num_tokens: int, length: int, sample_index: int = 0) -> SequenceState:
+    """One that generates `length` tokens. A uid always has the same prompt."""
+    generator = torch.Generator().manual_seed(uid)
+    return SequenceState(
+        key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=sample_index),
+        group_id=uid,
+        tokens=torch.randint(2, 256, (num_tokens,), generator=generator).tolist(),
+        num_prompt_tokens=num_tokens,
+        params=SamplingParams(max_tokens=length, ignore_eos=True),
+    )
+
+
+def floor_seconds(shape: DecoderShape, dtype: str, *, steps: int, context_tokens: int, device: torch.device) -> float:
+    """Seconds to read the weights `steps` times and the KV of `context_tokens` tokens once, as fast as a plain read of
+    as many bytes as the weights have is here: from a cache where they fit in one."""
+    item = getattr(torch, dtype).itemsize
+    weights = shape.num_matrix_parameters * item
+    data = torch.ones(weights // 8, dtype=torch.int64, device=device)
+    took = []
+    for _ in range(9):
+        start = time.perf_counter()
+        data.sum().item()
+        took.append(time.perf_counter() - start)
+    num_bytes = steps * weights + context_tokens * shape.kv_elements_per_token * item
+    return statistics.median(took) * num_bytes / data.nbytes

@@ -1,0 +1,221 @@
+"""What a decode step costs: its parts, against its floor, by batch, context and dtype, after many sequences have
+finished, and beside busy processes.
+
+    python experiments/bench/step.py
+    python experiments/bench/step.py --batches 1 8 64 --dtypes float32 bfloat16 --neighbours 1 --threads 2
+    python experiments/bench/step.py --batches 64 --finished 16384
+    python experiments/bench/step.py --batches 1 2 4 8 16 32 64 128 256 512 1024 2048 4096 --steps 2 \\
+        --contexts 64 512 1024 1536 2048 2560 3072 3584 4096
+
+Medians over the steps of a batch in which nobody ends. Its sequences bring KV of zeros, each its own, so that a long
+context costs no prefill. A step's time should be linear in batch and context, above what the weights cost to read, and
+flat in the number of finished sequences.
+
+The parts (schedule, build, forward, sample, and control: tokens appended, ends looked for) are timed by wrapping the
+engine's methods from here: the engine itself holds no clock. On CUDA the device is waited for around each part, so that
+a step is longer than it is otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from msgspec import Meta
+
+from engines import LLM
+from engines.config import DType
+from engines.constraints import Count, Counts, WholeNumber
+from experiments import launch
+from experiments.bench import harness
+from experiments.bench.blank_kv import submit_decodes
+from experiments.bench.models import Shape, checkpoint, floor_seconds
+from research.workloads.shapes import SHAPES
+
+PARTS = ("schedule", "build", "forward", "sample")
+WARM_UP = 4
+SETTLE_S = 1.0
+"""In which threads find out whether cores are free."""
+FINISHED_CONTEXT = 33
+"""Tokens of a finished sequence: two full blocks, which the prefix cache keeps."""
+Context = Annotated[int, Meta(gt=WARM_UP, description=f"more than the {WARM_UP} steps of the warm-up")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBench(harness.BenchConfig):
+    """Time decode steps, and their parts."""
+
+    shape: Shape = "25m"
+    """A name in research/workloads/shapes.py."""
+    batches: Counts = (1, 8, 64, 256)
+    """Sequences in a step, each of 128 tokens at first."""
+    contexts: tuple[Context, ...] = ()
+    """Tokens that each of 64 sequences has at first."""
+    dtypes: Annotated[tuple[DType, ...], Meta(min_length=1, description="one or more dtypes")] = ("bfloat16",)
+    """Of weights and activations; the first one is the baseline."""
+    finished: WholeNumber = 0
+    """Where above 0, the baseline is also timed in an engine in which as many sequences have finished before."""
+    neighbours: WholeNumber = 0
+    """Where above 0, the baseline is also timed beside as many processes that keep a core busy each."""
+    steps: Count = 4
+    """Steps that a variant makes in a turn."""
+    threads: Count = 1
+    """torch threads."""
+
+    @property
+    def num_steps(self) -> int:
+        """Most steps that an engine makes: the baseline's runs up to three times in a turn."""
+        return WARM_UP + 3 * self.steps * (self.turns + 1)
+
+
+def measure(config: StepBench) -> dict[str, Any]:
+    launch.share_cores()
+    torch.set_num_threads(config.threads)
+    cells = {"batch": [(size, size, 128) for size in config.batches], "context": [(n, 64, n) for n in config.contexts]}
+    longest = max(context for some in cells.values() for _, _, context in some) + config.num_steps + 1
+    rows, fits = [], {}
+    with checkpoint(config.shape, max_positions=longest, dtype=config.dtypes[0]) as folder:
+        for what, some in cells.items():
+            mine = [_compare(f"{what} {number}", folder, config, batch, context) for number, batch, context in some]
+            if len(mine) > 1:
+                fits[f"{what}_fit"] = _fit([number for number, _, _ in some], mine)
+            rows += mine
+    return {"rows": rows, **fits}
+
+
+def _compare(name: str, folder: str, config: StepBench, batch: int, context: int) -> harness.Row:
+    """What a step takes, of the baseline also its parts and its floor."""
+    base = config.dtypes[0]
+    engines: dict[str, LLM] = {dtype: _engine(folder, config, dtype, batch, context) for dtype in config.dtypes}
+    if config.finished:
+        engines["after finished"] = _engine(folder, config, base, batch, context)
+        _finish(engines["after finished"], config.finished, batch)
+    for llm in engines.values():
+        submit_decodes(
+            llm, num_sequences=batch, context=context - WARM_UP, length=config.num_steps + 1, first_uid=2**32
+        )
+        for _ in range(WARM_UP):
+            llm.replica.step()
+    parts = _watch_parts(engines[base])
+    settle = config.neighbours > 0
+    # The baseline runs twice in a turn. The others make as many steps, so that their contexts are as long.
+    turns: dict[str, Callable[[], float]] = {
+        one: partial(_turn, llm, config.steps * (1 + (one != base)), settle) for one, llm in engines.items()
+    }
+    if config.neighbours:
+        turns["busy"] = partial(_turn, engines[base], config.steps, settle, config.neighbours)
+    seconds = harness.interleave(turns, config.turns, name=name)
+    median = {part: statistics.median(times) for part, times in parts.items()}
+    median["control"] = median["step"] - sum(median[part] for part in PARTS)
+    tokens = batch * (context + len(parts["step"]) // 2)
+    device = engines[base].device
+    floor = floor_seconds(SHAPES[config.shape], base, steps=1, context_tokens=tokens, device=device)
+    return harness.compare(
+        name,
+        seconds,
+        floor_ms=harness.short(1e3 * floor),
+        parts_ms={part: harness.short(1e3 * value) for part, value in median.items()},
+        all_but_forward=harness.short(1 - median["forward"] / median["step"]),
+        products={name: llm.product_dtype for name, llm in engines.items()},
+    )
+
+
+def _engine(folder: str, config: StepBench, dtype: DType, batch: int, context: int) -> LLM:
+    """An engine with room for `batch` sequences that decode from `context` tokens on, or that finish."""
+    token_bytes = SHAPES[config.shape].kv_elements_per_token * getattr(torch, dtype).itemsize
+    return LLM(
+        folder,
+        dtype=dtype,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(4096, batch),
+        kv_cache_bytes=batch * (max(context, FINISHED_CONTEXT) + config.num_steps + 16) * token_bytes,
+    )
+
+
+def _finish(llm: LLM, count: int, at_once: int) -> None:
+    """Runs that many sequences to their end."""
+    for first in range(0, count, at_once):
+        many = min(at_once, count - first)
+        submit_decodes(llm, num_sequences=many, context=FINISHED_CONTEXT, length=1, first_uid=first)
+        assert len(llm.replica.step().finished) == many
+
+
+def _turn(llm: LLM, num_steps: int, settle: bool, neighbours: int = 0) -> float:
+    """Median seconds of a step. A step ends with what it has drawn on the host."""
+    with _busy(neighbours):
+        end = time.monotonic() + SETTLE_S * settle
+        while time.monotonic() < end:
+            torch.ones(64, 512) @ torch.ones(512, 64)
+        seconds = []
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            llm.replica.step()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+@contextlib.contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """Beside `count` processes that never rest."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def _watch_parts(llm: LLM) -> dict[str, list[float]]:
+    """From now on: the seconds of each part of each step, and of the whole."""
+    replica, runner = llm.replica, llm.replica._runner
+    seconds: dict[str, list[float]] = {}
+    for owner, method, part in (
+        (replica.scheduler, "schedule", "schedule"),
+        (runner, "_build", "build"),
+        (runner, "_forward", "forward"),
+        (runner, "_draw", "sample"),
+        (replica, "step", "step"),
+    ):
+        seconds[part] = []
+        setattr(owner, method, _timed(getattr(owner, method), seconds[part]))
+    return seconds
+
+
+def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any) -> Any:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = method(*args)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    return call
+
+
+def _fit(x: list[int], rows: list[harness.Row]) -> dict[str, float]:
+    """The line through the baseline's points that makes their relative distances small, by weighted least squares."""
+    y = np.array([next(iter(row["ms"].values())) for row in rows])
+    slope, offset = np.polyfit(x, y, 1, w=1 / y)
+    return {
+        "offset_ms": harness.short(offset),
+        "us_per_unit": harness.short(1e3 * slope),
+        "largest_relative_distance": harness.short(np.abs((offset + slope * np.array(x)) / y - 1).max()),
+    }
+
+
+if __name__ == "__main__":
+    harness.run(StepBench, measure)

@@ -1,0 +1,142 @@
+"""The trainer's weights into the rollout engine: seconds and memory at every ZeRO stage and tensor-parallel size.
+
+    python experiments/bench/weight_sync.py
+    python experiments/bench/weight_sync.py --ranks 2 --hidden 256
+
+Every rank holds a DeepSpeed engine and one shard of a replica. `update_weights` streams whole parameters, one at a
+time, and each shard copies its part; at ZeRO-3 a parameter is first gathered from all ranks. Beside the times stands
+the floor, the bytes that a rank must at least read and write over the bandwidth that all ranks copying at once have;
+beside the extra memory (peak resident set during the update, over that before it) the largest parameter. All checksums
+are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from msgspec import Meta
+
+from algos.deepspeed_config import TrainerConfig
+from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+from algos.grpo import GRPO
+from algos.trainer import Trainer
+from engines import LLM
+from engines.constraints import Count
+from engines.models.loader import checkpoint_tensors
+from engines.parallel.collectives import TorchGroup
+from engines.parallel.groups import GroupCache, all_layouts
+from experiments import launch
+from experiments.bench import harness
+from experiments.bench.models import checkpoint
+from research.workloads.shapes import DecoderShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncBench(harness.BenchConfig):
+    """Time the way of the weights from a DeepSpeed trainer to tensor-parallel engines, interleaved."""
+
+    ranks: Count = 4
+    """Processes to start; under torchrun, its own number holds."""
+    hidden: Annotated[int, Meta(ge=64, multiple_of=64, description="a multiple of 64, the head_dim")] = 512
+    """Hidden size of a random Qwen3 (25 M parameters by default)."""
+    layers: Count = 8
+    """Its layers."""
+    stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
+    """ZeRO stages."""
+
+
+def measure(config: WeightSyncBench) -> dict[str, Any]:
+    launch.start_under_torchrun(config.ranks)
+    launch.share_cores()
+    start_deepspeed(timedelta(seconds=600))
+    world = TorchGroup()
+    groups = GroupCache(world, all_layouts(range(world.size)))
+    heads = config.hidden // 64
+    shape = DecoderShape(
+        hidden=config.hidden, layers=config.layers, heads=heads, kv_heads=heads, head_dim=64,
+        intermediate=3 * config.hidden, vocab=8192, tied=True,
+    )  # fmt: skip
+    with checkpoint(shape, max_positions=1024, dtype="float32", world=world) as model:
+        engines = {
+            size: LLM(model, world=groups, tensor_parallel_size=size, kv_cache_bytes=2**22, load=False)
+            for size in (1, 2, 4, 8)
+            if world.size % size == 0
+        }
+        sizes_in_bytes = [weight.nbytes for _, weight in checkpoint_tensors(model)]
+        bandwidth = _copy_bandwidth(world)
+        rows = []
+        for stage in config.stages:
+            trainer = Trainer(TrainerConfig(zero_stage=stage, mini_batch_size=8), GRPO(), model)
+            rows.append(_compare(trainer, stage, engines, world, config))
+            # Every parameter is read whole (at ZeRO-3 it was written whole before); a shard's part is read and
+            # written, and read again for the checksum.
+            touched = {size: sum(sizes_in_bytes) * (3 / size + 2 * (stage == 3)) for size in engines}
+            rows[-1]["floor_ms"] = {f"TP {size}": harness.short(1e3 * touched[size] / bandwidth) for size in engines}
+    stop_deepspeed()
+    facts = {"model_bytes": sum(sizes_in_bytes), "largest_parameter_bytes": max(sizes_in_bytes)}
+    return {"ranks": world.size, **facts, "copy_bytes_per_second": harness.short(bandwidth), "rows": rows}
+
+
+def _compare(
+    trainer: Trainer, stage: int, engines: dict[int, LLM], world: TorchGroup, config: WeightSyncBench
+) -> harness.Row:
+    updates = harness.interleave(
+        {f"TP {size}": partial(_update, llm, trainer, world) for size, llm in engines.items()},
+        config.turns,
+        name=f"ZeRO {stage}",
+    )
+    checksums = {checksum for some in updates.values() for _, _, checksum in some}
+    everyone = set(world.all_gather_bytes(repr(sorted(checksums)).encode()))
+    assert len(checksums) == 1 and len(everyone) == 1, "layouts or ranks hold other weights"
+    return harness.compare(
+        f"ZeRO {stage}",
+        {name: [seconds for seconds, _, _ in some] for name, some in updates.items()},
+        extra_bytes={name: max(extra for _, extra, _ in some) for name, some in updates.items()},
+    )
+
+
+def _update(llm: LLM, trainer: Trainer, world: TorchGroup) -> tuple[float, int, int]:
+    """Seconds and extra bytes, where they are most; and the checksum."""
+    world.barrier()
+    before = _reset_peak()
+    start = time.perf_counter()
+    checksum = llm.update_weights(trainer.named_weights(), version=0)
+    mine = time.perf_counter() - start, _status("VmHWM") - before
+    everyone = [json.loads(part) for part in world.all_gather_bytes(json.dumps(mine).encode())]
+    seconds, extra = zip(*everyone, strict=True)
+    return max(seconds), max(extra), checksum
+
+
+def _reset_peak() -> int:
+    """Resident bytes now, from which on the kernel notes the peak."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def _copy_bandwidth(world: TorchGroup) -> float:
+    """Bytes read and written per second and rank, while all ranks copy; the median of several."""
+    source, target = torch.zeros(2**24), torch.zeros(2**24)
+    rates = []
+    for _ in range(7):
+        world.barrier()
+        start = time.perf_counter()
+        target.copy_(source)
+        rates.append(2 * source.nbytes / (time.perf_counter() - start))
+    return min(float(part) for part in world.all_gather_bytes(str(statistics.median(rates)).encode()))
+
+
+if __name__ == "__main__":
+    harness.run(WeightSyncBench, measure)

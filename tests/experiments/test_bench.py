@@ -1,0 +1,89 @@
+"""The benches: their harness takes turns and pairs its ratios, and each of them runs at its smallest size."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import harness
+from tests.worlds import ROOT
+
+SMALLEST = {
+    "engine": ["--models", "0.8m", "--batches", "1", "--length", "4", "--tail", "3", "--cap", "8"],
+    "step": ["--shape", "0.8m", "--batches", "1", "2", "--contexts", "8", "--finished", "3", "--neighbours", "1"],
+    "option": ["--shape", "0.8m", "--prompt", "20", "--length", "2", "--group-size", "2"],
+    "swap": ["--shape", "0.8m", "--lengths", "16"],
+    "core": ["--waiting", "1", "3", "--replicas", "2", "--slots", "2", "--events", "3"],
+    "collectives": ["--ranks", "2", "--sizes", "64", "--calls", "1"],
+    "dispatch": ["--ranks", "2", "--scale", "0.01", "--batch", "4", "--slots", "1", "--cap", "6"],
+    "weight_sync": ["--ranks", "2", "--hidden", "128", "--layers", "1", "--stages", "1"],
+}
+VARIANTS = {
+    "engine": [{"ours"}, {"ours", "hf", "hf_cb"}],
+    "step": [{"bfloat16", "after finished", "busy"}] * 3,
+    "option": [{"without", "with"}] * 3,
+    "swap": [{"swap", "recompute"}],
+    "core": [{"1 waiting", "3 waiting"}] * 3,
+    "collectives": [{"shared memory", "gloo", "floor"}] * 2,
+    "dispatch": [{"on demand", "static"}] * 3,
+    "weight_sync": [{"TP 1", "TP 2"}],
+}
+
+
+def test_variants_take_turns_and_ratios_are_those_of_one_turn() -> None:
+    heard: list[str] = []
+    clock = {
+        "base": iter([9.0, 1.0, 1.0, 4.0, 2.0, 5.0, 5.0]),
+        "other": iter([9.0, 3.0, 8.0, 35.0]),
+        "slow": iter([9.0, 2.0]),
+    }
+
+    def variant(name: str) -> float:
+        heard.append(name)
+        return next(clock[name])
+
+    variants = {name: (lambda name=name: variant(name)) for name in clock}
+    seconds = harness.interleave(variants, 3, most_turns={"slow": 1})
+    assert heard[:3] == ["base", "other", "slow"], "the warm-up"
+    assert heard[3:] == ["base", "other", "slow", "base", "base", "other", "base", "base", "other", "base"]
+    # Every second turn is in the reverse order, and so the second run of the baseline comes first in it.
+    assert seconds == {"base": [1.0, 2.0, 5.0], "base again": [1.0, 4.0, 5.0], "other": [3.0, 8.0, 35.0], "slow": [2.0]}
+    row = harness.compare("name", seconds, tokens=7)
+    assert row["ms"] == {"base": 2000.0, "other": 8000.0, "slow": 2000.0}
+    assert row["ratios"] == {"other": 4.0, "slow": 2.0} and row["a_a"] == 1.0
+    assert [line.split() for line in harness.table([row]).splitlines()] == [
+        ["name", "base", "2000", "ms", "A/A", "1"],
+        ["name", "other", "8000", "ms", "4x"],
+        ["name", "slow", "2000", "ms", "2x"],
+        ["name", "tokens", "7"],
+    ]
+
+
+@pytest.mark.parametrize("bench", SMALLEST)
+def test_runs_at_its_smallest(bench: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / f"experiments/bench/{bench}.py"), *SMALLEST[bench], "--turns", "1"]
+    done = subprocess.run(
+        [*command, "--output", "result.json"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert result["experiment"] == f"bench/{bench}" and result["machine"]["cores"] >= 1
+    assert [set(row["ms"]) for row in result["rows"]] == VARIANTS[bench]
+    assert all(value > 0 for row in result["rows"] for value in (row["a_a"], *row["ms"].values()))
+
+
+def documented() -> Iterator[str]:
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md")):
+        yield from re.findall(r"experiments/bench/(\w+)\.py", path.read_text())
+
+
+def test_docs_name_benches_that_are_there() -> None:
+    assert set(SMALLEST) <= set(documented())
+    assert all((ROOT / f"experiments/bench/{name}.py").is_file() for name in documented())
