@@ -52,7 +52,7 @@ def test_the_engine_multiplies_in_float32_and_says_so(
     with Watch():
         llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
     assert products == {torch.float32}
-    assert llm.product_dtype == "float32" and llm.memory.packed > 0
+    assert llm.product_dtype == "float32" and llm.memory.copies > 0
     launch.tell_engine(llm)
     assert "bfloat16 on cpu (products in float32: this CPU has no bfloat16 instructions)" in capsys.readouterr().err
 

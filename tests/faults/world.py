@@ -17,7 +17,7 @@ from engines.config import EngineConfig, ModelConfig
 from engines.control.ends import Notice
 from engines.control.transport import Client, Server
 from engines.coordination.requests import RequestRegroup
-from engines.kvcache.tiers import make_host_store
+from engines.kvcache.tiers import make_kv_store
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
@@ -127,7 +127,7 @@ class _Schedule:
             rebuild=self._build,
             schedule_policy=random_policy(self._own),
             pace=self._pace,
-            make_kv_store=partial(make_host_store, capacity_bytes=self._kv_store_bytes),
+            make_kv_store=partial(make_kv_store, host_bytes=self._kv_store_bytes, disk_bytes=0, disk_parent=None),
         )
         self._coordinator = rollout.coordinator
         self._kv_token = getattr(rollout._kv_store, "_local", rollout._kv_store).token
