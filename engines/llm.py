@@ -25,8 +25,9 @@ from engines.replica.replica import HiddenStop, Replica
 from engines.replica.turn import Turn, alone
 from engines.rollout.generation import check_same_states, make_states, one_per_prompt, split_done
 from engines.rollout.journal import CompletionStore
+from engines.rollout.pace import Pace
 from engines.rollout.placement import Arguments, Placement
-from engines.rollout.steps import Pace, roll_out_static
+from engines.rollout.steps import roll_out_static
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.world import RolloutWorld
 from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64

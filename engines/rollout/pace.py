@@ -1,7 +1,11 @@
-"""How long a replica's work takes where it is not this machine's own time: what paced runs and the simulator ask."""
+"""How long a replica's work takes where this machine's own time does not count: for paced runs and the simulator.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from engines.parallel.layout import Layout, ReplicaSpec
@@ -14,16 +18,35 @@ Path = Literal["host", "disk", "network"]
 
 
 class Pace(Protocol):
-    """All answers are seconds of the clock that the run goes by."""
+    """Each method returns seconds. In a paced run, work that takes less time waits until they have passed."""
 
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
-        """Of a forward pass and its draws."""
+        """Of one forward pass and its draws."""
         ...
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
-        """Of moving a replica's KV of this many tokens; 0 for none."""
+        """Of moving the KV of this many tokens out of a replica or into it; 0 for none."""
         ...
 
     def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
-        """Of a regroup, from the moment in which all ranks of a new replica have left their old ones."""
+        """Of a regroup: from the moment at which all ranks of a new replica have left their old ones until it is ready.
+
+        `num_kv_tokens` are those that the regroup itself moves, beside what was exported before.
+        """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortestStep:
+    """A `Pace` by which a step takes at least `step_s` seconds, and everything else its own time."""
+
+    step_s: float
+
+    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        return self.step_s
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
+        return 0.0
+
+    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
+        return 0.0

@@ -29,7 +29,7 @@ from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.replica import HiddenStop
 from engines.rollout.generation import check_same_options
-from engines.rollout.steps import Pace
+from engines.rollout.pace import Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,10 @@ class Arguments:
             check_policy("schedule", self.schedule, "next")
         if self.layout_policy is not None:
             check_policy("layout_policy", self.layout_policy, "decide")
-        for name, function in (("pace", self.pace), ("hidden_stop", self.hidden_stop)):
-            if function is not None and not callable(function):
-                raise ValueError(f"{name}={function!r}: give a function")
+        if self.pace is not None:
+            check_policy("pace", self.pace, "step")
+        if self.hidden_stop is not None and not callable(self.hidden_stop):
+            raise ValueError(f"hidden_stop={self.hidden_stop!r}: give a function")
         if not isinstance(self.load, bool):
             raise ValueError(f"load={self.load!r}: must be True or False")
         if self.layout is not None and not isinstance(self.layout, Layout):

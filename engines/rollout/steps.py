@@ -12,11 +12,9 @@ from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import StepOutput
 from engines.rollout.generation import split_done
+from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
-
-Pace = Callable[[int, int, int], float]
-"""(sequences, new tokens, context tokens, all summed over the batch) -> seconds that the step must last."""
 
 
 class Stepper:
@@ -26,13 +24,23 @@ class Stepper:
         self._engine = engine
         self._epoch = epoch
         self._pace = pace
+        self._moved_tokens = 0
+
+    def wait_for_transfers(self, start: float) -> None:
+        """In a paced run, waits until the KV that has moved since the last step or call has taken its time."""
+        if self._pace is not None:
+            _wait_until(start + self._transfer_s(self._pace))
+
+    def _transfer_s(self, pace: Pace) -> float:
+        moved = self._engine.replica.kv_moves.moved_tokens
+        num_tokens, self._moved_tokens = moved - self._moved_tokens, moved
+        return pace.transfer(self._engine.spec, num_tokens, "host")
 
     def step(self) -> tuple[StepOutput, StepRecord]:
         start = time.monotonic()
         output = self._engine.replica.step()
         if self._pace is not None:
-            wanted = self._pace(output.num_running, output.num_tokens, output.num_context_tokens)
-            time.sleep(max(0.0, start + wanted - time.monotonic()))
+            _wait_until(start + self._pace.step(self._engine.spec, output) + self._transfer_s(self._pace))
         record = StepRecord(
             replica_id=self._engine.spec.id,
             epoch=self._epoch,
@@ -74,6 +82,10 @@ class Stepper:
             replica.clear()
             raise
         return done
+
+
+def _wait_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
 
 
 def roll_out_static(

@@ -18,7 +18,8 @@ from engines.control import messages as m
 from engines.control.transport import Client
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
-from engines.rollout.steps import Pace, Stepper
+from engines.rollout.pace import Pace
+from engines.rollout.steps import Stepper
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker_core import WorkerCore
 
@@ -74,7 +75,7 @@ class Worker:
 
     def _take_place(self, layout: Layout, engine: LocalEngine | None) -> None:
         """Joins the replica that the layout gives; its leader announces it once all its ranks are there."""
-        self.engine = engine
+        self.engine, self._layout = engine, layout
         self._stepper = None if engine is None else Stepper(engine, layout.epoch, self._pace)
         if engine is None:
             self._core.take_place(layout.epoch, None, None, time.monotonic())
@@ -151,9 +152,17 @@ class Worker:
 
     def _obey(self, command: m.Command) -> bool:
         """Returns whether the phase, or all, is over."""
-        self._say(*self._core.obey(command))
+        start = time.monotonic()
+        events = self._core.obey(command)
+        if self._stepper is not None:
+            self._stepper.wait_for_transfers(start)
+        self._say(*events)
         if isinstance(command, m.Regroup):
-            self._take_place(command.layout, self._rebuild(command.layout))
+            engine = self._rebuild(command.layout)
+            if self._pace is not None:
+                seconds = self._pace.switch(self._layout, command.layout, 0)
+                time.sleep(max(0.0, start + seconds - time.monotonic()))
+            self._take_place(command.layout, engine)
         elif isinstance(command, m.LoadWeights | m.Shutdown):
             if self._load_from is None:
                 raise RuntimeError(f"rank {self._rank}: cannot {type(command).__name__} inside a torchrun world")

@@ -19,8 +19,9 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import Coordinator, peer_of
+from engines.rollout.pace import Pace
 from engines.rollout.telemetry import Mark, StepRecord
-from engines.rollout.worker import Pace, Worker
+from engines.rollout.worker import Worker
 from engines.sequence import Finished, SequenceState
 
 

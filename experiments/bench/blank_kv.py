@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.kvcache.store import KVContent, Tier
+from engines.replica.mover import KVMover
 from engines.sequence import KVHandle, KVPart, Work
 
 
@@ -36,7 +37,9 @@ def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, f
 
     The next step computes the last of these tokens, which gives the first of those.
     """
-    llm.replica.mover.use(BlankKV())
+    mover = llm.replica.mover
+    assert isinstance(mover, KVMover)
+    mover.use(BlankKV())
     dtype = str(llm.config.dtype)
     heads = llm.model_config.num_kv_heads
     generator = torch.Generator().manual_seed(first_uid)

@@ -28,13 +28,15 @@ from engines.constraints import Count, NonNegative
 from engines.coordination.policies import OnDemand, Static
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
-from engines.parallel.layout import nested_layout
+from engines.parallel.layout import ReplicaSpec, nested_layout
+from engines.replica.replica import StepOutput
 from engines.rollout.telemetry import StepRecord, busy_share
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint
 from experiments.figures import draw_timelines
-from research.simulator.latency import Pace, profile
+from research.simulator.latency import profile
+from research.simulator.pace import ProfilePace
 from research.workloads.lengths import LogNormalLengths
 
 PROMPT_LENGTH = 16
@@ -73,8 +75,11 @@ class DispatchBench(harness.BenchConfig):
         super().__post_init__()
         self.pace()  # ValueError for a size that no profile has
 
-    def pace(self) -> Pace | None:
-        return profile(f"h100-8b-tp{self.tensor_parallel_size}").scaled(self.scale) if self.scale else None
+    def pace(self) -> ProfilePace | None:
+        one = profile(f"h100-8b-tp{self.tensor_parallel_size}")
+        if not self.scale:
+            return None
+        return ProfilePace(device=one.device, shape=one.shape, scale=self.scale, token_scale=CONTEXT_SCALE)
 
 
 def measure(config: DispatchBench) -> dict[str, Any]:
@@ -86,14 +91,6 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     groups = GroupCache(world, [layout])
     pace = config.pace()
     lengths = LogNormalLengths(median=100.0, sigma=SIGMA, cap=config.cap).draw(config.batch, seed=0)
-    paced: list[float] = []
-    """Seconds that each step of this rank should last."""
-
-    def seconds(batch: int, new_tokens: int, context_tokens: int) -> float:
-        assert pace is not None
-        paced.append(pace.seconds(batch, new_tokens, round(context_tokens * CONTEXT_SCALE)))
-        return paced[-1]
-
     with checkpoint(config.model, max_positions=PROMPT_LENGTH + config.cap, dtype="float32", world=world) as folder:
         engines = {
             name: LLM(
@@ -101,7 +98,7 @@ def measure(config: DispatchBench) -> dict[str, Any]:
                 world=groups,
                 layout=layout,
                 schedule=policy,
-                pace=seconds if pace is not None else None,
+                pace=pace,
                 hidden_stop=lambda state: state.num_generated >= lengths[state.key.prompt_uid],
                 max_num_seqs=config.slots,
                 max_model_len=PROMPT_LENGTH + config.cap,
@@ -110,20 +107,17 @@ def measure(config: DispatchBench) -> dict[str, Any]:
             for name, policy in ((ON_DEMAND, OnDemand()), (STATIC, Static()))
         }
     leads = any(replica.ranks[0] == world.rank for replica in layout.replicas)
-    lasted: list[float] = []
     tokens: list[list[list[int]]] = []
-    roll_out = partial(_roll_out, config, leads, world, lasted, tokens)
+    roll_out = partial(_roll_out, config, leads, world, tokens)
     runs = harness.interleave({name: partial(roll_out, llm) for name, llm in engines.items()}, config.turns)
     assert all(one == tokens[0] for one in tokens), "dispatch changed a token"
     assert [len(one) for one in tokens[0]] == lengths
     for llm in engines.values():
         llm.close()
-    overrun = sum(lasted) / sum(paced) - 1 if paced else 0.0
-    overruns = [float(part) for part in world.all_gather_bytes(str(overrun).encode())]
     dist.destroy_process_group()
     if config.figure is not None and world.rank == 0:
         draw_timelines(config.figure, {name: runs[name][0] for name in engines})
-    facts = {"tokens": sum(lengths), "longest": max(lengths), "steps_longer_than_paced": harness.short(max(overruns))}
+    facts: dict[str, Any] = {"tokens": sum(lengths), "longest": max(lengths)}
     if pace is not None:
         facts["floor_ms"] = harness.short(1e3 * _floor(config, pace, lengths, len(layout.replicas)))
     rows = _rows(runs, len(layout.replicas), facts)
@@ -131,7 +125,7 @@ def measure(config: DispatchBench) -> dict[str, Any]:
 
 
 def _roll_out(
-    config: DispatchBench, leads: bool, world: TorchGroup, lasted: list[float], tokens: list[list[list[int]]], llm: LLM
+    config: DispatchBench, leads: bool, world: TorchGroup, tokens: list[list[list[int]]], llm: LLM
 ) -> Rollout:
     """The steps of all replicas, as their leaders saw them."""
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +133,6 @@ def _roll_out(
     params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
     outputs = llm.generate(prompts, params, prompt_uids=range(config.batch))
     tokens.append([output.outputs[0].token_ids for output in outputs])
-    lasted += [step.seconds for step in llm.step_records]
     parts = world.all_gather_bytes(msgspec.msgpack.encode(llm.step_records if leads else []))
     return [record for part in parts for record in msgspec.msgpack.decode(part, type=Rollout)]
 
@@ -173,11 +166,21 @@ def _gaps(run: Rollout) -> list[float]:
     return gaps
 
 
-def _floor(config: DispatchBench, pace: Pace, lengths: list[int], num_replicas: int) -> float:
+def _floor(config: DispatchBench, pace: ProfilePace, lengths: list[int], num_replicas: int) -> float:
     """Seconds, by two bounds: every replica full all the time; the longest sequence, never waiting, always alone."""
 
+    spec = ReplicaSpec(id=0, ranks=tuple(range(config.tensor_parallel_size)))
+
     def step(batch: int, context: float) -> float:
-        return pace.seconds(batch, batch, max(batch, round(batch * context * CONTEXT_SCALE)))
+        num_context = round(batch * context)
+        output = StepOutput(
+            num_running=batch,
+            num_tokens=batch,
+            num_sampled=batch,
+            num_context_tokens=num_context,
+            num_pairs=num_context,
+        )
+        return pace.step(spec, output)
 
     contexts = [PROMPT_LENGTH + position for length in lengths for position in range(length)]
     full = step(config.slots, statistics.fmean(contexts)) / config.slots

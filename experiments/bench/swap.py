@@ -21,6 +21,7 @@ from typing import Any, Literal
 from engines import LLM, SequenceState
 from engines.config import DType
 from engines.constraints import Counts
+from engines.replica.mover import KVMover
 from engines.sequence import Work
 from experiments import launch
 from experiments.bench import harness
@@ -113,8 +114,9 @@ def _step(llm: LLM) -> float:
 
 def _ask(llm: LLM, num_tokens: int) -> dict[str, Any]:
     """What the cost model picks, and its times."""
-    policy, store = llm.replica.mover.swap_policy, llm.replica.mover.store
-    assert policy is not None and store is not None
+    mover = llm.replica.mover
+    assert isinstance(mover, KVMover) and mover.store is not None
+    policy, store = mover.swap_policy, mover.store
     swaps = policy.swaps(num_tokens, 0, store)
     (cost,) = policy.costs.values()
     return {

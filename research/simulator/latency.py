@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from engines.constraints import NonNegative, Positive, Share, WholeNumber, check_fields
+from engines.constraints import NonNegative, Share, WholeNumber, check_fields
 from research.simulator.datasheets import BYTES_PER_ELEMENT, DEVICES, SHAPES, Device, ModelShape
 
 TP_SIZES = (1, 2, 4, 8)
@@ -134,9 +133,6 @@ class LatencyProfile:
         context = batch * (cached_tokens + prompt_tokens)
         return self.step_seconds(batch, batch * prompt_tokens, context, pairs=pairs, logit_rows=batch)
 
-    def scaled(self, factor: float) -> Pace:
-        return Pace(profile=self, scale=factor)
-
     def all_reduce_seconds(self, message_bytes: float) -> float:
         """Alpha-beta: ring, or over switched links the better of ring and one-shot (read all peers, two barriers)."""
         peers, alpha = self.tp_size - 1, self.device.link_latency_s
@@ -168,22 +164,6 @@ class LatencyProfile:
         link = self.device.link_bandwidth * self.device.link_efficiency
         gather = peers * (self.device.link_latency_s + num_logits * BYTES_PER_ELEMENT / self.tp_size / link)
         return gather + passes / (self.device.memory_bandwidth * self.efficiencies.weight_read)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """A profile slowed down (`scale` > 1) so that a small machine can follow; ratios between profiles stay."""
-
-    profile: LatencyProfile
-    scale: Positive
-    """Seconds here per second of the profile."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def seconds(self, batch: int, new_tokens: int, context_tokens: int, **rest: Any) -> float:
-        """Seconds that the step lasts here; arguments as those of `LatencyProfile.step_seconds`."""
-        return self.scale * self.profile.step_seconds(batch, new_tokens, context_tokens, **rest)
 
 
 def all_profiles() -> Iterator[LatencyProfile]:

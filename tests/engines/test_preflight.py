@@ -38,7 +38,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"load": "no"}, r"load='no': must be True or False"),
         ({"layout": 3}, r"layout=3: give a Layout"),
         ({"hidden_stop": 3}, r"hidden_stop=3: give a function"),
-        ({"pace": 3}, r"pace=3: give a function"),
+        ({"pace": 3}, r"pace=3: give an object with the method `step`"),
         ({"schedule": OnDemand}, r"schedule=<class .*>: give an object with the method `next`"),
         ({"layout_policy": OnDemand()}, r"layout_policy=<.*>: give an object with the method `decide`"),
         ({"memory_utilization": True}, r"EngineConfig.memory_utilization=True: must be above 0"),

@@ -92,6 +92,22 @@ def random_layout(rng: random.Random, epoch: int) -> Layout:
     return Layout(epoch=epoch, replicas=tuple(ReplicaSpec(id=ranks[0], ranks=ranks) for ranks in replicas))
 
 
+class _RandomPace:
+    """A `Pace`: some steps take up to 10 ms longer, and nothing else does."""
+
+    def __init__(self, rng: random.Random, share_slow: float) -> None:
+        self._rng, self._share_slow = rng, share_slow
+
+    def step(self, *_: object) -> float:
+        return self._rng.uniform(0.0, 0.01) if self._rng.random() < self._share_slow else 0.0
+
+    def transfer(self, *_: object) -> float:
+        return 0.0
+
+    def switch(self, *_: object) -> float:
+        return 0.0
+
+
 class _Schedule:
     """What all ranks draw alike from the seed, and this rank's part of it."""
 
@@ -126,7 +142,7 @@ class _Schedule:
             engine=self._build(self._layout),
             rebuild=self._build,
             schedule_policy=random_policy(self._own),
-            pace=self._pace,
+            pace=_RandomPace(self._own, self._share_slow),
             make_kv_store=partial(make_kv_store, host_bytes=self._kv_store_bytes, disk_bytes=0, disk_parent=None),
         )
         self._coordinator = rollout.coordinator
@@ -197,9 +213,6 @@ class _Schedule:
         for name in ("exported", "refused", "imported", "recomputed"):
             self._counts[f"kv_{name}"] += getattr(moves, f"num_{name}")
         self._counts["preemptions"] += scheduler.num_preemptions
-
-    def _pace(self, *_: int) -> float:
-        return self._own.uniform(0.0, 0.01) if self._own.random() < self._share_slow else 0.0
 
     def _on_notice(self, notice: Notice | None) -> None:
         """On rank 0, as each message comes: perhaps something is asked for."""

@@ -154,17 +154,6 @@ def test_a_slower_link_costs_only_where_there_is_one() -> None:
     assert step("h800-8b-tp1") == step("h100-8b-tp1") and step("h800-8b-tp8") > step("h100-8b-tp8")
 
 
-def test_pace_scales_seconds() -> None:
-    replica = profile("H100-8B-TP1")
-    pace = replica.scaled(3.0)
-    assert pace.profile is replica and pace.seconds(8, 8, 800) == 3 * replica.step_seconds(8, 8, 800)
-    told = pace.seconds(8, 16, 800, pairs=1000, logit_rows=8)
-    assert told == 3 * replica.step_seconds(8, 16, 800, pairs=1000, logit_rows=8)
-    for scale in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"Pace.scale=.*: must be above 0"):
-            replica.scaled(scale)
-
-
 @pytest.mark.parametrize(
     "name", ["b200-8b-tp1", "h100-9b-tp1", "h100-0.5b-tp4", "h100-8b-tp3", "h100-8b-tp16", "h100-8b", ""]
 )
