@@ -146,6 +146,7 @@ class Cluster:
         self._finish_times: dict[SequenceId, float] = {}
         self._lengths_of_ended: dict[SequenceId, int] = {}
         self._is_complete = False
+        self._began = 0.0
         self._is_submitted = False
         self._num_preempted = 0
 
@@ -163,6 +164,9 @@ class Cluster:
         for rank in self._ranks:
             if self._layout.replica_of(rank.number) is None:
                 rank.take_place(None, self._layout.epoch)
+        while self.queue.run_next():
+            pass  # all replicas stand by before a rollout begins, as in a live world
+        self._began = self.queue.now
         self._take(BeginPhase(phase=0, policy_version=0))
         self._is_submitted = True
         self._take(SubmitSequences(states=tuple(states)))
@@ -192,7 +196,7 @@ class Cluster:
                 case PhaseComplete():
                     self._is_complete = True
                 case Failed():
-                    raise RuntimeError(f"simulated rollout, at {self.queue.now:g} s: {output.reason}")
+                    raise RuntimeError(f"simulated rollout, at {self.queue.now - self._began:g} s: {output.reason}")
                 case _ if isinstance(output, messages.Command):
                     self._send(output)
         if self._is_submitted and not self.core.num_unfinished and not self.core.regrouping:
@@ -205,7 +209,7 @@ class Cluster:
         self.queue.at(time, (_TO_WORKER, command.rank), lambda: rank.hear(command))
 
     def _deliver(self, finished: Finished) -> None:
-        self._finish_times[finished.state.sequence_id] = self.queue.now
+        self._finish_times[finished.state.sequence_id] = self.queue.now - self._began
         self._lengths_of_ended[finished.state.sequence_id] = finished.state.num_generated
 
     def record(self, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> None:

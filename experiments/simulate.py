@@ -1,0 +1,204 @@
+"""One workload on many simulated GPUs under several dispatch policies, in virtual time. Tier: sim.
+
+    python experiments/simulate.py --gpus 64 --model qwen3-8b --tensor-parallel-size 2 --figure runs/simulated.png
+
+The policies are the objects of a live rollout; `longest-first` alone knows the lengths, as hindsight does. Prints a
+table to stderr and one JSON object to stdout. docs/simulator.md explains what is simulated, and how far to trust it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from tqdm import tqdm
+
+from engines.config import EngineConfig
+from engines.constraints import Count, Fraction, NonNegative, Positive, check_fields
+from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.parallel.layout import nested_layout
+from engines.rollout.telemetry import busy_share, write_chrome_trace
+from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
+from experiments import launch
+from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
+from research.simulator.hindsight import LongestFirst, floor_seconds
+from research.simulator.latency import LatencyProfile, profile
+from research.simulator.pace import ProfilePace
+from research.workloads.lengths import GroupedLengths, LogNormalLengths
+
+PolicyName = Literal["static", "on-demand", "longest-first"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig:
+    """Roll one workload out on simulated GPUs, under each of the policies."""
+
+    gpus: Count = 64
+    """GPUs of the cluster."""
+    device: str = "h100"
+    """A device of research/simulator/datasheets.py."""
+    model: str = "8b"
+    """A model of research/simulator/datasheets.py."""
+    tensor_parallel_size: Count = 1
+    """GPUs of a replica."""
+    groups: Count = 64
+    """Prompts."""
+    group_size: Count = 16
+    """Responses to each prompt."""
+    prompt: Count = 512
+    """Tokens of a prompt."""
+    median: Positive = 2750.0
+    """Tokens of the median response. With the default sigma 10.85 % of responses pass 8K (PAT, section 2)."""
+    sigma: NonNegative = 0.884
+    """Standard deviation of the logarithm of the length."""
+    cap: Count = 20_000
+    """Tokens of the longest response."""
+    correlation: Fraction = 0.5
+    """Of the logarithms of two lengths of a group."""
+    slots: Count = 128
+    """Most sequences that a replica runs at once."""
+    policies: tuple[PolicyName, ...] = ("static", "on-demand", "longest-first")
+    """Dispatch policies to compare."""
+    message_s: NonNegative = 0.0005
+    """Seconds from sending a control message to acting on it."""
+    gap_s: NonNegative = 0.0
+    """Seconds between two steps of a replica, beside what the latency profile counts."""
+    seed: int = 0
+    """Of the lengths."""
+    figure: Path | None = None
+    """Draw the replicas' timelines there."""
+    traces: Path | None = None
+    """Write a Chrome trace for each policy into this folder."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        self.profile()
+        if self.gpus % self.tensor_parallel_size:
+            raise ValueError(
+                f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; give one"
+            )
+        if self.prompt + self.cap > self.profile().kv_tokens_capacity():
+            raise ValueError(
+                f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the "
+                f"{self.profile().kv_tokens_capacity()} tokens of KV that a replica holds; give a larger "
+                f"tensor_parallel_size or a lower cap"
+            )
+        for name in ("figure", "traces"):
+            path = getattr(self, name)
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+
+    def profile(self) -> LatencyProfile:
+        return profile(f"{self.device}-{self.model}-tp{self.tensor_parallel_size}")
+
+
+def main() -> dict[str, Any]:
+    with launch.told_once():
+        config = tyro.cli(SimulateConfig)
+    lengths = _lengths(config)
+    runs, seconds = {}, {}
+    for name in tqdm(config.policies, desc="policies", unit="policy"):
+        start = time.perf_counter()
+        runs[name] = _roll_out(config, _policy(name, lengths), lengths)
+        seconds[name] = round(time.perf_counter() - start, 2)
+    floor = floor_seconds(
+        config.profile(),
+        [(config.prompt, length) for length in lengths.values()],
+        num_replicas=config.gpus // config.tensor_parallel_size,
+        max_num_seqs=config.slots,
+    )
+    results = {name: _describe(config, run, runs.get("longest-first"), floor) for name, run in runs.items()}
+    _print_table(results)
+    _draw(config, runs)
+    return {
+        "experiment": "simulate",
+        "tier": "sim",
+        "workload": {key: value for key, value in asdict(config).items() if key not in ("figure", "traces")},
+        "tokens": sum(lengths.values()),
+        "floor": round(floor, 3),
+        "seconds": seconds,
+        "policies": results,
+    }
+
+
+def _lengths(config: SimulateConfig) -> dict[SequenceId, int]:
+    alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
+    groups = GroupedLengths(lengths=alone, correlation=config.correlation)
+    drawn = groups.draw(config.groups, config.group_size, config.seed)
+    return {(0, uid, index): length for uid, group in enumerate(drawn) for index, length in enumerate(group)}
+
+
+def _policy(name: PolicyName, lengths: dict[SequenceId, int]) -> SchedulePolicy:
+    policies: dict[PolicyName, Callable[[], SchedulePolicy]] = {
+        "static": Static,
+        "on-demand": OnDemand,
+        "longest-first": lambda: LongestFirst(lengths),
+    }
+    return policies[name]()
+
+
+def _roll_out(config: SimulateConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int]) -> SimulatedRollout:
+    one = config.profile()
+    cluster = ClusterConfig(
+        layout=nested_layout(range(config.gpus), config.tensor_parallel_size),
+        engine=EngineConfig(max_num_seqs=config.slots),
+        pace=ProfilePace(device=one.device, shape=one.shape),
+        num_kv_tokens={config.tensor_parallel_size: one.kv_tokens_capacity()},
+        max_model_len=config.prompt + config.cap,
+        overheads=Overheads(message_s=config.message_s, gap_s=config.gap_s),
+    )
+    params = SamplingParams(max_tokens=config.cap)
+    states = [
+        SequenceState(
+            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index),
+            group_id=uid,
+            tokens=[uid * config.prompt + place for place in range(config.prompt)],
+            num_prompt_tokens=config.prompt,
+            params=params,
+        )
+        for _, uid, index in lengths
+    ]
+    return Cluster(cluster, schedule_policy=policy, lengths=lengths).roll_out(states)
+
+
+def _describe(
+    config: SimulateConfig, run: SimulatedRollout, best: SimulatedRollout | None, floor: float
+) -> dict[str, float]:
+    ends = list(run.finish_times.values())
+    busy = busy_share(run.steps, range(config.gpus // config.tensor_parallel_size))
+    return {
+        "makespan": round(run.makespan, 3),
+        "tail": round(run.makespan - ends[int(0.9 * (len(ends) - 1))], 3),
+        "idle_share": round(1 - statistics.fmean(busy.values()), 4),
+        "preempted": run.num_preempted,
+        "of_floor": round(floor / run.makespan, 4),
+    } | ({"of_hindsight": round(best.makespan / run.makespan, 4)} if best is not None else {})
+
+
+def _print_table(results: dict[str, dict[str, float]]) -> None:
+    columns = list(next(iter(results.values())))
+    lines = [["", *columns], *([name, *(f"{one[key]:g}" for key in columns)] for name, one in results.items())]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.rjust, line, widths)), file=sys.stderr)
+
+
+def _draw(config: SimulateConfig, runs: dict[PolicyName, SimulatedRollout]) -> None:
+    if config.figure is not None:
+        from experiments.figures import draw_timelines
+
+        draw_timelines(config.figure, {name: run.steps for name, run in runs.items()})
+    if config.traces is not None:
+        config.traces.mkdir(exist_ok=True)
+        for name, run in runs.items():
+            write_chrome_trace(config.traces / f"{name}.json", run.steps)
+
+
+if __name__ == "__main__":
+    launch.run(main)
