@@ -1,0 +1,51 @@
+"""Records what a live coordinator's core was given and what it returned, and plays it to a fresh core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from engines.control import messages
+from engines.coordination import requests
+from engines.coordination.core import RolloutCore
+
+Log = list[tuple[float, bytes, bytes, list[bytes]]]
+"""Of each event: its time, kind (a request's name, or "event" or "command"), content, and what the core returned."""
+
+
+class RecordingCore(RolloutCore):
+    """A core with the log of all that it was given since it was made."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.log: Log = []
+
+    def on_event(self, event: Any, now: float) -> Any:
+        kind, content = _encode(event)  # before the core keeps it: states grow
+        outputs = super().on_event(event, now)
+        self.log.append((now, kind, content, [b":".join(_encode(one)) for one in outputs]))
+        return outputs
+
+
+def play(log: Log, make_core: Callable[[], RolloutCore]) -> int:
+    """Gives a fresh core the same events at the same times. Returns the number of outputs, which must be the same."""
+    core, count = make_core(), 0
+    for now, kind, content, expected in log:
+        outputs = [b":".join(_encode(one)) for one in core.on_event(_decode(kind, content), now)]
+        assert outputs == expected, f"after {kind!r} at {now}"
+        count += len(outputs)
+    return count
+
+
+def _encode(item: Any) -> tuple[bytes, bytes]:
+    if isinstance(item, msgspec.Struct):
+        return b"message", messages.encode(item)  # type: ignore[arg-type]
+    return type(item).__name__.encode(), msgspec.msgpack.encode(item)
+
+
+def _decode(kind: bytes, content: bytes) -> Any:
+    if kind == b"message":
+        return messages.decode_event(content)
+    return msgspec.msgpack.decode(content, type=getattr(requests, kind.decode()))
