@@ -139,7 +139,7 @@ class BlockManager:
         self._key_of.clear()
 
     def check_integrity(self) -> None:
-        """Asserts that every block is free or held, that holders are counted right, and that contents have one block."""
+        """Asserts that every block is free or held, that its holders are counted, and that contents have one block."""
         held = [block for table in self._tables.values() for block in table]
         free = [*self._free, *self._free_cached]
         assert sorted({*held, *free}) == list(range(self.num_blocks)), "a block is lost"
