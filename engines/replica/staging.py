@@ -85,7 +85,7 @@ class Readback:
             self._pinned = torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True)
 
     def read(self, sampled: Sampled) -> tuple[np.ndarray, np.ndarray]:
-        """Waits for the device; returns tokens, integers [N], and log-probs, floats [N]. The next call overwrites them."""
+        """Waits for the device; returns tokens, integers [N], and log-probs, floats [N], valid until the next call."""
         if self._pinned is None:
             return sampled.tokens.numpy(), sampled.logprobs.numpy()
         count = len(sampled.tokens)
