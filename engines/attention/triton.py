@@ -199,7 +199,7 @@ def _attend(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, IN_PARTS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile's output; or, IN_PARTS, its sum of values over a part of the context, not yet divided by weight."""
+    """Computes a tile's output; or, IN_PARTS, its sum of values over a part of the context, not divided by weight."""
     sequence, tokens, heads, is_row, positions, end = _place(
         starts, contexts, places, GROUP=GROUP, ROWS=ROWS, IS_DECODE=IS_DECODE
     )

@@ -91,8 +91,7 @@ def checked_sizes(product: Product) -> tuple[int, ...]:
 
 
 def _telling(product: Product) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns a matrix, a bias and a row [1, inputs] whose products cancel, so that the sums are rounding errors, which
-    differ with the order of summation."""
+    """Returns a matrix, a bias and a row [1, inputs] whose products cancel: only order-dependent rounding remains."""
     generator = torch.Generator().manual_seed(0)
     half = product.inputs // 2
 

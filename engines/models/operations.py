@@ -40,7 +40,7 @@ class TorchOperations:
         values: Tensor,
         eps: float,
     ) -> Tensor:
-        """Normalizes (unless `norms` is None) and rotates queries and keys, and writes keys and values to the layer's
+        """Normalises (unless `norms` is None) and rotates queries and keys, and writes keys and values to the layer's
         cache, [num_blocks, block_size, num_kv_heads, head_dim]. Returns the queries, [T, num_heads, head_dim].
 
         heads: [T, num_heads + 2 num_kv_heads, head_dim]; norms: [2, head_dim], of queries, of keys; rotary: see

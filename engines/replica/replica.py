@@ -115,8 +115,7 @@ class Replica:
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
     ) -> None:
-        """A sequence ends with "stop" when `hidden_stop` returns True: so a benchmark sets lengths that policies cannot
-        see.
+        """A sequence ends with "stop" when `hidden_stop` returns True: for benchmarks of lengths no policy can see.
 
         `max_kv_tokens` limits the length of a sequence, by default to what the blocks hold. It is lower where a
         sequence may move to a replica whose KV cache holds less.
