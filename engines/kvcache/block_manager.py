@@ -112,7 +112,7 @@ class BlockManager:
             self._tables[holder] = list(blocks)
 
     def num_common(self, holder: object, keys: Items[bytes]) -> int:
-        """Returns how many leading blocks of the holder, with contents `keys`, another holder has in any block.
+        """Returns how many of the holder's leading blocks, of contents `keys`, another holder also has (in any block).
 
         These will be found again after the holder has released its blocks, as long as the other holders stay.
         """

@@ -40,12 +40,12 @@ class PagedKVCache:
             tensor.zero_()
 
     def release(self) -> None:
-        """Gives the memory back; the contents are lost."""
+        """Releases the memory; the contents are lost."""
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Takes the memory again after `release`, zeroed."""
+        """Allocates the memory again after `release`, zeroed."""
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()

@@ -93,9 +93,9 @@ def tokens_digest(tokens: Items[int]) -> str:
 
 
 def load_heads(store: KVStore, parts: Items[KVPart], wanted: KVContent) -> Iterator[Tensor]:
-    """Yields the layers of the wanted KV heads, joined from the parts that hold them, however the parts are cut.
+    """Returns an iterator over the layers of the wanted KV heads, joined from parts that may be cut in any way.
 
-    Raises ValueError, before the first layer is yielded, when a part is unusable or no part has a head.
+    Raises ValueError at once, before the first layer, when a needed part is unusable or a head is in no part.
     """
     pieces: list[tuple[Items[Tensor], slice]] = []
     head, stop = wanted.first_head, wanted.first_head + wanted.num_heads
@@ -115,7 +115,7 @@ def _join(pieces: list[Tensor]) -> Tensor:
 
 
 def encode_header(content: KVContent, checksum: int) -> bytes:
-    """What an entry begins with; `checksum` is the CRC-32 of its layers' bytes."""
+    """Returns an entry's header; `checksum` is the CRC-32 of its layers' bytes."""
     encoded = msgspec.msgpack.encode(content)
     assert _PREFIX.size + len(encoded) <= HEADER_BYTES
     return _PREFIX.pack(MAGIC, FORMAT, checksum, len(encoded)) + encoded

@@ -85,7 +85,7 @@ class TieredKVStore:
 
 
 def host_pool_bytes(asked: int | None, *, num_ranks: int, free_bytes: int | None = None) -> int:
-    """Returns the bytes of a rank's host pool: by default 1 GiB, or less where that is over a quarter of its share.
+    """Returns the bytes of a rank's host pool: `asked`, or 1 GiB but at most a quarter of its share of free memory.
 
     Raises ValueError when the `num_ranks` ranks of a host ask for more than is free: the kernel would kill processes.
     """

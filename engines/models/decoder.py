@@ -71,7 +71,7 @@ class Decoder:
         return self._copy_dtype or self.dtype
 
     def logical_views(self) -> dict[str, Tensor]:
-        """Hugging Face name -> this shard's part of it, as `shard_slices` cuts it."""
+        """Returns Hugging Face name -> this shard's part of the parameter, as `shard_slices` cuts it."""
         rows = vocab_rows(self.config, self.shard)
         return logical_views(self.parameters, self.local, rows.stop - rows.start)
 

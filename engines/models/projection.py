@@ -74,7 +74,7 @@ def pack_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [T, in]; weight: [out, in], plain or packed, in the dtype of x or a wider one. Returns [T, out], as x."""
+    """Returns [T, out] in the dtype of x. x: [T, in]; weight: [out, in], plain or packed, in that dtype or a wider."""
     if weight.dtype is not x.dtype:
         wide_bias = None if bias is None else bias.to(weight.dtype)
         return project(x.to(weight.dtype), weight, wide_bias).to(x.dtype)

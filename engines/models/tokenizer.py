@@ -18,7 +18,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
-    """The checkpoint's tokenizer, or None when it has none. Raises ValueError for a broken or foreign one."""
+    """The checkpoint's tokenizer, or None when it has none. Raises ValueError for a broken one, or another model's."""
     directory = Path(directory)
     if not has_tokenizer(directory):
         return None

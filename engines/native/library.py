@@ -90,7 +90,7 @@ def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -
 
 @functools.cache
 def _build() -> Path | None:
-    """Returns the library's path in the user's cache, named by source, flags, compiler and processor; None if failed."""
+    """Returns the library's path in the user's cache, named by source, flags, compiler and processor, or None."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning("no C++ compiler (c++, g++, clang++, or $CXX): small operations run in torch, which is slower")

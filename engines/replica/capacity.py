@@ -58,7 +58,7 @@ class Capacity:
         )
 
     def check(self, layout: Layout) -> None:
-        """Raises ValueError, with the numbers, when the ranks of a memory need more in `layout` than it has free."""
+        """Raises ValueError, with the numbers, when ranks sharing a memory need more in `layout` than it has free."""
         plans = {rank: self.plan(replica.tp_size, rank) for replica in layout.replicas for rank in replica.ranks}
         for name, free in self.free.num_bytes.items():
             here = [plan for rank, plan in plans.items() if self.free.names[rank] == name]

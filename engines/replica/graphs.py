@@ -17,7 +17,7 @@ from engines.attention.batch import ForwardBatch
 from engines.replica.staging import Staging
 
 LARGEST = 512
-"""Most rows of a pass with a graph: the device computes a larger pass longer than the host takes to launch it. Bounds
+"""Most rows of a pass with a graph: the device computes larger passes longer than the host takes to launch them. Limits
 the number of graphs, and the memory that they share."""
 
 

@@ -45,15 +45,15 @@ class KVMoves:
     num_refused: int = 0
     """Sequences that left without KV because a store had no room for it."""
     num_imported: int = 0
-    """Sequences that were submitted with KV that was loaded."""
+    """Sequences that were submitted with stored KV, which was loaded."""
     num_recomputed: int = 0
-    """Sequences that were submitted with KV that was unusable: missing, damaged, or of other weights or dtype."""
+    """Sequences that were submitted with unusable KV: missing, damaged, or of other weights or dtype."""
     num_swapped_out: int = 0
     """Preempted sequences whose KV was stored."""
     num_swapped_in: int = 0
     """Preempted sequences whose stored KV was loaded again; the others were recomputed, or left."""
     swapped_out_bytes: int = 0
-    """Bytes stored for preempted sequences by all shards; `swapped_in_bytes`: bytes loaded again."""
+    """Bytes stored for preempted sequences by all shards; `swapped_in_bytes`: bytes that were loaded again."""
     swapped_in_bytes: int = 0
 
 

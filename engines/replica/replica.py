@@ -115,7 +115,7 @@ class Replica:
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
     ) -> None:
-        """A sequence ends with "stop" when `hidden_stop` returns True: for benchmarks of lengths no policy can see.
+        """A sequence ends with "stop" when `hidden_stop` returns True: benchmarks set lengths so, unseen by policies.
 
         `max_kv_tokens` limits the length of a sequence, by default to what the blocks hold. It is lower where a
         sequence may move to a replica whose KV cache holds less.
@@ -234,7 +234,7 @@ class Replica:
         return schedule.batch
 
     def _restart(self, returning: Iterable[Sequence] = ()) -> None:
-        """Makes all sequences wait to be recomputed, `returning` too, which were about to leave. Safe at any point."""
+        """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe."""
         for sequence in returning:
             self._sequences[sequence.state.sequence_id] = sequence
         self.scheduler.restart(self._sequences.values())

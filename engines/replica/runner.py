@@ -50,7 +50,7 @@ class ModelRunner:
             self._graphs = Graphs(self._forward_padded, decoder.device)
 
     def pad_decodes(self) -> None:
-        """From now on passes of decodes alone run padded, as CUDA graphs need it; without graphs on any device."""
+        """Makes passes of decodes alone run padded, as CUDA graphs require. Without graphs it works on any device."""
         self._padded = PaddedDecodes(
             num_slots=self._slots.block_table.shape[0],
             max_blocks=self._slots.block_table.shape[1],

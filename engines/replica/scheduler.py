@@ -20,7 +20,7 @@ class CachedKV(NamedTuple):
     num_tokens: int
     blocks: list[int]
     num_common: int = 0
-    """Leading tokens whose KV other sequences hold, too, and keep while they stay. Set for a preempted sequence."""
+    """Leading tokens whose KV other sequences hold, too: it is found again while they stay. Set on preemption."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -275,5 +275,5 @@ class Scheduler:
 
 
 def _in_order(batch: list[Scheduled]) -> list[Scheduled]:
-    """Items of one token first: beside decodes, these are last chunks, and rests of sequences with loaded KV."""
+    """Returns the items of one token first: decodes, last chunks, and what loaded KV leaves of a sequence."""
     return sorted(batch, key=lambda item: item.num_tokens > 1)

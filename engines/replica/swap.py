@@ -31,9 +31,9 @@ _FREE = PrefillCost(latency=0.0, seconds_per_token=0.0, seconds_per_pair=0.0)
 class SwapPolicy:
     """Decides for each preempted sequence whether its KV is stored; the same on every rank of the replica.
 
-    `auto` compares costs by a model whose constants are measured at the first preemption, those of a tier before its
-    first use, in some tenths of a second. So its decisions depend on time; those of `swap` and `recompute` do not.
-    What was just written to a disk is mostly read back from memory, in the measurement as in use.
+    `auto` compares costs by a model. Its constants are measured at the first preemption and before a tier's first use,
+    which takes some tenths of a second. So `auto` depends on time; `swap` and `recompute` do not. Data that was just
+    written to a disk is mostly read back from memory, in the measurement as in use.
     """
 
     def __init__(
