@@ -76,10 +76,7 @@ class Books:
         self.wait(sequence)
 
     def find(self, sequence_id: SequenceId, what: str) -> SequenceRecord | None:
-        """Returns the unfinished sequence; None, which is counted, if it was delivered already.
-
-        Raises RequestRefused if it was not submitted in this phase.
-        """
+        """Returns an unfinished sequence; None, counted, if it was delivered. RequestRefused if it was not submitted."""
         if sequence_id in self.delivered:
             self.ignored["a request for a delivered sequence"] += 1
             return None

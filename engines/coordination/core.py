@@ -11,9 +11,8 @@ caller. The same events at the same times give the same output.
     regroup    pause changed replicas -> all paused: Regroup -> new replicas ready: resume
     phase      begun -> ending -> nothing unfinished: EndPhase -> all acknowledged: complete
 
-Each sequence is delivered exactly once: an event about it counts only if its present replica sent it, channels keep
-their order, and each replica's events are numbered. A `SequenceState` in an output is also the core's own record: a
-transport must copy it.
+Each sequence is delivered exactly once: only its present replica's events count, channels keep their order, and each
+replica's events are numbered. A `SequenceState` in an output is also the core's own record: a transport must copy it.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ class RolloutCore:
     ) -> None:
         """`layout` is that of the torchrun world, which has `world_size` ranks (0: no world, replicas are only added).
 
-        `check_layout` raises ValueError for a layout that the world cannot have; it is called before any command is
-        sent. `timeout_s` is the longest wait for an answer, and the longest time without an event of a replica that
-        has sequences.
+        `check_layout` raises ValueError, before any command is sent, for a layout that the world cannot have.
+        `timeout_s` is the longest wait for an answer, and for an event of a replica that has sequences.
         """
         check_ranks(layout, world_size)
         self._outbox = Outbox(timeout_s)

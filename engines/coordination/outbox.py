@@ -34,10 +34,7 @@ class Outbox:
         self._messages: list[Command | Result] = []
 
     def send(self, kind: Callable[..., Command], replica: ReplicaRecord, awaits: str = "", **fields: Any) -> int:
-        """Sends to a replica's leader, which relays to its ranks; returns the command's `seq`.
-
-        `awaits` describes the awaited answer, for messages; "" awaits none.
-        """
+        """Sends to a replica's leader, which relays; returns the command's `seq`. `awaits` describes the answer."""
         spec = replica.spec
         address = {"replica_id": spec.id, "rank": spec.ranks[0], "epoch": replica.epoch}
         return self._post(kind(**address, phase=self.phase, seq=self._num_commands, **fields), replica, awaits)

@@ -29,8 +29,7 @@ class Regrouping:
     is_ordered: bool = False
     """Whether `Regroup` was sent, as all leaving replicas had paused."""
     idle: list[tuple[str, int, int]] = field(default_factory=list)
-    """Keys of the awaited answers of ranks that will be idle; a command sent to such a rank before its answer could
-    overtake the `Regroup` that its leader relays."""
+    """Keys of awaited `RankIdle`s: a command sent to such a rank earlier could overtake the `Regroup` relayed to it."""
 
 
 class Regrouper:

@@ -52,7 +52,7 @@ class _Launched:
 
 
 class ReplicaLauncher:
-    """Runs one process per replica, each in a session of its own; they die with this process. Any thread may `launch`."""
+    """Runs one process per replica, each its own session; all die with this process. Any thread may call `launch`."""
 
     def __init__(self, orders: ReplicaOrders, *, num_threads: int = 1, log_folder: Path | None = None) -> None:
         """`num_threads` are torch's, per process. Each process gets `orders` with its own spec: ids and ranks count up

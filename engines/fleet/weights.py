@@ -24,7 +24,7 @@ class PublishedWeights:
     """The weights for rollouts: the checkpoint as version 0, then the weights published last."""
 
     def __init__(self, model: Path, parent: str | Path | None) -> None:
-        """Makes a new folder in `parent` (by default the temporary folder); removes what killed processes left there."""
+        """Makes a new folder in `parent`, by default the temporary folder; removes what killed processes left there."""
         self._model = model
         self.source, self.version = model, 0
         """Folder and version of the weights for the next rollout."""

@@ -50,10 +50,9 @@ class Stepper:
     def complete(
         self, states: list[SequenceState], hear: Callable[[Finished], None] | None, records: list[StepRecord]
     ) -> list[Finished]:
-        """Steps until these sequences have ended; returns them in the order in which they ended.
+        """Steps until these sequences have ended; returns them in that order, and adds to `records`.
 
-        Adds each step to `records`, and calls `hear` for each sequence when it ends. After an error or an interrupt the
-        replica holds no sequence.
+        `hear` is called for each sequence when it ends. After an error or an interrupt the replica holds no sequence.
         """
         replica = self._engine.replica
         done: list[Finished] = []
