@@ -226,7 +226,7 @@ class LLM:
         return [encode_prompt(self.tokenizer, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
-        """Raises ValueError, with the numbers, when the prompt's completions could never run here."""
+        """Raises ValueError, with the numbers, if the prompt's completions could never run here."""
         self.replica.check(encode_prompt(self.tokenizer, prompt, "prompt"), sampling_params)
 
     def _check_ready(self) -> None:

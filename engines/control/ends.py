@@ -26,7 +26,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """A peer is gone for good: a process that comes back under its name joins anew."""
+    """A peer is gone for good; a process that comes back under its name joins as a new peer."""
 
     peer: str
     reason: str

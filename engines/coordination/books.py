@@ -76,7 +76,7 @@ class Books:
         self.wait(sequence)
 
     def find(self, sequence_id: SequenceId, what: str) -> SequenceRecord | None:
-        """Returns an unfinished sequence; None, counted, if it was delivered. RequestRefused if it was not submitted."""
+        """Returns the unfinished sequence; None, counted, if delivered. Raises RequestRefused if not submitted."""
         if sequence_id in self.delivered:
             self.ignored["a request for a delivered sequence"] += 1
             return None

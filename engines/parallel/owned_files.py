@@ -51,7 +51,7 @@ def reclaim(folders: Iterable[Path] | None = None, *, keep_label: str | None = N
     for folder in memory_folders() if folders is None else folders:
         for path in sorted(folder.glob(f"curtail-{os.getuid()}-*")):
             named = _NAME.fullmatch(path.name)
-            with contextlib.suppress(OSError):  # somebody else removes it at the same time
+            with contextlib.suppress(OSError):  # another process removes it at the same time
                 if named and named["label"] != keep_label and _is_left(path, named):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                     removed.append(path)

@@ -174,7 +174,7 @@ class Placement:
         return self._capacity.plan(self.engine.spec.tp_size, self._world.rank)
 
     def check(self, layout: Layout) -> None:
-        """Raises ValueError for a layout that this run cannot go to."""
+        """Raises ValueError for a layout that this run cannot regroup to."""
         _check_groups(layout, self._groups)
         for replica in layout.replicas:
             check_shardable(self.model, replica.tp_size)
