@@ -1,4 +1,4 @@
-"""What a model is and how the engine runs it: frozen values, checked where they are made. Torch-free."""
+"""The model's shape and the engine's options: frozen values, checked when they are made. Torch-free."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class ModelConfig:
 
     @staticmethod
     def from_pretrained(directory: str | Path) -> ModelConfig:
-        """Reads `config.json` (and `generation_config.json` for the end-of-sequence ids).
+        """Reads `config.json`, and `generation_config.json` for the end-of-sequence ids.
 
-        Raises FileNotFoundError when there is none, ValueError for an architecture or option not supported.
+        Raises FileNotFoundError without a `config.json`, ValueError for an architecture or option not supported.
         """
         if not isinstance(directory, str | os.PathLike):
             raise ValueError(f"model={directory!r}: give the path of a Hugging Face checkpoint")
@@ -74,7 +74,7 @@ class ModelConfig:
         generation = Path(directory) / "generation_config.json"
         eos = read_json(generation, _Generation).eos_token_id if generation.is_file() else None
         architecture = (read_json(path, _Kind).architectures or ["missing"])[0]
-        if architecture not in ARCHITECTURES:  # before the fields, which are of these
+        if architecture not in ARCHITECTURES:  # first: only these have the fields below
             raise ValueError(
                 f"{path}: architectures={architecture!r} is not supported; use one of {list(ARCHITECTURES)}"
             )
@@ -86,7 +86,7 @@ TokenIds = Annotated[int, Meta(ge=-1, le=2**31 - 1)] | list[Annotated[int, Meta(
 
 
 class _Generation(Struct, frozen=True):
-    """What is read of generation_config.json."""
+    """The fields that are read from generation_config.json."""
 
     eos_token_id: TokenIds | None = None
 
@@ -96,7 +96,7 @@ class _Kind(Struct, frozen=True):
 
 
 class _Fields(Struct, frozen=True, kw_only=True):
-    """What is read of config.json. A null means the same as a field that is not there."""
+    """The fields that are read from config.json. A null means the same as a missing field."""
 
     vocab_size: Size
     hidden_size: Size
@@ -122,7 +122,7 @@ class _Fields(Struct, frozen=True, kw_only=True):
 
 
 class _RopeFields(Struct, frozen=True, kw_only=True):
-    """What is read of `rope_parameters` and `rope_scaling`."""
+    """The fields that are read from `rope_parameters` and `rope_scaling`."""
 
     type: RopeType | None = None
     rope_type: RopeType | None = None
@@ -209,44 +209,44 @@ class EngineConfig:
     block_size: Count = 16
     """Tokens per KV block."""
     kv_cache_bytes: Count | Literal["auto"] = 512 * 2**20
-    """Memory of each rank for the KV cache, over all layers. "auto" takes what is left of the free memory, beside all
-    else that the engine takes, and no more than `max_num_seqs` of the longest sequences fill."""
+    """Bytes of each rank's KV cache, over all layers. "auto" takes the free memory that the rest of the engine does not
+    need, at most as much as `max_num_seqs` sequences of the longest length fill."""
     memory_utilization: Share = 0.9
-    """Part of the free memory that the engine may take where the KV cache's size is "auto"."""
+    """Part of the free memory that the engine may use when the KV cache's size is "auto"."""
     max_num_seqs: Count = 256
     """Most sequences in one forward pass."""
     max_num_batched_tokens: Count = 4096
-    """Most tokens in one forward pass; decodes come first, prefills are chunked into the rest."""
+    """Most tokens in one forward pass; decodes are scheduled first, prefills are chunked into the rest."""
     prefill_chunk_size: Count | None = None
-    """Most tokens of one sequence's prompt per forward pass; None leaves only the budget above."""
+    """Most prompt tokens of one sequence per forward pass; None: only `max_num_batched_tokens` limits them."""
     prefix_caching: bool = True
-    """Whether a sequence takes the KV of its first full blocks from another one that began alike, under the same
-    weights: the members of a group compute their prompt once."""
+    """Whether a sequence reuses the KV of its leading full blocks from another sequence that has the same first tokens,
+    under the same weights: the members of a group compute their prompt once."""
     max_model_len: Count | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
     kernels: Kernels = "auto"
-    """Small operations: "native" is compiled C++, for CPUs; "auto" takes it where it can be had, and else torch's. With
+    """Small operations: "native" is compiled C++, for CPUs; "auto" is native if available, otherwise torch. With
     "torch", `attention="auto"` is not native either."""
     attention: Attention = "auto"
-    """"auto" takes the fastest that can be had and takes dtype, head size and block size: on CUDA "flash_attn" (blocks
-    of multiples of 256 tokens), "triton" or "sdpa", on a CPU "native" or "sdpa"; float64 on CUDA is "sdpa" always."""
+    """"auto" is the fastest available backend that supports the dtype, head size and block size: on CUDA "flash_attn"
+    (block sizes that are multiples of 256), "triton" or "sdpa" (always for float64), on a CPU "native" or "sdpa"."""
     cuda_graphs: bool = True
-    """Whether passes of decodes alone are captured and replayed, which spares their launches. No effect but on CUDA,
-    with an attention backend and a transport that can be captured."""
+    """Whether decode-only passes are captured and replayed, which saves their kernel launches. It has an effect only on
+    CUDA, with an attention backend and a transport that can be captured."""
     preemption: Preemption = "auto"
-    """What becomes of the KV of a sequence that must give up its blocks: "swap" stores it in the tiers below, while
-    they have room; "recompute" keeps nothing; "auto" does what is faster by costs measured in the run. Where tokens of
-    low precision are to repeat bit for bit it must not depend on time: give one of the two others."""
+    """What happens to the KV of a preempted sequence: "swap" stores it in host memory or on disk while they have room,
+    "recompute" drops it, "auto" does what is faster by costs measured in the run. "auto" depends on time: where tokens
+    of low precision must repeat bit for bit, choose one of the other two."""
     kv_host_bytes: WholeNumber | None = None
-    """Most host memory (/dev/shm) that a rank fills with KV outside its cache; None: 1 GiB, or less where little is
+    """Most host memory (/dev/shm) that a rank fills with KV outside its cache; None: 1 GiB, or less when little is
     free."""
     kv_disk_bytes: WholeNumber = 0
-    """Most of a disk that a rank fills with KV that finds no room in host memory."""
+    """Most disk space that a rank fills with KV for which host memory has no room."""
     kv_disk_folder: str | None = None
-    """Where that disk is: a folder that exists. While it cannot be written to, KV is computed again instead."""
+    """An existing folder on that disk. While the folder cannot be written to, KV is recomputed instead."""
     batch_invariant: bool = False
-    """Whether tokens and log-probs have the same bits whatever shares a pass, however prompts are cut, and whatever is
-    preempted. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
+    """Whether tokens and log-probs have the same bits whichever sequences share a pass, however prompts are chunked,
+    and whatever is preempted. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
     seed: Int64 = 0
     """The run's seed: the first part of every sequence's key."""
 
@@ -270,7 +270,7 @@ class EngineConfig:
         if self.kv_disk_folder is not None:
             if not self.kv_disk_folder or "\0" in self.kv_disk_folder:
                 raise ValueError(f"EngineConfig.kv_disk_folder={self.kv_disk_folder!r}: must be a path")
-            # Replicas outside the world run elsewhere.
+            # Absolute: replicas outside the world have other working directories.
             object.__setattr__(self, "kv_disk_folder", os.path.abspath(self.kv_disk_folder))
         if (self.kv_disk_bytes > 0) != (self.kv_disk_folder is not None):
             raise ValueError(
@@ -285,7 +285,8 @@ class EngineConfig:
 
 
 def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens, prompt included. Raises ValueError when more are asked for than the model's context has."""
+    """Returns the most tokens of a sequence, prompt included. Raises ValueError if `max_model_len` exceeds the model's
+    context."""
     asked = config.max_model_len or model.max_position_embeddings
     if asked > model.max_position_embeddings:
         raise ValueError(
@@ -295,7 +296,7 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def engine_config(owner: str, options: Mapping[str, Any]) -> EngineConfig:
-    """What `owner` was given beside its own arguments. Raises ValueError for a name that is no option, or its value."""
+    """Makes the config from the options given to `owner`. Raises ValueError for an unknown option or a wrong value."""
     try:
         return EngineConfig(**options)
     except TypeError as error:

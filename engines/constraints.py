@@ -1,4 +1,4 @@
-"""What the fields of a dataclass may hold, written beside them as types, and checked where one is made. Torch-free."""
+"""Constraints on the fields of dataclasses, written as their types, and checked when one is made. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _LEAVES = {int: "an integer", float: "a number", bool: "True or False", str: "te
 def check_fields(values: object, owner: str | None = None) -> None:
     """Raises ValueError, which names field, value and what it must be, for the first field that breaks its type.
 
-    `owner` is what the message puts before the field's name: the name of the class by default. Fields of other types
-    than numbers, bools, text, None, literals and tuples of these are not looked at.
+    The message puts `owner` before the field's name; by default, the name of the class and a dot. Only fields that are
+    numbers, bools, text, None, literals and tuples of these are checked.
     """
     hints, together = _plain_fields(type(values))  # type: ignore[arg-type] # mypy holds no class hashable
     with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
-        msgspec.convert(values, together, from_attributes=True)  # a third of the time of one by one
+        msgspec.convert(values, together, from_attributes=True)  # takes a third of the time of checking one by one
         return
     prefix = f"{type(values).__name__}." if owner is None else owner
     for name, hint in hints.items():
@@ -39,7 +39,7 @@ def check_fields(values: object, owner: str | None = None) -> None:
 
 
 def check_value(name: str, value: object, hint: Any) -> None:
-    """Raises ValueError, which names value and what it must be, for one that breaks the type `hint`."""
+    """Raises ValueError, which names the value and what it must be, if `value` breaks the type `hint`."""
     try:
         msgspec.convert(value, hint)
     except (msgspec.ValidationError, UnicodeEncodeError):
@@ -47,7 +47,7 @@ def check_value(name: str, value: object, hint: Any) -> None:
 
 
 def describe(hint: Any) -> str:
-    """What a value of this type is, in words: the description of its constraint, where it has one."""
+    """Describes the values of this type in words: by the description of its constraint, if it has one."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         given = [one.description for one in arguments[1:] if isinstance(one, Meta) and one.description]
@@ -63,7 +63,7 @@ def describe(hint: Any) -> str:
 
 @functools.cache
 def _plain_fields(kind: type) -> tuple[dict[str, Any], type[msgspec.Struct]]:
-    """Their types by name, and a struct of them."""
+    """Returns the types of the checked fields by name, and a struct of them."""
     hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if _is_plain(hint)}
     return hints, msgspec.defstruct(kind.__name__, list(hints.items()))
 

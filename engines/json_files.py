@@ -1,4 +1,4 @@
-"""JSON files that may be damaged, or of another program: read as what they must hold, or refused by one ValueError."""
+"""Reads JSON files that may be damaged or written by another program: a value of the given type, or ValueError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """What the file holds, as `kind`. Raises ValueError, with the path, for what is no JSON or has other types."""
+    """Returns the file's content as `kind`. Raises ValueError with the path for invalid JSON or other types."""
     try:
         # Not msgspec's own reader: Hugging Face's files may hold Infinity, which it refuses.
         return msgspec.convert(json.loads(path.read_bytes()), kind)

@@ -1,4 +1,4 @@
-"""The front door: a checkpoint, and `generate` over one process or the replicas of a torchrun world."""
+"""The main entry point: load a checkpoint and `generate`, in one process or on the replicas of a torchrun world."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from engines.sequence import Completion, Finished, RequestOutput, SamplingParams
 class LLM:
     """A Hugging Face checkpoint (Llama, Qwen2/2.5, Qwen3) ready to generate.
 
-    Under torchrun the ranks form replicas: each `tensor_parallel_size` of them hold one copy of the model, in shards
+    Under torchrun the ranks form replicas: `tensor_parallel_size` ranks each hold one copy of the model, in shards
     (`nested_layout`). Every rank makes the same LLM, calls `generate` with the same prompts, and gets all outputs.
-    Replica i mod dp runs sequence i; with a `schedule` policy replicas are given sequences while they have room, and a
-    `layout_policy` may regroup the ranks under way. Ranks that share their groups with a trainer give them as `world`;
-    without it, an LLM with neither a `tensor_parallel_size` nor a `layout` nor a `schedule` is its own rank's alone.
+    Replica i mod dp runs sequence i; with a `schedule` policy, sequences are dispatched to replicas that have room, and
+    a `layout_policy` may regroup the ranks during the rollout. Ranks that share their groups with a trainer pass them
+    as `world`. Without it, an LLM with no `tensor_parallel_size`, `layout` or `schedule` runs on its own rank alone.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class LLM:
         load: bool = True,
         **options: Any,
     ) -> None:
-        """`options` are the fields of `EngineConfig`. With `load=False` the weights come by `update_weights`.
+        """`options` are the fields of `EngineConfig`. With `load=False` there are no weights before `update_weights`.
 
-        A `layout` of all ranks stands in for the one that `tensor_parallel_size` makes. A `layout_policy` needs a
-        `schedule`, and may name groups of ranks that `world` has; sequences are then taken only if they fit in the KV
-        cache of every layout that `world` was made for, and that the model can be cut into. `pace` stretches each step
-        to what it says, and `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
+        A `layout` of all ranks replaces the one that `tensor_parallel_size` makes. A `layout_policy` needs a
+        `schedule`, and may use only groups of ranks that `world` has; only sequences are then accepted that fit in the
+        KV cache of every layout that `world` was made for and that the model can be sharded into. `pace` sets how long
+        each step lasts at least, `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
 
-        Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is taken; in a world on every
-        rank, where all must be given the same.
+        Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is allocated. In a world,
+        every rank raises, and all ranks must pass the same arguments.
         """
         arguments = Arguments(
             world=world,
@@ -85,7 +85,7 @@ class LLM:
         """One entry per step of this rank's part of the last `generate`."""
         self.rollout: RolloutWorld | None = None
         self._kv_store: FileKVStore | TieredKVStore | None = None
-        """Of preempted sequences; that of coordinated rollouts is theirs."""
+        """KV of preempted sequences; coordinated rollouts (`rollout`) have their own store."""
         self._own_groups = arguments.start_world(device)
         groups = world or self._own_groups
         self._world: Communicator = groups.world if groups is not None else SingleRank()
@@ -95,14 +95,14 @@ class LLM:
             self.device, self.tokenizer = self._placement.device, self._placement.tokenizer
             self.max_model_len = self._placement.max_model_len
             self.layout = self._placement.layout
-            """Of the world; during a rollout still the one of its start."""
+            """The world's layout; during a rollout, still the layout at its start."""
             self._start(arguments, groups)
         except BaseException:
             self.close()
             raise
 
     def _start(self, given: Arguments, groups: GroupCache | None) -> None:
-        """Takes the memory and the weights; with a schedule policy, connects the ranks."""
+        """Allocates the memory and loads the weights; with a schedule policy, connects the ranks."""
         placement = self._placement
         if given.schedule is None and self.config.preemption != "recompute":
             token = self._world.broadcast_bytes(secrets.token_hex(16).encode() if self._world.rank == 0 else None)
@@ -134,7 +134,7 @@ class LLM:
 
     @property
     def replica(self) -> Replica:
-        """This rank's; between two calls of `generate` it may be stepped by hand."""
+        """This rank's replica; between two calls of `generate` the caller may step it directly."""
         return self._engine.replica
 
     @property
@@ -144,17 +144,17 @@ class LLM:
 
     @property
     def product_dtype(self) -> str:
-        """What matrices are multiplied in: float32 for bfloat16 on a CPU that has no instructions for it."""
+        """The dtype of matrix products: float32 for bfloat16 on a CPU without bfloat16 instructions."""
         return str(self._engine.decoder.product_dtype).removeprefix("torch.")
 
     @property
     def memory(self) -> MemoryPlan:
-        """What this rank takes in the current layout."""
+        """The memory that this rank uses in the current layout."""
         return self._placement.memory
 
     @property
     def attention(self) -> str:
-        """ "flash_attn", "triton", "native" or "sdpa": what runs of those that `EngineConfig.attention` may name."""
+        """The attention backend in use: "flash_attn", "triton", "native" or "sdpa"; see `EngineConfig.attention`."""
         return self._engine.decoder.attention_backend
 
     @property
@@ -173,18 +173,18 @@ class LLM:
         on_finished: Callable[[Finished], None] | None = None,
         journal: CompletionStore | None = None,
     ) -> list[RequestOutput]:
-        """Completes every prompt `n` times; outputs in the order of the prompts.
+        """Completes every prompt `n` times; returns the outputs in the order of the prompts.
 
         `prompt_uids` name the prompts within a policy step: the same uid, step and seed draw the same tokens
-        whatever else runs. By default they count on from call to call.
+        whatever else runs. By default they are numbered on from call to call.
 
-        `on_finished` is called for each sequence as it ends: for those of a replica on its first rank; with a
-        `schedule` policy for all of them on rank 0, by another thread. A `journal` keeps what it is called for.
-        Sequences found there are not generated again; `on_finished` gets them first, as if they had just ended.
+        `on_finished` is called for each sequence when it ends: on the first rank of its replica, or, with a `schedule`
+        policy, on rank 0 for all sequences, by another thread. A `journal` stores each sequence as `on_finished` gets
+        it. Sequences found in the journal are not generated again; `on_finished` gets them first, as if just ended.
 
-        Raises ValueError before anything runs, which begins with `prompts[3]` where that one cannot run here. Raises
-        RuntimeError while another call runs. After an error or an interrupt nothing of the call is left; but where
-        several ranks run it, an error that not all of them raise ends it on all, and they need a new LLM.
+        Raises ValueError before anything runs; its message begins with `prompts[3]` if that prompt cannot run here.
+        Raises RuntimeError while another call runs. After an error or an interrupt the LLM holds no sequence of the
+        call. With several ranks, an error that not all of them raise ends the call on all, and they need a new LLM.
         """
         with together(self._world, "generate"):
             self._check_ready()
@@ -218,16 +218,16 @@ class LLM:
         ]
 
     def encode(self, prompts: Items[Prompt]) -> list[list[int]]:
-        """Token ids of each prompt; text goes through the checkpoint's tokenizer without a chat template.
+        """Returns the token ids of each prompt; text is encoded by the checkpoint's tokenizer, without a chat template.
 
-        Raises ValueError that names a prompt which is none by its place, as `prompts[3]`.
+        Raises ValueError for an invalid prompt, which the message names by its index, as `prompts[3]`.
         """
         if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__") or not len(prompts):
             raise ValueError(f"prompts={prompts!r}: give a list of at least one prompt")
         return [encode_prompt(self.tokenizer, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
-        """Raises ValueError, with the numbers, when the prompt's completions could never run here."""
+        """Raises ValueError, with the numbers, if the prompt's completions could never run here."""
         self.replica.check(encode_prompt(self.tokenizer, prompt, "prompt"), sampling_params)
 
     def _check_ready(self) -> None:
@@ -242,7 +242,7 @@ class LLM:
     def _roll_out(
         self, states: list[SequenceState], done: Mapping[SequenceId, Completion], hear: Callable[[Finished], None]
     ) -> dict[tuple[int, int], Completion]:
-        """All completions, by prompt uid and sample index."""
+        """Returns all completions, by (prompt uid, sample index)."""
         if self.rollout is None:
             self.step_records = []
             try:
@@ -259,7 +259,7 @@ class LLM:
         try:
             finished = self.rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear)
         finally:
-            self.layout = self.rollout.layout  # only the ranks that a regroup moves have heard of it
+            self.layout = self.rollout.layout  # during the rollout, a regroup reaches only the ranks that it moves
         self.step_records = self.rollout.step_records
         return {(one.state.key.prompt_uid, one.completion.index): one.completion for one in known + finished}
 
@@ -267,11 +267,11 @@ class LLM:
 
     @alone
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Takes new weights, parameter by parameter, under Hugging Face names; returns their checksum.
+        """Loads new weights, parameter by parameter, under Hugging Face names; returns their checksum.
 
-        All cached KV is of the old weights and is dropped. Raises RuntimeError while sequences are running,
-        ValueError when the stream does not fit the model. All ranks call it together, and where one fails all raise
-        and none has weights.
+        Drops all cached KV, which the old weights computed. Raises RuntimeError while sequences are running, ValueError
+        when the parameters do not fit the model. All ranks call it together; if one fails, all raise and none has
+        weights.
         """
         with together(self._world, "update_weights"):
             self._check_open()
@@ -280,12 +280,12 @@ class LLM:
             if self.replica.has_work:
                 raise RuntimeError("update_weights: sequences are running; pause() them first")
         if self._kv_store is not None:
-            self._kv_store.close()  # paused sequences may have left with some; the version need not tell it from new KV
+            self._kv_store.close()  # it may hold KV of paused sequences, and new weights may have the old version
         self._placement.update(weights, version)
         return self.checksum()
 
     def checksum(self) -> int:
-        """Of the weights in use, over logical elements: equal for equal weights, however they are laid out.
+        """Checksum of the weights in use, over logical elements: equal for equal weights, in any layout.
 
         All ranks of a replica call it together.
         """
@@ -293,22 +293,22 @@ class LLM:
 
     @alone
     def sleep(self, *, weights: bool = False) -> None:
-        """Gives the KV cache's memory back for training, and the weights' too when asked (then update them)."""
+        """Releases the KV cache's memory for training; with `weights=True` also the weights' (then update them)."""
         if self.replica.has_work:
             raise RuntimeError("sleep: sequences are running; pause() them first")
         self._engine.sleep(weights=weights)
 
     @alone
     def wake_up(self) -> None:
-        """Takes the KV cache's memory again."""
+        """Allocates the KV cache's memory again."""
         self._engine.wake_up()
 
     @alone
     def close(self) -> None:
-        """Ends the connections of coordinated rollouts; gives back the host's copy of the weights, and the groups of
-        ranks that this LLM has made.
+        """Closes the connections of coordinated rollouts, the host's copy of the weights, and the groups of ranks that
+        this LLM made.
 
-        All ranks together. Nothing can be generated any more.
+        All ranks call it together. The LLM cannot generate any more.
         """
         self._closed = True
         if self._kv_store is not None:
@@ -316,7 +316,7 @@ class LLM:
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None
-        if hasattr(self, "_placement"):  # else the constructor has failed
+        if hasattr(self, "_placement"):  # false when the constructor has failed
             self._placement.close()
         if self._own_groups is not None:
             self._own_groups.close()

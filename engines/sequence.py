@@ -1,6 +1,6 @@
-"""Sequences as plain data: what a caller asks for, what a replica carries, what comes back.
+"""Sequences as plain data: a caller's request, a replica's state of a sequence, and the finished completion.
 
-Torch-free. A `SequenceState` is all that is needed to go on anywhere; the KV cache is only a cache of it.
+Torch-free. A `SequenceState` is enough to continue a sequence anywhere; its KV can always be recomputed from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_int64(value: object) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be encoded: half a surrogate pair cannot."""
+    """Whether `text` can be encoded: half a surrogate pair cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -41,7 +41,7 @@ class SamplingParams:
     """
 
     temperature: Annotated[float, Meta(ge=0, le=1e6, description="0 (greedy), or in [1e-6, 1e6]")] = 1.0
-    """0 is greedy: the most likely token, log-probs then being those of the unscaled distribution."""
+    """0 is greedy: the most likely token; log-probs are then from the unscaled distribution."""
     top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 (off), or an integer from 1 to 2^31 - 1")] = -1
     """Keep the k most likely tokens; -1 keeps all."""
     top_p: Share = 1.0
@@ -57,10 +57,10 @@ class SamplingParams:
     stop: tuple[StopString, ...] = ()
     """Strings that end a completion; the text is cut before the string, the tokens are kept.
 
-    U+FFFD matches what is no text, once something follows: before that it may be half a character.
+    U+FFFD matches bytes that are not valid text, once more bytes follow: until then they may be half a character.
     """
     ignore_eos: bool = False
-    """Do not end at the model's end-of-sequence ids (`stop_token_ids` still end)."""
+    """Continue past the model's end-of-sequence ids (`stop_token_ids` still end a completion)."""
     seed: Int64 | None = None
     """Makes the completions of this request independent of the run's seed, policy step and prompt uid."""
 
@@ -82,7 +82,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceKey:
-    """What a sequence's random numbers depend on, and nothing else."""
+    """All that a sequence's random numbers depend on."""
 
     run_seed: int
     policy_step: int
@@ -90,9 +90,9 @@ class SequenceKey:
     sample_index: int
 
     def noise_key(self, seed: int | None = None) -> int:
-        """The 64-bit key of this sequence's noise, as a signed integer (what an int64 tensor holds).
+        """Returns the 64-bit key of this sequence's noise, as a signed integer that fits in an int64 tensor.
 
-        With a request's own `seed` only that and the sample index count.
+        With a request's own `seed`, the key depends only on that seed and the sample index.
         """
         if seed is None:
             name = struct.pack("<4sqqqq", b"run\0", self.run_seed, self.policy_step, self.prompt_uid, self.sample_index)
@@ -103,9 +103,9 @@ class SequenceKey:
 
 @dataclass(kw_only=True)
 class SequenceState:
-    """A sequence between two steps: enough to resume it in any process. Grows as tokens are generated.
+    """A sequence between two steps: enough to resume it in any process. It grows as tokens are generated.
 
-    `logprobs` and `versions` align with the generated tokens, `tokens[num_prompt_tokens:]`.
+    `logprobs` and `versions` have one entry per generated token, `tokens[num_prompt_tokens:]`.
     """
 
     key: SequenceKey
@@ -125,7 +125,7 @@ class SequenceState:
         return (self.key.policy_step, self.key.prompt_uid, self.key.sample_index)
 
     def cut(self, length: int) -> None:
-        """Removes generated tokens until `num_tokens` are left, prompt included."""
+        """Removes generated tokens until `length` tokens are left, prompt included."""
         del self.tokens[length:]
         del self.logprobs[length - self.num_prompt_tokens :]
         del self.versions[length - self.num_prompt_tokens :]
@@ -141,7 +141,7 @@ class SequenceState:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished (or aborted) completion: aligned per-token records, prompt excluded."""
+    """One finished (or aborted) completion: lists with one entry per generated token."""
 
     index: int
     """Sample index within the group."""
@@ -163,17 +163,17 @@ class KVPart:
     first_head: int
     num_heads: int
     location: str
-    """Where the bytes lie, in the words of the store that wrote them."""
+    """Where the bytes lie, in the format of the store that wrote them."""
     num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVHandle:
-    """Names the stored KV of the first `num_tokens` tokens of a sequence, cut by KV heads. Holds no bytes itself."""
+    """Names the stored KV of a sequence's first `num_tokens` tokens, split by KV heads. Holds no KV itself."""
 
     num_tokens: int
     policy_version: int
-    """Of the weights that computed it; with others it must be recomputed."""
+    """Version of the weights that computed this KV; for other weights it must be recomputed."""
     dtype: str
     parts: tuple[KVPart, ...]
 
@@ -184,17 +184,17 @@ class KVHandle:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A sequence to go on with, for `max_new_tokens` tokens here, or to its end when None."""
+    """A sequence for a replica to continue, for `max_new_tokens` tokens, or to its end when None."""
 
     state: SequenceState
     max_new_tokens: int | None = None
     kv: KVHandle | None = None
-    """KV of its first tokens to begin with; what is missing is recomputed."""
+    """Stored KV of its first tokens; the KV of the other tokens is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished sequence: its state, and the completion made of it."""
+    """A finished sequence: its state, and the completion made from it."""
 
     state: SequenceState
     completion: Completion

@@ -1,4 +1,4 @@
-"""Which attention runs: a pure decision, and the backend that it names."""
+"""Chooses the attention backend: a pure decision on its name, and the backend of that name."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class AttentionBackend(Protocol[Plan]):
     """Whether a plan of decodes, made from static memory, may be captured in a CUDA graph."""
 
     def plan(self, batch: ForwardBatch, block_size: int) -> Plan:
-        """What is the same for every layer: once per forward pass."""
+        """Called once per forward pass: returns all that is the same for every layer."""
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> Tensor:
-        """Once per layer; see `sdpa.attention`."""
+        """Called once per layer; see `sdpa.attention`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an attention backend is to run on."""
+    """All that decides whether an attention backend can run."""
 
     device: torch.device
     capability: tuple[int, int]
-    """Of a CUDA device; (0, 0) for others."""
+    """Compute capability of a CUDA device; (0, 0) for others."""
     dtype: torch.dtype
     head_dim: int
     block_size: int
@@ -54,12 +54,12 @@ class Setting:
 def choose_attention(
     asked: Attention, setting: Setting, without: Callable[[str], str | None], *, allow_native: bool = True
 ) -> str:
-    """The name of the backend to run. `without(name)` says why one cannot be had here at all, None if it can; only
-    those are asked after that could take the setting.
+    """Returns the name of the backend to run. `without(name)` returns why a backend is not available on this machine,
+    None if it is; it is called only for backends that support the setting.
 
-    "auto" takes the fastest: flash_attn, triton, sdpa on CUDA, native, sdpa on a CPU. For the same bits in any batch it
-    takes native, nothing else. Raises ValueError when that one, or one that is asked for, cannot be had, or cannot take
-    the setting.
+    "auto" takes the fastest: flash_attn, triton, sdpa on CUDA, native, sdpa on a CPU. With `batch_invariant` only
+    native is possible. Raises ValueError when that backend, or the one named by `asked`, is not available or does not
+    support the setting.
     """
     if asked != "auto" or setting.batch_invariant:
         name = "native" if setting.batch_invariant else asked
@@ -78,7 +78,7 @@ def choose_attention(
 
 
 def refusal(name: str, setting: Setting) -> str | None:
-    """Why a backend cannot take the setting, and what to do; None if it can."""
+    """Returns why a backend does not support the setting, and what to do; None if it does."""
     dtype = str(setting.dtype).removeprefix("torch.")
     match name:
         case "native" if setting.device.type != "cpu":
@@ -123,7 +123,7 @@ class ChosenAttention:
 
 
 def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.device) -> ChosenAttention:
-    """For a shard of a model, of these sizes. Raises ValueError as `choose_attention` does."""
+    """Chooses and makes the backend for a shard with these sizes. Raises ValueError as `choose_attention` does."""
     setting = Setting(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
@@ -162,9 +162,9 @@ def _make(name: str, shard: ModelConfig, setting: Setting) -> AttentionBackend[A
 
 
 def why_not_importable(name: str) -> str | None:
-    """Of an optional package: what importing it says, and what to do; None when it can be imported."""
+    """Returns the error of importing an optional package, and what to do; None when it can be imported."""
     try:
         importlib.import_module(name)
-    except Exception as error:  # one built for another torch fails in its own ways
+    except Exception as error:  # a package built for another torch may raise anything
         return f"cannot be imported ({error}); `pip install {name.replace('_', '-')}`, built for this torch"
     return None

@@ -1,8 +1,8 @@
 """Attention by the flash-attn package (FlashAttention-2), on CUDA: an adapter, written and not run.
 
-Its paged cache has ours' layout, in blocks of multiples of 256 tokens, in bfloat16 or float16, with heads of multiples
-of 8 up to 256 (`choose.refusal` says so). Decodes are a call of their own: there the package makes the query heads of a
-KV head rows of one product, and cuts long contexts into parts.
+The package's paged cache has the same layout as ours, with blocks of multiples of 256 tokens, bfloat16 or float16, and
+head sizes of multiples of 8 up to 256 (checked by `choose.refusal`). Decodes are a separate call: for them the package
+computes the query heads of a KV head as rows of one product, and cuts long contexts into parts.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from engines.attention.batch import ForwardBatch
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """Neighbouring sequences that are run in one go."""
+    """Neighbouring sequences that are run in one call."""
 
     rows: slice
-    """Of the flat batch."""
+    """Their rows of the flat batch."""
     starts_q: Tensor
     """int32 [S + 1]: where each sequence's rows begin and end, counted from the first of `rows`."""
     ends_k: Tensor
-    """int32 [S + 1]: running sum of the contexts, from 0."""
+    """int32 [S + 1]: cumulative sum of the context lengths, from 0."""
     max_q: int
     max_k: int
-    """A bound that the host knows."""
+    """An upper bound of the context lengths that the host knows."""
     table: Tensor
 
 
 class FlashAttention:
-    """See `sdpa`, whose signature it has."""
+    """A backend with the interface of `sdpa`."""
 
     capturable = True
 
     def __init__(self, varlen_func: Callable[..., Tensor]) -> None:
-        """`flash_attn.flash_attn_varlen_func`."""
+        """`varlen_func`: `flash_attn.flash_attn_varlen_func`."""
         self._varlen_func = varlen_func
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[_Call]:

@@ -1,6 +1,6 @@
-"""Attention on a CPU that reads the paged cache where it lies, in C++: nothing is gathered, and nothing padded.
+"""Attention on a CPU in C++, which reads the paged cache in place, without gathering or padding.
 
-A token has the same bits however it was computed: alone, in a chunk of any size, or beside others.
+A token has the same bits whether it is computed alone, in a chunk of any size, or in any batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engines.native.library import Library, address
 
 
 class NativeAttention:
-    """See `sdpa`, whose signature it has. Its plan is the batch itself."""
+    """A backend with the interface of `sdpa`. Its plan is the batch itself."""
 
     capturable = False
 
@@ -24,7 +24,7 @@ class NativeAttention:
         return batch
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: ForwardBatch) -> Tensor:
-        q = q.contiguous()  # torch's rotation gives a part of a larger tensor
+        q = q.contiguous()  # torch's rotation returns a part of a larger tensor
         out = torch.empty_like(q)
         num_heads, dim = q.shape[1:]
         block_size, num_kv_heads = k_cache.shape[1:3]

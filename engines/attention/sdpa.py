@@ -1,10 +1,10 @@
-"""The reference attention backend: gather each sequence's blocks, then torch's scaled_dot_product_attention.
+"""The reference attention backend: gathers each sequence's blocks, then runs torch's scaled_dot_product_attention.
 
-Runs on any device and dtype. A backend is two functions: `plan(batch)`, once per forward pass, and
-`attention(q, k_cache, v_cache, plan)`, once per layer.
+Runs on any device and dtype. A backend has two functions: `plan(batch, block_size)`, called once per forward pass, and
+`attention(q, k_cache, v_cache, plan)`, called once per layer.
 
-What is gathered and masked is bounded, whatever the batch: sequences go by pieces of `PIECE_TOKENS` of padded context,
-and the queries of a piece by as many as have masks of `PIECE_BYTES`.
+Memory for gathered KV and masks is bounded for any batch: sequences are processed in pieces of at most `PIECE_TOKENS`
+tokens of padded context, and a piece's queries in groups whose masks take at most `PIECE_BYTES` bytes.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from engines.attention.batch import ForwardBatch
 from engines.memory.plan import PIECE_BYTES, PIECE_TOKENS
 
 capturable = False
-"""Whether `plan` and `attention` of decodes can be captured in a CUDA graph: whether they ask nothing of the host, and
-cost what the contexts cost and not what the block table could hold. This backend gathers all of the table."""
+"""Whether `plan` and `attention` of decodes are fit for a CUDA graph: they need no value on the host, and their cost
+depends on the contexts, not on the width of the block table. This backend gathers the whole table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Context:
-    """What S sequences see: their blocks, gathered and padded to L tokens."""
+    """The contexts of S sequences: their blocks, padded to L tokens each."""
 
     num_seqs: int
     blocks: Tensor
     """int64 [S * L / block_size]"""
 
     def gather(self, cache: Tensor) -> Tensor:
-        """[S, num_kv_heads, L, head_dim] of a layer's cache."""
+        """Returns [S, num_kv_heads, L, head_dim], gathered from a layer's cache."""
         return cache.index_select(0, self.blocks).view(self.num_seqs, -1, *cache.shape[2:]).transpose(1, 2)
 
 
@@ -49,22 +49,22 @@ class _Decodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Sequences with several new tokens, run in one call: padded to Q new tokens each."""
+    """Sequences with several new tokens, run together and padded to Q new tokens each."""
 
     context: _Context
     rows_SQ: Tensor
     """int64: row of each new token in the flat batch; padding repeats the sequence's first row."""
     positions_SQ: Tensor
-    """int64: position of each new token in its sequence; it sees those up to its own."""
+    """int64: position of each new token in its sequence; the token attends to positions up to its own."""
     flat_rows: Tensor | None
     """int64 [tokens of the bucket]: flat rows without padding; None when nothing is padded."""
     padded_rows: Tensor | None
-    """int64 [tokens of the bucket]: where those are in the padded [S * Q]."""
+    """int64 [tokens of the bucket]: places of these rows in the padded [S * Q]; None when nothing is padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SdpaPlan:
-    """What `attention` needs of a batch, the same for every layer."""
+    """All that `attention` needs of a batch, the same for every layer."""
 
     decodes: list[_Decodes]
     buckets: list[Bucket]
@@ -80,7 +80,7 @@ def plan(batch: ForwardBatch, block_size: int) -> SdpaPlan:
 
 
 def plan_buckets(batch: ForwardBatch, num_decodes: int, block_size: int) -> list[Bucket]:
-    """Of the sequences behind the first `num_decodes`."""
+    """Returns the buckets of the sequences after the first `num_decodes`."""
     members: dict[int, list[int]] = defaultdict(list)
     for index in range(num_decodes, len(batch.seqlens_q)):
         members[(batch.seqlens_q[index] - 1).bit_length()].append(index)
@@ -89,14 +89,14 @@ def plan_buckets(batch: ForwardBatch, num_decodes: int, block_size: int) -> list
 
 
 def _padded_lengths(batch: ForwardBatch, block_size: int) -> list[int]:
-    """Tokens that are gathered of each sequence, where it is alone in its piece."""
+    """Returns for each sequence the number of tokens that are gathered when it is alone in its piece."""
     if batch.context_lens.device.type == "cpu":
         return batch.context_lens.tolist()
     return [batch.block_table.shape[1] * block_size] * len(batch.seqlens_q)  # see `_plan_context`
 
 
 def _pieces(indices: Iterable[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Cuts `indices` into runs of one or more: at most `PIECE_TOKENS`, each sequence padded to its run's longest."""
+    """Cuts `indices` into runs of one or more, of at most `PIECE_TOKENS` tokens when padded to the run's longest."""
     piece: list[int] = []
     longest = 0
     for index in indices:
@@ -120,7 +120,7 @@ def _plan_decodes(batch: ForwardBatch, num_decodes: int, block_size: int) -> lis
 
 
 def _plan_context(contexts: Tensor, table: Tensor, block_size: int) -> tuple[_Context, Tensor]:
-    on_host = contexts.device.type == "cpu"  # elsewhere asking for the longest would wait for the device
+    on_host = contexts.device.type == "cpu"  # on others, reading the longest would wait for the device
     num_blocks = -(-int(contexts.max()) // block_size) if on_host else table.shape[1]
     key_positions = torch.arange(num_blocks * block_size, device=contexts.device)
     return _Context(num_seqs=len(contexts), blocks=table[:, :num_blocks].flatten().long()), key_positions
@@ -148,10 +148,10 @@ def _plan_bucket(batch: ForwardBatch, indices: list[int], block_size: int) -> Bu
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: SdpaPlan) -> Tensor:
-    """Causal grouped-query attention of new tokens over the paged cache, scaled by head_dim ** -0.5.
+    """Returns causal grouped-query attention of new tokens over the paged cache, [T, num_heads, head_dim].
 
-    q: [T, num_heads, head_dim]; caches: [num_blocks, block_size, num_kv_heads, head_dim], new tokens already
-    written. Returns [T, num_heads, head_dim].
+    q: [T, num_heads, head_dim]; caches: [num_blocks, block_size, num_kv_heads, head_dim], with the new tokens already
+    written. Scores are scaled by head_dim ** -0.5.
     """
     if len(plan.decodes) == 1 and not plan.buckets:
         return _attend_decodes(q, k_cache, v_cache, plan.decodes[0])
@@ -167,7 +167,7 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: SdpaPlan) -> Te
 
 
 def _attend_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, decodes: _Decodes) -> Tensor:
-    """[S, num_heads, head_dim]. The query heads that share a KV head become query rows of it: no key is repeated."""
+    """Returns [S, num_heads, head_dim]. Query heads with the same KV head become its query rows: no key is repeated."""
     num_seqs = decodes.context.num_seqs
     q_rows = q.view(num_seqs, k_cache.shape[2], -1, q.shape[2])
     keys, values = decodes.context.gather(k_cache), decodes.context.gather(v_cache)
@@ -175,13 +175,13 @@ def _attend_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, decodes: _Decod
 
 
 def attend_bucket(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: Bucket) -> None:
-    """Writes the rows of `out` that are the bucket's."""
+    """Writes the bucket's rows of `out`."""
     num_seqs, max_q = bucket.rows_SQ.shape
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     keys, values = bucket.context.gather(k_cache), bucket.context.gather(v_cache)
-    # A boolean mask, and what is made of it; on a CPU one in bfloat16 takes float32's memory, too.
+    # A boolean mask, and the mask made of it; on a CPU a bfloat16 mask takes as much memory as a float32 one.
     row_bytes = num_seqs * group * keys.shape[2] * (1 + max(4, q.element_size()))
     step = max(1, PIECE_BYTES // row_bytes)
     results = []
@@ -190,7 +190,7 @@ def attend_bucket(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, buck
         num_q = rows_SQ.shape[1]
         q_padded = q.index_select(0, rows_SQ.flatten()).view(num_seqs, num_q, num_kv_heads, group, head_dim)
         q_rows = q_padded.permute(0, 2, 1, 3, 4).reshape(num_seqs, num_kv_heads, num_q * group, head_dim)
-        # No query of the piece sees more; elsewhere asking for it would wait for the device.
+        # No query of the piece attends further; on other devices reading this number would wait.
         seen = int(positions_SQ.max()) + 1 if q.device.type == "cpu" else keys.shape[2]
         mask = _mask(positions_SQ.repeat_interleave(group, dim=1), seen, q.dtype)
         result = scaled_dot_product_attention(q_rows, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask)
@@ -204,9 +204,9 @@ def attend_bucket(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, buck
 
 
 def _mask(positions_SR: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """[S, 1, R, L] to be added to the scores of R query rows: 0 for keys up to a row's position, else -inf.
+    """Returns [S, 1, R, L], added to the scores of R query rows: 0 for keys up to a row's position, else -inf.
 
-    Given a boolean one, `scaled_dot_product_attention` would make this of it, and of its negation.
+    From a boolean mask, `scaled_dot_product_attention` would make this one, and also the negated mask.
     """
     hidden = torch.arange(num_keys, device=positions_SR.device) > positions_SR[:, None, :, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

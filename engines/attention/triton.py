@@ -1,14 +1,14 @@
-"""Attention on a GPU, in Triton: the paged cache is read where it lies, by as many programs as fill the device.
+"""Attention on a GPU, in Triton: reads the paged cache in place, with as many programs as fill the device.
 
-A program takes a tile of rows and one KV head: the query heads that share it, times a sequence's new tokens, are the
-tile's rows, so that each key is read once for all of them. Decodes are one launch, sequences with several new tokens
-(verification, prefill) another. Softmax is online, in float32 and to the base 2 (FlashAttention-2, Dao 2023); where
-rows alone are too few to fill the device, a sequence's context is cut into parts, whose results a second kernel merges
-(Flash-Decoding, Dao et al. 2023).
+A program computes a tile of rows for one KV head. The rows are the query heads that share the KV head, for each of a
+sequence's new tokens, so that each key is read once for all of them. Decodes are one launch, sequences with several new
+tokens (verification, prefill) another. Softmax is online, in float32 and to the base 2 (FlashAttention-2, Dao 2023).
+When the rows alone are too few to fill the device, a sequence's context is cut into parts, whose results a second
+kernel merges (Flash-Decoding, Dao et al. 2023).
 
-Nothing asks the device. The grid of the decodes depends on the batch size and the width of the block table alone, and
-all else that they go by lies in tensors, so that a captured launch may be replayed for other lengths. A sequence with a
-context of 0, which pads a batch, gives zeros.
+The host never waits for the device. The grid of the decodes depends only on the batch size and the width of the block
+table; all other inputs are tensors, so that a captured launch can be replayed for other lengths. The output of a
+sequence with a context of 0, which pads a batch, is zeros.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch import Tensor
 from engines.attention.batch import ForwardBatch
 
 MIN_PART = 256
-"""Tokens of context that are worth a program of their own."""
+"""Fewest tokens of context that are worth a program."""
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What one program computes at once."""
+    """Sizes of the piece that one program computes at once."""
 
     rows: int
     keys: int
@@ -41,9 +41,9 @@ class Tile:
 
 
 def choose_tile(rows: int, head_dim: int, itemsize: int) -> Tile:
-    """The tile for sequences with `rows` rows: a power of two of them, from 16 to what registers hold.
+    """Returns the tile for sequences with `rows` rows: its rows are a power of two, from 16 to what registers hold.
 
-    Keys and values of a tile take at most 32 KiB of shared memory, for each of the stages that are under way.
+    A tile's keys and values take at most 32 KiB of shared memory per pipeline stage.
     """
     dim = _padded(head_dim)
     most = 16 if itemsize == 4 else 128 if dim <= 128 else 64  # float32 products are not for tensor cores
@@ -54,26 +54,26 @@ def choose_tile(rows: int, head_dim: int, itemsize: int) -> Tile:
 
 
 def count_parts(num_programs: int, num_processors: int, max_context: int) -> int:
-    """Parts to cut each context into, so that the device has two programs per processor, if contexts may be so long."""
+    """Returns the number of parts of each context: two programs per processor, if contexts are long enough."""
     wanted = -(-2 * num_processors // num_programs)
     return max(1, min(wanted, max_context // MIN_PART))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Launch:
-    """Sequences that are run in one go."""
+    """Sequences that are run in one launch."""
 
     num_tiles: int
     tile: Tile
     places: Tensor | None
-    """int32 [num_tiles, 2]: sequence and first row of each tile; None for decodes, where the tile's number says it."""
+    """int32 [num_tiles, 2]: sequence and first row of each tile; None for decodes: the tile's number gives both."""
     num_parts: int
-    """Into which each context is cut."""
+    """Number of parts of each context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TritonPlan:
-    """What `attention` needs of a batch, the same for every layer."""
+    """All that `attention` needs of a batch, the same for every layer."""
 
     starts: Tensor
     contexts: Tensor
@@ -82,7 +82,7 @@ class TritonPlan:
 
 
 class TritonAttention:
-    """See `sdpa`, whose signature it has. Takes every block size, and head sizes up to 256."""
+    """A backend with the interface of `sdpa`, for any block size, and head sizes up to 256."""
 
     capturable = True
 
@@ -95,7 +95,7 @@ class TritonAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Of this shard's heads."""
+        """The numbers of heads are this shard's."""
         self._group = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
@@ -169,7 +169,7 @@ class TritonAttention:
 
 
 def place_tiles(seqlens_q: list[int], first_sequence: int, group: int, tile_rows: int) -> np.ndarray:
-    """int32 [num_tiles, 2]: sequence, and row in it, where each tile begins, for sequences from `first_sequence` on."""
+    """Returns int32 [num_tiles, 2]: each tile's sequence (numbered from `first_sequence`) and its first row in it."""
     counts = -(-np.asarray(seqlens_q) * group // tile_rows)
     sequence = np.repeat(np.arange(len(counts)), counts)
     index = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
@@ -189,7 +189,7 @@ def _num_processors(device: torch.device) -> int:
 # -- kernels. A row is a query head of a new token; row r of a sequence is head r % GROUP of its token r // GROUP.
 
 _VARYING = ("num_rows", "num_parts", "table_width")
-"""Integers for which no kernel must be compiled again."""
+"""Integers that must not cause a kernel to be compiled again."""
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -199,7 +199,7 @@ def _attend(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, IN_PARTS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's output; or, IN_PARTS, its sum of values over a part of the context, not yet divided by its weight."""
+    """Computes a tile's output; or, IN_PARTS, its sum of values over a part of the context, not divided by weight."""
     sequence, tokens, heads, is_row, positions, end = _place(
         starts, contexts, places, GROUP=GROUP, ROWS=ROWS, IS_DECODE=IS_DECODE
     )
@@ -237,7 +237,7 @@ def _merge_parts(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's output of the sums over the parts of its context, in their order."""
+    """Computes a tile's output from the sums over the parts of its context, in their order."""
     sequence, tokens, heads, is_row, _, end = _place(
         starts, contexts, places, GROUP=GROUP, ROWS=ROWS, IS_DECODE=IS_DECODE
     )
@@ -252,7 +252,7 @@ def _merge_parts(
         part_weight = tl.load(weights + part_rows, mask=is_row, other=0.0)
         part_total = tl.load(sums + part_rows[:, None] * DIM + dims[None, :], mask=is_value, other=0.0)
         new_top = tl.maximum(top, part_top)
-        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may see nothing of the first parts
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may see no key of the first parts
         rescale = tl.exp2(top - finite)
         part_rescale = tl.exp2(part_top - finite)
         weight = weight * rescale + part_weight * part_rescale
@@ -263,8 +263,8 @@ def _merge_parts(
 
 @triton.jit
 def _place(starts, contexts, places, GROUP: tl.constexpr, ROWS: tl.constexpr, IS_DECODE: tl.constexpr):
-    """Of this program's rows: sequence; token in the batch and query head; which there are; positions, which are also
-    the last keys that they see; and where the keys that any of them sees end.
+    """Returns for this program's rows: the sequence; each row's token in the batch, query head, whether it exists, and
+    position (also the last key that it sees); and the end of the keys that any of the rows sees.
     """
     tile = tl.program_id(0)
     if IS_DECODE:
@@ -287,13 +287,13 @@ def _place(starts, contexts, places, GROUP: tl.constexpr, ROWS: tl.constexpr, IS
 
 @triton.jit
 def _part_size(context, num_parts, KEYS: tl.constexpr):
-    """Tokens in each part of a context: whole tiles of keys, the same for every row of the sequence."""
+    """Returns the tokens in each part of a context: whole tiles of keys, the same for every row of the sequence."""
     return tl.maximum(tl.cdiv(tl.cdiv(context, num_parts), KEYS), 1) * KEYS
 
 
 @triton.jit
 def _nothing(ROWS: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Of no keys: the highest score of each row, and the sums of weights and of weighted values relative to it."""
+    """Returns each row's highest score, and its sums of weights and of weighted values relative to it, for no keys."""
     return (
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
@@ -307,7 +307,7 @@ def _sum_values(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """See `_nothing`: of keys `first`, a multiple of KEYS, to `end`."""
+    """Returns the same three as `_nothing`, for the keys from `first`, a multiple of KEYS, to `end`."""
     top, weight, total = _nothing(ROWS, PADDED_DIM)
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first, end, KEYS):

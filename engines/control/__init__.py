@@ -1,1 +1,1 @@
-"""Typed messages between processes, and how they travel."""
+"""Typed messages between processes, and their transport."""

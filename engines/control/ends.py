@@ -1,4 +1,4 @@
-"""What the two ends of a control connection give to their callers. Torch-free."""
+"""What the two ends of a control connection return to their callers. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined:
-    """A peer is there, and can be sent to."""
+    """A peer has joined: messages can be sent to it."""
 
     peer: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """A peer is gone for good: a process that comes back under its name joins anew."""
+    """A peer is gone for good; a process that comes back under its name joins as a new peer."""
 
     peer: str
     reason: str
@@ -36,7 +36,7 @@ Notice = Received | Joined | Lost
 
 
 class Inbox(Generic[Item]):
-    """What has come, in order. An exception in it is the end, and every `get` from then on raises it."""
+    """Received items, in order. An exception ends it: from then on, every `get` raises that exception."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()

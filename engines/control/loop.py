@@ -16,18 +16,18 @@ import zmq
 
 from engines.control.sealing import HEADER
 
-_BURST: Final = 256  # messages read before the thread looks at its clock and outbox again: a flood starves neither
-_LINGER_MS: Final = 500  # what close() waits at most for the last messages to leave
+_BURST: Final = 256  # messages read before the thread serves its clock and outbox again: a flood starves neither
+_LINGER_MS: Final = 500  # longest that close() waits until the last messages are sent
 _BIND_S: Final = 1.0  # how long a port may still be in use
 _CLOSE_S: Final = 2.0  # the longest that close() takes
 
 
 class Loop:
-    """The thread that owns a zmq socket: it alone touches it, and it beats while the other threads compute.
+    """The thread that owns a zmq socket: no other thread uses it, and heartbeats go on while other threads compute.
 
-    `on_item` gets what was `put`, `on_frames` what came, `on_tick(now, away_s)` a call per interval with the seconds
-    by which it is late, and `on_end` the exception that ended the thread, None for `close`; it returns whether what it
-    sent is to be waited for. `on_cut` is called when the connection of a connecting socket breaks; zmq makes a new one.
+    `on_item` gets each item that was `put`, `on_frames` each received message. `on_tick(now, away_s)` is called once
+    per interval, `away_s` seconds late. `on_end` gets the error that ended the thread, None for `close`; it returns
+    whether to wait until its messages are sent. `on_cut` is called when a client's connection breaks; zmq reconnects.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Loop:
         self._on_item, self._on_frames, self._on_tick, self._on_end = on_item, on_frames, on_tick, on_end
         self._outbox: deque[Any] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()  # nobody writes to the eventfd's number once it is closed
+        self._lock = threading.Lock()  # no thread may write to the eventfd's number once it is closed
         self._is_open = True
         self._thread = threading.Thread(target=self._run, name="control-transport", daemon=True)
         self._thread.start()
@@ -119,7 +119,7 @@ class Loop:
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Also where another end of this process has just closed: zmq gives a port back a moment later."""
+    """Binds the socket; retries while the port is in use, as zmq frees the port of a closed socket a moment later."""
     deadline = time.monotonic() + _BIND_S
     while True:
         try:
@@ -132,11 +132,11 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def open_socket(kind: int, max_bytes: int) -> zmq.Socket[bytes]:
-    """A socket in the process's one context, which is never terminated: libzmq's term() was seen to hang, about once
-    in 2000 closes that raced with a peer's own."""
+    """Opens a socket in the process's only context, which is never terminated: libzmq's term() was seen to hang, about
+    once in 2000 closes that raced with a peer's close."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER.size))  # of a frame: zmq cuts who sends a larger one
-    # No limit on what waits to be sent: a peer that does not read is dropped by its silence, and blocks nobody.
+    socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, HEADER.size))  # per frame: zmq disconnects a larger one's sender
+    # No limit on unsent messages: a peer that does not read is dropped for its silence, and does not block others.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 100)  # per connection, of up to MAXMSGSIZE each
     return socket

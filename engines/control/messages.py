@@ -1,18 +1,19 @@
-"""What coordinator and replicas say to each other: typed structs, msgpack bytes. Torch-free.
+"""The messages between coordinator and replicas: typed structs, sent as msgpack bytes. Torch-free.
 
-The transport refuses a process of another version (`sealing.VERSION`): raise that when these change.
+The transport refuses a process with another `sealing.VERSION`: raise that number when these messages change.
 
 **Addresses.** A command goes to one process: `rank`. When that process is the leader of a replica (`ranks[0]` of its
-spec), `replica_id` names the replica, and the leader relays the command to the replica's other ranks, which take it at
-the same step. An idle rank (in no replica of the layout) is addressed singly, with `replica_id` None. Answers come from
-the same process, with the same two fields. Replicas outside the torchrun world are numbered by whoever launches
-them: with ids that are never used again, and ranks from the world's size on.
+spec), `replica_id` names the replica, and the leader relays the command to the replica's other ranks; all execute it at
+the same step. An idle rank (in no replica of the layout) is addressed directly, with `replica_id` None. Answers come
+from the same process, with the same two fields. The launcher numbers the replicas outside the torchrun world: with ids
+that are never used again, and ranks from the world's size on.
 
-**Order.** (`replica_id`, `epoch`) names a replica for good: `epoch` is that of the layout which formed it (a replica
-that a regroup leaves alone keeps its epoch; outside the world it is 0). `seq` of a command counts all commands of a
-run, and an event that answers one says so in `acks`. `seq` of an event counts the events of its sender since it was
-formed, from 0, so that a repeated or a missing one shows. `phase` is that of the last command the sender took (-1
-before any). A channel between two processes keeps its order; nothing is assumed between channels.
+**Order.** (`replica_id`, `epoch`) identifies a replica in the whole run: `epoch` is that of the layout which formed it
+(a replica that a regroup does not change keeps its epoch; outside the world it is 0). A command's `seq` counts all
+commands of a run; an event that answers a command has that number in `acks`. An event's `seq` counts the sender's
+events since its replica was formed, from 0, so that a repeated or a missing event is detected. An event's `phase` is
+that of the last command its sender executed (-1 before any). A channel between two processes keeps its order; no order
+is assumed between channels.
 """
 
 from __future__ import annotations
@@ -43,31 +44,31 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
 
 class SubmitWork(_Message, frozen=True, kw_only=True):
-    """Take these sequences on. Answered by what becomes of each; refused by `WorkRejected`."""
+    """Run these sequences. Answered by the later events about each sequence, or by `WorkRejected`."""
 
     works: tuple[Work, ...]
 
 
 class PauseSequences(_Message, frozen=True, kw_only=True):
-    """Give sequences back between two steps; those not here (any more) are passed over. -> `SequencesPaused`."""
+    """Return sequences between two steps; skips those that are not here (any more). -> `SequencesPaused`."""
 
     sequence_ids: tuple[SequenceId, ...] | None
     """None: all."""
     with_kv: bool
-    """Also export their KV."""
+    """Whether to export their KV, too."""
 
 
 class AbortSequences(_Message, frozen=True, kw_only=True):
-    """Drop sequences; those not here (any more) are passed over. -> `SequencesAborted`."""
+    """Drop sequences; skips those that are not here (any more). -> `SequencesAborted`."""
 
     sequence_ids: tuple[SequenceId, ...]
 
 
 class Regroup(_Message, frozen=True, kw_only=True):
-    """Leave the replica (or idleness) and take the place that `layout` gives.
+    """Leave the present replica (if any) and take this rank's place in `layout`.
 
-    Comes to paused replicas and idle ranks only. -> `ReplicaReady` from the leader of each new replica, when all its
-    ranks have done so, and `RankIdle` from each rank that is idle then: from there on it is addressed singly.
+    Sent only to paused replicas and idle ranks. -> `ReplicaReady` from the leader of each new replica, when all its
+    ranks have done so, and `RankIdle` from each rank that is then idle; from then on it is addressed directly.
     """
 
     layout: Layout
@@ -81,7 +82,7 @@ class LoadWeights(_Message, frozen=True, kw_only=True):
 
 
 class EndPhase(_Message, frozen=True, kw_only=True):
-    """The rollout of `phase` is over. -> `PhaseEnded`, from which on the process may train."""
+    """The rollout of `phase` is over. -> `PhaseEnded`, after which the process may train."""
 
 
 class Shutdown(_Message, frozen=True, kw_only=True):
@@ -94,7 +95,7 @@ Command = SubmitWork | PauseSequences | AbortSequences | Regroup | LoadWeights |
 
 
 class ReplicaReady(_Message, frozen=True, kw_only=True):
-    """All ranks of the replica stand by. What it holds, and what it has room for."""
+    """All ranks of the replica are ready. Contains its capacity and the version of its weights."""
 
     max_num_seqs: int
     """Sequences in one forward pass."""
@@ -105,19 +106,19 @@ class ReplicaReady(_Message, frozen=True, kw_only=True):
 
 
 class RankIdle(_Message, frozen=True, kw_only=True):
-    """After a `Regroup`: this rank is in no replica of the layout with this `epoch`, and listens for itself."""
+    """After a `Regroup`: this rank is in no replica of the layout with this `epoch`, and receives commands directly."""
 
 
 class StepReported(_Message, frozen=True, kw_only=True):
-    """After one step or several: sums since the last report, and current levels."""
+    """After one or more steps: sums since the last report, and current values."""
 
     num_running: int
     num_waiting: int
     num_free_blocks: int
     seconds: float
-    """That the steps since the last report took."""
+    """Time of the steps since the last report."""
     progress: tuple[tuple[SequenceId, int], ...]
-    """Tokens generated since the last report; sequences without any left out."""
+    """Tokens generated per sequence since the last report; sequences without new tokens are left out."""
 
 
 class SequencesFinished(_Message, frozen=True, kw_only=True):
@@ -128,19 +129,19 @@ class SequencesReleased(_Message, frozen=True, kw_only=True):
     """Sequences that used up their `max_new_tokens` here, unfinished."""
 
     works: tuple[Work, ...]
-    """Their states, and their KV where it was kept; `max_new_tokens` is None."""
+    """Their states, and their KV if it was stored; `max_new_tokens` is None."""
 
 
 class SequencesPaused(_Message, frozen=True, kw_only=True):
     acks: int
     works: tuple[Work, ...]
-    """Those that were still here, as in `SequencesReleased`."""
+    """The sequences that were still here, as in `SequencesReleased`."""
 
 
 class SequencesAborted(_Message, frozen=True, kw_only=True):
     acks: int
     finished: tuple[Finished, ...]
-    """Those that were still here, with what they had; finish reason `abort`."""
+    """The sequences that were still here, with their tokens so far; finish reason `abort`."""
 
 
 class WorkRejected(_Message, frozen=True, kw_only=True):
@@ -154,7 +155,7 @@ class WeightsLoaded(_Message, frozen=True, kw_only=True):
     acks: int
     version: int
     checksum: int
-    """Of the logical weights: the same for every layout of the same weights."""
+    """Checksum of the logical weights: the same for every layout of the same weights."""
 
 
 class PhaseEnded(_Message, frozen=True, kw_only=True):
@@ -162,7 +163,7 @@ class PhaseEnded(_Message, frozen=True, kw_only=True):
 
 
 class ReplicaLost(_Message, frozen=True, kw_only=True):
-    """A replica's last words, or what its connection's end says in its place; `seq` does not count."""
+    """A replica is lost: sent by the replica before it ends, or made by the coordinator. `seq` is not checked."""
 
     reason: str
 

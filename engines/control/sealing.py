@@ -1,4 +1,4 @@
-"""What makes a frame of a run's own: the launch token, and the header that it seals. Torch-free."""
+"""A run's launch token, and the message headers that it authenticates. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Final
 
 VERSION: Final = 2
 MAX_BYTES: Final = 64 << 20
-"""Of one frame's payload: a longer message travels in parts."""
-PREFIX: Final = struct.Struct("<4sHB")  # magic, version, kind: the same in all versions, so that each is named
-HEADER: Final = struct.Struct("<4sHB8sQ16s")  # prefix, session, sequence number, MAC of all that and the payload
+"""Most bytes of one frame's payload; a longer message is sent in parts."""
+PREFIX: Final = struct.Struct("<4sHB")  # magic, version, kind: the same in all versions, so that errors can name both
+HEADER: Final = struct.Struct("<4sHB8sQ16s")  # prefix, session, sequence number, MAC of these and the payload
 MAC_SIZE: Final = 16
 MAGIC: Final = b"CRTL"
 HELLO, WELCOME, DATA, BEAT, BYE, REFUSED, PART = range(1, 8)
@@ -40,7 +40,7 @@ class Seal:
     def __init__(self, token: bytes, *, is_server: bool) -> None:
         if len(token) != 32:
             raise ValueError(f"launch token: {len(token)} bytes, must be 32; use new_token()")
-        # Each direction has its own MAC, so that nobody's messages can be sent back to them.
+        # Each direction has its own MAC, so that a message cannot be sent back to its sender.
         up, down = (blake2b(key=token, digest_size=MAC_SIZE, person=person) for person in (b"to-server", b"to-client"))
         self._outgoing, self._incoming = (down, up) if is_server else (up, down)
 
@@ -49,7 +49,7 @@ class Seal:
         return [head + _mac(self._outgoing, head, payload), payload]
 
     def unpack(self, frames: list[bytes]) -> Message | str:
-        """The message, or the reason not to take it. Never raises, whatever the bytes."""
+        """Returns the message, or the reason to reject it. Never raises, for any bytes."""
         if len(frames) != 2 or len(frames[0]) < PREFIX.size or not frames[0].startswith(MAGIC):
             return "header"
         header, payload = frames
@@ -64,7 +64,7 @@ class Seal:
 
 
 class Session:
-    """One side of a connection that has been joined: numbers what it sends, takes what comes once and in order."""
+    """One side of a joined connection: numbers its messages, and accepts the other side's once each and in order."""
 
     def __init__(self, seal: Seal, session: bytes, max_bytes: int) -> None:
         self.id = session
@@ -79,14 +79,14 @@ class Session:
         return self._seal.pack(kind, self.id, self._num_sent, payload)
 
     def pack_data(self, payload: bytes) -> Iterator[list[bytes]]:
-        """A message of any length, in frames of at most `max_bytes`."""
+        """Yields a message of any length in frames of at most `max_bytes`."""
         last = max(0, len(payload) - 1) // self._max_bytes * self._max_bytes
         for start in range(0, last, self._max_bytes):
             yield self.pack(PART, payload[start : start + self._max_bytes])
         yield self.pack(DATA, payload[last:])
 
     def takes(self, message: Message) -> bool:
-        """False for one that came before. Raises ConnectionError where some are missing in front of it."""
+        """Returns False for a repeated message. Raises ConnectionError if messages before this one are missing."""
         if message.sequence > self.num_received + 1:
             raise ConnectionError(f"messages {self.num_received + 1} to {message.sequence - 1} are missing")
         is_next = message.sequence > self.num_received
@@ -95,7 +95,7 @@ class Session:
         return is_next
 
     def join_parts(self, message: Message) -> bytes | None:
-        """The whole message, once its last frame is here."""
+        """Returns the whole message when this is its last frame, None before."""
         self._parts.append(message.payload)
         if message.kind == PART:
             return None
@@ -104,7 +104,7 @@ class Session:
         return whole
 
     def silent_s(self, now: float, away_s: float) -> float:
-        """How long the other side has been silent; a pause of this process, of `away_s`, is not the other's silence."""
+        """Returns the seconds since the other side's last message, without the `away_s` of a pause of this process."""
         self._heard = min(now, self._heard + away_s)
         return now - self._heard
 

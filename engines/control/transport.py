@@ -1,8 +1,8 @@
-"""How control messages travel: bytes between one coordinator (`Server`) and its processes (`Client`s), over zmq.
+"""Transport of control messages: bytes between one coordinator (`Server`) and its processes (`Client`s), over zmq.
 
-A payload is whatever bytes the caller encoded. On the wire a message is two frames, header and payload, and the
-header's MAC is keyed with the launch token: what does not carry it is dropped and counted. Version, token, order and
-completeness are checked here, and nowhere else.
+A payload is any bytes that the caller has encoded. On the wire a message is two frames, header and payload; the header
+has a MAC keyed with the launch token, and a message without the right MAC is dropped and counted. Version, token, order
+and completeness are checked here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from engines.control.sealing import (
 )
 
 REASONS: Final = ("header", "version", "token", "duplicate", "stale")
-"""Why a message is dropped: it is not two frames that begin as ours do; it has another version; it is altered, or
-sealed with another token; its sequence number was seen before; its sender is no longer a peer."""
+"""Why a message is dropped: it is not two frames with a header like ours; it has another version; it is altered, or
+sealed with another token; its sequence number was received before; its sender is no longer a peer."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(slots=True)
 class _Peer:
-    """What the server's thread knows of a joined client."""
+    """A joined client, as the server's thread knows it."""
 
     name: str
     session: Session
@@ -55,10 +55,10 @@ class _Peer:
 class Server:
     """The coordinator's end of all control connections, on `host`:`port` (0: any free one; see `address`).
 
-    For one thread, which knows of peers what `receive` has returned so far. Beats every `interval_s` seconds, and drops
-    a peer that was silent for `patience_s`. Peers are distinguished by a session that each makes when it joins, inside
-    the MAC: nobody without the token can speak under a peer's name. The inbox is not bounded: who has the token is
-    trusted. Raises OSError when the port is in use, ValueError for settings that cannot be.
+    Only one thread may use it; `peers` are those that `receive` has returned to this thread. Sends a heartbeat every
+    `interval_s` seconds, and drops a peer that was silent for `patience_s`. Each client makes a session when it joins,
+    and the MAC covers the session: nobody without the token can send under a peer's name. The inbox is unbounded, as
+    all holders of the token are trusted. Raises OSError when the port is in use, ValueError for invalid settings.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Server:
         self._patience_s, self._max_bytes = patience_s, max_bytes
         self.rejected: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Dropped messages by reason. Frames of more than `max_bytes` never get here: zmq cuts the connection."""
-        self._here: dict[str, bytes] = {}  # the caller's: sessions by name
+        self._here: dict[str, bytes] = {}  # of the caller's thread: sessions by name
         self._left: dict[str, str] = {}
         self._reason = ""
         self._inbox: Inbox[tuple[Notice, bytes]] = Inbox()
-        self._peers: dict[bytes, _Peer] = {}  # the thread's, as all below
-        self._ended: deque[bytes] = deque(maxlen=4096)  # sessions whose hello, sent again, opens nothing
-        self._told: deque[tuple[bytes, bytes]] = deque(maxlen=256)  # a refusal is said once, not once per message
+        self._peers: dict[bytes, _Peer] = {}  # of the loop's thread, as all below
+        self._ended: deque[bytes] = deque(maxlen=4096)  # sessions that a repeated HELLO does not open again
+        self._told: deque[tuple[bytes, bytes]] = deque(maxlen=256)  # a refusal is sent once, not once per message
         self._socket = open_socket(zmq.ROUTER, max_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a closed connection is an error, not a silent loss
         try:
@@ -99,7 +99,7 @@ class Server:
         self._loop = Loop(self._socket, interval_s, self._on_item, self._on_frames, self._on_tick, self._on_end)
 
     def receive(self, timeout_s: float) -> Notice | None:
-        """The next notice, in order per peer; None when there was none in `timeout_s` seconds."""
+        """Returns the next notice, in order per peer; None when there was none in `timeout_s` seconds."""
         item = self._inbox.get(timeout_s)
         if item is None:
             return None
@@ -112,8 +112,8 @@ class Server:
         return notice
 
     def send(self, peer: str, payload: bytes) -> None:
-        """Queues a message of any length. Raises ConnectionError for a peer that has not joined or has left, by name.
-        A peer lost before it read the message shows as a later `Lost`."""
+        """Queues a message of any length. Raises ConnectionError, with the name, for a peer that has not joined or has
+        left. If a peer is lost before it reads the message, `receive` later returns its `Lost`."""
         if peer not in self._here:
             what = f"has left ({self._left[peer]})" if peer in self._left else "never joined"
             here = ", ".join(self._here) or "nobody"
@@ -124,13 +124,13 @@ class Server:
         return list(self._here)
 
     def close(self, reason: str = "the coordinator has closed") -> None:
-        """Says goodbye, and why. May be called twice. What has not left in half a second is lost."""
+        """Sends a goodbye with the reason. May be called twice. Messages not sent within half a second are lost."""
         self._reason = reason
         self._loop.close()
 
     def _on_item(self, item: tuple[bytes, bytes]) -> None:
         session, payload = item
-        if (peer := self._peers.get(session)) is not None:  # else its Lost is on the way to the caller
+        if (peer := self._peers.get(session)) is not None:  # else its Lost is in the inbox already
             for frames in peer.session.pack_data(payload):
                 self._transmit(peer, frames)
 
@@ -140,14 +140,14 @@ class Server:
         if isinstance(message, str):
             self.rejected[message] += 1
             if message != "header":
-                refusal = PREFIX.pack(MAGIC, VERSION, REFUSED)  # not sealed: the other could not check it
+                refusal = PREFIX.pack(MAGIC, VERSION, REFUSED)  # not sealed: the client could not check it
                 self._tell_once(route, b"", [refusal, b""])
         elif (peer := self._peers.get(message.session)) is None:
             self._on_stranger(route, message)
         else:
             try:
                 if peer.session.takes(message):
-                    peer.route, peer.is_unreachable = route, False  # zmq may have connected anew
+                    peer.route, peer.is_unreachable = route, False  # zmq may have reconnected
                     self._on_message(peer, message)
                 else:
                     self.rejected["duplicate"] += 1
@@ -200,7 +200,7 @@ class Server:
         self._say_goodbye(peer, reason)
 
     def _say_goodbye(self, peer: _Peer, reason: str) -> None:
-        """Outside of the count: it is taken though something before it was lost."""
+        """Sends BYE with sequence number 0: the client accepts it even if messages before it were lost."""
         self._deliver(peer.route, self._seal.pack(BYE, peer.session.id, 0, reason.encode()[: self._max_bytes]))
 
     def _transmit(self, peer: _Peer, frames: list[bytes]) -> None:
@@ -223,11 +223,11 @@ class Server:
 
 
 class Client:
-    """The end of the process `name` ("rank-3", "replica-7") of its connection to the coordinator at `address`.
+    """The connection of the process `name` ("rank-3", "replica-7") to the coordinator at `address`.
 
-    Returns joined. Raises ConnectionError when nobody answers for `patience_s` seconds, and ValueError when the
-    coordinator refuses this client. It never joins again by itself: after a ConnectionError, make a new one. Messages
-    sent before the coordinator was lost may not have arrived.
+    The constructor returns when it has joined. Raises ConnectionError without an answer for `patience_s` seconds, and
+    ValueError when the coordinator refuses this client. It never rejoins by itself: after a ConnectionError, make a new
+    one. Messages sent before the coordinator was lost may not have arrived.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Client:
         self._seal = Seal(token, is_server=False)
         self.name, self.address, self._patience_s = name, address, patience_s
         self.rejected: dict[str, int] = dict.fromkeys(REASONS, 0)
-        self._end: Exception | None = None  # the thread's, as all below; the caller may read it
+        self._end: Exception | None = None  # of the loop's thread, as all below; the caller may read it
         self._inbox: Inbox[bytes] = Inbox()
         self._session = Session(self._seal, os.urandom(8), max_bytes)
         self._is_cut = False
@@ -267,7 +267,7 @@ class Client:
             on_cut=self._on_cut,
         )
         try:
-            # The thread gives up first; it knows which of the time this process was stopped itself.
+            # The loop's thread times out first; it does not count time in which this process itself was stopped.
             if self._inbox.get(2 * patience_s) is None:
                 raise ConnectionError(f"{address}: silent for {2 * patience_s:g} s; is the coordinator running there?")
         except BaseException:
@@ -275,8 +275,8 @@ class Client:
             raise
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next message; None when there was none in `timeout_s` seconds. Raises ConnectionError, after all
-        messages that came before, when the coordinator is gone or has dropped this client."""
+        """Returns the next message; None when there was none in `timeout_s` seconds. When the coordinator is gone or
+        has dropped this client, raises ConnectionError after all messages that came before."""
         return self._inbox.get(timeout_s)
 
     def send(self, payload: bytes) -> None:
@@ -286,7 +286,7 @@ class Client:
         self._loop.put(payload)
 
     def close(self) -> None:
-        """Says goodbye. May be called twice. What has not left in half a second is lost."""
+        """Sends a goodbye. May be called twice. Messages not sent within half a second are lost."""
         self._loop.close()
 
     def _on_item(self, payload: bytes) -> None:
@@ -309,7 +309,7 @@ class Client:
             try:
                 if not self._session.takes(message):
                     self.rejected["duplicate"] += 1
-                # The empty welcome is the constructor's.
+                # The empty payload of WELCOME is for the constructor.
                 elif message.kind != BEAT and (payload := self._session.join_parts(message)) is not None:
                     self._inbox.put(payload)
             except ConnectionError as error:
@@ -317,7 +317,7 @@ class Client:
 
     def _on_unsealed(self, frames: list[bytes], reason: str) -> None:
         self.rejected[reason] += 1
-        # A refusal cannot be checked. It can only end what has not begun, and its words are ours.
+        # A refusal has no MAC: it can only end a session that has not begun, and the error's text is made here.
         if self._session.num_received or not frames or not frames[0].startswith(MAGIC):
             return
         if len(frames[0]) != PREFIX.size or PREFIX.unpack(frames[0])[2] != REFUSED:
@@ -341,7 +341,7 @@ class Client:
             self._transmit(self._session.pack(BEAT))
 
     def _on_cut(self) -> None:
-        if self._session.num_received:  # before, nobody may be listening yet
+        if self._session.num_received:  # before, the server may not be listening yet
             self._is_cut = True
 
     def _on_end(self, problem: Exception | None) -> bool:

@@ -1,4 +1,4 @@
-"""Replicas come, load the weights of the phase, owe answers, and are lost. Torch-free."""
+"""The lifetime of replicas: they join, load the phase's weights, answer in time, or are lost. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engines.parallel.layout import ReplicaSpec
 
 
 class Attendance:
-    """Who is there, with which weights, and who has not answered in time."""
+    """Keeps track of which replicas are present, with which weights, and which have not answered in time."""
 
     def __init__(self, books: Books, outbox: Outbox) -> None:
         self._books = books
@@ -19,7 +19,7 @@ class Attendance:
         self._checksums: dict[int, int] = {}
 
     def add(self, spec: ReplicaSpec) -> None:
-        """A replica outside the world was launched."""
+        """Adds a replica outside the world that was launched; waits for it to be ready."""
         books = self._books
         if spec.id in books.replicas or spec.id in books.outside_ids:
             raise RequestRefused(f"AddReplica.spec.id={spec.id}: was used before; take an id that no replica has had")
@@ -32,7 +32,7 @@ class Attendance:
         self._outbox.wait_for(replica.ready_key, replica, "to be ready")
 
     def announce(self, event: messages.ReplicaReady, replica: ReplicaRecord) -> None:
-        """A replica stands by; one outside the world loads the weights of the phase where it has others."""
+        """Notes that a replica is ready; outside the world, it is sent to load the phase's weights if it has others."""
         replica.ready = event
         self._outbox.answered(replica.ready_key, replica)
         phase = self._books.phase
@@ -74,7 +74,7 @@ class Attendance:
                 self.lose(replica, f"it has {len(replica.assigned)} sequences, and reported no step {limit}")
 
     def lose(self, replica: ReplicaRecord, reason: str) -> None:
-        """Goes on without a replica outside the world, from what is known of its sequences; else fails."""
+        """Drops a replica outside the world, whose sequences go on from their last known states; else the run fails."""
         if not replica.outside:
             self._books.fail(f"{replica} of the torchrun world is lost: {reason}")
             return

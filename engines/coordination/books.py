@@ -1,6 +1,6 @@
-"""What the core knows: the phase, the layout, the replicas, and where each unfinished sequence is. Torch-free.
+"""The core's state: the phase, the layout, the replicas, and where each unfinished sequence is. Torch-free.
 
-Every operation on a sequence takes time that does not grow with the number of waiting ones.
+The time of an operation on one sequence does not grow with the number of waiting sequences.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engines.parallel.layout import Layout
 from engines.sequence import Finished, SequenceId, SequenceState, Work
 
 MAX_DECISIONS = 100_000
-"""The last ones are kept."""
+"""Only the latest decisions are kept."""
 
 
 class Books:
-    """An unfinished sequence is in exactly one place: waiting for any replica, waiting for one, or assigned.
+    """An unfinished sequence is in exactly one place: waiting for any replica, waiting for one, or assigned to one.
 
-    What changes here and is the caller's to know goes on to the outbox.
+    Results for the caller that follow from a change here go to the outbox.
     """
 
     def __init__(self, outbox: Outbox, layout: Layout, world_size: int) -> None:
@@ -37,18 +37,18 @@ class Books:
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.replicas: dict[int, ReplicaRecord] = {}
         self.outside_ids: set[int] = set()
-        """Of all replicas outside the world that there ever were."""
+        """Ids of all replicas that were ever added outside the world."""
         self.sequences: dict[SequenceId, SequenceRecord] = {}
-        """Submitted and not delivered."""
+        """Sequences that were submitted and not yet delivered."""
         self.delivered: set[SequenceId] = set()
-        # Ordered, since a plain dict that loses its first entries gets slow to find the next one.
+        # An OrderedDict: a plain dict whose first entries were removed gets slow at finding the next one.
         self._waiting: OrderedDict[SequenceId, SequenceView] = OrderedDict()
         self.waiting: Mapping[SequenceId, SequenceView] = MappingProxyType(self._waiting)
-        """For any replica."""
+        """Sequences that wait for any replica."""
         self._entered: list[SequenceView] = []
         self._ended: list[EndedView] = []
         self._views: dict[int, ReplicaView] = {}
-        # A dict for its order: with a set, what a policy iterates over would depend on memory addresses.
+        # A dict for its order: with a set, the order in which a policy sees replicas would depend on memory addresses.
         self._changed: dict[ReplicaRecord, None] = {}
         self._num_submitted = 0
         for spec in layout.replicas:
@@ -61,7 +61,7 @@ class Books:
         self._changed.update(dict.fromkeys(self.replicas.values()))
 
     def fail(self, reason: str) -> None:
-        """The run cannot go on."""
+        """Notes that the run cannot go on, and reports it once."""
         if self.failed is None:
             self.decide("fail", detail=reason)
             self.failed = reason
@@ -76,7 +76,7 @@ class Books:
         self.wait(sequence)
 
     def find(self, sequence_id: SequenceId, what: str) -> SequenceRecord | None:
-        """The unfinished sequence; None (counted) when it is delivered. Raises RequestRefused when never submitted."""
+        """Returns the unfinished sequence; None, counted, if delivered. Raises RequestRefused if not submitted."""
         if sequence_id in self.delivered:
             self.ignored["a request for a delivered sequence"] += 1
             return None
@@ -85,14 +85,14 @@ class Books:
         return self.sequences[sequence_id]
 
     def find_assigned(self, sequence_id: SequenceId, replica: ReplicaRecord) -> SequenceRecord | None:
-        """The sequence if this replica has it; else None, which is counted."""
+        """Returns the sequence if it is assigned to this replica; otherwise None, which is counted."""
         sequence = replica.assigned.get(sequence_id)
         if sequence is None:
             self.ignored["about a sequence that is not there"] += 1
         return sequence
 
     def wait(self, sequence: SequenceRecord) -> None:
-        """Queues a sequence that is nowhere: for the replica it is pinned to, else for any."""
+        """Queues a sequence that is in no place: for the replica that it is pinned to, otherwise for any."""
         if sequence.pin is not None:
             sequence.pin.pinned_waiting[sequence.id] = sequence
             return
@@ -119,19 +119,19 @@ class Books:
         self.unqueue(sequence)
         self.pin(sequence, None)
         if not replica.assigned:
-            replica.last_heard = self._outbox.now  # its silence counts from here
+            replica.last_heard = self._outbox.now  # the deadline for its next event counts from here
         replica.assign(sequence, max_new_tokens)
         self._changed[replica] = None
 
     def note_progress(self, report: StepReported, replica: ReplicaRecord) -> None:
-        """A replica's load, and what its sequences have grown by."""
+        """Notes a replica's load and the new lengths of its sequences."""
         replica.report = report
         for sequence_id, num_new_tokens in report.progress:
             if sequence := self.find_assigned(sequence_id, replica):
                 replica.progress(sequence, num_new_tokens)
 
     def take_back(self, works: Iterable[Work], replica: ReplicaRecord) -> None:
-        """Sequences that a replica has given back go on their way."""
+        """Takes sequences that a replica has released or paused; each waits again, or is delivered as aborted."""
         for work in works:
             if sequence := self.find_assigned(work.state.sequence_id, replica):
                 replica.give_up(sequence)
@@ -139,7 +139,7 @@ class Books:
                 self.send_on(sequence)
 
     def send_on(self, sequence: SequenceRecord) -> None:
-        """Sends a sequence that is on no replica on its way: to wait, or to its end."""
+        """Queues a sequence that is on no replica; delivers it if it is being aborted."""
         if not sequence.aborting:
             self.wait(sequence)
             return
@@ -174,7 +174,7 @@ class Books:
         self._changed[replica] = None
 
     def remove_replica(self, replica: ReplicaRecord) -> None:
-        """Forgets a replica that no sequence is assigned to; those pinned to it may go anywhere."""
+        """Removes a replica that has no assigned sequences; sequences pinned to it may then go to any replica."""
         assert not replica.assigned, f"{replica} still has sequences"
         del self.replicas[replica.spec.id]
         self._views.pop(replica.spec.id, None)
@@ -187,11 +187,11 @@ class Books:
                 self.wait(sequence)
 
     def touch(self, replica: ReplicaRecord) -> None:
-        """Its view is out of date."""
+        """Marks the replica's view as out of date."""
         self._changed[replica] = None
 
     def idle_ranks(self) -> list[int]:
-        """Ranks of the world that the layout gives no replica."""
+        """Ranks of the world that are in no replica of the layout."""
         return [rank for rank in range(self.world_size) if self.layout.replica_of(rank) is None]
 
     # --- What policies see, and what was decided
@@ -207,19 +207,19 @@ class Books:
         return MappingProxyType(self._views)
 
     def take_entered(self) -> tuple[SequenceView, ...]:
-        """Sequences that came to wait for any replica since the last call."""
+        """Returns the sequences that began to wait for any replica since the last call."""
         entered, self._entered = tuple(self._entered), []
         return entered
 
     def take_ended(self) -> tuple[EndedView, ...]:
-        """Sequences that have ended since the last call."""
+        """Returns the sequences that have ended since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
 
     def decide(
         self, action: str, ids: Iterable[SequenceId] = (), replica: ReplicaRecord | None = None, detail: str = ""
     ) -> None:
-        """Notes a decision, and what was seen then."""
+        """Records a decision, with the load of all replicas at that time."""
         self.decisions.append(
             Decision(
                 now=self._outbox.now,
@@ -234,7 +234,7 @@ class Books:
         )
 
     def check_integrity(self) -> None:
-        """Asserts that every unfinished sequence is in one place, and that the sums are right."""
+        """Asserts that every unfinished sequence is in exactly one place, and that the replicas' sums are right."""
         places = list(self._waiting)
         for replica in self.replicas.values():
             places += [*replica.assigned, *replica.pinned_waiting]

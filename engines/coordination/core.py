@@ -1,18 +1,18 @@
 """The coordinator's logic as a pure state machine: events in, commands out. Torch-free.
 
-No clock, socket, thread or tensor: a live coordinator and the simulator run this same object. What comes in is a
-`Request` of the caller or an `Event` of a replica; what goes out is a `Command` to a replica or a `Result` to the
+It has no clock, socket, thread or tensor: a live coordinator and the simulator run the same object. Its input is a
+`Request` of the caller or an `Event` of a replica; its output is a list of `Command`s to replicas and `Result`s for the
 caller. The same events at the same times give the same output.
 
     sequence   submitted -> waiting -> assigned -> delivered
                               ^           |  released, paused (move, regroup), replica lost
                               +-----------+
     replica    formed or launched -> ready -> (weights loaded) -> accepts -> closed -> gone
-    regroup    pause what changes -> all paused: Regroup -> all new ones ready: resume
+    regroup    pause changed replicas -> all paused: Regroup -> new replicas ready: resume
     phase      begun -> ending -> nothing unfinished: EndPhase -> all acknowledged: complete
 
-A sequence is delivered once, whatever happens: events count only from the replica that has it now, channels keep their
-order, and each replica's events are numbered. A state handed out is the core's record too: a transport must copy it.
+Each sequence is delivered exactly once: only its present replica's events count, channels keep their order, and each
+replica's events are numbered. A `SequenceState` in an output is also the core's own record: a transport must copy it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from engines.coordination.requests import Request, RequestRefused, Result
 from engines.coordination.views import Decision
 from engines.parallel.layout import Layout
 
-# Events about sequences: only those of this phase count. Answers are checked by what is awaited.
+# Events about sequences that count only within their own phase. Answers are checked against what is awaited.
 _OF_THE_PHASE = (
     messages.StepReported,
     messages.SequencesFinished,
@@ -45,10 +45,10 @@ _ASK_LAYOUT = (messages.StepReported, messages.SequencesFinished)
 
 
 class RolloutCore:
-    """Decides who runs what; see the module. Callers change it by `on_event` alone, and read the rest.
+    """Decides which replica runs which sequence; see the module. Callers change it only by `on_event`.
 
-    An event goes one way: it is checked and numbered here, changes the books, and what follows from that (a regroup,
-    dispatches, the phase's end) goes to the outbox, whose content is returned.
+    Each event takes the same path: it is checked here, it changes the books, and the steps that it makes possible (a
+    regroup, dispatches, the phase's end) put commands and results in the outbox, whose content is returned.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class RolloutCore:
         check_layout: Callable[[Layout], None] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        """`layout` is of the torchrun world of `world_size` ranks (0: none; replicas are then added).
+        """`layout` is that of the torchrun world, which has `world_size` ranks (0: no world, replicas are only added).
 
-        `check_layout` raises ValueError for a layout that the world cannot have, before any replica hears of it.
-        `timeout_s` is the longest wait for an answer, and the longest silence of a replica that has work.
+        `check_layout` raises ValueError, before any command is sent, for a layout that the world cannot have.
+        `timeout_s` is the longest wait for an answer, and for an event of a replica that has sequences.
         """
         check_ranks(layout, world_size)
         self._outbox = Outbox(timeout_s)
@@ -75,7 +75,7 @@ class RolloutCore:
             self._books, self._outbox, self._dispatcher, policy=layout_policy, check_layout=check_layout
         )
         self.decisions: deque[Decision] = self._books.decisions
-        """The last ones."""
+        """The latest decisions."""
         self.ignored: Counter[str] = self._books.ignored
         """Events without effect, by reason."""
         self._shut_down = False
@@ -86,12 +86,12 @@ class RolloutCore:
 
     @property
     def phase(self) -> int | None:
-        """The open one."""
+        """Number of the open phase; None if none is open."""
         return None if self._books.phase is None else self._books.phase.number
 
     @property
     def ending(self) -> bool:
-        """Whether the end of the open phase was asked for: no more sequences may come."""
+        """Whether the end of the open phase was requested: no more sequences may be submitted."""
         return self._books.phase is not None and self._books.phase.is_ending
 
     @property
@@ -106,7 +106,7 @@ class RolloutCore:
 
     @property
     def layout_error(self) -> str | None:
-        """Why the layout policy's last layout cannot be had: it has aborted this phase, or the last one."""
+        """Why the layout policy's last layout was refused, which has aborted this phase, or the last one."""
         return self._regrouper.layout_error
 
     @property
@@ -116,7 +116,7 @@ class RolloutCore:
 
     @property
     def num_waiting(self) -> int:
-        """Those of them that wait for any replica."""
+        """Unfinished sequences that wait for any replica."""
         return len(self._books.waiting)
 
     def check_integrity(self) -> None:
@@ -124,12 +124,12 @@ class RolloutCore:
         self._books.check_integrity()
 
     def on_event(self, event: Request | Event, now: float) -> list[Command | Result]:
-        """Takes one event at time `now` (seconds, any clock that does not go back); returns what to send and to tell.
+        """Processes one event at time `now` (seconds, any clock that does not go back); returns commands and results.
 
-        Raises RequestRefused for a request that does not fit the state, which is then unchanged. An invalid decision
-        of the schedule policy is a RuntimeError, and what a policy raises goes through: the event has counted then, and
-        what was decided before goes out with the next one. An invalid one of the layout policy ends the phase, see
-        `layout_error`. Events of replicas never raise: those without effect are counted in `ignored`.
+        Raises RequestRefused for a request that does not fit the state, which is then unchanged. Raises RuntimeError
+        for an invalid decision of the schedule policy, and passes on what a policy raises: the event has then taken
+        effect, and the output so far is returned by the next call. An invalid layout of the layout policy ends the
+        phase; see `layout_error`. Replicas' events never raise: those without effect are counted in `ignored`.
         """
         if self.failed is not None or self._shut_down:
             self.ignored["the core has failed or is shut down"] += 1
@@ -235,7 +235,7 @@ class RolloutCore:
         self._shut_down = True
 
     def _send_all(self, kind: Callable[..., Command], awaits: str = "") -> list[int]:
-        """To every replica's leader, and to every idle rank singly."""
+        """Sends the command to every replica's leader and to every idle rank; returns the commands' `seq`s."""
         books = self._books
         replicas = [r for r in books.replicas.values() if r.ready is not None or not r.outside]
         seqs = [self._outbox.send(kind, replica, awaits) for replica in replicas]
@@ -244,7 +244,7 @@ class RolloutCore:
     # --- Events of replicas
 
     def _on_unnumbered(self, event: Event) -> None:
-        """A loss, or what an idle rank says."""
+        """Handles the loss of a process, or an event of an idle rank."""
         if not isinstance(event, messages.ReplicaLost):
             is_idle = isinstance(event, messages.RankIdle)
             key = ("idle", event.rank, event.epoch) if is_idle else getattr(event, "acks", None)
@@ -329,7 +329,7 @@ class RolloutCore:
             self._books.phase = None
 
     def _watch_policy(self) -> None:
-        """Waits for the schedule policy while nothing else can happen: sequences wait, no replica has or owes any."""
+        """Sets a deadline for the schedule policy while sequences wait, no replica has any and no answer is awaited."""
         books, others = self._books, self._outbox.awaited.keys() - {"dispatch"}
         is_stuck = books.waiting and not others and not any(r.assigned for r in books.replicas.values())
         self._wait_while(is_stuck, "dispatch", "the schedule policy", "to dispatch a sequence, as none runs")

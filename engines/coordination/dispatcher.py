@@ -1,4 +1,4 @@
-"""Sequences go to replicas that have room, as the schedule policy says, and are called back from them. Torch-free."""
+"""Dispatches sequences to replicas as the schedule policy decides; moves, pauses and aborts them. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engines.sequence import SequenceId, Work
 
 
 class Dispatcher:
-    """What replicas answer goes to the books."""
+    """Sends the commands about sequences; the replicas' answers are processed by `RolloutCore` and `Books`."""
 
     def __init__(self, books: Books, outbox: Outbox, policy: SchedulePolicy) -> None:
         self._books = books
@@ -23,9 +23,9 @@ class Dispatcher:
         self._policy = policy
 
     def dispatch(self) -> None:
-        """Sends all that can be sent now, one command per replica: first the pinned sequences, which no policy sees.
+        """Dispatches all that can run now, with one command per replica: first pinned sequences, which no policy sees.
 
-        What a policy raises comes after that.
+        If the policy raises, the sequences that were dispatched before are still sent.
         """
         batches: dict[ReplicaRecord, list[Work]] = {}
         try:
@@ -113,7 +113,7 @@ class Dispatcher:
                 self.pause(replica, request.with_kv, only=sequence)
 
     def pause(self, replica: ReplicaRecord, with_kv: bool, only: SequenceRecord | None = None) -> None:
-        """Takes all sequences off a replica, or only one."""
+        """Pauses all sequences of a replica, or only one; they come back with the replica's answer."""
         fields = {"sequence_ids": None if only is None else (only.id,), "with_kv": with_kv}
         seq = self._outbox.send(messages.PauseSequences, replica, "to pause sequences", **fields)
         for sequence in replica.assigned.values() if only is None else [only]:

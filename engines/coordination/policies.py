@@ -1,6 +1,6 @@
-"""The questions that the core asks its policies, and the two plain answers. Torch-free.
+"""The interfaces of schedule and layout policies, and two simple schedule policies. Torch-free.
 
-A policy has no clock, socket or tensor; it may keep books of its own, fed by the views.
+A policy has no clock, socket or tensor; it may keep a state of its own, which it updates from the views.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from engines.sequence import SequenceId
 
 
 class SchedulePolicy(Protocol):
-    """Which waiting sequence goes where."""
+    """Decides which waiting sequence goes to which replica."""
 
     def next(self, view: ScheduleView) -> Dispatch | None:
-        """The next dispatch; None when there is none for now. Called again until None, after every event."""
+        """Returns the next dispatch; None if there is none now. Called repeatedly until None, after every event."""
         ...
 
 
 class LayoutPolicy(Protocol):
-    """Which ranks form which replicas."""
+    """Decides which ranks form which replicas."""
 
     def decide(self, view: LayoutView) -> Layout | None:
-        """The layout to regroup to, with the next epoch; None to keep the present one.
+        """Returns the layout to regroup to, with the next epoch; None to keep the present layout.
 
-        Asked after each step report and each finished sequence, while no regroup is under way.
+        Called after each step report and each finished sequence, while no regroup is under way.
         """
         ...
 
@@ -48,15 +48,15 @@ class OnDemand:
         first = view.waiting[self._order[0][1]]
         roomy = [replica for replica in view.replicas.values() if replica.room_for(first)]
         if not roomy:
-            return None  # later ones that would fit wait too: nobody is overtaken for ever
+            return None  # later sequences that would fit wait too, so that none starves
         best = min(roomy, key=lambda replica: (replica.num_assigned, replica.num_tokens, replica.spec.id))
         return Dispatch(sequence_id=first.sequence_id, replica_id=best.spec.id)
 
 
 class Static:
-    """Sequence i to replica i mod dp, all at once, room or not: a dispatch that depends on nothing timed.
+    """Sequence i goes to replica i mod dp, all at once, with or without room: the dispatch does not depend on time.
 
-    dp counts the layout's rollout replicas, in the order of their ids; nothing is dispatched before all accept.
+    dp is the number of the layout's rollout replicas, ordered by id; nothing is dispatched before all accept.
     """
 
     def next(self, view: ScheduleView) -> Dispatch | None:

@@ -18,11 +18,11 @@ class PhaseRecord:
     number: int
     policy_version: int
     weights_source: str | None
-    """What replicas outside the world load `policy_version` from."""
+    """Where replicas outside the world load the weights of `policy_version` from."""
     is_ending: bool = False
-    """No more sequences may come."""
+    """Whether the phase's end was requested: no more sequences may be submitted."""
     end_seqs: list[int] = field(default_factory=list)
-    """`seq` of the commands that end it, once they are sent."""
+    """`seq` of each `EndPhase` command, once they are sent."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,22 +30,22 @@ class SequenceRecord:
     """A sequence that was submitted and not yet delivered."""
 
     state: SequenceState
-    """As last known: what was submitted, or what came back since."""
+    """The last known state: as submitted, or as a replica last returned it."""
     index: int
     num_tokens: int
-    """As last reported; `state` may be older."""
+    """Tokens as last reported, prompt included; `state` may be older."""
     kv: KVHandle | None = None
-    """Exported KV that came back with `state`, or that went out with it."""
+    """Exported KV that a replica returned with `state`; kept while the sequence is dispatched with it."""
     replica: ReplicaRecord | None = None
-    """Whom it is assigned to."""
+    """The replica that it is assigned to."""
     release_at: int | None = None
-    """Length at which its replica gives it back."""
+    """Length in tokens at which its replica releases it; None when it runs to its end."""
     num_blocks: int = 0
-    """Reserved on its replica."""
+    """KV blocks reserved for it on its replica."""
     pin: ReplicaRecord | None = None
-    """The only replica that may have it next."""
+    """The only replica to which it may be dispatched next; None for any."""
     pause_seq: int = -1
-    """`seq` of the command by which its replica must give it back; -1 when there was none."""
+    """`seq` of the command that pauses it on its replica; -1 if there is none."""
     aborting: bool = False
     last_replica_id: int | None = None
 
@@ -55,7 +55,7 @@ class SequenceRecord:
 
     @property
     def num_left_here(self) -> int | None:
-        """What is left of the `max_new_tokens` it was last dispatched with."""
+        """Tokens left of the `max_new_tokens` of its last dispatch; None without such a bound, or if none are left."""
         left = 0 if self.release_at is None else self.release_at - self.num_tokens
         return left if left > 0 else None
 
@@ -80,7 +80,7 @@ class SequenceRecord:
         )
 
     def aborted(self) -> Finished:
-        """What is known of it, as an aborted completion without text."""
+        """Returns the last known state as an aborted completion without text."""
         state = self.state
         completion = Completion(
             index=state.key.sample_index,
@@ -94,25 +94,25 @@ class SequenceRecord:
 
 @dataclass(eq=False, kw_only=True)
 class ReplicaRecord:
-    """A replica from its forming (or launch) to its end; (spec.id, epoch) is its name in messages."""
+    """A replica from its creation to its end; (spec.id, epoch) identifies it in messages."""
 
     spec: ReplicaSpec
     epoch: int
     outside: bool
-    """Stands outside the torchrun world: it may be lost without ending the run."""
+    """Whether it is outside the torchrun world: its loss does not end the run."""
     ready: ReplicaReady | None = None
     version: int | None = None
     """`policy_version` of the weights it holds."""
     closed: bool = False
-    """Takes no sequences, because of a regroup."""
+    """Whether it takes no sequences because of a regroup."""
     num_events: int = 0
     last_heard: float = 0.0
-    """When it last said something, or was first given something to say."""
+    """Time of its last event, or, if later, of the assignment of a sequence when it had none."""
     assigned: dict[SequenceId, SequenceRecord] = field(default_factory=dict)
     pins: OrderedDict[SequenceId, SequenceRecord] = field(default_factory=OrderedDict)
-    """Sequences pinned to it, wherever they are."""
+    """Sequences pinned to it; another replica may still have them."""
     pinned_waiting: OrderedDict[SequenceId, SequenceRecord] = field(default_factory=OrderedDict)
-    """Those of them that wait to be dispatched."""
+    """Sequences pinned to it that wait to be dispatched."""
     num_tokens: int = 0
     num_reserved_blocks: int = 0
     report: StepReported | None = None
@@ -123,7 +123,7 @@ class ReplicaRecord:
 
     @property
     def ready_key(self) -> tuple[str, int, int]:
-        """Under which its `ReplicaReady` is awaited."""
+        """The key of its `ReplicaReady` among the awaited answers."""
         return ("ready", self.spec.id, self.epoch)
 
     @property

@@ -1,6 +1,6 @@
-"""From one layout to the next: pause what changes, order the regroup, resume. Torch-free.
+"""Changes the layout: pauses the replicas that change, orders the regroup, resumes. Torch-free.
 
-asked for -> all replicas that leave have paused: `Regroup` -> all that come are ready, all idle ranks idle: resume
+requested -> all leaving replicas have paused: `Regroup` -> all coming replicas ready, all idle ranks idle: resume
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from engines.parallel.layout import Layout
 
 @dataclass(kw_only=True)
 class Regrouping:
-    """A regroup under way."""
+    """A regroup under way: old replicas leave, new ones come."""
 
     layout: Layout
     leaving: list[ReplicaRecord]
     coming: list[ReplicaRecord]
     is_ordered: bool = False
-    """Whether `Regroup` was sent: all that leave have paused."""
+    """Whether `Regroup` was sent, as all leaving replicas had paused."""
     idle: list[tuple[str, int, int]] = field(default_factory=list)
-    """What is awaited of ranks that will be idle: without it a command to one could overtake its relayed `Regroup`."""
+    """Keys of awaited `RankIdle`s: a command sent to such a rank earlier could overtake the `Regroup` relayed to it."""
 
 
 class Regrouper:
-    """Says who goes where. Replicas that a layout leaves as they are go on meanwhile."""
+    """Runs one regroup at a time. Replicas that are the same in both layouts keep running during it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Regrouper:
         policy: LayoutPolicy | None,
         check_layout: Callable[[Layout], None] | None,
     ) -> None:
-        """The arguments are `RolloutCore`'s."""
+        """`policy` is `RolloutCore`'s `layout_policy`; `check_layout` is the same."""
         self._books = books
         self._outbox = outbox
         self._dispatcher = dispatcher
@@ -54,7 +54,7 @@ class Regrouper:
         self.under_way: Regrouping | None = None
 
     def consider(self) -> None:
-        """Asks the layout policy. A layout that cannot be had ends the phase; see `layout_error`."""
+        """Asks the layout policy for a layout. An invalid one ends the phase; see `layout_error`."""
         books = self._books
         if self._policy is None or self.under_way or self.layout_error or books.phase is None or books.phase.is_ending:
             return
@@ -76,7 +76,7 @@ class Regrouper:
             self._dispatcher.abort(list(books.sequences))
 
     def begin(self, layout: Layout, with_kv: bool) -> None:
-        """Pauses the replicas that the layout changes. Raises RequestRefused for a layout that cannot come next."""
+        """Pauses the replicas that the layout changes. Raises RequestRefused for a layout that cannot be the next."""
         self._check(layout)
         books = self._books
         old, new = set(books.layout.replicas), set(layout.replicas)
@@ -108,12 +108,12 @@ class Regrouper:
             raise RequestRefused(f"Layout.replicas: ids {sorted(clash)} are of replicas outside the world; take others")
 
     def check_id(self, replica_id: int) -> None:
-        """Raises RequestRefused for a replica outside the world whose id a layout to come has."""
+        """Raises RequestRefused if a new replica outside the world has an id of the layout to come."""
         if self.under_way and replica_id in {spec.id for spec in self.under_way.layout.replicas}:
             raise RequestRefused(f"AddReplica.spec.id={replica_id}: is in the layout to come; take another")
 
     def advance(self) -> None:
-        """Orders the regroup when all that leave are empty and quiet; ends it when all that come are ready."""
+        """Orders the regroup once no answer of a leaving replica is awaited; ends it once all coming ones are ready."""
         regrouping = self.under_way
         if regrouping is None:
             return

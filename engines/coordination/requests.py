@@ -1,6 +1,6 @@
-"""What the core's caller asks of it, and what the core tells its caller. Local values: they never travel.
+"""Requests of the core's caller, and the results that the core returns to it. Torch-free.
 
-Torch-free. What travels between processes is in `engines/control/messages.py`.
+These values stay in one process; the messages between processes are in `engines/control/messages.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from engines.sequence import Finished, KVHandle, SequenceId, SequenceState
 
 
 class RequestRefused(RuntimeError):
-    """The request does not fit the core's state, which is as it was."""
+    """The request does not fit the core's state; the state is unchanged."""
 
 
 # --- Requests: caller -> core
@@ -20,7 +20,7 @@ class RequestRefused(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class BeginPhase:
-    """Start a rollout phase. The world's replicas hold `policy_version` already; others load it from the source."""
+    """Start a rollout phase. The world's replicas have `policy_version` already; others load it from the source."""
 
     phase: int
     policy_version: int
@@ -30,14 +30,14 @@ class BeginPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitSequences:
-    """Sequences to roll out in this phase, new or begun; the core keeps the states."""
+    """Sequences to roll out in this phase, new or partly generated; the core keeps the states."""
 
     states: tuple[SequenceState, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMove:
-    """Take a sequence to a replica, or back to wait for any when None. Without effect if it ends before."""
+    """Move a sequence to a replica, or, when None, back to wait for any. No effect if the sequence ends before."""
 
     sequence_id: SequenceId
     replica_id: int | None
@@ -46,7 +46,7 @@ class RequestMove:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestAbort:
-    """End sequences where they are; each is delivered with finish reason `abort`, unless it ends before."""
+    """Abort sequences; each is delivered with finish reason `abort`, unless it ends before."""
 
     sequence_ids: tuple[SequenceId, ...]
 
@@ -80,7 +80,7 @@ class RequestShutdown:
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """Time has passed: look at the deadlines."""
+    """Check the deadlines at the present time."""
 
 
 Request = (
@@ -100,21 +100,21 @@ Request = (
 
 @dataclass(frozen=True, kw_only=True)
 class Deliver:
-    """A sequence's end, reported exactly once. An abort of a sequence that ran nowhere has no `text`."""
+    """A sequence that has ended, reported exactly once. A sequence aborted while on no replica has no `text`."""
 
     finished: Finished
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiscardKV:
-    """Nobody will read this KV any more. It may be gone already."""
+    """This KV will not be read any more: drop it. It may already be dropped."""
 
     kv: KVHandle
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaDropped:
-    """The core goes on without a replica outside the world: kill what is left of it."""
+    """The core goes on without this replica, which is outside the world: end its process if it still runs."""
 
     replica_id: int
     reason: str
@@ -134,7 +134,7 @@ class PhaseComplete:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The run cannot go on; the core ignores all that comes after."""
+    """The run cannot go on; the core ignores all later events."""
 
     reason: str
 

@@ -1,8 +1,8 @@
-"""What policies see, what they answer, and the record of it. Plain values, torch-free.
+"""The input of policies, their answers, and the record of decisions. Plain values, torch-free.
 
-A view is read-only. Its values are snapshots; its mappings are windows on the core's own books, so that a view costs
-the same with ten waiting sequences as with ten thousand. They hold while the policy decides: keep values, not mappings.
-Lengths that are yet to come are in no view: only the cap.
+A view is read-only. Its values are snapshots; its mappings are live windows on the core's own books, so that a view
+costs the same with ten waiting sequences as with ten thousand. A mapping is valid only until the policy returns: a
+policy may keep its values, not the mapping. No view contains a sequence's future length, only the cap on it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class SequenceView:
 
     sequence_id: SequenceId
     index: int
-    """In the order of submission within the phase, from 0."""
+    """Position in the order of submission within the phase, from 0."""
     group_id: int
     num_prompt_tokens: int
     num_generated: int
     max_tokens: int
     """The cap on generated tokens that its sampling parameters set."""
     last_replica_id: int | None
-    """Where it was last; None when it has not run in this phase."""
+    """The last replica that it was assigned to; None if there was none in this phase."""
     has_kv: bool
-    """Whether KV was exported, for any replica to import."""
+    """Whether its KV was exported, so that any replica can import it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndedView:
-    """A sequence that has ended: what its length tells of others is known now."""
+    """A sequence that has ended; a policy may predict other lengths from its length."""
 
     sequence_id: SequenceId
     group_id: int
@@ -45,28 +45,28 @@ class EndedView:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaView:
-    """A replica: what the core has given it, and what it last reported."""
+    """A replica: what the core has assigned to it, and what it last reported."""
 
     spec: ReplicaSpec
     accepts: bool
     """Whether it takes sequences now: a ready rollout replica with this phase's weights, not being regrouped."""
     max_num_seqs: int
     num_assigned: int
-    """Sequences given to it and not yet come back."""
+    """Sequences assigned to it that have not ended or come back yet."""
     num_tokens: int
-    """Tokens of those, prompts included, as last reported."""
+    """Tokens of its assigned sequences, prompts included, as last reported."""
     block_size: int
     num_blocks: int
     num_reserved_blocks: int
-    """Blocks set aside for those: above `num_blocks` when work was queued there."""
+    """Blocks reserved for its assigned sequences: more than `num_blocks` if sequences were queued there."""
     num_running: int
     num_waiting: int
     num_free_blocks: int
-    """As reported, like the two above and `seconds`."""
+    """From the replica's last report, like `num_running`, `num_waiting` and `seconds`."""
     seconds: float
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether it can take a sequence that will hold `num_tokens` tokens there. One that is empty takes any."""
+        """Whether it has room for a sequence with `num_tokens` reserved tokens. An empty replica has room for any."""
         if not self.accepts or self.num_assigned >= self.max_num_seqs:
             return False
         num_blocks = -(-num_tokens // self.block_size)
@@ -84,9 +84,10 @@ class ReplicaView:
 
 
 def num_reserved_tokens(num_tokens: int, max_len: int, num_ahead: int) -> int:
-    """Tokens that room is kept for: those it has, and those it will get, or a block's worth when nobody knows.
+    """Returns the tokens for which a replica reserves room: `num_tokens` plus `num_ahead`, at most `max_len`.
 
-    With a bound on what is generated here the room for all of it is kept: it will never be preempted.
+    `num_ahead` is the rest of the dispatch's `max_new_tokens`, and the sequence is then never preempted; without that
+    bound, it is one block.
     """
     return min(num_tokens + num_ahead, max_len)
 
@@ -96,14 +97,14 @@ class ScheduleView:
     """All that a `SchedulePolicy` sees."""
 
     now: float
-    """Seconds, on the clock of whoever drives the core."""
+    """Seconds, on the clock of the core's caller."""
     layout: Layout
     waiting: Mapping[SequenceId, SequenceView]
     """Sequences that may be dispatched."""
     entered: tuple[SequenceView, ...]
-    """Those that came to wait since the last call (some may have left again): feed for a policy's own order."""
+    """Sequences that began to wait since the last call (some may have left again): for a policy with its own order."""
     ended: tuple[EndedView, ...]
-    """Sequences that have ended since the last call, in that order; also those of which no replica ran any."""
+    """Sequences that have ended since the last call, in that order; also sequences that no replica ran."""
     replicas: Mapping[int, ReplicaView]
 
 
@@ -122,18 +123,18 @@ class LayoutView:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """Give a waiting sequence to a replica, for `max_new_tokens` tokens, or to its end when None."""
+    """Assigns a waiting sequence to a replica, for `max_new_tokens` tokens, or to its end when None."""
 
     sequence_id: SequenceId
     replica_id: int
     max_new_tokens: int | None = None
     queued: bool = False
-    """Give it without asking for room: it waits in the replica's own queue."""
+    """Dispatch even without room: the sequence waits in the replica's own queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One thing decided, and what was seen then."""
+    """One decision, and the load at that time."""
 
     now: float
     action: str

@@ -1,4 +1,4 @@
-"""A rollout without a torchrun world: replicas in processes of their own, which may come, die and go."""
+"""Rollouts without a torchrun world: replicas in processes of their own, which may be added or lost at any time."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from engines.replica.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
 from engines.sequence import Finished, SequenceState
 
-_GRACE_S = 5.0  # that replicas get to end by themselves
+_GRACE_S = 5.0  # time for replicas to end by themselves
 
 
 class Fleet:
-    """Replicas of one rank each, and the coordinator that shares sequences out to them.
+    """Replicas of one rank each, and the coordinator that dispatches sequences to them.
 
-    A replica that dies, hangs or loses its connection is dropped, and what it had is rolled out elsewhere, to the same
-    tokens. `launch` may be called at any time, by any thread; all else belongs to one thread.
+    A replica that dies, hangs or loses its connection is dropped, and other replicas complete its sequences, with the
+    same tokens. Any thread may call `launch`, at any time; all other methods are for one thread.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Fleet:
         min_step_s: float = 0.0,
         **options: Any,
     ) -> None:
-        """`model` is a Hugging Face checkpoint, whose weights are those of the first phase; `options` are the fields of
+        """`model` is a Hugging Face checkpoint with the weights of the first phase; `options` are the fields of
         `EngineConfig`. The policy must use `view.replicas`, as there is no layout. `publish` writes to a new folder in
-        `weights_folder` (by default the temporary one). A replica is dropped when it was silent on the network for
-        `patience_s` seconds, or owes an answer or a step for `timeout_s`; see `ReplicaLauncher` and `ReplicaOrders`.
-        Raises FileNotFoundError or ValueError, naming field, value and fix, before anything is made.
+        `weights_folder` (by default the temporary folder). A replica is dropped after `patience_s` seconds without any
+        message, or `timeout_s` without a due answer or step; see `ReplicaLauncher` and `ReplicaOrders`. Raises
+        FileNotFoundError or ValueError, naming field, value and fix, before anything is made.
         """
         _check_numbers(
             num_replicas=num_replicas,
@@ -125,7 +125,7 @@ class Fleet:
             schedule_policy=schedule_policy,
             timeout_s=self._timeout_s,
         )
-        store = make_kv_store(  # only to drop what others have made
+        store = make_kv_store(  # only to drop KV that replicas have stored
             orders.kv_token, host_bytes=0, disk_bytes=0, disk_parent=self._kv_disk_folder
         )
         self.coordinator = Coordinator(
@@ -145,9 +145,9 @@ class Fleet:
         return spec
 
     def wait_for_replicas(self, num_replicas: int) -> None:
-        """Returns when this number of replicas is ready. To be called between phases only.
+        """Returns when `num_replicas` replicas are ready. For use between phases only.
 
-        Raises RuntimeError, naming those that were lost, when they do not within `timeout_s` seconds, or all are lost.
+        Raises RuntimeError, naming the lost replicas, after `timeout_s` seconds, or when all replicas are lost.
         """
         start = time.monotonic()
         self.coordinator.pump(0.0)
@@ -163,15 +163,15 @@ class Fleet:
 
     @property
     def num_ready(self) -> int:
-        """Replicas that have announced themselves and were not lost, as far as is known."""
+        """Number of replicas that have announced themselves and are not known to be lost."""
         return len(self.coordinator.standing_by)
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Writes weights where the replicas will load them from, whole or not at all; returns the folder.
+        """Writes weights for the replicas to load, completely or not at all; returns the folder.
 
-        Names and shapes are those of the checkpoint, else it is a ValueError. A replica that has this `version` does
-        not load it again, so that new weights need a new one. What was published before goes, at the end of the rollout
-        that loads it if one is running.
+        Raises ValueError unless names and shapes are those of the checkpoint. New weights need a new `version`, as a
+        replica that has this version does not load it again. Weights published before are removed: at once, or, if a
+        running rollout loads them, at its end.
         """
         check_value("version", version, WholeNumber)
         return self._weights.publish(weights, version)
@@ -184,13 +184,13 @@ class Fleet:
         weights_source: str | Path | None = None,
         on_finished: Callable[[Finished], None] | None = None,
     ) -> list[Finished]:
-        """Completes the sequences; returns them in the order in which they ended, each once, whoever dies.
+        """Completes the sequences; returns them in the order in which they ended, each once, even if replicas die.
 
-        Replicas that do not have the weights of `policy_version`, by default what was published last, load them: that,
-        at first the checkpoint as version 0, or `weights_source`. Raises ValueError for a sequence that could never run
-        or a version without weights, before any has begun, and RuntimeError, naming those that were lost and why, when
-        for `timeout_s` seconds none was left and none came. After an error of a policy or of `on_finished`, and after
-        an interrupt, another rollout may follow.
+        `policy_version` is by default the version published last, at first the checkpoint as version 0. Replicas with
+        another version load its weights, from the folder published last or from `weights_source`. Raises ValueError,
+        before any sequence has begun, for one that could never run or a version without weights. Raises RuntimeError,
+        naming the lost replicas and why, when there was no replica for `timeout_s` seconds. After an error of a policy
+        or of `on_finished`, and after an interrupt, another rollout may follow.
         """
         if policy_version is None:
             policy_version = self._weights.version
@@ -216,7 +216,7 @@ class Fleet:
                 self._weights.in_use = None
                 self._weights.remove_outdated()
                 if len(self.coordinator.lost) > num_lost:
-                    # Stored KV of dead replicas that never reported it; no sequence is left that could use it.
+                    # Removes KV that dead replicas stored and never reported; no unfinished sequence can use it.
                     reclaim_tiers(self._kv_disk_folder)
 
     def _check(self, state: SequenceState) -> None:
@@ -235,7 +235,7 @@ class Fleet:
             grace_s = _GRACE_S
             self.coordinator.shut_down()
             for replica_id in set(self.launcher.pids()) - self.coordinator.standing_by:
-                self.launcher.kill(replica_id)  # it is starting, and hears nothing
+                self.launcher.kill(replica_id)  # still starting, it cannot receive the command
         try:
             self.launcher.close(grace_s)
         finally:
@@ -253,10 +253,10 @@ class Fleet:
 def _plan(
     model: str | Path, config: EngineConfig, device: torch.device, num_replicas: int
 ) -> tuple[EngineConfig, Limits]:
-    """The options with their numbers, and what may run. Raises ValueError where a replica could not be made here, or
-    not all fit.
+    """Returns the options with all sizes set, and the limits of a sequence. Raises ValueError if a replica could not be
+    made here, or not all fit.
 
-    What an accelerator has free is not asked here, where no engine runs: each replica does, for itself.
+    An accelerator's free memory is not checked here, where no engine runs: each replica checks it for itself.
     """
     sizes = ModelConfig.from_pretrained(model)
     check_engine(config, sizes, device)

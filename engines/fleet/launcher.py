@@ -1,4 +1,4 @@
-"""Starts replicas that stand outside the torchrun world, tells which have died, and leaves none behind. Torch-free."""
+"""Starts replicas outside the torchrun world, reports which have ended, and leaves none running. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from engines.parallel.layout import ReplicaSpec
 from engines.rollout.coordinator import Exit
 
 _TAIL_BYTES = 2000
-_KILL_S = 10.0  # a killed process that is still there is stuck in the kernel
+_KILL_S = 10.0  # a process that takes longer to die is stuck in the kernel
 
 
 class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process outside the world is started with: a line of JSON on its stdin."""
+    """The settings of a replica's process outside the world, which it reads as a line of JSON from stdin."""
 
     address: str
-    """Of the coordinator's `Server`."""
+    """Address of the coordinator's `Server`."""
     token: bytes
     model: str
     """Folder of the checkpoint whose config and tokenizer are used; weights are loaded by a command."""
@@ -41,7 +41,7 @@ class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: float = 1.0
     patience_s: float = 10.0
     min_step_s: float = 0.0
-    """Shortest time that a step lasts, in seconds: to slow a replica down in tests and paced runs."""
+    """Shortest time of a step in seconds, to slow a replica down in tests and paced runs."""
 
 
 @dataclass(kw_only=True)
@@ -52,25 +52,25 @@ class _Launched:
 
 
 class ReplicaLauncher:
-    """One process per replica, each a session of its own that dies with this process. `launch` is for any thread."""
+    """Runs one process per replica, each its own session; all die with this process. Any thread may call `launch`."""
 
     def __init__(self, orders: ReplicaOrders, *, num_threads: int = 1, log_folder: Path | None = None) -> None:
-        """`num_threads` of torch per process. Each gets `orders` with a spec of its own: ids and ranks count up from
-        the id there.
+        """`num_threads` are torch's, per process. Each process gets `orders` with its own spec: ids and ranks count up
+        from the id in `orders`.
 
-        Output goes to `replica-<id>.log` in `log_folder`; without one to files without a name, of which only the end
-        is ever read, when a process has died.
+        Output goes to `replica-<id>.log` in `log_folder`; without one, to unnamed files, of which only the end is read,
+        when a process has ended.
         """
         self._orders = orders
         self._num_threads = num_threads
         self._log_folder = log_folder
         self._next_id = orders.spec.id
         self._launched: dict[int, _Launched] = {}
-        # The kernel kills a child when the *thread* that made it ends: this one ends with the launcher.
+        # The kernel kills a child when the *thread* that made it ends: this thread ends with the launcher.
         self._spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-launcher")
 
     def launch(self) -> ReplicaSpec:
-        """Starts a replica under an id that no other has had; it will join, and announce itself, in a while."""
+        """Starts a replica with an id that no other has had; it joins, and announces itself, some time later."""
         return self._spawner.submit(self._launch).result()
 
     def _launch(self) -> ReplicaSpec:
@@ -96,24 +96,24 @@ class ReplicaLauncher:
             log.close()
             raise
         self._launched[spec.id] = _Launched(spec=spec, process=process, log=log)
-        # By a pipe: a command line can be read by every user of the machine, an environment by all code of this user.
+        # Through a pipe: every user of the machine can read a command line, all code of this user an environment.
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended already: `poll` will tell
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended already: `poll` will report it
             process.stdin.write(msgspec.json.encode(orders) + b"\n")
         return spec
 
     def pids(self) -> dict[int, int]:
-        """Process id of each replica that was not seen to die."""
+        """Returns the process id of each replica that `poll` has not reported as ended."""
         return {id_: one.process.pid for id_, one in self._launched.items()}
 
     def kill(self, replica_id: int) -> None:
-        """Ends a replica at once, stopped ones too; `poll` will tell. Without effect on one that is gone."""
+        """Kills a replica's process at once, even a stopped one; `poll` will report it. No effect if it has ended."""
         launched = self._launched.get(replica_id)
         if launched is not None and launched.process.poll() is None:
             os.killpg(launched.process.pid, signal.SIGKILL)
 
     def poll(self) -> list[Exit]:
-        """Those that have ended since the last call, each once."""
+        """Returns the processes that have ended since the last call, each once."""
         exits = []
         for replica_id, one in list(self._launched.items()):
             if (code := one.process.poll()) is not None:
@@ -123,9 +123,9 @@ class ReplicaLauncher:
         return exits
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Waits `grace_s` seconds for all to end by themselves, then kills the rest; returns when none is left.
+        """Waits `grace_s` seconds for all processes to end by themselves, then kills the rest and waits for their end.
 
-        Raises RuntimeError naming those that outlived SIGKILL. May be called twice.
+        Raises RuntimeError that names the processes which outlived SIGKILL. May be called twice.
         """
         _wait_for(list(self._launched.values()), grace_s)
         for replica_id in list(self._launched):
@@ -139,7 +139,7 @@ class ReplicaLauncher:
 
 
 def _wait_for(launched: list[_Launched], seconds: float) -> list[_Launched]:
-    """Those that still run after that time."""
+    """Returns the processes that still run after that time."""
     deadline = time.monotonic() + seconds
     while left := [one for one in launched if one.process.poll() is None]:
         if time.monotonic() > deadline:

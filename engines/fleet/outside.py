@@ -1,6 +1,6 @@
-"""The process of a replica outside the torchrun world: `python -m engines.fleet.outside`, by `ReplicaLauncher` only.
+"""The process of a replica outside the torchrun world, `python -m engines.fleet.outside`; `ReplicaLauncher` starts it.
 
-It holds one control connection and no process group. When the coordinator is gone it ends by itself.
+It has one control connection and no process group, and ends by itself when the coordinator is gone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """The exit code: 0 after the command to end, `FAILED` after an error, `ORPHANED` when the coordinator was lost."""
+    """Returns the exit code: 0 after `Shutdown`, `FAILED` after an error, `ORPHANED` when the coordinator was lost."""
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaOrders)
     _die_with(orders.parent_pid)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
-    """Runs commands until the one that ends it."""
+    """Executes commands until `Shutdown`."""
     engine = make_engine(orders, store)
 
     def load_from(source: str, version: int) -> int:
@@ -94,9 +94,9 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
 
 
 def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEngine:
-    """A replica of one rank, without weights.
+    """Makes the engine of a replica of one rank, without weights.
 
-    Raises FileNotFoundError or ValueError for a checkpoint that is none, or one that does not fit in what is free now.
+    Raises FileNotFoundError or ValueError for an invalid checkpoint, or one that does not fit in the free memory.
     """
     model = ModelConfig.from_pretrained(orders.model)
     device = torch.device(orders.device)
@@ -136,11 +136,11 @@ def _say_last_words(orders: ReplicaOrders, client: Client, error: Exception) -> 
 
 
 def _die_with(parent_pid: int) -> None:
-    """Has the kernel kill this process when its launcher dies: a stopped process could not see to that itself."""
+    """Lets the kernel kill this process when its launcher dies, since a stopped process could not end by itself."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         print(f"prctl: {os.strerror(ctypes.get_errno())}; only the connection tells of the end", file=sys.stderr)
-    if os.getppid() != parent_pid:  # it died before the call
+    if os.getppid() != parent_pid:  # the launcher died before the call
         sys.exit(ORPHANED)
 
 

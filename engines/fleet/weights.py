@@ -1,4 +1,4 @@
-"""Weights on their way to replicas: folders that appear whole or not at all, and go when nobody loads them."""
+"""Weights published for replicas to load: folders that appear whole or not at all, removed when not in use."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHARD_BYTES = 2**30
 
 
 class PublishedWeights:
-    """The checkpoint as version 0, then what was published last."""
+    """The weights for rollouts: the checkpoint as version 0, then the weights published last."""
 
     def __init__(self, model: Path, parent: str | Path | None) -> None:
-        """Makes a new folder in `parent`, by default the temporary one; what a kill has left there is removed."""
+        """Makes a new folder in `parent`, by default the temporary folder; removes what killed processes left there."""
         self._model = model
         self.source, self.version = model, 0
-        """What is rolled out next."""
+        """Folder and version of the weights for the next rollout."""
         self.in_use: Path | None = None
-        """What the replicas of the open phase load from."""
+        """Folder that the replicas of the open phase load from."""
         self.folder = _make_weights_folder(parent)
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
@@ -52,7 +52,7 @@ class PublishedWeights:
         return target
 
     def remove_outdated(self) -> None:
-        """What was published before, unless it is in use."""
+        """Removes the weights that were published earlier, unless they are in use."""
         for folder in self.folder.iterdir():
             if folder not in (self.source, self.in_use):
                 shutil.rmtree(folder)
@@ -70,7 +70,7 @@ def _make_weights_folder(parent: str | Path | None) -> Path:
 
 
 def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Files of about `SHARD_BYTES`, one in memory at a time, and the index that names them."""
+    """Writes files of about `SHARD_BYTES`, one in memory at a time, and their index."""
     places: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
     num_files = 0

@@ -9,16 +9,16 @@ from collections.abc import Sequence as Items
 
 
 def content_key(previous: bytes, tokens: Items[int]) -> bytes:
-    """Names the KV of a full block by its tokens and all before them: `previous` is the key of the block before."""
+    """Returns a key of a full block's KV, made of its tokens and of `previous`, the key of the block before it."""
     return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class BlockManager:
     """`num_blocks` blocks of `block_size` tokens: the block table of each holder, and a prefix cache.
 
-    A holder is whatever hashable id the caller uses. Every block is free, or in one or more tables. A block whose
-    content was published can be shared by content, also when it is free: of the free blocks those are handed out last,
-    the least recently used first.
+    A holder is any hashable id that the caller uses. Every block is free, or in one or more tables. A block whose
+    content was published can be shared, even when it is free. Free blocks of known content are allocated last, the
+    least recently used first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -29,8 +29,8 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """All blocks are free, and no content is known."""
-        # Handed out from the end: low ids first, the most recently freed (warm in cache) before them.
+        """Frees all blocks and forgets all contents."""
+        # Allocated from the end: the most recently freed (warm in cache) first, then low ids.
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._free_cached: OrderedDict[int, None] = OrderedDict()  # free, but of known content; the oldest first
         self._num_holders = [0] * self.num_blocks
@@ -76,8 +76,8 @@ class BlockManager:
         return block
 
     def release(self, holder: object) -> None:
-        """Gives up all blocks of the holder; one without blocks is no error."""
-        for block in reversed(self._tables.pop(holder, [])):  # so that the end of a prefix goes before its beginning
+        """Releases all blocks of the holder; a holder without blocks is no error."""
+        for block in reversed(self._tables.pop(holder, [])):  # a prefix's end is then reused before its beginning
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
                 if block in self._key_of:
@@ -88,7 +88,7 @@ class BlockManager:
     # -- by content
 
     def find(self, keys: Items[bytes]) -> list[int]:
-        """The blocks of the longest run of keys, from the first on, whose content is known."""
+        """Returns the blocks with the contents of the leading keys, up to the first key that is not known."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -98,11 +98,11 @@ class BlockManager:
         return blocks
 
     def num_free_of(self, blocks: Items[int]) -> int:
-        """How many of these are free: sharing them lowers `num_free_blocks` by this number."""
+        """Returns how many of these blocks are free: sharing them lowers `num_free_blocks` by this number."""
         return sum(self._num_holders[block] == 0 for block in blocks)
 
     def share(self, holder: object, blocks: Items[int]) -> None:
-        """Begins the table of a holder that has none with blocks that `find` has just given."""
+        """Starts the table of a holder that has none with blocks that `find` has just returned."""
         assert holder not in self._tables, "only a table's beginning can be shared"
         for block in blocks:
             if self._num_holders[block] == 0:
@@ -112,9 +112,9 @@ class BlockManager:
             self._tables[holder] = list(blocks)
 
     def num_common(self, holder: object, keys: Items[bytes]) -> int:
-        """Of the holder's first blocks, which have these contents: how many others hold, too, in that block or another.
+        """Returns how many of the holder's leading blocks, of contents `keys`, another holder also has (in any block).
 
-        So many will be found again when the holder gives its own up, while those others stay.
+        These will be found again after the holder has released its blocks, as long as the other holders stay.
         """
         mine = set(self.table(holder))
         num_common = 0
@@ -125,21 +125,21 @@ class BlockManager:
         return num_common
 
     def publish(self, holder: object, index: int, key: bytes) -> None:
-        """Makes block number `index` of the holder's table, which must be full, known by its content."""
+        """Registers block number `index` of the holder's table under its content; the block must be full."""
         block = self._tables[holder][index]
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def forget(self) -> None:
-        """No content is known any more; tables stay."""
+        """Forgets all contents; tables stay."""
         self._free.extend(self._free_cached)
         self._free_cached.clear()
         self._block_of.clear()
         self._key_of.clear()
 
     def check_integrity(self) -> None:
-        """Asserts that every block is free or held, as often as it is counted, and that contents have one block."""
+        """Asserts that every block is free or held, that its holders are counted, and that contents have one block."""
         held = [block for table in self._tables.values() for block in table]
         free = [*self._free, *self._free_cached]
         assert sorted({*held, *free}) == list(range(self.num_blocks)), "a block is lost"

@@ -1,4 +1,4 @@
-"""What it costs to take a preempted sequence's KV away and bring it back, and what to compute it again. Torch-free."""
+"""Compares the costs of storing and loading a preempted sequence's KV with those of recomputing it. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillCost:
-    """Seconds that a prefill adds to a forward pass: some by itself, some for each token, and some for each pair of a
-    token and one that it attends to, itself included."""
+    """Seconds that a prefill adds to a forward pass: a constant, plus some for each token, plus some for each pair of
+    a token and a token that it attends to, itself included."""
 
     latency: float
     seconds_per_token: float
     seconds_per_pair: float
 
     def seconds(self, num_tokens: int, num_known: int = 0) -> float:
-        """For the tokens after the first `num_known`, up to `num_tokens`."""
+        """Returns the seconds for the tokens from `num_known` to `num_tokens`."""
         num_pairs = _pairs(num_tokens) - _pairs(num_known)
         return self.latency + self.seconds_per_token * (num_tokens - num_known) + self.seconds_per_pair * num_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyCost:
-    """Seconds that a tier takes to keep a rank's KV and to give it back."""
+    """Costs of storing a rank's KV in a tier and of loading it again."""
 
     bytes_per_token: int
     out_bandwidth: float
-    """Bytes per second; so is the other."""
+    """Bytes per second, as is `in_bandwidth`."""
     in_bandwidth: float
     latency: float
-    """Seconds of one part's way out and in, whatever its size."""
+    """Seconds that storing and loading a part take together, whatever its size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapCost:
-    """Compares the two ways of a preempted sequence. All other sequences of the replica wait meanwhile, either way."""
+    """Compares swapping and recomputing a preempted sequence. All other sequences wait meanwhile, either way."""
 
     prefill: PrefillCost
     copy: CopyCost
 
     def swap_seconds(self, num_tokens: int, num_known: int = 0) -> float:
-        """All goes out; what is found in the prefix cache again need not come in."""
+        """Seconds to store all tokens and to load those that the prefix cache will not have (`num_known`)."""
         copy = self.copy
         out_s = num_tokens * copy.bytes_per_token / copy.out_bandwidth
         return copy.latency + out_s + (num_tokens - num_known) * copy.bytes_per_token / copy.in_bandwidth
@@ -50,10 +50,8 @@ class SwapCost:
         return self.prefill.seconds(num_tokens, num_known)
 
     def cheaper(self, num_tokens: int, num_known: int = 0) -> Literal["swap", "recompute"]:
-        """The cheaper way for a sequence of `num_tokens` computed tokens, the first `num_known` of which lie in blocks
-        that other sequences also hold.
-
-        A tie is recomputed: it takes no memory.
+        """Returns the cheaper way for a sequence of `num_tokens` computed tokens, the first `num_known` of which lie in
+        blocks that other sequences also hold. In a tie it is "recompute", which takes no memory.
         """
         swap_s, recompute_s = self.swap_seconds(num_tokens, num_known), self.recompute_seconds(num_tokens, num_known)
         return "swap" if swap_s < recompute_s else "recompute"
@@ -61,7 +59,7 @@ class SwapCost:
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """A forward pass that was timed: the last `num_tokens` tokens of a sequence of `context`."""
+    """A timed forward pass over the last `num_tokens` tokens of a sequence of `context` tokens."""
 
     num_tokens: int
     context: int
@@ -73,9 +71,9 @@ class PassTime:
 
 
 def fit_prefill(one: PassTime, short: PassTime, long: PassTime, deep: PassTime) -> PrefillCost:
-    """From four passes: of one token, of few, of more, and of few with a long context.
+    """Fits the cost to four passes: of one token, of few, of more, and of few with a long context.
 
-    What a pass of one token costs would be paid anyway. Noise may make a cost negative: it is 0 then.
+    The cost of a pass of one token is not counted: a pass runs anyway. A cost that noise makes negative is set to 0.
     """
     pair_s = 0.0
     if deep.num_pairs > short.num_pairs:

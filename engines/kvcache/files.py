@@ -33,19 +33,19 @@ _REMEDIES = {
 
 
 class FileKVStore:
-    """Entries as files, which every process of the host and user that knows the run's token reads.
+    """Keeps each entry as a file, readable by the processes of this host and user that know the run's token.
 
-    A part's location is the file's name: it says who made it and in which run, and cannot be guessed. Files are read
-    and written by calls, never mapped: where a disk is full, fails or goes away, a call says so, whereas a mapping
-    would kill the process. They are not flushed, since they need not outlive the machine.
+    A part's location is the file's name, which contains its creator and its run, and cannot be guessed. Files are read
+    and written by system calls, never mapped: where a disk is full, fails or disappears, a call returns an error,
+    whereas a mapping would kill the process. Files are not flushed, since they need not outlive the machine.
     """
 
     def __init__(self, name: Literal["host", "disk"], token: str, capacity_bytes: int, folders: Items[Path]) -> None:
-        """Of all files that this process has made at most `capacity_bytes` bytes exist at any time.
+        """The existing files that this process has made have at most `capacity_bytes` bytes together at any time.
 
-        A file goes to the first folder that has room; one that has none is reported, once. A disk's folders are made
-        where they are missing. All processes of a run have the same `token`, which nobody else can guess; one that
-        could be guessed is a ValueError.
+        A file is written to the first folder that has room; the first failure is reported as a warning. Missing
+        folders of a disk are created. All processes of a run have the same secret `token`. Raises ValueError when it
+        is not 16 to 64 letters and digits, or the capacity is negative.
         """
         if not re.fullmatch(r"[0-9a-zA-Z]{16,64}", token):
             raise ValueError(f"FileKVStore.token={token!r}: use 16 to 64 letters and digits (secrets.token_hex(16))")
@@ -59,7 +59,7 @@ class FileKVStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files that this process has made and that exist."""
+        """Bytes of the existing files that this process has made."""
         return self.files.num_bytes
 
     def tier_for(self, num_bytes: int) -> Tier | None:
@@ -76,7 +76,7 @@ class FileKVStore:
                 _write(descriptor, data, place)
                 place += len(data)
             assert place == num_bytes, f"{place} bytes of layers, {num_bytes} wanted"
-            # Last: without it nobody takes the file.
+            # The header comes last: without it no reader accepts the file.
             _write(descriptor, memoryview(encode_header(content, checksum)), 0)
 
         name = new_name(self.token)
@@ -87,7 +87,7 @@ class FileKVStore:
         )
 
     def adopt(self, source: Path) -> bool:
-        """Copies a file of another tier, under its name; False where there is no room, or the file is gone."""
+        """Copies a file of another tier under the same name; False when there is no room, or the file is missing."""
         with contextlib.suppress(OSError), open(source, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
 
@@ -98,7 +98,7 @@ class FileKVStore:
                 if place < num_bytes:
                     raise OSError(errno.EIO, f"{source} has become shorter")
 
-            self._remove(source.name)  # of a move that was interrupted before the source was gone
+            self._remove(source.name)  # left by a move that was interrupted before it removed the source
             return self._make(source.name, num_bytes, write)
         return False
 
@@ -119,7 +119,7 @@ class FileKVStore:
         return layers
 
     def find(self, location: str) -> Path | None:
-        """Where the entry lies; None for one that is gone, or no file of this run."""
+        """Returns the entry's path; None when the file is missing, or not of this run."""
         if not has_label(location, self.token):
             return None
         return next((path for folder in self.folders if os.path.lexists(path := folder / location)), None)
@@ -129,11 +129,11 @@ class FileKVStore:
             self._remove(part.location)
 
     def close(self) -> None:
-        """Removes the files that this process has made, handed over or not; folders stay."""
+        """Removes all files that this process has made, also those whose owner is another process; folders stay."""
         self.files.clear()
 
     def check(self) -> None:
-        """Warns where nothing can be written, or less is free than the capacity."""
+        """Warns when nothing can be written, or less is free than the capacity."""
         name = new_name(self.token)
         if self._make(name, HEADER_BYTES, lambda file: _write(file, memoryview(bytes(HEADER_BYTES)), 0)):
             self._remove(name)
@@ -147,7 +147,7 @@ class FileKVStore:
                 self.files.remove(folder / name)
 
     def _make(self, name: str, num_bytes: int, write: Callable[[int], None]) -> bool:
-        """Makes a file that is whole, or none. `write` gets its descriptor."""
+        """Makes a whole file and returns True, or makes none and returns False. `write` receives its descriptor."""
         if not self.files.has_room(num_bytes):
             return False
         for folder in self.folders:
@@ -165,7 +165,7 @@ class FileKVStore:
             except OSError as error:
                 self._report(folder, num_bytes, error)
                 if descriptor >= 0:
-                    break  # what was to be written is used up
+                    break  # `write` has used up its layers
         return False
 
     def _report(self, folder: Path, num_bytes: int, error: OSError) -> None:
@@ -185,10 +185,10 @@ class FileKVStore:
 
 
 class FileLedger:
-    """The files that this process has made, the least recently used first: at most `capacity_bytes` bytes exist.
+    """The files that this process has made, least recently used first: at most `capacity_bytes` bytes exist.
 
-    A file is counted from before it exists until after it is gone, wherever an interrupt comes. Those that others have
-    removed are forgotten when it matters, and often enough. For several threads.
+    A file is counted from before it exists until after it is removed, even after an interrupt. Files that other
+    processes have removed are forgotten when room is needed, and when the ledger has doubled. Thread-safe.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -196,13 +196,13 @@ class FileLedger:
         self._pid = os.getpid()
         self._sizes: OrderedDict[Path, int] = OrderedDict()
         self._total = 0
-        """Bytes of these; after an interrupt perhaps more, until `_look` counts again."""
+        """Bytes of these files; after an interrupt it may be too high until `_look` counts again."""
         self._next_look = _FEWEST_FILES
         self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
-        """Of those that exist."""
+        """Bytes of the files that exist."""
         with self._lock:
             self._look()
             return self._total
@@ -220,13 +220,13 @@ class FileLedger:
 
     @contextlib.contextmanager
     def making(self, path: Path, num_bytes: int) -> Iterator[None]:
-        """Around what makes the file: it is there as a whole, or, after an error or an interrupt, not at all."""
+        """A context for making the file: after an error or an interrupt in it the file is removed."""
         try:
             self._count(path, num_bytes)
             yield
-            self._count(path, num_bytes)  # another thread may have looked before there was a file
+            self._count(path, num_bytes)  # another thread may have run `_look` before the file existed
         except BaseException:
-            with contextlib.suppress(OSError):  # where nothing can be written nothing is there
+            with contextlib.suppress(OSError):  # where nothing can be written no file exists
                 self.remove(path)
             raise
 
@@ -237,36 +237,36 @@ class FileLedger:
                 self._sizes[path] = num_bytes
 
     def touch(self, path: Path) -> None:
-        """It was used just now; one that is not in the ledger is no error."""
+        """Marks the file as used just now; a file that is not in the ledger is no error."""
         with self._lock:
             if path in self._sizes:
                 self._sizes.move_to_end(path)
 
     def remove(self, path: Path) -> None:
-        """Removes the file, whoever has made it; one that is gone is no error."""
+        """Removes the file, also when another process made it; a missing file is no error."""
         path.unlink(missing_ok=True)
         with self._lock:
             self._total -= self._sizes.pop(path, 0)
 
     def oldest(self) -> Path | None:
-        """The least recently used one."""
+        """Returns the least recently used file, None when there is none."""
         with self._lock:
             return next(iter(self._sizes), None)
 
     def clear(self) -> None:
-        """Removes all files that this process has made: in a forked child, which knows its parent's, none."""
+        """Removes all files that this process has made; in a forked child, whose ledger is its parent's, none."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             for path in self._sizes:
-                with contextlib.suppress(OSError):  # gone, or on a disk that fails
+                with contextlib.suppress(OSError):  # missing, or on a disk that fails
                     path.unlink()
             self._sizes.clear()
             self._total = 0
 
 
 def free_memory_bytes() -> int:
-    """What this process can take in /dev/shm without pushing anybody out: of the machine, its container and /dev/shm.
+    """Returns the bytes that fit in /dev/shm without displacing others: what it, machine and container all have free.
 
     0 where there is no /dev/shm.
     """
@@ -280,7 +280,7 @@ def free_memory_bytes() -> int:
 
 
 def _create(path: Path, num_bytes: int) -> int:
-    """A descriptor of a new file, all of whose bytes have room. Raises OSError where they have not."""
+    """Creates a file, reserves its bytes, and returns its descriptor. Raises OSError when there is no room."""
     if path.parent == DEV_SHM and num_bytes > free_memory_bytes():
         raise OSError(errno.ENOMEM, "the machine's memory is in use")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -299,7 +299,7 @@ def _write(descriptor: int, data: memoryview, place: int) -> None:
 
 
 def _read_whole(path: Path, num_bytes: int) -> mmap.mmap:
-    """A file's bytes. Raises OSError, or ValueError for a file that is not as long."""
+    """Returns a file's bytes. Raises OSError, or ValueError when the file has another length."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         found, done = os.fstat(descriptor).st_size, 0

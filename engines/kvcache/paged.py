@@ -1,4 +1,4 @@
-"""The KV cache's storage: per layer, blocks of tokens. Which block is whose, `BlockManager` knows."""
+"""The KV cache's storage: per layer, blocks of tokens. `BlockManager` keeps which sequence holds which block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class PagedKVCache:
     """Keys and values of every layer, each [num_blocks + 1, block_size, num_kv_heads, head_dim].
 
-    The last block is scratch: padding writes there, and no sequence ever has it.
+    The last block is scratch: padding writes there, and no sequence ever holds it.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class PagedKVCache:
             tensor.zero_()
 
     def release(self) -> None:
-        """Gives the memory back; the contents are lost."""
+        """Releases the memory; the contents are lost."""
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Takes the memory again after `release`, zeroed."""
+        """Allocates the memory again after `release`, zeroed."""
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
@@ -57,7 +57,7 @@ def write_kv(cache: Tensor, slot_mapping: Tensor, new: Tensor) -> None:
 
 
 def read_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Iterator[Tensor]:
-    """Of each layer the KV of the first `num_tokens` tokens of a block table, [2, num_tokens, num_heads, head_dim]."""
+    """Yields for each layer the KV of a block table's first tokens, [2, num_tokens, num_heads, head_dim]."""
     slots = _token_slots(kv, blocks, num_tokens)
     for keys, values in zip(kv.keys, kv.values, strict=True):
         layer = keys.new_empty((2, num_tokens, *keys.shape[2:]))
@@ -67,9 +67,9 @@ def read_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Iterator[Te
 
 
 def fill_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int, layers: Iterable[Tensor], *, first: int = 0) -> None:
-    """Writes tokens `first` to `num_tokens` of each layer, as `read_kv` gives them, where the block table says.
+    """Writes tokens `first` to `num_tokens` of each layer, shaped as by `read_kv`, into the blocks of a block table.
 
-    The blocks of the tokens before are left alone: others may hold them, too.
+    The blocks of earlier tokens are not written: other sequences may hold them, too.
     """
     slots = _token_slots(kv, blocks, num_tokens)[first:]
     for keys, values, layer in zip(kv.keys, kv.values, layers, strict=True):
@@ -78,7 +78,7 @@ def fill_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int, layers: Iterab
 
 
 def to_host(layers: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The layers on the CPU. From CUDA they come through pinned memory, the next one while one is being used."""
+    """Yields the layers on the CPU. From CUDA they are copied through pinned memory, one ahead of the caller."""
     ahead: tuple[Tensor, torch.cuda.Event] | None = None
     for layer in layers:
         if not layer.is_cuda:
@@ -97,7 +97,7 @@ def to_host(layers: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _token_slots(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Tensor:
-    """int64 [num_tokens]: block * block_size + offset of each token."""
+    """Returns int64 [num_tokens]: block * block_size + offset of each token."""
     block_size, device = kv.keys[0].shape[1], kv.keys[0].device
     starts = torch.tensor(blocks, dtype=torch.int64, device=device) * block_size
     slots = (starts[:, None] + torch.arange(block_size, device=device)).flatten()

@@ -1,6 +1,6 @@
-"""KV across hosts: a process fetches what it wants from the one that keeps it, over a sealed connection of their own.
+"""KV across hosts: a process fetches entries directly from the process that keeps them, over a sealed connection.
 
-Nobody else takes part, so that a sequence can move between two hosts while all other replicas step.
+No other process takes part, so that a sequence can move between two hosts while all other replicas step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from engines.kvcache.tiers import TieredKVStore
 from engines.sequence import KVPart
 
 _PIECE_BYTES: Final = 4 << 20
-_NUM_AHEAD: Final = 4  # pieces asked for before the first has come: hides the way there and back
+_NUM_AHEAD: Final = 4  # pieces requested before the first arrives: hides the round trip
 _POLL_S: Final = 1.0
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """Answered with these bytes of an entry's file, or with none when it is gone."""
+    """A request, answered with these bytes of an entry's file, or with none when the file is missing."""
 
     name: str
     start: int
@@ -39,7 +39,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Not answered."""
+    """A request to free an entry; it is not answered."""
 
     name: str
 
@@ -48,9 +48,9 @@ _decode_request = msgspec.msgpack.Decoder(Read | Drop).decode
 
 
 class PeerKVStore:
-    """A host's store whose entries the processes of other hosts reach, too: each serves those that it has made.
+    """A host's store whose entries other hosts reach, too: each process serves the entries that it has made.
 
-    A part's location says on which host the entry lies, who serves it, and its file's name.
+    A part's location has the entry's host, the address of the process that serves it, and the file's name.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PeerKVStore:
         token: bytes,
         patience_s: float = 10.0,
     ) -> None:
-        """`host` tells hosts apart; `address` is this one's IPv4 address as the others reach it.
+        """`host`: a name that no other host has; `address`: the IPv4 address at which other hosts reach this one.
 
         All processes of the run have the same `token`. Raises ValueError when `address` is not this machine's.
         """
@@ -71,7 +71,7 @@ class PeerKVStore:
         self._token = token
         self._patience_s = patience_s
         self.num_fetched = 0
-        """Entries that have come from other hosts."""
+        """Entries that were fetched from other hosts."""
         self._clients: dict[str, Client] = {}
         self._lock = threading.Lock()  # a connection's answers come in the order of its requests
         self._server = Server(token, host=address, patience_s=patience_s)
@@ -96,7 +96,7 @@ class PeerKVStore:
         try:
             with self._lock:
                 self._fetch(address, name, memory)
-        except (ConnectionError, ValueError) as error:  # it is gone, or has refused this process
+        except (ConnectionError, ValueError) as error:  # the peer has ended, or has refused this process
             raise ValueError(f"{part.location}: cannot be fetched ({error}); recompute the KV") from None
         self.num_fetched += 1
         return layers_in(memory, content, part.location)
@@ -121,7 +121,7 @@ class PeerKVStore:
         self._local.close()
 
     def _fetch(self, address: str, name: str, memory: mmap.mmap) -> None:
-        """Fills `memory` from the start of a file. Raises ConnectionError when it does not come."""
+        """Fills `memory` with the first bytes of a peer's file. Raises ConnectionError when they do not arrive."""
         try:
             client = self._client(address)
             starts = range(0, len(memory), _PIECE_BYTES)
@@ -138,13 +138,13 @@ class PeerKVStore:
                 for later in asks[index + _NUM_AHEAD : index + _NUM_AHEAD + 1]:
                     client.send(msgspec.msgpack.encode(later))
         except ConnectionError:
-            # What was asked for may still come: it must not be taken for the answer to another question.
+            # Late answers may still arrive, and must not be taken for answers to later requests.
             if address in self._clients:
                 self._clients.pop(address).close()
             raise
 
     def _client(self, address: str) -> Client:
-        """The connection to that server; made when first needed. Raises ConnectionError, or ValueError if refused."""
+        """Returns the connection to a server, made at first use. Raises ConnectionError, or ValueError if refused."""
         client = self._clients.get(address)
         if client is None:
             name = f"kv-{secrets.token_hex(8)}"
@@ -159,7 +159,7 @@ class PeerKVStore:
                     self._answer(notice.peer, notice.payload)
 
     def _answer(self, peer: str, payload: bytes) -> None:
-        """A `Read` has always one answer: those who asked tell answers apart by their order."""
+        """Sends exactly one answer to each `Read`: clients match answers to requests by their order."""
         try:
             request = _decode_request(payload)
         except msgspec.MsgspecError:
@@ -184,7 +184,7 @@ class PeerKVStore:
             return b""
 
     def _reply(self, peer: str, piece: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # it has gone meanwhile
+        with contextlib.suppress(ConnectionError):  # the peer has ended meanwhile
             self._server.send(peer, piece)
 
 

@@ -1,13 +1,13 @@
-"""Stored KV: what a store answers, and the format of what it keeps.
+"""Stored KV: the interface of a store, and the format of its entries.
 
-An *entry* is one piece of stored KV: all layers of some neighbouring KV heads, for a sequence's first tokens. It has a
-name, a `KVPart`. It begins with a header of `HEADER_BYTES` bytes: a mark, the number of the format, a checksum, and the
-`KVContent` that it was made of. Then come the layers, each [2 (keys, values), num_tokens, num_heads, head_dim]. Entries
-are cut by heads, so that replicas of any TP degree read what any other wrote (`load_heads`). An entry of another format
-is refused, and its KV computed again.
+An *entry* is one piece of stored KV: all layers of some neighbouring KV heads, for a sequence's first tokens. A
+`KVPart` names it. An entry begins with a header of `HEADER_BYTES` bytes: a mark, the format's number, a checksum, and
+the entry's `KVContent`. Then follow the layers, each [2 (keys, values), num_tokens, num_heads, head_dim]. Entries are
+cut by heads, so that replicas of any TP degree can read the entries of any other (`load_heads`). An entry of another
+format is refused, and its KV computed again.
 
-Entries may later hold a range of tokens: then its first token joins `KVContent` and `KVPart`, and `FORMAT` goes up. The
-digest stays that of all tokens up to the range's end, since KV depends on all of them.
+Entries may later hold a range of tokens: then the range's first token joins `KVContent` and `KVPart`, and `FORMAT`
+goes up. The digest will still cover all tokens up to the range's end, since KV depends on all of them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _PREFIX = struct.Struct("<8sIII")  # magic, format, CRC-32 of the layers, bytes 
 
 @dataclass(frozen=True, kw_only=True)
 class KVContent:
-    """What an entry must hold to be of use: two entries of equal content are interchangeable."""
+    """Describes an entry's KV: two entries of equal content are interchangeable."""
 
     policy_version: int
     tokens_digest: str
-    """`tokens_digest` of the tokens: KV of other ones is never taken for theirs."""
+    """`tokens_digest` of the tokens, so that KV of other tokens is never used."""
     dtype: str
     num_layers: int
     num_tokens: int
@@ -59,25 +59,25 @@ class KVContent:
 
 
 class KVStore(Protocol):
-    """Keeps KV outside of the caches. All replicas that move sequences to each other reach the same entries."""
+    """Keeps KV outside of the caches. Replicas that move sequences to each other must reach the same entries."""
 
     def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
-        """Keeps a copy of the layers, each `content.layer_shape` on the CPU; None when there is no room."""
+        """Stores a copy of the layers, each `content.layer_shape` on the CPU; returns None when there is no room."""
         ...
 
     def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
-        """The layers, each `content.layer_shape` on the CPU; not to be written to, but usable after a `drop`.
+        """Returns the layers, each `content.layer_shape` on the CPU: read-only, and usable even after a `drop`.
 
-        Raises ValueError when the entry is gone, damaged, or of other content.
+        Raises ValueError when the entry is missing, damaged, or of other content.
         """
         ...
 
     def drop(self, part: KVPart) -> None:
-        """Frees the entry; one that is gone already, or not this store's, is no error."""
+        """Frees the entry; a missing entry, or an entry of another store, is no error."""
         ...
 
     def tier_for(self, num_bytes: int) -> Tier | None:
-        """The tier that would now take an entry of this many bytes; None when no tier has room."""
+        """Returns the tier that would now store an entry of this many bytes; None when no tier has room."""
         ...
 
 
@@ -93,9 +93,9 @@ def tokens_digest(tokens: Items[int]) -> str:
 
 
 def load_heads(store: KVStore, parts: Items[KVPart], wanted: KVContent) -> Iterator[Tensor]:
-    """The wanted KV heads, layer by layer, from whichever parts hold them, however these are cut.
+    """Returns an iterator over the layers of the wanted KV heads, joined from parts that may be cut in any way.
 
-    Raises ValueError, before the first layer is asked for, when a part cannot be used or a head is in none.
+    Raises ValueError at once, before the first layer, when a needed part is unusable or a head is in no part.
     """
     pieces: list[tuple[Items[Tensor], slice]] = []
     head, stop = wanted.first_head, wanted.first_head + wanted.num_heads
@@ -115,16 +115,16 @@ def _join(pieces: list[Tensor]) -> Tensor:
 
 
 def encode_header(content: KVContent, checksum: int) -> bytes:
-    """What an entry begins with; `checksum` is the CRC-32 of its layers' bytes."""
+    """Returns an entry's header; `checksum` is the CRC-32 of its layers' bytes."""
     encoded = msgspec.msgpack.encode(content)
     assert _PREFIX.size + len(encoded) <= HEADER_BYTES
     return _PREFIX.pack(MAGIC, FORMAT, checksum, len(encoded)) + encoded
 
 
 def layers_in(memory: mmap.mmap, content: KVContent, location: str) -> list[Tensor]:
-    """The layers of an entry's bytes, each `content.layer_shape`; they keep the memory alive.
+    """Returns the layers of an entry's bytes, each `content.layer_shape`; they keep the memory alive.
 
-    Raises ValueError when they are of other content, or not what was written.
+    Raises ValueError when the entry is of other content, or damaged.
     """
     with memoryview(memory)[HEADER_BYTES:] as payload:
         _check_header(memory[:HEADER_BYTES], content, location, zlib.crc32(payload))

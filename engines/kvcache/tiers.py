@@ -1,4 +1,4 @@
-"""KV in tiers: a bounded pool in the host's memory, below it a bounded one on disk. KV is a cache: each may refuse."""
+"""KV in tiers: a bounded pool in host memory, below it a bounded one on disk. Either tier may refuse an entry."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DEFAULT_HOST_BYTES = 2**30
 
 
 class TieredKVStore:
-    """New entries go to the host pool; those that were not used for longest make room, by moving down to the disk.
+    """Stores new entries in the host pool; to make room, the least recently used entries move to the disk.
 
-    An entry moves whole, keeps its name, and is found wherever it lies, by all processes of the host. When the disk
-    is full, too, a new one is refused: one that was kept at a cost is not thrown away for it.
+    An entry moves as a whole and keeps its name, and all processes of the host find it in either tier. When the disk
+    is full, too, a new entry is refused: stored entries, whose storing had a cost, are not dropped for it.
     """
 
     def __init__(self, host: FileKVStore, disk: FileKVStore) -> None:
-        """Both with the same token."""
+        """Both stores must have the same token."""
         self.host = host
         self.disk = disk
         self.token = host.token
@@ -36,7 +36,7 @@ class TieredKVStore:
         return self.host.num_bytes + self.disk.num_bytes
 
     def tier_for(self, num_bytes: int) -> Tier | None:
-        """The disk, too, where an entry has to move there first: that is what keeping one more costs then."""
+        """Returns the disk also when an older entry must first move there: then a new entry costs a disk write."""
         return self.host.tier_for(num_bytes) or self.disk.tier_for(num_bytes)
 
     def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
@@ -59,12 +59,12 @@ class TieredKVStore:
         return self.host.find(location) or self.disk.find(location)
 
     def drop(self, part: KVPart) -> None:
-        # In this order: whoever moves the entry down at this moment finds it gone above, and removes what it has made.
+        # In this order: a process that is just moving the entry down finds it missing above, and removes its copy.
         self.host.drop(part)
         self.disk.drop(part)
 
     def close(self) -> None:
-        """Removes the files that this process has made, handed over or not."""
+        """Removes all files that this process has made, also those whose owner is another process."""
         self.host.close()
         self.disk.close()
 
@@ -85,9 +85,9 @@ class TieredKVStore:
 
 
 def host_pool_bytes(asked: int | None, *, num_ranks: int, free_bytes: int | None = None) -> int:
-    """Bytes of the host pool of each of a host's `num_ranks` ranks; by default 1 GiB, or what is safely there.
+    """Returns the bytes of a rank's host pool: `asked`, or 1 GiB but at most a quarter of its share of free memory.
 
-    Raises ValueError where more is asked for than is free: memory that is not there ends in the kernel's killing.
+    Raises ValueError when the `num_ranks` ranks of a host ask for more than is free: the kernel would kill processes.
     """
     if free_bytes is None:
         free_bytes = free_memory_bytes()
@@ -102,8 +102,8 @@ def host_pool_bytes(asked: int | None, *, num_ranks: int, free_bytes: int | None
 
 
 def disk_folder(parent: Path) -> Path:
-    """Where this host's files lie in the folder that the user names, which several hosts may share: a process id means
-    something on its host only."""
+    """Returns this host's own folder in the user's folder, which several hosts may share: files are named by process
+    ids, which are valid on one host only."""
     return parent / f"curtail-kv-{socket.gethostname()}"
 
 
@@ -114,7 +114,7 @@ def reclaim_tiers(disk_parent: str | None, *, keep_token: str | None = None) -> 
 
 
 def make_disk_store(token: str, capacity_bytes: int, parent: Path) -> FileKVStore:
-    """Warns at once where `parent` cannot be written to, or has less room than that."""
+    """Makes the disk's store; warns at once when `parent` cannot be written to, or has less room than the capacity."""
     store = FileKVStore("disk", token, capacity_bytes, [disk_folder(parent)])
     if capacity_bytes:
         store.check()
@@ -124,9 +124,9 @@ def make_disk_store(token: str, capacity_bytes: int, parent: Path) -> FileKVStor
 def make_kv_store(
     token: str, *, host_bytes: int, disk_bytes: int, disk_parent: str | None
 ) -> FileKVStore | TieredKVStore:
-    """The tiers of a process, as `EngineConfig` has them; all processes of a run have the same `token`.
+    """Makes the tiers of a process, with the sizes of `EngineConfig`; all processes of a run have the same `token`.
 
-    What killed runs have left is removed first.
+    Files that killed runs have left are removed first.
     """
     reclaim_tiers(disk_parent, keep_token=token)
     host = FileKVStore("host", token, host_bytes, memory_folders())

@@ -1,4 +1,4 @@
-"""How much memory is free for ranks that share it: an accelerator's, or a host's."""
+"""The free memory of an accelerator or a host, for the ranks that share it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from engines.parallel.collectives import Communicator
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """That of one rank's device, as the rank sees it."""
+    """The memory of one rank's device, as the rank sees it."""
 
     name: str
-    """Ranks that share it give the same, no others."""
+    """The same for ranks that share this memory, and only for them."""
     free: int | None
-    """Bytes that can still be taken; None where that cannot be known."""
+    """Bytes that can still be allocated; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeMemory:
-    """What was free for all ranks before any of them took of it."""
+    """The memory that was free for all ranks before any of them allocated."""
 
     names: tuple[str, ...]
-    """Of each rank's memory."""
+    """The name of each rank's memory."""
     num_bytes: Mapping[str, int | None]
-    """By those names."""
+    """Free bytes of each memory, by name; None if unknown."""
 
     @staticmethod
     def agree(world: Communicator, mine: Memory) -> FreeMemory:
-        """The same on every rank: the least that any of a memory's ranks sees. All call it together."""
+        """Returns, on every rank, the least that any of a memory's ranks sees as free. All ranks call it together."""
         told = world.all_gather_bytes(msgspec.msgpack.encode(mine))
         everyone = [msgspec.msgpack.decode(one, type=Memory) for one in told]
         seen: dict[str, list[int]] = {memory.name: [] for memory in everyone}
@@ -43,14 +43,14 @@ class FreeMemory:
 
     @property
     def share(self) -> int | None:
-        """Bytes that every rank can have at once; None where one cannot be known."""
+        """Bytes that every rank can allocate at the same time; None if the free bytes of one memory are unknown."""
         if None in self.num_bytes.values():
             return None
         return min(free // self.names.count(name) for name, free in self.num_bytes.items() if free is not None)
 
 
 def free_memory(device: torch.device, host: str = "this host") -> Memory:
-    """Of the device, now; `host` is a name that no other host of the run has."""
+    """Returns the device's free memory now; `host` is a name that no other host of the run has."""
     if device.type != "cuda":
         return Memory(host, free_host_bytes())
     free = torch.cuda.mem_get_info(device)[0]

@@ -1,4 +1,4 @@
-"""How much memory a host and its control groups still give. Torch-free."""
+"""The free memory of a host, within the limits of its control groups. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the kernel can give without swapping, and the control groups of this process allow; None where that cannot
-    be known. Pages of files count as free: they are dropped when memory is wanted.
+    """Returns the bytes that the kernel can allocate without swapping and that the control groups of this process
+    allow; None if unknown. Pages of files count as free, since the kernel drops them when memory is needed.
     """
     limits = list(_cgroup_rooms(proc, cgroups))
     if (kib := _fields(proc / "meminfo").get("MemAvailable:")) is not None:
@@ -17,7 +17,7 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What each limited control group that holds this process can still take: versions 2 and 1 of the interface."""
+    """Yields the bytes that each limited control group of this process still allows, for cgroup versions 2 and 1."""
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, name = line.split(":", 2)
         if not controllers:
@@ -27,7 +27,7 @@ def _cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         folder = root / name.strip("/")
-        # The name may be one outside this container, whose own group is then the root.
+        # The name may be from outside this container; the container's own group is then the root.
         for place in (folder, *folder.parents):
             if place.is_relative_to(root):
                 room = _room(place, limit, usage, prefix)
@@ -39,13 +39,13 @@ def _room(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
     try:
         most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
     except (OSError, ValueError):
-        return None  # there is no such group, none that may be read, or its limit is "max"
+        return None  # the group is missing or not readable, or its limit is "max"
     pages = _fields(folder / "memory.stat")
     return most - used + pages.get(f"{prefix}active_file", 0) + pages.get(f"{prefix}inactive_file", 0)
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Of a file of lines that begin with a name and a number."""
+    """Returns the numbers in a file by name; its lines begin with a name and a number."""
     words = [line.split() for line in _lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) >= 2}
 

@@ -1,7 +1,7 @@
-"""What one rank's engine takes of its device's memory, known before anything is taken. Torch-free.
+"""The memory of its device that one rank's engine needs, known before anything is allocated. Torch-free.
 
-Weights and the KV cache are exact. What a pass takes is one bound and not a measurement: it must be known before the
-weights are there, for every layout that the run may have, and on a CPU a pass of the most tokens takes seconds.
+Weights and the KV cache are exact. The memory of a forward pass is a bound, not a measurement: it must be known before
+the weights are loaded, for every layout that the run may have, and on a CPU a pass of the most tokens takes seconds.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from engines.parallel.sharding import Shard, shard_config
 
 MIB = 2**20
 PIECE_TOKENS = 2**15
-"""Context tokens, padding included, that attention gathers at once; one sequence is gathered whole."""
+"""Context tokens, padding included, that attention gathers at once; a longer sequence is gathered whole."""
 PIECE_BYTES = 64 * MIB
-"""What work that can be cut into pieces takes at once: attention masks, and the sampler's copies of logits."""
+"""Memory of one piece of work that is done in pieces: attention masks, and the sampler's copies of logits."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 _LIBRARY_BYTES = {"cpu": 48 * MIB, "cuda": 256 * MIB}
-"""What threads, matrix libraries and the allocator keep for themselves: measured on a CPU, assumed on CUDA."""
+"""Memory of threads, matrix libraries and the allocator: measured on a CPU, assumed on CUDA."""
 _SAMPLED_BYTES = {"cpu": 256, "cuda": 64}
-"""The most that sampling takes per logit of a piece: noise for all, and on a CPU lists of who may still win."""
+"""Most bytes of sampling per logit of a piece: noise for all, and on a CPU lists of the tokens that may still win."""
 _TOKEN_BYTES = 256
-"""Per token of a pass: ids, positions, slots and the rows of padded buckets."""
+"""Bytes per token of a pass: ids, positions, slots and the rows of padded buckets."""
 _BLOCK_BYTES = 400
-"""Per KV block: whose it is, and the digest of its content, in Python's objects."""
+"""Bytes per KV block: Python objects for its owners and the digest of its content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank."""
+    """Memory of one rank, in bytes."""
 
     weights: int
     copies: int
-    """Of weights: matrices as the CPU's library wants them, and this rank's part of the host's copy."""
+    """Copies of weights: matrices in the form of the CPU's library, and this rank's part of the host's copy."""
     loading: int
-    """Beside the weights while they come: one parameter of the whole model."""
+    """Extra memory while weights are loaded: one parameter of the whole model."""
     layers: int
-    """The most that layers take for the tokens of a pass."""
+    """Most memory of the layers for the tokens of a pass."""
     logits: int
-    """Of the most rows that a pass may sample, and what the sampler makes of them."""
+    """Logits of the most rows that a pass may sample, and the sampler's copies of them."""
     tables: int
-    """Cosines and sines of every position, block tables, whose each block is, and a scratch block."""
+    """Cosines and sines of every position, block tables, the owners of each block, and a scratch block."""
     libraries: int
     kv_cache: int
     num_kv_tokens: int
-    """What the KV cache holds."""
+    """Tokens that the KV cache holds."""
     max_model_len: int
     max_num_seqs: int
 
     @property
     def passing(self) -> int:
-        """What comes and goes; its three kinds do not overlap."""
+        """Temporary memory; its three kinds are not in use at the same time."""
         return max(self.layers, self.logits, self.loading)
 
     @property
@@ -60,7 +60,7 @@ class MemoryPlan:
         return self.weights + self.copies + self.tables + self.libraries + self.passing + self.kv_cache
 
     def parts(self) -> str:
-        """What the total is made of, in MiB, in one line."""
+        """Returns the parts of the total, in MiB, in one line."""
         return (
             f"weights {mib(self.weights + self.copies)}, KV cache {mib(self.kv_cache)}, a pass {mib(self.passing)} "
             f"(the most of layers {mib(self.layers)}, logits {mib(self.logits)}, loading {mib(self.loading)}), other "
@@ -68,7 +68,7 @@ class MemoryPlan:
         )
 
     def what_to_lower(self) -> str:
-        """The options on which the parts depend, that of the largest part first."""
+        """Returns the options on which the parts depend, the option of the largest part first."""
         sizes = {
             "kv_cache_bytes": self.kv_cache,
             "max_num_batched_tokens": self.layers if self.layers >= self.logits else 0,
@@ -79,7 +79,7 @@ class MemoryPlan:
         return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
     def summary(self) -> str:
-        """One line for a log: what is taken, and what the KV cache holds."""
+        """Returns one line for a log: the memory in use, and what the KV cache holds."""
         full = self.num_kv_tokens // self.max_model_len
         crowded = "" if full >= self.max_num_seqs else f"; beyond {full} such, the latest wait or are recomputed"
         return (
@@ -89,12 +89,12 @@ class MemoryPlan:
 
 
 def mib(num_bytes: int) -> int:
-    """Rounded up."""
+    """Returns MiB, rounded up."""
     return -(-num_bytes // MIB)
 
 
 def kv_block_bytes(model: ModelConfig, config: EngineConfig, tp_size: int) -> int:
-    """One block of KV on each rank of a replica of `tp_size`. Raises ValueError when the model cannot be cut so."""
+    """Returns a KV block's bytes on each of a replica's `tp_size` ranks; ValueError if the model cannot be cut so."""
     local = shard_config(model, Shard(count=tp_size, max_count=tp_size))
     return config.block_size * local.kv_bytes_per_token(ITEM_BYTES[config.dtype])
 
@@ -112,10 +112,10 @@ def plan_memory(
     device_type: str,
     wide: int,
 ) -> MemoryPlan:
-    """Of a rank with the sizes `local` of the whole `model`, whose bytes of weights are known.
+    """Plans the memory of a rank whose part of `model` has the sizes `local` and known bytes of weights.
 
-    `kv_cache_bytes` stands in for the config's. `wide`: bytes of an element where products are computed in a wider type
-    than the model's, so that what goes in and comes out is there in both; else 0.
+    `kv_cache_bytes` replaces the config's. `wide`: bytes of an element if products are computed in a wider dtype than
+    the model's, so that their inputs and outputs exist in both dtypes; else 0.
     """
     item, kind = ITEM_BYTES[config.dtype], "cuda" if device_type == "cuda" else "cpu"
     block_bytes = config.block_size * local.kv_bytes_per_token(item)
@@ -147,8 +147,8 @@ def plan_memory(
 
 
 def _token_bytes(local: ModelConfig, item: int, wide: int) -> int:
-    """Per token of a pass, in the wider half of a layer: attention, where less than half of the queries are padding, or
-    the MLP. Norms and rotation may work in float32."""
+    """Returns the bytes per token of a pass in the larger half of a layer: the MLP, or attention, in which less than
+    half of the queries are padding. Norms and rotation may work in float32."""
     hidden, inner = local.hidden_size, local.intermediate_size
     query, key_value = local.num_heads * local.head_dim, 2 * local.num_kv_heads * local.head_dim
     elements = 4 * hidden + 2 * local.head_dim + max(4 * inner, 13 * query + key_value)
@@ -157,13 +157,13 @@ def _token_bytes(local: ModelConfig, item: int, wide: int) -> int:
 
 
 def _context_bytes(local: ModelConfig, item: int, tokens: int, rows: int, longest: int) -> int:
-    """Gathered keys and values, and masks: see `engines/attention/sdpa.py`."""
+    """Returns the bytes of gathered keys and values, and of masks: see `engines/attention/sdpa.py`."""
     gathered = min(max(PIECE_TOKENS, longest), rows * longest) * 2 * local.num_kv_heads * local.head_dim * item
     of_row = local.num_heads // local.num_kv_heads * longest * (1 + max(4, item))
     return gathered + min(max(PIECE_BYTES, of_row), 2 * tokens * of_row)
 
 
 def rows_sampled_at_once(vocab_size: int, device_type: str) -> int:
-    """Rows of each piece into which the sampler cuts a batch whose logits it copies."""
-    piece = PIECE_BYTES if device_type == "cpu" else 16 * PIECE_BYTES  # there pieces cost launches
+    """Returns the rows of each piece into which the sampler cuts a batch whose logits it copies."""
+    piece = PIECE_BYTES if device_type == "cpu" else 16 * PIECE_BYTES  # on CUDA, each piece costs launches
     return max(1, piece // (_SAMPLED_BYTES[device_type] * vocab_size))

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from engines.sampling.noise import GOLDEN_GAMMA, mix64_
 
-_CHUNK = 1 << 15  # elements: what is written for them stays in the second-level cache
+_CHUNK = 1 << 15  # elements: their temporary results stay in the second-level cache
 _BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum_parts(parts: Iterable[tuple[str, Tensor, tuple[slice, ...]]]) -> int:
-    """Sum modulo 2^64 of each element's bits times a key of (name, row) times a key of the column.
+    """Returns the sum modulo 2^64 of each element's bits times a key of (name, row) times a key of the column.
 
-    A sum, so that shards can be added up in any order; with keys, so that swapped elements or names show (multilinear
-    hashing, Carter and Wegman 1979; as a product of two keys most of the work is one multiplication per element). Each
-    item is a logical parameter's name, the part of it that is held, and where in the whole that is.
+    Each item is a logical parameter's name, the part of it that is held, and the part's place in the whole. A sum can
+    be added up over shards in any order; keys make it change when elements or names are swapped (multilinear hashing,
+    Carter and Wegman 1979; with a product of two keys most of the work is one multiplication per element).
     """
     total = 0
     for name, part, where in parts:
@@ -36,17 +36,17 @@ def checksum_parts(parts: Iterable[tuple[str, Tensor, tuple[slice, ...]]]) -> in
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """`checksum_parts` of whole parameters."""
+    """Returns `checksum_parts` of whole parameters."""
     return checksum_parts((name, tensor, ()) for name, tensor in tensors.items())
 
 
 def _keys(start: int, count: int, seed: int, device: torch.device) -> Tensor:
-    """int64 [count]: outputs start, start + 1, ... of SplitMix64. Odd, so that a changed bit changes every product."""
+    """Returns int64 [count]: outputs start, start + 1, ... of SplitMix64, made odd: a changed bit changes a product."""
     counters = torch.arange(start, start + count, device=device)
     return mix64_(counters.mul_(GOLDEN_GAMMA).add_(seed)).bitwise_or_(1)
 
 
 def _starts(where: tuple[slice, ...]) -> tuple[int, int]:
-    """First row and first column of a part."""
+    """Returns the first row and the first column of a part."""
     rows, columns = (*where, slice(None), slice(None))[:2]
     return rows.start or 0, columns.start or 0

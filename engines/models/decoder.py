@@ -1,4 +1,4 @@
-"""The one dense decoder: Llama, Qwen2/2.5 and Qwen3 differ by what `ModelConfig` says, not by class."""
+"""One dense decoder for Llama, Qwen2/2.5 and Qwen3, which differ in fields of `ModelConfig`, not by class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engines.parallel.sharding import Shard, is_first_holder, shard_config, shar
 
 
 class Decoder:
-    """Forward pass over a flat batch, writing the new tokens' KV and returning the logits that are wanted."""
+    """Runs forward passes over flat batches: writes the new tokens' KV and returns the requested logits."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Decoder:
         batch_invariant: bool = False,
     ) -> None:
         """Rank i of `tensor_parallel` holds shard i. `library`: the native kernels, None for torch's; `batch_invariant`
-        needs them, and native attention. Raises ValueError when the model cannot be cut so.
+        needs them, and native attention. Raises ValueError when the model cannot be cut into these shards.
         """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
@@ -52,7 +52,7 @@ class Decoder:
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
         self.library = library
-        """For whoever else works on what this gives."""
+        """The native kernels, also for sampling from the logits."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
         if batch_invariant and isinstance(tensor_parallel, TorchGroup):
             tensor_parallel = tensor_parallel.in_rank_order()
@@ -62,21 +62,21 @@ class Decoder:
         self._copy_dtype = copy_dtype(dtype, device)
         self._few_rows = None if library is None or batch_invariant else FewRows(library)
         self.attention_backend = attention.name
-        """One of those that `EngineConfig.attention` names."""
+        """A name from `EngineConfig.attention`, but not "auto"."""
         self._backend = attention.backend
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """What matrices are multiplied in, but for products of few rows."""
+        """The dtype in which matrices are multiplied, except in products of few rows."""
         return self._copy_dtype or self.dtype
 
     def logical_views(self) -> dict[str, Tensor]:
-        """Hugging Face name -> this shard's part of it, as `shard_slices` cuts it."""
+        """Returns Hugging Face name -> this shard's part of the parameter, as `shard_slices` cuts it."""
         rows = vocab_rows(self.config, self.shard)
         return logical_views(self.parameters, self.local, rows.stop - rows.start)
 
     def checksum(self) -> int:
-        """Of this shard's part of the weights; those of all shards add up, modulo 2^64, to that of the whole model."""
+        """Returns the checksum of this shard's weights; the shards' sum, modulo 2^64, is the whole model's checksum."""
         return checksum_parts(
             (name, view, shard_slices(self.config, name, self.shard))
             for name, view in self.logical_views().items()
@@ -85,7 +85,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """To be called when the parameters have changed, before the next forward pass."""
+        """Must be called after the parameters have changed, before the next forward pass."""
         if self._copy_dtype is not None:
             self._forward_parameters = self.parameters  # frees the old copies first
             self._forward_parameters = pack(self.parameters, self._copy_dtype)
@@ -93,7 +93,7 @@ class Decoder:
             self._check_products(self._forward_parameters)
 
     def release(self) -> None:
-        """Frees what `prepare` has made."""
+        """Frees the copies that `prepare` has made."""
         self._forward_parameters = self.parameters
 
     @property
@@ -108,7 +108,7 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, batch: ForwardBatch, kv: PagedKVCache) -> Tensor:
-        """Writes the new tokens' KV; returns what `logits` takes, [len(batch.logit_rows), hidden_size]."""
+        """Writes the new tokens' KV; returns the input of `logits`, [len(batch.logit_rows), hidden_size]."""
         plan = self._backend.plan(batch, kv.keys[0].shape[1])
         rotary = self._rotary.at(batch.positions)
         eps = self.config.rms_norm_eps
@@ -126,13 +126,13 @@ class Decoder:
         return x
 
     def _products(self, num_rows: int) -> tuple[DecoderParameters, Project]:
-        """The parameters, and the function that multiplies this many rows by them."""
+        """Returns the parameters, and the function that multiplies `num_rows` rows by them."""
         if self._few_rows is not None and num_rows <= self._few_rows.most_rows:
             return self.parameters, self._few_rows
         return self._forward_parameters, self._project
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """[T, hidden]. A shard has the rows of some token ids; others are zero there, and the sum is the embedding."""
+        """Returns [T, hidden]. A shard has the rows of some token ids and zeros for others; an all-reduce adds them."""
         if self.shard.count == 1:
             return self.parameters.embedding.index_select(0, tokens)
         local = tokens - self.shard.index * self.local.vocab_size
@@ -142,7 +142,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """[R, vocab_size] on every shard, the same bits: each column was computed by one of them."""
+        """Returns [R, vocab_size], with the same bits on every shard: each column is computed by one shard only."""
         parameters, project = self._products(len(x))
         logits = project(x, parameters.head, None)
         if self.shard.count > 1:
@@ -172,6 +172,6 @@ class Decoder:
         return self._row_parallel(inner, layer.down, layer.down_bias, project)
 
     def _row_parallel(self, x: Tensor, weight: Tensor, bias: Tensor | None, project: Project) -> Tensor:
-        """Each shard holds some columns of `weight`, and its share of x; the bias is added once, after the sum."""
+        """Sums the shards' products of their columns of `weight` and of x; the bias is added once, after the sum."""
         out = self._tensor_parallel.all_reduce(project(x, weight, None))
         return out if bias is None else out + bias

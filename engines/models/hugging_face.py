@@ -1,4 +1,4 @@
-"""What transformers reads of a checkpoint's folder: with its own classes alone, and never a question on stdin."""
+"""Reads a checkpoint's folder with transformers' own classes only, and without a question on stdin."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def read_checkpoint(auto_class: Any, directory: str | Path, **options: Any) -> Any:
-    """`auto_class.from_pretrained(directory)`. Code that comes with the checkpoint is not run.
+    """Returns `auto_class.from_pretrained(directory)`. Code that comes with the checkpoint is never run.
 
-    Where transformers knows the type itself, an `auto_map` does no harm and is passed over. Raises ValueError for a
-    checkpoint that cannot be read without its own code, or at all.
+    Where transformers has a class for the type, an `auto_map` is ignored. Raises ValueError for a checkpoint that
+    cannot be read without its own code, or at all.
     """
     try:
         return auto_class.from_pretrained(directory, trust_remote_code=False, local_files_only=True, **options)

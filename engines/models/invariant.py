@@ -1,10 +1,10 @@
-"""Products that give a row the same bits whatever other rows are there: `project`, in checked numbers of rows.
+"""Batch-invariant products: a row has the same bits whatever other rows are in the batch. For CPUs.
 
 A matrix library picks the kernel, and with it the order of each sum, by the number of rows: oneDNN cuts the sums of a
-single row of more than 1024 elements in parts, MKL has kernels of their own for few rows and for the last of an odd
-number. The choice depends on shapes and threads, never on values. So each number of rows is tried once per kind of
-matrix, on sums that show their order; only those that agree, in all their rows, are run. Others are padded to the next,
-or split. For CPUs.
+single row of more than 1024 elements in parts, MKL has special kernels for few rows and for the last of an odd number.
+The choice depends on shapes and threads, never on values. So each number of rows is tried once per kind of matrix, on
+sums that reveal their order, and `project` runs only with numbers of rows that agree in all their rows. Any other
+number is padded to the next of these, or split.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from engines.models.projection import pack_matrix, project
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that are tried."""
 REFERENCES = (64, 16, 4, 1)
-"""Numbers of rows of which one is what the others must agree with: the first that treats its own rows alike."""
+"""Candidates for the reference, with which the others must agree: the first whose own rows all have the same bits."""
 
 
 class Product(NamedTuple):
-    """All that a matrix library can choose a kernel by, but for the number of rows."""
+    """All that a matrix library's choice of a kernel can depend on, except the number of rows."""
 
     outputs: int
     inputs: int
@@ -47,7 +47,7 @@ def check_products(parameters: DecoderParameters) -> None:
 
 
 def project_invariant(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `projection.project`, on a CPU: a row's bits depend on the row, the weight, the bias and the threads alone."""
+    """As `projection.project`, on a CPU: a row's bits depend only on the row, weight, bias and number of threads."""
     sizes = checked_sizes(_product(weight, bias))
     rows, most = len(x), sizes[-1]
     if rows <= most:
@@ -75,7 +75,7 @@ def _project_padded(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: tuple
 
 @functools.cache
 def checked_sizes(product: Product) -> tuple[int, ...]:
-    """Those of SIZES that give every one of their rows the bits that all rows of the reference have."""
+    """Returns those of SIZES in which every row has the same bits as the rows of the reference."""
     weight, bias, row = _telling(product)
     if product.packed:
         weight = pack_matrix(weight, product.dtype)
@@ -91,7 +91,7 @@ def checked_sizes(product: Product) -> tuple[int, ...]:
 
 
 def _telling(product: Product) -> tuple[Tensor, Tensor | None, Tensor]:
-    """A matrix, a bias and a row [1, inputs] whose products cancel: what is left is rounding, other in each order."""
+    """Returns a matrix, a bias and a row [1, inputs] whose products cancel: only order-dependent rounding remains."""
     generator = torch.Generator().manual_seed(0)
     half = product.inputs // 2
 

@@ -1,4 +1,4 @@
-"""Weights into a decoder: from Hugging Face safetensors, or from any stream of (name, tensor)."""
+"""Loads weights into a decoder: from Hugging Face safetensors, or from any stream of (name, tensor)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engines.parallel.sharding import shard_slices
 
 
 class _Index(Struct, frozen=True):
-    """What is read of model.safetensors.index.json."""
+    """The fields that are read from model.safetensors.index.json."""
 
     weight_map: dict[str, Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,255}$")]]
 
 
 def checkpoint_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor in a checkpoint of one or many safetensors files, one tensor in memory at a time.
+    """Yields (name, tensor) for each tensor of a checkpoint in safetensors files, one tensor in memory at a time.
 
     Raises FileNotFoundError for a missing file, ValueError for a truncated or unreadable one.
     """
@@ -60,10 +60,10 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def checked_weights(weights: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The stream, which must bring each parameter exactly once; each is checked before it is passed on.
+    """Yields the stream, which must have each parameter exactly once; each is checked before it is yielded.
 
-    A tied head and old checkpoints' rotary buffers are left out. Raises ValueError for an unknown name, another shape,
-    one brought twice, or one missing.
+    A tied head and old checkpoints' rotary buffers are skipped. Raises ValueError for an unknown name, a wrong shape, a
+    dtype that is not floating point, and for a repeated or missing parameter.
     """
     shapes = logical_shapes(config)
     seen: set[str] = set()

@@ -16,17 +16,17 @@ from engines.native.library import Library, address
 
 class TorchOperations:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm of x [T, hidden] in max(float32, dtype), cast back before the weight, as HF does."""
+        """Returns the RMS norm of x [T, hidden] in max(float32, dtype), cast back before the weight, as HF does."""
         wide = x.float() if x.dtype is torch.bfloat16 else x
         return torch.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), each [T, hidden]; `residual` may be overwritten."""
+        """Returns (norm of x + residual, x + residual), each [T, hidden]; `residual` may be overwritten."""
         total = residual + x
         return self.rms_norm(total, weight, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * inner], gate before up, to silu(gate) * up [T, inner]."""
+        """Returns silu(gate) * up [T, inner]; `gate_up` is [T, 2 * inner], gate before up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate) * up
 
@@ -40,11 +40,11 @@ class TorchOperations:
         values: Tensor,
         eps: float,
     ) -> Tensor:
-        """Norms (where there are norms, [2, head_dim]: of queries, of keys) and rotates queries and keys, and writes
-        keys and values to the layer's cache, [num_blocks, block_size, num_kv_heads, head_dim], at `slots`, int64 [T].
+        """Normalises (unless `norms` is None) and rotates queries and keys, and writes keys and values to the layer's
+        cache, [num_blocks, block_size, num_kv_heads, head_dim]. Returns the queries, [T, num_heads, head_dim].
 
-        heads: [T, num_heads + 2 num_kv_heads, head_dim]; rotary: see `RotaryTable.at`. Returns the queries,
-        [T, num_heads, head_dim].
+        heads: [T, num_heads + 2 num_kv_heads, head_dim]; norms: [2, head_dim], of queries, of keys; rotary: see
+        `RotaryTable.at`; slots: int64 [T], where in the cache.
         """
         num_kv_heads = keys.shape[2]
         num_heads = heads.shape[1] - 2 * num_kv_heads

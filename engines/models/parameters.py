@@ -1,7 +1,7 @@
-"""A decoder's parameters as the forward pass wants them, and the logical (Hugging Face) view of the same memory.
+"""A decoder's parameters as the forward pass needs them, and the logical (Hugging Face) views of the same memory.
 
-q, k, v are one matrix, gate and up another; each logical tensor, or a shard's part of it, is a slice of a fused one.
-The views serve checkpoint load, weight sync and checksums alike.
+q, k, v are one matrix, gate and up another. Each logical tensor, or a shard's part of it, is a slice of a fused tensor.
+Checkpoint loading, weight sync and checksums use the views.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class DecoderParameters:
 
 
 def logical_views(parameters: DecoderParameters, config: ModelConfig, vocab_rows: int) -> dict[str, Tensor]:
-    """Hugging Face name -> the part of a fused tensor that holds it. A tied head has no name of its own.
+    """Returns Hugging Face name -> its part of a fused tensor. A tied head has no name of its own.
 
-    `config` has the sizes of what is held, a shard's or a whole model's; rows beyond `vocab_rows` are padding.
+    `config` has the sizes of `parameters`, a shard's or a whole model's; rows beyond `vocab_rows` are padding.
     """
     query = config.num_heads * config.head_dim
     key_value = config.num_kv_heads * config.head_dim
@@ -122,6 +122,6 @@ def logical_views(parameters: DecoderParameters, config: ModelConfig, vocab_rows
 
 
 def logical_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Hugging Face name -> shape of the whole parameter."""
+    """Returns Hugging Face name -> shape of the whole parameter."""
     parameters = DecoderParameters.allocate(config, torch.float32, torch.device("meta"))
     return {name: view.shape for name, view in logical_views(parameters, config, config.vocab_size).items()}

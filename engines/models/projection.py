@@ -1,9 +1,9 @@
-"""x @ weight.T + bias, with the weight as it is, or packed once for the CPU's matrix library (oneDNN), or in C++.
+"""x @ weight.T + bias: with a plain weight, with one packed once for the CPU's matrix library (oneDNN), or in C++.
 
-`linear` packs a weight anew in each call. Packed ones take a second copy of the matrices, and give 1.1 to 2.5 times
-the speed. Where the processor has no bfloat16 instructions, the copies of bfloat16 matrices are float32: the library's
-own way there takes 5 to 20 times as long. A product of few rows is a matter of reading the matrix once: ours reads it
-from end to end as it lies, and takes half as long as packed ones, which read it in tiles.
+`linear` packs a weight in each call. Packing once takes a second copy of the matrices and gives 1.1 to 2.5 times the
+speed. Where the processor has no bfloat16 instructions, the copies of bfloat16 matrices are float32: the library's own
+bfloat16 product takes 5 to 20 times as long there. The time of a product of few rows is that of reading the matrix: our
+kernel reads it from end to end, in half the time of a product with a packed matrix, which is read in tiles.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from engines.models.parameters import DecoderParameters
 from engines.native.library import Library, address
 
 Project = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""As `project`."""
+"""A function like `project`."""
 
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _SMALLEST_FLOAT32 = 1 << 17
-"""Elements of a float32 matrix from which on packing gains: small ones go to another library, which starts faster."""
+"""Fewest elements of a float32 matrix that is packed: another library, which starts faster, multiplies smaller ones."""
 
 
 def copy_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Of the copies that products of matrices in `dtype` are computed with; None where they are computed without."""
+    """Returns the dtype of the copies with which products of `dtype` matrices are computed; None without copies."""
     if device.type != "cpu":
         return None
     if dtype is torch.bfloat16:
@@ -37,14 +37,14 @@ def copy_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
 
 
 def has_bfloat16_products() -> bool:
-    """Whether this processor multiplies in bfloat16 by instructions of its own, as the matrix library uses them."""
+    """Whether this processor has bfloat16 instructions that the matrix library uses."""
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     return platform.machine() != "x86_64" or torch.cpu._is_avx512_bf16_supported()
 
 
 def pack(parameters: DecoderParameters, dtype: torch.dtype) -> DecoderParameters:
-    """The same parameters with copies, in `dtype`, of the matrices that gain by it; all else is shared."""
+    """Returns the parameters with packed copies, in `dtype`, of the matrices that gain speed; the rest is shared."""
     layers = [
         replace(layer, **{name: pack_matrix(getattr(layer, name), dtype) for name in _MATRICES})
         for layer in parameters.layers
@@ -53,7 +53,7 @@ def pack(parameters: DecoderParameters, dtype: torch.dtype) -> DecoderParameters
 
 
 def packed_bytes(parameters: DecoderParameters, dtype: torch.dtype) -> int:
-    """The most that the copies take: packed matrices are padded to tiles of 64 rows and 64 columns at the most."""
+    """Returns an upper bound of the copies' bytes: packed matrices are padded to tiles of at most 64 x 64."""
     matrices = [getattr(layer, name) for layer in parameters.layers for name in _MATRICES]
     sizes = (
         -(-matrix.shape[0] // 64) * -(-matrix.shape[1] // 64) * 64 * 64
@@ -64,7 +64,7 @@ def packed_bytes(parameters: DecoderParameters, dtype: torch.dtype) -> int:
 
 
 def pack_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A packed copy in `dtype`; a plain one, or the matrix itself, where packing gains nothing."""
+    """Returns a packed copy in `dtype`; a plain copy, or the matrix itself, where packing gains nothing."""
     weight = weight.to(dtype)
     is_small = dtype is torch.float32 and weight.numel() < _SMALLEST_FLOAT32
     if is_small or not torch.backends.mkldnn.is_available():
@@ -74,7 +74,7 @@ def pack_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [T, in]; weight: [out, in], plain or packed, in the dtype of x or a wider one. Returns [T, out], as x."""
+    """Returns [T, out] in the dtype of x. x: [T, in]; weight: [out, in], plain or packed, in that dtype or a wider."""
     if weight.dtype is not x.dtype:
         wide_bias = None if bias is None else bias.to(weight.dtype)
         return project(x.to(weight.dtype), weight, wide_bias).to(x.dtype)
@@ -85,15 +85,15 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class FewRows:
-    """`project` for few rows, by the compiled kernels: its weights are never packed."""
+    """`project` for few rows by a compiled kernel, with weights that are not packed."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self.most_rows = library.most_rows
-        """Rows up to which it is the faster way."""
+        """Most rows for which this is the faster way."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        x = x.contiguous()  # what attention gives may lie otherwise
+        x = x.contiguous()  # the output of attention may not be
         (rows, inputs), outputs = x.shape, len(weight)
         out = x.new_empty((rows, outputs))
         self._library.few_rows(address(x), address(weight), address(out), rows, inputs, outputs)

@@ -18,7 +18,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
-    """The checkpoint's tokenizer, or None when it has none. Raises ValueError for a broken or foreign one."""
+    """The checkpoint's tokenizer, or None when it has none. Raises ValueError for a broken one, or another model's."""
     directory = Path(directory)
     if not has_tokenizer(directory):
         return None
@@ -38,7 +38,7 @@ def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, name: str) -> list[int]:
-    """Its token ids. Raises ValueError, which begins with `name`, for what is neither text nor integers."""
+    """Returns the prompt's token ids. Raises ValueError, whose message begins with `name`, for an invalid prompt."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{name}={prompt!r}: the checkpoint has no tokenizer; give a list of token ids")
@@ -54,7 +54,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, name: str) -> list[int]:
 
 
 def detokenizer(tokenizer: Any) -> Detokenize | None:
-    """Token ids to text without special tokens; None without a tokenizer."""
+    """Returns a function from token ids to text without special tokens; None without a tokenizer."""
     if tokenizer is None:
         return None
     return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))

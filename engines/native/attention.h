@@ -1,4 +1,4 @@
-// Attention over the paged cache, which it reads in place. Twin: engines/attention/sdpa.py.
+// Attention over the paged cache, read in place. Torch version: engines/attention/sdpa.py.
 #pragma once
 
 #include <omp.h>
@@ -11,18 +11,17 @@
 namespace {
 
 constexpr int64_t TILE = 4;     // tokens at a time: their sums do not wait for each other
-constexpr int64_t AHEAD = 32;   // tokens: so far ahead of its use a row of the cache, which lies anywhere, is asked for
-constexpr int INTO_L2 = 2;       // the cache that it is asked for into: more can be under way there than to the first
+constexpr int64_t AHEAD = 32;   // prefetch distance in tokens: rows of the KV cache are scattered in memory
+constexpr int INTO_L2 = 2;       // prefetch into the second-level cache: it takes more loads at a time than the first
 
-// Where a layer's keys or values of a sequence are, for one KV head.
+// Addresses of a sequence's keys or values in a layer, for one KV head.
 template <class T>
 struct Rows {
-    const T* cache;  // of the head's first element
+    const T* cache;  // the head's first element
     const int32_t* table;
     int64_t block_size, stride;
 
-    // Asks for the tokens from `first` to `last`. Inlined by force: of a function that does nothing else, GCC drops the
-    // calls.
+    // Prefetches tokens `first` to `last`. Inlining is forced: GCC drops calls of a function that only prefetches.
     __attribute__((always_inline)) void prefetch(int64_t first, int64_t last, int64_t size) const {
         int64_t block = first / block_size, offset = first % block_size;
         for (int64_t token = first; token < last; token++) {
@@ -32,8 +31,8 @@ struct Rows {
         }
     }
 
-    // The first `count` tokens of a tile from `first` on, in whole vectors: as they lie, or copied to `memory` where
-    // they end within one. What is beyond `count` is `nothing`.
+    // Sets `rows` to a tile's tokens from `first` on, in whole vectors: in place, or copied to `memory` and padded with
+    // zeros if they end within a vector. Rows from `count` on point to `nothing`.
     void tile(int64_t first, int64_t count, int64_t size, int64_t padded, T* memory, const T* nothing,
               const T* rows[TILE]) const {
         prefetch(first + AHEAD, first + std::min(count, AHEAD + TILE), size);
@@ -54,7 +53,7 @@ struct Rows {
     }
 };
 
-// Scores to shares, in place. `row` has whole vectors: what is beyond `length` becomes zeros.
+// Replaces scores by their softmax, in place. `row` has whole vectors: elements from `length` on become zeros.
 template <class A>
 inline void softmax(A* row, int64_t length, A scale) {
     A highest = row[0];
@@ -82,8 +81,8 @@ struct Memory {
     std::vector<T> narrow;
 };
 
-// `rows` successive tokens of a sequence, and the `group` query heads of one KV head: token r sees `length` + r tokens.
-// Keys and values are read once for all of them; what is computed for one does not depend on the others.
+// Attention of `rows` successive tokens of a sequence, for the `group` query heads of one KV head: token r sees
+// `length` + r tokens. Keys and values are read once for all; no token's result depends on the others.
 template <class T, int DIM>
 void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t stride, int64_t length, int64_t rows,
             int64_t group, int64_t dim, double scale, Memory<T>& memory) {
@@ -147,12 +146,12 @@ void attend(const T* q, Rows<T> keys, Rows<T> values, T* out, int64_t stride, in
     }
 }
 
-// The share of one KV head and some successive tokens of a sequence.
+// A unit of work: one KV head, and `rows` successive new tokens of a sequence from `first` on.
 struct Part {
     int64_t sequence, head, first, rows;
 };
 
-constexpr int64_t SCORES = 1 << 15;  // of a part, at most where it has several tokens: they stay in the cache
+constexpr int64_t SCORES = 1 << 15;  // most scores of a part with several tokens: they stay in the processor's cache
 
 template <class T>
 void paged_attention(const T* q, const T* keys, const T* values, T* out, const int32_t* tables, int64_t table_stride,
@@ -175,7 +174,7 @@ void paged_attention(const T* q, const T* keys, const T* values, T* out, const i
     const auto rows_of = [&](const T* cache, const Part& part) {
         return Rows<T>{cache + part.head * dim, tables + part.sequence * table_stride, block_size, num_kv * dim};
     };
-    // A thread takes a few sequences at a time where there are many: their heads lie side by side, and it knows the next.
+    // Of many sequences a thread takes a few at a time: their heads are adjacent, and it can prefetch the next part.
     const int64_t even = int64_t(parts.size()) / (8 * omp_get_max_threads());
     const int64_t share = std::max<int64_t>(1, std::min(even, 4 * num_kv));
 #pragma omp parallel

@@ -1,8 +1,8 @@
-// On a CPU: the decoder's small operations, each in one pass over its data, and products of few rows; attention and the
-// draw are in the headers. Twins, with the shapes and the meaning, are in engines/models/operations.py and projection.py.
-// Kernels round to the storage type T where the twins do, and compute in A = max(float, T). The result of a row depends
-// on nothing but the row: it has the same bits in any batch and with any number of threads. Therefore sums are vectors
-// whose lanes and order are written out: if the compiler chose them, two copies of a loop could sum in two orders.
+// CPU kernels: the decoder's small operations, each in one pass over its data, and products of few rows. Attention and
+// sampling are in the headers. The torch versions in engines/models/operations.py and projection.py document shapes and
+// meaning. Kernels round to the storage type T where the torch versions do, and compute in A = max(float, T). A row's
+// result depends only on the row: it has the same bits in any batch and with any number of threads. Therefore sums are
+// vectors with explicit lanes and order: if the compiler chose these, two copies of a loop could sum in two orders.
 
 #include "attention.h"
 #include "sampling.h"
@@ -102,9 +102,9 @@ void rotate_and_store(const T* heads, const T* norms, const T* cos, const T* sin
 
 // -- products with few rows
 
-constexpr int64_t NEAR = 4096;  // bytes: so far ahead a matrix, which is read once from end to end, is asked for
+constexpr int64_t NEAR = 4096;  // prefetch distance in bytes for a matrix, which is read once from end to end
 
-// Successive outputs of ROWS rows of x: each is a sum of products in one order, whatever ROWS is.
+// Outputs `first` to `last` of ROWS rows of x. Each is a sum of products, whose order is the same for any ROWS.
 template <class T, int ROWS>
 void few_rows_part(const T* x, const T* weight, T* out, int64_t inputs, int64_t outputs, int64_t first, int64_t last) {
     using A = Wide<T>;
@@ -143,7 +143,7 @@ void few_rows(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs,
 
 }  // namespace
 
-// Up to how many rows `few_rows` is the faster way; none for float64, where only equality counts.
+// Most rows for which `few_rows` is the faster way; 0 for float64, where only equality counts.
 extern "C" int64_t most_rows_bfloat16() { return PAIRS<bf16> ? 4 : 2; }
 extern "C" int64_t most_rows_float32() { return 2; }
 extern "C" int64_t most_rows_float64() { return 0; }

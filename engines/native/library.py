@@ -1,4 +1,4 @@
-"""Compiles `kernels.cpp` once per machine, and calls it. Without a compiler there is no library, and torch does all."""
+"""Compiles `kernels.cpp` once per machine, and calls it. Without a compiler torch's operations are used instead."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "kernels.cpp"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 MARCH_VARIABLE = "CURTAIL_MARCH"
-"""The processor that the kernels are compiled for, as the compiler's -march names it; this machine's by default. With
-x86-64-v3, an AVX2 processor of any make, one machine shows how the kernels run on another."""
+"""Environment variable with the processor to compile for, as in the compiler's -march; by default this machine's. With
+x86-64-v3 (any AVX2 processor) one machine shows how the kernels run on another."""
 COMPILE_S = 120.0
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
@@ -62,20 +62,20 @@ class Library:
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
         self.sample_wide = self.sample
-        """`sample` for logits that have been processed: they are at least float32."""
+        """`sample` for processed logits, whose dtype is at least float32."""
         if dtype is torch.bfloat16:
             self.sample_wide = library.sample_float32
             self.sample_wide.argtypes, self.sample_wide.restype = signatures["sample"], None
         most_rows = getattr(library, f"most_rows_{suffix}")
         most_rows.restype = integer
         self.most_rows: int = most_rows()
-        """Up to how many rows `few_rows` is the faster way."""
+        """Most rows for which `few_rows` is the faster way."""
 
 
 def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Library | None:
-    """The library for tensors of this kind, or None for torch's own operations.
+    """Returns the library for this dtype and device, or None for torch's own operations.
 
-    Raises ValueError when it is asked for by name and cannot be had; "auto" logs once why it has none.
+    Raises ValueError when `kernels` is "native" and there is no library; "auto" logs the reason once.
     """
     if kernels == "torch":
         return None
@@ -90,7 +90,7 @@ def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -
 
 @functools.cache
 def _build() -> Path | None:
-    """The compiled library, in the user's cache under a name made of source, flags, compiler and processor."""
+    """Returns the library's path in the user's cache, named by source, flags, compiler and processor, or None."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         logger.warning("no C++ compiler (c++, g++, clang++, or $CXX): small operations run in torch, which is slower")
@@ -101,7 +101,7 @@ def _build() -> Path | None:
         what = "\n".join((*sources, *flags, compiler, _processor()))
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curtail"
         path = folder / f"kernels-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.so"
-        with contextlib.suppress(OSError):  # it is not there yet, or damaged
+        with contextlib.suppress(OSError):  # not compiled yet, or damaged
             ctypes.CDLL(str(path))
             return path
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def _build() -> Path | None:
             built = Path(work) / "kernels.so"
             command = [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
-            built.replace(path)  # whole or absent, whoever else compiles it now
+            built.replace(path)  # whole or absent, also when other processes compile it now
         ctypes.CDLL(str(path))
         return path
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -119,7 +119,7 @@ def _build() -> Path | None:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Returns all that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except FileNotFoundError:
@@ -128,7 +128,7 @@ def _processor() -> str:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Of the first element; None for none."""
+    """Returns the address of the first element, None for None; the tensor must be contiguous."""
     if tensor is None:
         return None
     assert tensor.is_contiguous(), "the kernels take contiguous tensors"

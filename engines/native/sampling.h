@@ -1,4 +1,4 @@
-// The draw of one token per row. Twins: engines/sampling/sampler.py and noise.py.
+// Draws one token per row. Torch versions: engines/sampling/sampler.py and noise.py.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace {
 
-// engines/sampling/noise.py, whose numbers these are.
+// The same numbers as in engines/sampling/noise.py.
 constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15u;
 
 inline uint64_t mix64(uint64_t x) {
@@ -18,7 +18,7 @@ inline uint64_t mix64(uint64_t x) {
 
 inline double gumbel(uint32_t bits) { return -std::log(-std::log((double(bits ^ 0x80000000u) + 0.5) * 0x1p-32)); }
 
-// No less than the noise of these bits: -log(-log u) <= -log(1 - u), and of that logarithm only the exponent is taken.
+// An upper bound of the noise of these bits: -log(-log u) <= -log(1 - u), computed only from the exponent of 1 - u.
 inline float most_gumbel(uint32_t bits) {
     const float rest = float(0xFFFFFFFFu - (bits ^ 0x80000000u)) + 0.5f;  // (1 - u) 2^32
     int32_t pattern;
@@ -26,7 +26,7 @@ inline float most_gumbel(uint32_t bits) {
     return float(159 - (pattern >> 23)) * 0.6931472f + 1e-4f;
 }
 
-// What some successive tokens of a row tell: their part of the sum of exponentials, and the best of them.
+// Result for some successive tokens of a row: their part of the sum of exponentials, and the best token.
 template <class A>
 struct Drawn {
     A highest;
@@ -35,9 +35,9 @@ struct Drawn {
     int64_t token;
 };
 
-constexpr int64_t VOCABULARY = 1 << 13;  // tokens of a part: the parts of a row may run in several threads
+constexpr int64_t VOCABULARY = 1 << 13;  // tokens of a part: several threads may compute a row's parts
 
-// Ties go to the lowest token. `logits` are scaled, and in whole vectors: what is beyond `count` is minus infinity.
+// Ties go to the lowest token. `logits` are scaled, in whole vectors, with minus infinity from `count` on.
 template <class A>
 Drawn<A> draw_part(const A* logits, int64_t count, int64_t first, uint64_t seed, bool greedy) {
     const int64_t padded = whole_vectors<A>(count);

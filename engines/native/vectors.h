@@ -1,4 +1,4 @@
-// What all kernels are made of: storage types, and vectors whose lanes and order of summation are written out.
+// Used by all kernels: storage types, and vectors with explicit lanes and order of summation.
 #pragma once
 
 #include <cmath>
@@ -79,7 +79,7 @@ inline Vector<A> load(const A* from) {
     return x;
 }
 
-// The sum of both halves.
+// Returns the sum of both halves.
 template <class A, int BYTES>
 inline Vector<A, BYTES / 2> fold(Vector<A, BYTES> x) {
     Vector<A, BYTES / 2> halves[2];
@@ -96,7 +96,7 @@ inline A total(Vector<A> x) {
         return part[0] + part[1];
 }
 
-// Whether two neighbours' products are added to one lane by one instruction.
+// Whether one instruction adds the products of two neighbouring elements to one lane.
 #ifdef __AVX512BF16__
 template <class T>
 constexpr bool PAIRS = std::is_same_v<T, bf16>;
@@ -118,7 +118,7 @@ inline Vector<float> load_wide(const bf16* from) {
 inline Vector<float> load_wide(const float* from) { return load(from); }
 inline Vector<double> load_wide(const double* from) { return load(from); }
 
-// To each lane the products of its elements: one of each row, or two.
+// Adds to each lane the products of its elements: one from each of x and y, or two.
 template <class T>
 inline void add_products(Vector<Wide<T>>& sums, const T* x, const T* y) {
     sums += load_wide(x) * load_wide(y);
@@ -133,7 +133,7 @@ constexpr int64_t STEP = (PAIRS<T> ? 2 : 1) * LANES<Wide<T>>;  // elements that 
 #define HAS(WHAT) 0
 #endif
 
-// The totals of four, the bits of `total`.
+// Writes the totals of four vectors, with the same bits as `total`.
 template <class A>
 inline void four_totals(Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d, A* to) {
 #if HAS(__builtin_shufflevector)  // of GCC from version 12 on
@@ -152,7 +152,7 @@ inline void four_totals(Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d, A* t
     to[0] = total<A>(a), to[1] = total<A>(b), to[2] = total<A>(c), to[3] = total<A>(d);
 }
 
-// `size` elements, wide, and zeros to whole vectors.
+// Widens `size` elements and appends zeros up to `padded`.
 template <class T>
 inline void widen_row(const T* from, int64_t size, int64_t padded, Wide<T>* to) {
 #pragma omp simd

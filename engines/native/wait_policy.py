@@ -2,11 +2,11 @@
 
 torch, its matrix libraries and our kernels share one OpenMP runtime, GCC's libgomp. A thread that has done its part of
 a parallel region spins for some milliseconds, since the next region comes soon: a wake-up by the system would take half
-of a small product's time. But where another process uses one of the cores, a spinning thread holds a core that the
-thread it waits for needs, until the system takes it away, region after region. OMP_WAIT_POLICY cannot be changed once
-libgomp is loaded. libgomp, however, spins for a moment only while it manages more threads than there are cores; so a
-team of idle threads, made here, turns spinning off, and its end turns it on again. Results do not depend on it: the
-number of threads that share the work stays as it is.
+of a small product's time. But when another process uses one of the cores, a spinning thread occupies a core that a
+working thread needs, until the system preempts it, in every region. OMP_WAIT_POLICY cannot be changed once libgomp is
+loaded. But libgomp spins only briefly while it manages more threads than there are cores. So a team of idle threads,
+made here, turns spinning off, and its end turns spinning on again. Results do not change: the number of threads that
+share the work stays the same.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 
 INTERVAL_S = 0.25
 PASSIVE_ABOVE, ACTIVE_BELOW = 0.1, 0.03
-"""Seconds per second that this process's threads wait for a core: 0.01 where cores are free, 0.5 and more where one of
-two is in use."""
+"""Thresholds of the seconds per second that this process's threads wait for a core: 0.01 when cores are free, 0.5 and
+more when one of two is in use."""
 
 
 def watch_cores() -> None:
-    """Chooses how this process's OpenMP threads wait, from now on, by a thread that looks four times a second.
+    """Starts a thread that decides four times a second how this process's OpenMP threads wait.
 
-    Does nothing where torch has one thread, which waits for no other, where the OpenMP runtime is another, or where the
-    system does not say how long threads wait for a core.
+    Does nothing when torch has only one thread, when the OpenMP runtime is not libgomp, or when the system does not
+    report how long threads wait for a core.
     """
     if torch.get_num_threads() > 1:
         _start_watch()
@@ -43,13 +43,13 @@ def _start_watch() -> None:
 
 
 def waits_passively(passive: bool, waited: float) -> bool:
-    """Whether threads are to wait passively, given how they wait now, and the seconds per second that they `waited` for
-    a core. Passive threads wait less, so they become active again at a lower value."""
+    """Returns whether threads should wait passively, given how they wait now (`passive`) and the seconds per second
+    that they `waited` for a core. Passive threads wait less, so the threshold for becoming active is lower."""
     return waited > (ACTIVE_BELOW if passive else PASSIVE_ABOVE)
 
 
 def waited_s() -> float | None:
-    """Seconds that threads of this process have been ready to run without a core; None where Linux does not tell."""
+    """Returns the seconds that this process's threads were ready to run without a core; None if Linux has no count."""
     waited_ns: list[int] = []
     try:
         for task in Path("/proc/self/task").iterdir():
@@ -61,7 +61,7 @@ def waited_s() -> float | None:
 
 
 def loaded_runtimes() -> list[ctypes.CDLL]:
-    """Each libgomp that this process has loaded."""
+    """Returns each libgomp that this process has loaded."""
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     runtimes = []
     for path in sorted({line[5] for line in lines if len(line) == 6 and "/libgomp" in line[5]}):
@@ -71,7 +71,7 @@ def loaded_runtimes() -> list[ctypes.CDLL]:
 
 
 def can_start(num_threads: int) -> bool:
-    """Whether the system lets this process start this many threads: libgomp ends a process where it does not."""
+    """Whether this process can start `num_threads` more threads: libgomp ends the process when it cannot."""
     over = threading.Event()
     started: list[threading.Thread] = []
     try:
@@ -89,7 +89,7 @@ def can_start(num_threads: int) -> bool:
 
 
 class PassiveWaits:
-    """While one is there, this process's OpenMP threads sleep when they wait. Soon after `end` they spin again."""
+    """While an object exists, this process's OpenMP threads sleep when they wait. Soon after `end` they spin again."""
 
     def __init__(self) -> None:
         self._made, self._over = threading.Event(), threading.Event()
@@ -119,11 +119,11 @@ def _watch() -> None:
     while True:
         time.sleep(INTERVAL_S)
         waited, now = waited_s() or 0.0, time.monotonic()
-        # Below 0 where threads have ended: their seconds are gone with them.
+        # The difference is below 0 when threads have ended, since their seconds are no longer counted.
         wanted = waits_passively(passive is not None, (waited - before) / (now - then))
         before, then = waited, now
         if wanted and passive is None:
-            with contextlib.suppress(RuntimeError):  # the system gives no thread more
+            with contextlib.suppress(RuntimeError):  # the system allows no more threads
                 passive = PassiveWaits()
         elif not wanted and passive is not None:
             passive.end()

@@ -1,4 +1,4 @@
-"""What ranks say to each other. Layers and loops get a `Communicator`; none asks torch.distributed for the world."""
+"""Collectives between ranks. Layers and loops get a `Communicator`; none asks torch.distributed for the world."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ SUMMED_IN = {
     torch.float16: torch.float32,
     torch.int64: torch.int64,
 }
-"""What a sum in rank order is taken in: halves add up in float32 and are rounded once."""
+"""The dtype of a sum in rank order: 16-bit floats are summed in float32 and rounded once."""
 
 
 class Communicator(Protocol):
-    """An ordered group of ranks, this process being number `rank` of `size`.
+    """An ordered group of `size` ranks, in which this process has number `rank`.
 
     Every member calls the same collectives in the same order, each with the same dtype and number of elements. A
-    `source` is a number within the group. Shapes may be anything, non-contiguous and empty included.
+    `source` is a number within the group. Tensors may have any shape, and may be non-contiguous or empty.
     """
 
     rank: int
     size: int
     name: str
-    """Of the transport, for reports: "single", "gloo", "nccl" or "shared memory"."""
+    """Name of the transport, for reports: "single", "gloo", "nccl" or "shared memory"."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums over the group, in place; the same bits on every rank."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Everyone's tensors, [size, *tensor.shape] in rank order, bit for bit."""
+        """Returns all ranks' tensors, [size, *tensor.shape] in rank order, bit for bit."""
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Makes `tensor` that of `source`, in place, bit for bit."""
+        """Copies the `tensor` of `source` into every rank's `tensor`, in place, bit for bit."""
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes in rank order. A rank that does not come is named in a RuntimeError."""
+        """Returns all ranks' bytes in rank order. Raises RuntimeError that names the ranks which do not call it."""
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """The bytes of `source`; what others pass is not looked at. A rank that does not come is named."""
+        """Returns the bytes of `source`; other ranks' `data` is ignored. Raises as `all_gather_bytes` does."""
 
     def barrier(self) -> None:
-        """Returns when all have come. A rank that does not come is named in a RuntimeError."""
+        """Returns when all ranks have called it. Raises as `all_gather_bytes` does."""
 
     def close(self) -> None:
-        """Gives back what the group holds, once all members have left their last collective. It is of no use then."""
+        """Releases the group's resources, after all members have left their last collective. It is unusable then."""
 
 
 class SingleRank:
@@ -89,8 +89,8 @@ class SingleRank:
 class TorchGroup:
     """A torch.distributed process group: its own backend for tensors, gloo for bytes and barriers.
 
-    To be made by all ranks of the world, in the same order; one that is no member gets `rank` -1. `ranks` are world
-    ranks in ascending order (all of them by default), `backend` is the world's own unless named.
+    All ranks of the world make it, in the same order; a rank that is no member gets `rank` -1. `ranks` are world ranks
+    in ascending order (by default all), `backend` is by default the world's own.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TorchGroup:
         self.name = backend or dist.get_backend()
         members = None if ranks is None else list(ranks)
         self._data = dist.new_group(members, backend=backend, timeout=self._timeout)
-        # Decided by the name and not by the new group, which tells nothing to a rank that is no member.
+        # Decided by the name: a rank that is no member cannot ask the new group.
         gloo = self.name == "gloo"
         self._control = self._data if gloo else dist.new_group(members, backend="gloo", timeout=self._timeout)
         self.rank = dist.get_rank(self._data)
@@ -109,8 +109,8 @@ class TorchGroup:
         self._is_ordered = False
 
     def in_rank_order(self) -> TorchGroup:
-        """This group, with sums in the order of its ranks, as those over shared memory are: gloo and NCCL choose an
-        order by the size."""
+        """Returns this group with sums in rank order, as over shared memory; gloo and NCCL choose an order by the
+        size."""
         ordered = copy.copy(self)
         ordered._is_ordered = True
         return ordered
@@ -141,7 +141,7 @@ class TorchGroup:
         return send_bytes(mine, partial(self._broadcast, source=source, group=self._control))
 
     def barrier(self) -> None:
-        # Gloo's own collectives time out without a name; this one lists the ranks that did not come.
+        # Gloo's other collectives time out without naming a rank; this one lists the missing ranks.
         dist.monitored_barrier(group=self._control, timeout=self._timeout, wait_all_ranks=True)
 
     def close(self) -> None:
@@ -168,9 +168,9 @@ class TorchGroup:
 
 @contextmanager
 def together(world: Communicator, what: str) -> Iterator[None]:
-    """Around what all ranks of `world` do alike, and one may fail at: then all raise, and none goes on to wait for it.
+    """For code that all ranks of `world` run: if it fails on one rank, all raise, so that none waits for that rank.
 
-    A rank that fails raises its own error, the others a RuntimeError with the ranks' numbers and the first one's error.
+    A rank that fails raises its own error; the others raise RuntimeError with the failed ranks and the first's error.
     """
     mine: Exception | None = None
     try:
@@ -186,7 +186,7 @@ def together(world: Communicator, what: str) -> Iterator[None]:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, uint8 [bytes]: no transport needs to know the dtype of what it only moves."""
+    """Returns a contiguous tensor's memory, uint8 [bytes]; a transport that only moves it need not know its dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -200,10 +200,10 @@ def gather_bytes(data: bytes, all_gather: Callable[[Tensor], Tensor]) -> list[by
 
 
 def send_bytes(data: bytes, broadcast: Callable[[Tensor], Tensor]) -> bytes:
-    """`Communicator.broadcast_bytes` by two broadcasts of tensors; `data` counts on the source alone."""
+    """`Communicator.broadcast_bytes` by two broadcasts of tensors; only the source's `data` is used."""
     length = int(broadcast(torch.tensor(len(data))))
     out = torch.zeros(length, dtype=torch.uint8)
-    if len(data) == length:  # others bring nothing
+    if len(data) == length:  # on the source; the other ranks pass no bytes
         out[:] = _tensor_of(data)
     return broadcast(out).numpy().tobytes()
 

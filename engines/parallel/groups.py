@@ -46,10 +46,10 @@ def num_torchrun_ranks() -> int:
 
 
 def start_world(layouts: Iterable[Layout], *, on_cuda: bool) -> GroupCache:
-    """The groups of torchrun's ranks. All ranks call it together.
+    """Makes the groups of torchrun's ranks. All ranks call it together.
 
-    torch.distributed is started where nobody has yet, and then lasts as long as the process. With `on_cuda` each rank
-    takes the GPU of its number on the host, where there are any.
+    Starts torch.distributed if it is not started; it then lasts as long as the process. With `on_cuda`, each rank uses
+    the GPU with its local rank's number, if there are GPUs.
     """
     on_cuda = on_cuda and torch.cuda.is_available()
     if on_cuda:
@@ -61,15 +61,15 @@ def start_world(layouts: Iterable[Layout], *, on_cuda: bool) -> GroupCache:
 
 
 def _end_world() -> None:
-    if dist.is_initialized():  # else its threads end the process by an abort
+    if dist.is_initialized():  # otherwise its threads would abort the process
         dist.destroy_process_group()
 
 
 class GroupCache:
-    """The groups of some layouts, over the fastest transport that each can have.
+    """The groups of some layouts, each over the fastest transport that is available to it.
 
-    On CUDA that is the backend of torch.distributed (NCCL); on a CPU shared memory where all members are on one host
-    that `shared_memory.supported()`, else gloo, the fallback that always works.
+    On CUDA that is the backend of torch.distributed (NCCL). On a CPU it is shared memory if all members are on one host
+    with `shared_memory.supported()`, otherwise gloo, the fallback that always works.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class GroupCache:
         transport: Transport = "auto",
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
-        """To be made by all ranks of `world`, with the same arguments; `layouts` may hold bare groups of ranks.
+        """All ranks of `world` make it, with the same arguments; `layouts` may also hold bare groups of ranks.
 
         `device` is that of the tensors; by default CUDA if the world's backend is NCCL, else the CPU.
-        `transport="shared memory"` raises ValueError where a group cannot have it, instead of taking gloo.
+        `transport="shared memory"` raises ValueError if a group cannot use it, instead of falling back to gloo.
         """
         on_cuda = world.name == "nccl" if device is None else device.type == "cuda"
         if on_cuda and transport != "auto":
@@ -103,13 +103,13 @@ class GroupCache:
                 raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world.size - 1}")
         groups = self._groups = [ranks for ranks in dict.fromkeys(replicas) if len(ranks) > 1]
         self.replica_sizes = tuple(sorted(set(map(len, replicas))))
-        """How many ranks the replicas of the layouts have, bare groups included."""
+        """The numbers of ranks that the layouts' replicas and the bare groups have, ascending."""
         hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, self.replica_sizes, *groups])
         self.hosts = hosts
-        """The host of each rank, by a name that no two have."""
+        """The host of each rank, by a name that no other host has."""
         self._is_first_here = hosts.index(hosts[world.rank]) == world.rank
         self.max_tp_size = math.lcm(*map(len, groups))
-        """What all sizes of the run's groups divide: what vocabularies are padded to a multiple of."""
+        """The least common multiple of the groups' sizes; vocabularies are padded to a multiple of it."""
         shared = {} if on_cuda or transport == "gloo" else self._share_memory(groups, hosts)
         if transport == "shared memory" and (without := [ranks for ranks in groups if ranks not in shared]):
             self.close()
@@ -119,16 +119,16 @@ class GroupCache:
             )
         for ranks in groups:
             communicator: Communicator | None = shared.get(ranks)
-            if ranks not in shared:  # then it is in nobody's, and all ranks of the world make it together
+            if ranks not in shared:  # then it is in no rank's, and all ranks of the world make it together
                 communicator = TorchGroup(ranks, timeout_s, backend=None if on_cuda else "gloo")
             if communicator is not None and world.rank in ranks:
                 self._made[ranks] = communicator
 
     @property
     def address(self) -> str:
-        """IPv4 address by which all ranks reach this one's host: the loopback's where they are all on it.
+        """IPv4 address by which all ranks reach this rank's host: the loopback address if all are on one host.
 
-        Raises ValueError, on every rank, where one has none.
+        Raises ValueError, on every rank, if one has no such address.
         """
         without = [rank for rank, address in enumerate(self._addresses) if not address]
         if without:
@@ -139,7 +139,7 @@ class GroupCache:
         return self._addresses[self.world.rank]
 
     def get(self, ranks: tuple[int, ...]) -> Communicator:
-        """The group of these world ranks, the same object each time. Raises ValueError when it was not made."""
+        """Returns the group of these world ranks, the same object each time. Raises ValueError if it was not made."""
         made = self._made.get(ranks)
         if made is not None:
             return made
@@ -152,7 +152,7 @@ class GroupCache:
         raise ValueError(f"ranks={ranks}: no such group was made at start; add it to GroupCache's layouts")
 
     def check(self, layout: Layout) -> None:
-        """Raises ValueError, the same on every rank, for a layout that leaves a rank idle or has a group not made."""
+        """Raises ValueError, the same on every rank, if the layout leaves a rank idle or has a group not made."""
         layout.check_places(self.world.size)
         for replica in layout.replicas:
             if len(replica.ranks) > 1 and replica.ranks not in self._groups:
@@ -162,7 +162,7 @@ class GroupCache:
                 )
 
     def close(self) -> None:
-        """Gives back all groups but the world's, once all ranks have left their last collective."""
+        """Closes all groups except the world's, after all ranks have left their last collective."""
         for communicator in self._made.values():
             communicator.close()
         self._made.clear()
@@ -171,9 +171,9 @@ class GroupCache:
             self._segment = None
 
     def map_together(self, num_bytes: int) -> tuple[Segment, bool]:
-        """Memory that all ranks of a host map, and whether this rank is the one of them that made it.
+        """Returns memory that all ranks of a host map, and whether this rank created it.
 
-        All ranks of the world call it together. Raises RuntimeError, on every rank, where one cannot have it.
+        All ranks of the world call it together. Raises RuntimeError, on every rank, if one cannot map it.
         """
         segment, able = self._map(num_bytes if self._is_first_here else None, otherwise="the run ends")
         if segment is None or not all(able):
@@ -186,10 +186,9 @@ class GroupCache:
         return segment, self._is_first_here
 
     def _map(self, num_bytes: int | None, *, otherwise: str) -> tuple[Segment | None, list[bool]]:
-        """The segment of this rank's host, made by the rank that names a size, and which ranks could map theirs.
-
-        Its name goes through `world`, since it cannot be guessed; it is taken away as soon as all have mapped it.
-        """
+        """Returns the segment of this rank's host, created by the rank that passes a size, and which ranks could map
+        theirs. The creator sends its name, which cannot be guessed, through `world`, and unlinks it once all have
+        mapped it."""
         segment: Segment | None = None
         if num_bytes is not None:
             try:
@@ -200,7 +199,7 @@ class GroupCache:
         paths = [data.decode() for data in self.world.all_gather_bytes(path.encode())]
         theirs = paths[self.hosts.index(self.hosts[self.world.rank])]
         if segment is None and theirs:
-            with contextlib.suppress(OSError):  # a container of its own on the same host
+            with contextlib.suppress(OSError):  # another container of the same host
                 segment = Segment.attach(Path(theirs))
         able = [data == b"1" for data in self.world.all_gather_bytes(b"1" if segment is not None else b"0")]
         if num_bytes is not None and segment is not None:
@@ -208,7 +207,7 @@ class GroupCache:
         return segment, able
 
     def _meet(self, arguments: Sequence[object]) -> tuple[tuple[str, ...], list[str]]:
-        """The host of each rank, and the host's address; everyone's arguments must be the same ones."""
+        """Returns each rank's host and that host's address. Raises ValueError if the ranks' `arguments` differ."""
         mine = (_host(), _addresses(), "\n".join(map(str, arguments)))
         told = self.world.all_gather_bytes(msgspec.msgpack.encode(mine))
         everyone = [msgspec.msgpack.decode(one, type=tuple[str, tuple[str, str], str]) for one in told]
@@ -220,16 +219,16 @@ class GroupCache:
         first_elsewhere = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
         if first_elsewhere is None:
             return hosts, ["127.0.0.1"] * len(hosts)
-        # Rank 0's host may know itself by a loopback address (Debian's 127.0.1.1): it has the one that others call.
+        # Rank 0's host may see itself at a loopback address (Debian's 127.0.1.1): use the one that other hosts use.
         called = addresses[first_elsewhere][1]
         return hosts, [called if host == hosts[0] else own for host, (own, _) in zip(hosts, addresses, strict=True)]
 
     def _share_memory(
         self, groups: Sequence[tuple[int, ...]], hosts: Sequence[str]
     ) -> dict[tuple[int, ...], SharedMemoryGroup | None]:
-        """By ranks, what can use shared memory: this rank's groups, and None for those of others.
+        """Returns, by their ranks, the groups that can use shared memory; None for groups without this rank.
 
-        One segment per host serves all groups there.
+        All groups of a host share one segment.
         """
         here = hosts[self.world.rank]
         local = [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) == 1]
@@ -242,7 +241,7 @@ class GroupCache:
         if supported():
             reclaim()
         is_creator = ends and supported() and self._is_first_here
-        # Told to all, so that no rank takes gloo for a group that others take shared memory for.
+        # All ranks learn which could map it, so that all members of a group choose the same transport.
         self._segment, able = self._map(
             num_bytes if is_creator else None, otherwise="the groups of this host use gloo, which is slower"
         )
@@ -262,7 +261,7 @@ class GroupCache:
                     crowded=hosts.count(here) > len(os.sched_getaffinity(0)),
                 )
         if self._segment is not None and not any(shared.values()):
-            self._segment.close()  # made for others, or in vain
+            self._segment.close()  # no group of this rank uses it
             self._segment = None
         return shared
 
@@ -272,10 +271,10 @@ def _replicas_of(item: Layout | tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _addresses() -> tuple[str, str]:
-    """This host's address on the way to torchrun's rank 0, and that of rank 0 as it is known here; else empty."""
+    """Returns this host's address on the way to torchrun's rank 0, and rank 0's as seen from here; empty if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Sends nothing: a datagram socket only notes the way.
+            # Sends nothing: for a datagram socket, connect only finds the route.
             probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         except (KeyError, ValueError, OSError):
             return "", ""
@@ -283,6 +282,6 @@ def _addresses() -> tuple[str, str]:
 
 
 def _host() -> str:
-    """The same for two processes when they are on one host. Containers of one host have names of their own."""
+    """Returns the same name for this user's processes on one host. Containers of one host have different names."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{os.getuid()}/{boot.read_text().strip() if boot.exists() else ''}"

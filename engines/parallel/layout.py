@@ -51,7 +51,7 @@ class Layout:
 def nested_layout(ranks: Sequence[int], tp_size: int, *, epoch: int = 0) -> Layout:
     """Strided replicas: rank i of the list is shard i // dp of replica i % dp.
 
-    Going up 1 -> 2 -> 4 each rank's new shard is a part of the one it holds, so no weight has to move.
+    When `tp_size` grows 1 -> 2 -> 4, each rank's new shard is a part of its old shard, so no weight has to move.
     Raises ValueError when `tp_size` does not divide the number of ranks.
     """
     dp_size = _dp_size(ranks, tp_size)

@@ -1,5 +1,5 @@
-"""Files that a process makes for others of its host: their names say whose they are, so that what a kill leaves behind
-is found. One scheme for shared memory, stored KV and folders of weights. Torch-free."""
+"""Files that a process shares with others of its host: their names identify the owner, so that files of a killed owner
+are found. One scheme for shared memory, stored KV and folders of weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 DEV_SHM = Path("/dev/shm")
 LOCKED = "segment"
-"""The label of files that their creator holds a lock on as long as it lives."""
+"""The label of files that their creator keeps locked as long as it lives."""
 
 _NAME = re.compile(
     r"curtail-(?P<user>\d+)-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)-(?P<label>[0-9a-zA-Z]+)-[0-9a-f]{16}"
@@ -23,18 +23,18 @@ _NAME = re.compile(
 
 
 def memory_folders() -> list[Path]:
-    """/dev/shm, and the temporary folder for where that is missing or too small."""
+    """Returns /dev/shm, and the temporary folder for when /dev/shm is missing or too small."""
     return list(dict.fromkeys((DEV_SHM, Path(tempfile.gettempdir()))))
 
 
 def new_name(label: str) -> str:
-    """A name for a file of this process, which cannot be guessed. `label` is the run's token, or the kind of file."""
+    """Returns an unguessable name for a file of this process. `label` is the run's token, or the kind of file."""
     pid = os.getpid()
     return f"curtail-{os.getuid()}-{_pid_space()}-{pid}-{start_time(pid)}-{label}-{secrets.token_hex(8)}"
 
 
 def has_label(name: str, label: str) -> bool:
-    """Whether a process of this user and container has made the name with this label."""
+    """Whether a process of this user and container made the name, with this label."""
     named = _NAME.fullmatch(name)
     return named is not None and (named["user"], named["space"], named["label"]) == (
         str(os.getuid()), str(_pid_space()), label,
@@ -42,16 +42,16 @@ def has_label(name: str, label: str) -> bool:
 
 
 def reclaim(folders: Iterable[Path] | None = None, *, keep_label: str | None = None) -> list[Path]:
-    """Removes what this user's dead processes have left in the folders, never what living ones use; returns which.
+    """Removes files that this user's dead processes left in the folders, never those of living ones; returns them.
 
-    Keeps files labelled `keep_label`: those of a run, whose sequences may have moved on when their creator ended. A
-    process of another container cannot be seen: only what such processes lock is judged, by the lock.
+    Keeps files labelled `keep_label`, those of a run, because sequences may need them after their creator has ended.
+    Processes of other containers cannot be seen: of their files, only locked kinds are checked, by the lock.
     """
     removed = []
     for folder in memory_folders() if folders is None else folders:
         for path in sorted(folder.glob(f"curtail-{os.getuid()}-*")):
             named = _NAME.fullmatch(path.name)
-            with contextlib.suppress(OSError):  # somebody else removes it at the same time
+            with contextlib.suppress(OSError):  # another process removes it at the same time
                 if named and named["label"] != keep_label and _is_left(path, named):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                     removed.append(path)
@@ -59,7 +59,7 @@ def reclaim(folders: Iterable[Path] | None = None, *, keep_label: str | None = N
 
 
 def start_time(pid: int) -> int | None:
-    """Of a living process, in clock ticks since boot: a pid comes again, the pair does not. None when it is gone."""
+    """Returns a process's start in clock ticks since boot; None if it has ended. A pid is reused, the pair is not."""
     try:
         # The name, field 2, is in parentheses and may hold anything; the start time is field 22.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -68,7 +68,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _pid_space() -> int:
-    """Names the container: a process id means something within its namespace only."""
+    """Identifies the container by its process-id namespace; a process id is valid only within it."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 

@@ -1,4 +1,4 @@
-"""Memory that processes of one host map together: files that no kill leaves behind. Torch-free."""
+"""Memory that processes of one host share: files that do not remain when the processes are killed. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from engines.parallel.owned_files import LOCKED, memory_folders, new_name
 
 
 class Segment:
-    """A file of memory that processes of one host and user map; its name tells whose it is, and cannot be guessed.
+    """A memory file that processes of one host and user map; its name identifies its owner and cannot be guessed.
 
-    The creator calls `unlink()` as soon as everyone has attached: from then on nothing is left of it when the processes
-    end, however they end. What a kill before that leaves is found by `owned_files.reclaim`.
+    The creator calls `unlink()` as soon as all processes have attached: from then on nothing remains of it when they
+    end, in whatever way. `owned_files.reclaim` removes the file of a creator that was killed before that.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -26,11 +26,11 @@ class Segment:
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self.memory = memoryview(self._map)
-        """[bytes]; zero where nobody has written."""
+        """[bytes]; initially zero."""
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
-        """In /dev/shm; with a warning in a file of the temporary folder where that is missing or too small.
+        """Creates it in /dev/shm, or, with a warning, in the temporary folder if /dev/shm is missing or too small.
 
         Raises RuntimeError when neither has room.
         """
@@ -43,9 +43,9 @@ class Segment:
                 problems.append(_problem(folder, num_bytes, error))
                 continue
             try:
-                # Held until the end of this process: what tells the living from the dead across containers.
+                # Held until this process ends: other containers see by the lock whether it is alive.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Takes the pages now: a file that were only truncated to size would kill a later writer by SIGBUS.
+                # Allocates the pages now: if the file only had its size set, SIGBUS could kill a later writer.
                 os.posix_fallocate(descriptor, 0, num_bytes)
                 segment = cls(path, descriptor)
             except OSError as error:
@@ -64,15 +64,15 @@ class Segment:
 
     @classmethod
     def attach(cls, path: Path) -> Segment:
-        """Maps what another process of this host has created. Raises OSError when it is not there."""
+        """Maps a segment that another process of this host has created. Raises OSError if it does not exist."""
         return cls(path, os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
 
     def unlink(self) -> None:
-        """Takes the name away; those who have mapped it keep it."""
+        """Removes the file's name; processes that have mapped the memory keep it."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives up this process's mapping, unless someone still holds a view of it: then it goes with the last view."""
+        """Releases this process's mapping; while a view of it exists, the mapping remains until the last view ends."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,6 +1,6 @@
 """Which part of each logical parameter a tensor-parallel shard holds: one pure function, torch-free.
 
-Checkpoint load, weight sync, regrouping and checksums all ask here. Column-parallel matrices (q, k, v, gate, up) are
+Checkpoint load, weight sync, regrouping and checksums all use it. Column-parallel matrices (q, k, v, gate, up) are
 cut by output row, row-parallel ones (o, down) by input column, embedding and head by vocabulary row; norms and the
 biases of row-parallel matrices are whole on every shard (Shoeybi et al. 2019, Megatron-LM, §3).
 """
@@ -16,7 +16,7 @@ _WHOLE = slice(None)
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Number `index` of `count` equal parts of a model.
+    """Part `index` of `count` equal parts of a model.
 
     `max_count` is the largest count that the run may regroup to: the vocabulary is padded once to a multiple of it, so
     that parts nest (shard i of n holds all that shard 2i and 2i + 1 of 2n hold).
@@ -53,14 +53,14 @@ def check_shardable(config: ModelConfig, count: int) -> None:
 
 
 def padded_vocab_size(config: ModelConfig, max_count: int) -> int:
-    """Vocabulary rows, rounded up so that every count up to `max_count` divides them."""
+    """Returns the vocabulary rows, rounded up to a multiple of `max_count`, and so of every shard count of the run."""
     return -(-config.vocab_size // max_count) * max_count
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The sizes of one shard, as if it were a model of its own; `vocab_size` counts its rows, padding included.
+    """Returns the sizes of one shard, as if it were a whole model; `vocab_size` counts its rows, padding included.
 
-    Raises ValueError when the model cannot be cut so.
+    Raises ValueError when the model cannot be cut into `shard.count` parts.
     """
     check_shardable(config, shard.count)
     return replace(
@@ -73,7 +73,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def kv_heads(config: ModelConfig, shard: Shard) -> slice:
-    """The KV heads that a shard holds; with fewer heads than shards, neighbours hold the same one."""
+    """Returns the KV heads of a shard; with fewer heads than shards, neighbouring shards hold the same head."""
     if config.num_kv_heads >= shard.count:
         return shard.part(config.num_kv_heads)
     head = shard.index * config.num_kv_heads // shard.count
@@ -81,15 +81,15 @@ def kv_heads(config: ModelConfig, shard: Shard) -> slice:
 
 
 def vocab_rows(config: ModelConfig, shard: Shard) -> slice:
-    """The token ids whose rows a shard holds, without padding (the last shard may hold fewer than the others)."""
+    """Returns the token ids whose rows a shard holds, without padding (the last shard may hold fewer than others)."""
     rows = shard.part(padded_vocab_size(config, shard.max_count))
     return slice(min(rows.start, config.vocab_size), min(rows.stop, config.vocab_size))
 
 
 def shard_slices(config: ModelConfig, name: str, shard: Shard) -> tuple[slice, ...]:
-    """The part of the logical parameter `name` (Hugging Face's) that a shard holds: a slice per leading dim.
+    """Returns the part of the logical parameter `name` (Hugging Face's) that a shard holds: a slice per leading dim.
 
-    Indexing the whole tensor with it gives the part.
+    Indexing the whole tensor with these slices gives the part.
     """
     module, kind = name.split(".")[-2:]
     if module in ("embed_tokens", "lm_head"):

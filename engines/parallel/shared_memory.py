@@ -1,9 +1,9 @@
 """Collectives between ranks of one host through memory that all of them map: tens of microseconds where gloo takes
 a millisecond, for any subgroup.
 
-Right only where stores of one core are seen by others in the order in which they were made (x86-64's total store
-order), and where an aligned 8-byte store is never seen by halves: a rank writes its data, then its sequence number, by
-plain stores without fences. `supported()` says whether this machine is one; on others (ARM) use gloo.
+A rank writes its data, then its sequence number, by plain stores without fences. This is correct only if other cores
+see the stores of a core in the order in which it made them (x86-64's total store order), and never see half of an
+aligned 8-byte store. `supported()` returns whether this machine guarantees that; on others (ARM) use gloo.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from torch import Tensor
 from engines.parallel.collectives import SUMMED_IN, as_bytes, bytes_of_source, gather_bytes, send_bytes
 
 SLOT_BYTES = 2**18  # a chunk and its sum stay within a core's second-level cache
-_LENGTH = struct.Struct("<q")  # of a broadcast's bytes, before them
-LINE_BYTES = 64  # a cache line: ranks that publish do not disturb each other's
+_LENGTH = struct.Struct("<q")  # the length of a broadcast's bytes, stored before them
+LINE_BYTES = 64  # a cache line per rank: ranks that publish do not disturb each other
 LINE_WORDS = LINE_BYTES // 8
 PAGE_BYTES = 4096
 
-# Ranks that wait spin for some microseconds, then yield, then nap, so that an idle rank leaves its core and its other
-# threads alone. Where ranks are more than cores they nap early: sched_yield gives way only within a session (Linux's
-# autogroup), torchrun gives each rank one of its own, and then a yielding rank keeps its core for milliseconds.
+# A waiting rank spins for some microseconds, then yields, then sleeps, so that an idle rank leaves its core to other
+# threads. With more ranks than cores it sleeps early: sched_yield yields only within a session (Linux's autogroup), and
+# torchrun gives each rank a session of its own, so that a yielding rank would keep its core for milliseconds.
 NUM_SPINS = 40
 YIELD_S, CROWDED_YIELD_S = 2e-3, 20e-6
 SHORT_NAP_S, LONG_NAP_S = 50e-6, 1e-3
 LONG_WAIT_S = 0.1
 
-# From this size on, three or more ranks sum a share each and read the others' sums: one more wait, less to add.
+# From this size on, three or more ranks each sum one share and read the others' sums: one more wait, fewer additions.
 SHARE_BYTES = 2**17
 
-GAVE_UP = -1  # in place of a sequence number
+GAVE_UP = -1  # published instead of a sequence number
 KINDS = ("all_reduce", "all_gather", "broadcast", "broadcast_bytes", "barrier")
 DTYPES = (*SUMMED_IN, torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool)
 
 
 def supported() -> bool:
-    """Whether plain stores order themselves on this machine, as `SharedMemoryGroup` needs."""
+    """Whether this machine keeps plain stores in order, as `SharedMemoryGroup` needs."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 def region_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Bytes that a group of `size` takes of a segment: the ranks' lines, and two buffers of slots and a result."""
+    """Returns a group's bytes in a segment: the ranks' lines, and two buffers, each of `size` slots and a result."""
     return _header_bytes(size) + 2 * (size + 1) * slot_bytes
 
 
@@ -59,12 +59,12 @@ class SharedMemoryGroup:
 
     Each rank has a line (a sequence number and two tags) that it alone writes, and a slot in each of two buffers. A
     collective is one or two phases: write, publish the next sequence number, wait until all have published it, read.
-    The buffers take turns: who has seen all at phase n knows that all have read what was written before it. Messages
-    longer than a slot go in chunks. Sums are taken in rank order, so every rank gets the same bits; bfloat16 and
-    float16 are summed in float32 and rounded once.
+    The buffers alternate: a rank that sees all ranks at phase n knows that all have read what was written before it.
+    Messages longer than a slot are sent in chunks. Sums are taken in rank order, so every rank gets the same bits;
+    bfloat16 and float16 are summed in float32 and rounded once.
 
-    Tags say what is called, with which dtype and bytes: ranks that call different things raise RuntimeError instead of
-    reading each other's garbage. After that, and after a timeout, the group refuses every call.
+    A tag encodes the collective, its dtype and its bytes: if ranks call different collectives, they raise RuntimeError
+    instead of reading wrong data. After that, and after a timeout, the group refuses every call.
     """
 
     name = "shared memory"
@@ -82,8 +82,8 @@ class SharedMemoryGroup:
     ) -> None:
         """`memory` is `region_bytes(size, slot_bytes)` of a segment, page-aligned and zero, the same on all ranks.
 
-        `world_ranks` are named beside the group's own in errors. `crowded` says that this host has more busy ranks
-        than cores, so that who waits must make room. A wait longer than `timeout_s` raises RuntimeError.
+        Errors name `world_ranks` beside the group's own. `crowded` means that this host has more busy ranks than cores,
+        so that a waiting rank must free its core. A wait longer than `timeout_s` raises RuntimeError.
         """
         assert size > 1 and slot_bytes % LINE_BYTES == 0 and len(memory) == region_bytes(size, slot_bytes)
         self.rank = rank
@@ -151,7 +151,7 @@ class SharedMemoryGroup:
         return gather_bytes(data, self.all_gather)
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """In one phase where the bytes fit into a slot behind their number: what a replica's control does each step."""
+        """Takes one phase if the bytes and their length fit into a slot, as a replica's commands of one step do."""
         mine = bytes_of_source(data) if self.rank == source else b""
         start = (self._next_buffer() * (self.size + 1) + source) * self._slot_bytes
         slot = self._bytes[start + _LENGTH.size : start + self._slot_bytes]
@@ -185,20 +185,20 @@ class SharedMemoryGroup:
         if views.shares is None:
             _add_in_order(views.slots, chunk, views.wide)
             return
-        # Written by this rank, read by all after the next meeting; nobody else reads these parts of the slots.
+        # This rank writes its result, which all read after the next `_meet`; only it reads these parts of the slots.
         _add_in_order(views.shares, views.my_result, views.wide)
         self._meet(tag)
         chunk.copy_(views.result)
 
     def _next_buffer(self) -> int:
-        """Number 0 or 1: they take turns. Raises RuntimeError when the group is closed or has failed."""
+        """Returns 0 and 1 in turn. Raises RuntimeError when the group is closed or has failed."""
         if self._failure:
             raise RuntimeError(f"this group is of no use any more: {self._failure}")
         self._buffer ^= 1
         return self._buffer
 
     def _views_of(self, dtype: torch.dtype, count: int) -> tuple[_Views, _Views]:
-        """Of both buffers. Kept, since making them would take longer than a small sum."""
+        """Returns the views of both buffers; cached, since making them takes longer than a small sum."""
         key = (dtype, count)
         if key not in self._views:
             if len(self._views) >= 64:
@@ -224,10 +224,10 @@ class SharedMemoryGroup:
         )
 
     def _meet(self, tag: int) -> None:
-        """Publishes the next phase, and returns when all have; what they wrote before it can then be read."""
+        """Publishes the next phase; returns when all ranks have, so that what they wrote before can be read."""
         words = self._words
         self._phase = phase = self._phase + 1
-        # Two tags take turns: a rank may be at the next phase before another has compared this one's.
+        # Two tags alternate: a rank may be at the next phase before another has compared this phase's tags.
         which = 1 + (phase & 1)
         words[self._my_line + which] = tag
         words[self._my_line] = phase
@@ -294,13 +294,13 @@ class SharedMemoryGroup:
 
 @dataclass(frozen=True)
 class _Views:
-    """One buffer, seen by one rank for a sum of `count` elements of one dtype."""
+    """One rank's views of one buffer, for a sum of `count` elements of one dtype."""
 
     slots: tuple[Tensor, ...]  # by rank, [count]
     result: Tensor  # [count]
-    shares: tuple[Tensor, ...] | None  # of each slot what this rank adds up; None where every rank adds up all
-    my_result: Tensor  # where it puts the sum of its shares
-    wide: Tensor | None  # sums of halves, before they are rounded
+    shares: tuple[Tensor, ...] | None  # the part of each slot that this rank sums; None if every rank sums all
+    my_result: Tensor  # where this rank writes the sum of its shares
+    wide: Tensor | None  # sums of 16-bit floats, before they are rounded
 
 
 _KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -320,7 +320,7 @@ def _add_in_order(parts: Sequence[Tensor], out: Tensor, wide: Tensor | None) -> 
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself if it can be sent as it lies, else a copy; outside autograd, which must not see the slots."""
+    """Returns the tensor if it is contiguous, else a copy; detached, as autograd must not see the slots."""
     assert tensor.is_cpu
     return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
 

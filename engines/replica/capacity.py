@@ -1,4 +1,4 @@
-"""Whether a run's engines fit in the memory that is free, in each layout that they may have, before any is taken."""
+"""Checks before any allocation whether a run's engines fit in free memory, in each layout that they may have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engines.parallel.sharding import Shard, shard_config
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What engines of this model and config take, and what there is. The same on every rank."""
+    """The memory that engines of this model and config need, and the memory that is free. The same on every rank."""
 
     model: ModelConfig
     config: EngineConfig
@@ -28,10 +28,10 @@ class Capacity:
     max_tp_size: int = 1
     """See `Shard`."""
     host_copy: bool = False
-    """Whether each host keeps a copy of the weights to regroup from."""
+    """Whether each host keeps a copy of the weights, from which ranks load when they regroup."""
 
     def plan(self, tp_size: int, rank: int = 0) -> MemoryPlan:
-        """Of `rank`, in a replica of `tp_size`. `kv_cache_bytes` must be a number by now."""
+        """Returns the plan of `rank` in a replica of `tp_size` ranks. `kv_cache_bytes` must be a number."""
         assert self.config.kv_cache_bytes != "auto"
         return self._plan(tp_size, self.config.kv_cache_bytes, self.free.names.count(self.free.names[rank]))
 
@@ -58,7 +58,7 @@ class Capacity:
         )
 
     def check(self, layout: Layout) -> None:
-        """Raises ValueError, with the numbers, where a memory has less than its ranks take in `layout`."""
+        """Raises ValueError, with the numbers, when ranks sharing a memory need more in `layout` than it has free."""
         plans = {rank: self.plan(replica.tp_size, rank) for replica in layout.replicas for rank in replica.ranks}
         for name, free in self.free.num_bytes.items():
             here = [plan for rank, plan in plans.items() if self.free.names[rank] == name]
@@ -74,10 +74,11 @@ class Capacity:
             )
 
     def with_kv_bytes(self, tp_sizes: Iterable[int]) -> Capacity:
-        """With a number for `kv_cache_bytes="auto"`: what `memory_utilization` of a rank's share of the free memory
-        leaves beside the rest, and no more than `max_num_seqs` of the longest sequences fill.
+        """Returns a copy with a number for `kv_cache_bytes="auto"`, the same for replicas of all these sizes.
 
-        One for replicas of all these sizes. Raises ValueError where nothing is left, or free memory is not known.
+        It is `memory_utilization` of a rank's share of the free memory, minus all else that the engine takes; at most
+        what `max_num_seqs` of the longest sequences fill. Raises ValueError when not even one block fits, or the free
+        memory is not known.
         """
         if self.config.kv_cache_bytes != "auto":
             return self

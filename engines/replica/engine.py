@@ -1,4 +1,4 @@
-"""This rank's part of the engine: its shard of the weights, its KV cache, and the replica that loops over both."""
+"""This rank's part of the engine: its shard of the weights, its KV cache, and the replica that uses both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from engines.sequence import Detokenize
 
 
 class LocalEngine:
-    """One shard of one replica. Its memory can be given back and taken again; its weights come by a stream."""
+    """One shard of one replica. Its memory can be released and allocated again; its weights come from a stream."""
 
     def __init__(
         self,
@@ -47,10 +47,11 @@ class LocalEngine:
         max_kv_tokens: int | None = None,
         kv_store: KVStore | None = None,
     ) -> None:
-        """Takes the memory; the weights are not there yet. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
+        """Allocates the memory; weights are loaded later. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
         `Replica`; `kv_store`: see `KVMover`.
 
-        Raises ValueError when the model cannot be cut so, the KV cache cannot hold a block, or there is no room for it.
+        Raises ValueError when the model cannot be cut into these shards, the KV cache cannot hold a block, or there is
+        no memory for it.
         """
         if device.type == "cpu":
             watch_cores()
@@ -59,7 +60,7 @@ class LocalEngine:
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.spec, self.config, self.tensor_parallel = spec, config, tensor_parallel
         self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
-        """What the KV cache holds; another layout's may hold more or less."""
+        """Tokens that the KV cache holds; in another layout they may be more or fewer."""
         self.decoder = Decoder(
             model,
             dtype=dtype,
@@ -90,9 +91,9 @@ class LocalEngine:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes this shard's part of every parameter. Raises ValueError when the stream does not fit the model.
+        """Copies this shard's part of every parameter. Raises ValueError when the stream does not fit the model.
 
-        An engine whose load has failed has no weights.
+        After a failed load the engine has no weights.
         """
         self.has_weights = False
         self.replica.scheduler.blocks.forget()
@@ -105,12 +106,12 @@ class LocalEngine:
         self.replica.policy_version = version
 
     def checksum(self) -> int:
-        """Of the replica's weights, over logical elements. All its ranks call it together."""
+        """Returns the checksum of the replica's weights over logical elements. All its ranks call it together."""
         parts = self.tensor_parallel.all_gather_bytes(self.decoder.checksum().to_bytes(8, "little"))
         return sum(int.from_bytes(part, "little") for part in parts) % 2**64
 
     def sleep(self, *, weights: bool = False) -> None:
-        self._runner.drop_graphs()  # memory that is taken again lies elsewhere
+        self._runner.drop_graphs()  # memory that is allocated again has another address
         if not self.is_asleep:
             self.replica.scheduler.blocks.forget()
             self.kv.release()
@@ -129,7 +130,7 @@ class LocalEngine:
 def _make_cache(
     model: ModelConfig, config: EngineConfig, num_tokens: int, num_heads: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKVCache:
-    """Of `num_heads` KV heads. Raises ValueError where there is no room."""
+    """Allocates a cache of `num_heads` KV heads. Raises ValueError when there is no memory for it."""
     try:
         return PagedKVCache(
             num_layers=model.num_layers,
@@ -153,9 +154,9 @@ def _resize(tensors: list[Tensor], *, full: bool) -> None:
 
 
 def kv_capacity(model: ModelConfig, config: EngineConfig, tp_size: int) -> int:
-    """Tokens, of whole blocks, that a replica of `tp_size` ranks has KV memory for.
+    """Returns the number of tokens, in whole blocks, that the KV cache of a replica of `tp_size` ranks holds.
 
-    Raises ValueError when the model cannot be cut so, or the memory cannot hold a block.
+    Raises ValueError when the model cannot be cut into that many shards, or the memory cannot hold a block.
     """
     assert config.kv_cache_bytes != "auto"  # see `Capacity.with_kv_bytes`
     block_bytes = kv_block_bytes(model, config, tp_size)

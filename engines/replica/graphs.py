@@ -1,7 +1,7 @@
 """Passes of decodes alone at a few fixed shapes, so that a CUDA graph of each can be replayed.
 
-`PaddedDecodes` has the shapes and the memory that the passes read, on any device; `Graphs` captures and replays. The
-latter is written, and has not been run: see `tests/engines/test_gpu.py`.
+`PaddedDecodes` owns the shapes and the memory that the passes read, on any device; `Graphs` captures and replays.
+`Graphs` is written and has not been run: see `tests/engines/test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from engines.attention.batch import ForwardBatch
 from engines.replica.staging import Staging
 
 LARGEST = 512
-"""Most rows of a pass that is worth a graph: the device computes longer than the host takes to launch a larger one.
-Bounds the number of graphs, and the memory they share."""
+"""Most rows of a pass with a graph: the device computes larger passes longer than the host takes to launch them. Limits
+the number of graphs, and the memory that they share."""
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """The numbers of rows that passes of 1 to `most` rows are padded to: 1, 2, 4, then multiples of 8, and from 64 on
-    eight to a doubling; `most` is the last.
+    """Returns the numbers of rows that passes of 1 to `most` rows are padded to: 1, 2, 4, then multiples of 8, and from
+    64 on eight sizes per doubling; the last is `most`.
     """
     sizes = [size for size in (1, 2, 4) if size < most]
     size = 8
@@ -34,17 +34,17 @@ def ladder(most: int) -> tuple[int, ...]:
 
 
 class PaddedDecodes:
-    """One new token for each of a few sequences, padded to a size of the ladder, in tensors that stay where they are.
+    """One new token for each of a few sequences, padded to a size of the ladder, in tensors at fixed addresses.
 
-    The host sends token, position and slot of each row, and what of the block tables has changed; the device derives
-    the rest. A row of padding is the first token of a sequence whose blocks are all the scratch block, which is no
-    sequence's: it writes and reads nothing else.
+    The host sends token, position and slot of each row, and the changes of the block tables; the device derives the
+    rest. A padding row is the first token of a sequence all of whose blocks are the scratch block, which no sequence
+    holds: it writes and reads nothing else.
     """
 
     def __init__(
         self, *, num_slots: int, max_blocks: int, block_size: int, scratch_block: int, device: torch.device
     ) -> None:
-        """For up to `num_slots` sequences, each of up to `max_blocks` blocks."""
+        """Allocates the tensors for up to `num_slots` sequences, each of up to `max_blocks` blocks."""
         self.sizes = ladder(min(num_slots, LARGEST))
         self._block_size = block_size
         self._padding_slot = num_slots
@@ -64,7 +64,7 @@ class PaddedDecodes:
     def fill(
         self, tokens: list[int], positions: np.ndarray, slots: np.ndarray, changes: tuple[np.ndarray, np.ndarray]
     ) -> int:
-        """Makes these the rows, all [N], and returns the size they are padded to. `changes`: see
+        """Sets the rows, all [N], and returns the size that they are padded to. `changes`: see
         `SlotTable.take_changes`.
         """
         num_rows = len(tokens)
@@ -82,8 +82,8 @@ class PaddedDecodes:
         return size
 
     def batch(self, size: int) -> ForwardBatch:
-        """The first `size` rows, padding included. Its tensors are views of the same memory each time, or computed
-        from such on the device; the block table is as wide as the longest sequence may need.
+        """Returns the first `size` rows, padding included, as views of the same memory each time, or as tensors that
+        the device computes from it. The block table is as wide as the longest sequence may need.
         """
         tokens, positions, slots = (self._rows[field, :size] for field in range(3))
         block_table = self._table.index_select(0, slots)
@@ -100,15 +100,15 @@ class PaddedDecodes:
         )
 
     def next_positions(self, num_rows: int) -> Tensor:
-        """int64 [num_rows]: of the tokens that the first rows will draw."""
+        """Returns int64 [num_rows]: the positions of the tokens that the first rows will draw."""
         return self._rows[1, :num_rows] + 1
 
 
 class Graphs:
-    """Replays `forward`, captured once per size when a size is first asked for. All graphs share one pool of memory.
+    """Replays `forward`, captured once per size at the size's first call. All graphs share one pool of memory.
 
-    What `forward(size)` reads must stay at its address: `drop` the graphs where it does not. What it returns is
-    overwritten by the next call.
+    The memory that `forward(size)` reads must stay at its address: `drop` the graphs before it moves. The next call
+    overwrites the returned tensor.
     """
 
     def __init__(self, forward: Callable[[int], Tensor], device: torch.device) -> None:
@@ -117,7 +117,7 @@ class Graphs:
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def __call__(self, size: int) -> Tensor:
-        """Raises RuntimeError when the size cannot be captured."""
+        """Returns `forward(size)`. Raises RuntimeError when it cannot be captured."""
         if size not in self._captured:
             with torch.cuda.device(self._device):
                 self._captured[size] = self._capture(size)
@@ -126,7 +126,7 @@ class Graphs:
         return out
 
     def drop(self) -> None:
-        """Forgets the graphs, and gives their memory back."""
+        """Removes the graphs and releases their memory."""
         if self._captured:
             torch.cuda.synchronize(self._device)
             self._captured.clear()
@@ -136,7 +136,7 @@ class Graphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._forward(size)  # what is made at first use, workspaces and compiled kernels, cannot be in a capture
+            self._forward(size)  # makes workspaces and compiled kernels, which a capture cannot contain
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other, _ in self._captured.values()), None)
         try:

@@ -1,22 +1,22 @@
-"""KV that leaves this replica's cache and comes back, here, in another replica or in another process: the one place
-where a sequence's KV moves between a cache and a store.
+"""Moves the KV of sequences between this replica's cache and a store, from which any replica or process can load it.
 
-KV is a cache of a sequence's state. What is lost, damaged, or of other weights, another dtype or other tokens is
-computed again: a move never changes a token, and no error of a store is an error of the sequence.
+KV is a cache of a sequence's state. KV that is lost, damaged, or of other weights, another dtype or other tokens is
+computed again: a move never changes a token, and an error of a store is never an error of the sequence.
 
 *Which entries a handle has.* One for each group of KV heads that a shard holds (`kvcache/store.py` has the format);
-shards that hold the same heads write them once. All shards of a replica store and take on alike, or none does.
+shards with the same heads write them once. Either all shards of a replica store or load a sequence's KV, or none does.
 
-*Who frees an entry.* A handle has one owner, who alone frees its entries, by `drop`. The owner is the replica while the
-sequence waits there, and the coordinator while it has the sequence's `Work`. `load` frees what it has taken on and what
-it could not use, an abort what the sequence held, the coordinator what belonged to a sequence that ended or was lost.
+*Who frees an entry.* A handle has one owner, and only the owner frees its entries, by `drop`. The owner is the replica
+while the sequence waits there, and the coordinator while it has the sequence's `Work`. The replica frees the entries
+after `load`, whether the KV could be used or not, and when a sequence is aborted; the coordinator frees the entries of
+a sequence that ended or was lost.
 
-*What stays.* When a process dies, the entries that it made outlive it: their names tell the creator, and
-`owned_files.reclaim` removes them, but not while their run goes on, since their owner may be in another process. A
-store that is closed (new weights, an interrupted call, the end of a run) removes all that its process has made, whoever
-owns it: the owner finds them gone, and the KV is computed again.
+*What stays.* The entries that a process made outlive it. Their names contain the creator, and `owned_files.reclaim`
+removes them, but not while their run goes on, since their owner may be in another process. Closing a store (new
+weights, an interrupted call, the end of a run) removes all entries that its process has made, also those that another
+process owns: the owner finds them missing, and the KV is computed again.
 
-What goes in and out is plain data (tokens, block ids, handles), so that a replica needs no tensors.
+The interface is plain data (tokens, block ids, handles), so that a replica needs no tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from engines.sequence import KVHandle, KVPart
 class KVMover:
     """Moves KV between this rank's cache and a store. All ranks of the replica make the same calls in the same order.
 
-    `policy_version` is everywhere that of the weights which the replica has now.
+    In every method `policy_version` is the version of the replica's present weights.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KVMover:
         swap_policy: SwapPolicy,
         store: KVStore | None = None,
     ) -> None:
-        """Without a store nothing is kept, and what sequences bring is computed again.
+        """Without a store no KV is kept, and KV that sequences bring is computed again.
 
         `tensor_parallel` is the group of the ranks that hold the model's shards.
         """
@@ -67,11 +67,11 @@ class KVMover:
         self._stores = earlier != self._heads  # else an earlier shard has the same heads, and stores them
 
     def use(self, store: KVStore) -> None:
-        """For a store that can only be made after the engine: a coordinated rollout's, of its own token."""
+        """Sets a store that can be made only after the engine, as that of a coordinated rollout with its own token."""
         self.store = store
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
-        """Stores the KV of sequences that leave; None for those of which some shard's part found no room."""
+        """Stores the KV of leaving sequences. Returns a handle for each, None where a shard's part found no room."""
         if self.store is None:
             return [None] * len(leaving)
         handles = self._store_all(self.store, leaving, policy_version)
@@ -80,7 +80,7 @@ class KVMover:
         return handles
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
-        """Stores the KV of a sequence that has lost its blocks, where the policy says so and there is room."""
+        """Stores the KV of a preempted sequence; returns None when the policy is against it or there is no room."""
         if self.store is None or not cached.num_tokens:
             return None
         if not self.swap_policy.swaps(cached.num_tokens, cached.num_common, self.store):
@@ -92,13 +92,13 @@ class KVMover:
         return handle
 
     def load(self, arriving: Items[Sequence], policy_version: int) -> list[int]:
-        """Takes on the KV that admitted sequences bring, where every shard can read its heads, and frees its entries.
+        """Loads the KV of admitted sequences where every shard can read its heads; frees its entries in any case.
 
-        Returns for how many tokens of each KV is in the cache now. A sequence's last token is left to be computed: its
-        logits are wanted. Blocks of what was there before are not written to, since others may hold them, too.
+        Returns for each sequence the number of tokens whose KV is now in the cache. A sequence's last token is not
+        loaded, since its logits are needed. Blocks that were filled before are not written: others may share them.
         """
         mine = [self._load(one, policy_version) for one in arriving]
-        # All shards must schedule alike, and a file may be gone for one of them only. After this all have read.
+        # All shards must schedule alike, but a file may be missing for one of them only. After this all have read.
         told = self._group.all_gather_bytes(bytes(num > 0 for num in mine))
         agreed = [all(flags) for flags in zip(*told, strict=True)]
         for one, usable in zip(arriving, agreed, strict=True):
@@ -114,7 +114,7 @@ class KVMover:
         return [num if usable else one.num_computed for one, num, usable in zip(arriving, mine, agreed, strict=True)]
 
     def drop(self, handle: KVHandle | None) -> None:
-        """Frees the entries of a handle that nobody will ask for."""
+        """Frees the entries of a handle that is no longer needed."""
         if handle is not None and self.store is not None and self._group.rank == 0:
             for part in handle.parts:
                 self.store.drop(part)
@@ -127,7 +127,7 @@ class KVMover:
         everyone = [decode(told) for told in self._group.all_gather_bytes(msgspec.msgpack.encode(mine))]
         handles: list[KVHandle | None] = []
         for cached, my_parts, *by_shard in zip(leaving, mine, *everyone, strict=True):
-            if None in by_shard:  # a part of the heads is of no use
+            if None in by_shard:  # KV of only some heads is of no use
                 for part in my_parts or ():
                     store.drop(part)
                 handles.append(None)
@@ -140,7 +140,7 @@ class KVMover:
         return handles
 
     def _store(self, store: KVStore, cached: CachedKV, policy_version: int) -> tuple[KVPart, ...] | None:
-        """Stores this shard's part, if it is this shard's to store; None when there is no room."""
+        """Stores this shard's part, and returns it; () when another shard stores it, None when there is no room."""
         if not self._stores:
             return ()
         layers = to_host(read_kv(self._kv, cached.blocks, cached.num_tokens))
@@ -148,7 +148,7 @@ class KVMover:
         return None if part is None else (part,)
 
     def _load(self, arriving: Sequence, policy_version: int) -> int:
-        """For how many tokens this shard's KV is there then; 0 when what the sequence brings is unusable."""
+        """Loads this shard's part. Returns the number of tokens then in the cache, 0 when the stored KV is unusable."""
         cached, handle = arriving.cached, arriving.kv
         if self.store is None or handle is None:
             return 0
@@ -160,13 +160,13 @@ class KVMover:
         try:
             wanted = self._content(cached.tokens, handle.num_tokens, policy_version)
             layers = load_heads(self.store, handle.parts, wanted)
-        except ValueError:  # gone or damaged: recomputing is always right
+        except ValueError:  # missing or damaged: recomputing is always right
             return 0
         fill_kv(self._kv, cached.blocks, num_tokens, layers, first=cached.num_tokens)
         return num_tokens
 
     def _content(self, tokens: list[int], num_tokens: int, policy_version: int) -> KVContent:
-        """This shard's KV heads of the first tokens."""
+        """Describes the KV of the first `num_tokens` tokens for this shard's KV heads."""
         return KVContent(
             policy_version=policy_version,
             tokens_digest=tokens_digest(tokens[:num_tokens]),

@@ -1,4 +1,4 @@
-"""What a replica asks of those who compute for it and move its KV: a model, or a simulation. Torch-free."""
+"""The interfaces by which a replica computes tokens and moves KV: answered by a model, or by the simulator. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from engines.sequence import KVHandle
 
 @dataclass(kw_only=True)
 class KVMoves:
-    """How sequences came and went, counted since the replica was made."""
+    """Counts of KV moves since the replica was made."""
 
     num_exported: int = 0
     """Sequences that left with KV."""
     num_refused: int = 0
-    """Sequences that were to leave with KV, for which a store had no room."""
+    """Sequences that left without KV because a store had no room for it."""
     num_imported: int = 0
-    """Sequences whose KV was taken on."""
+    """Sequences that were submitted with stored KV, which was loaded."""
     num_recomputed: int = 0
-    """Sequences that brought KV which could not be used: gone, damaged, or of other weights or dtype."""
+    """Sequences that were submitted with unusable KV: missing, damaged, or of other weights or dtype."""
     num_swapped_out: int = 0
     """Preempted sequences whose KV was stored."""
     num_swapped_in: int = 0
-    """Those of them that came back with it; the others were recomputed, or left."""
+    """Preempted sequences whose stored KV was loaded again; the others were recomputed, or left."""
     swapped_out_bytes: int = 0
-    """Of all shards; so are the others."""
+    """Bytes stored for preempted sequences by all shards; `swapped_in_bytes`: bytes that were loaded again."""
     swapped_in_bytes: int = 0
     moved_tokens: int = 0
-    """Tokens whose KV was stored, or taken on, for whatever reason."""
+    """Tokens whose KV was stored or loaded, for whatever reason."""
 
 
 class Runner(Protocol):

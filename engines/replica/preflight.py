@@ -1,4 +1,4 @@
-"""What can be known to be wrong before memory is taken or a process started: a ValueError, by field, value and fix."""
+"""Checks before memory is taken or a process started: each raises a ValueError with field, value and fix."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from engines.native.library import choose_library
 
 
 def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Raises ValueError where an engine on `device` could not have the length, disk, kernels or attention asked for.
+    """Raises ValueError when length, disk folder, kernels or attention of the config are not available on `device`.
 
-    Takes no memory of the device; compiles the kernels where this machine has not yet.
+    Takes no memory of the device; compiles the kernels if this machine has not done so yet.
     """
     longest_sequence(config, model)
     _check_disk_folder(config)
@@ -24,7 +24,7 @@ def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device)
 
 
 def _check_disk_folder(config: EngineConfig) -> None:
-    """One that is there but full, or cannot be written to, is no error: KV is then recomputed, as the store tells."""
+    """A folder that is full or cannot be written to is no error: KV is then recomputed, and the store warns."""
     if config.kv_disk_folder is None:
         return
     why = "it is no folder"
@@ -39,7 +39,7 @@ def _check_disk_folder(config: EngineConfig) -> None:
 
 
 def usable_device(owner: str, device: str | torch.device | None) -> torch.device:
-    """The device of that name; None is the GPU where there is one. Raises ValueError for one that is not here."""
+    """Returns the device of that name; for None the GPU if there is one, else the CPU. Raises ValueError if absent."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     told = f"{owner}.device={str(device)!r}"
@@ -59,6 +59,6 @@ def usable_device(owner: str, device: str | torch.device | None) -> torch.device
 
 
 def check_policy(name: str, policy: object, method: str) -> None:
-    """Raises ValueError for one that does not have the method, as a class in place of an object has not."""
+    """Raises ValueError when `policy` is no object with this method, or is a class instead of an object."""
     if isinstance(policy, type) or not callable(getattr(policy, method, None)):
         raise ValueError(f"{name}={policy!r}: give an object with the method `{method}`")

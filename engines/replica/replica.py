@@ -1,6 +1,6 @@
 """One replica: schedule, forward, sample, emit. A sequence enters as a state and leaves as a completion or a state.
 
-Torch-free: tensors are the runner's and the mover's.
+Torch-free: only the runner and the mover handle tensors.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ class StepOutput:
     num_tokens: int
     """Tokens in the forward pass."""
     num_context_tokens: int
-    """Tokens that those attend to, themselves included, summed over the sequences."""
+    """Sum of the sequences' context lengths in tokens, this pass's tokens included."""
     num_pairs: int = 0
-    """Pairs of a token of the pass and one that it attends to, itself included."""
+    """Pairs of a token of this pass and a token that it attends to, itself included."""
     num_sampled: int = 0
-    """Sequences that a token was drawn for."""
+    """Sequences for which a token was drawn."""
     num_preempted: int = 0
     """Sequences that lost their blocks before the forward pass."""
     num_swapped_out: int = 0
-    """Those of them whose KV was stored."""
+    """Preempted sequences whose KV was stored."""
     num_swapped_in: int = 0
-    """Sequences of the forward pass that came back with such KV."""
+    """Preempted sequences that were admitted again and whose stored KV was loaded."""
     finished: list[Finished] = field(default_factory=list)
     released: list[Work] = field(default_factory=list)
-    """Sequences that used up their `max_new_tokens` here, not finished; with their KV where the replica has a store."""
+    """Unfinished sequences that used up their `max_new_tokens` here; with their KV where the replica has a store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a sequence may be, to run on a replica."""
+    """Limits that a sequence must meet to run on a replica."""
 
     vocab_size: int
     max_model_len: int
     """Tokens of the longest sequence, prompt included."""
     num_kv_tokens: int
-    """Tokens that the KV cache holds, in whatever layout the run may have."""
+    """Tokens that the KV cache holds in every layout that the run may have."""
     has_tokenizer: bool
 
     def check(self, tokens: list[int], params: SamplingParams, name: str = "prompt") -> int:
-        """Returns the length at which a prompt's completion must end.
+        """Returns the length in tokens, prompt included, at which the sequence must end.
 
-        Raises ValueError, which begins with the prompt's name, when it cannot run here.
+        Raises ValueError, whose message begins with `name`, when the prompt cannot run here.
         """
         if not tokens:
             raise ValueError(f"{name}: has no tokens; give at least one")
@@ -89,7 +89,7 @@ class Limits:
         return max_len
 
     def check_state(self, state: SequenceState) -> int:
-        """As `check`, of a sequence that may have begun; one that has ended is a ValueError too."""
+        """As `check`, for a sequence that may have generated tokens; raises ValueError also when it has finished."""
         max_len = self.check(state.tokens[: state.num_prompt_tokens], state.params)
         if len(state.tokens) >= max_len:
             raise ValueError(f"sequence {state.sequence_id}: is finished, {len(state.tokens)} of {max_len} tokens")
@@ -115,10 +115,10 @@ class Replica:
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
     ) -> None:
-        """A sequence ends by `stop` where `hidden_stop` says so: how a benchmark sets lengths that no policy can see.
+        """A sequence ends with "stop" when `hidden_stop` returns True: benchmarks set lengths so, unseen by policies.
 
-        `max_kv_tokens` is the longest sequence to take on, where other replicas that it may go to hold less than this
-        one; by default what the blocks hold.
+        `max_kv_tokens` limits the length of a sequence, by default to what the blocks hold. It is lower where a
+        sequence may move to a replica whose KV cache holds less.
         """
         self._runner = runner
         self.scheduler = scheduler
@@ -146,7 +146,7 @@ class Replica:
 
     @property
     def num_sequences(self) -> int:
-        """Running or waiting."""
+        """Sequences here, running or waiting."""
         return len(self._sequences)
 
     def check(self, tokens: list[int], params: SamplingParams, name: str = "prompt") -> int:
@@ -154,9 +154,9 @@ class Replica:
         return self._limits.check(tokens, params, name)
 
     def submit(self, work: Work) -> None:
-        """Takes a sequence on, and its stored KV, if it brings some, when it is admitted.
+        """Adds a sequence to the waiting ones. Stored KV that it brings is loaded when the sequence is admitted.
 
-        Raises ValueError when it can never run here, or is here already.
+        Raises ValueError when the sequence can never run here, or is here already.
         """
         state = work.state
         max_len = self._limits.check_state(state)
@@ -177,10 +177,10 @@ class Replica:
             raise
 
     def step(self) -> StepOutput:
-        """One forward pass over the sequences whose turn it is.
+        """Runs one forward pass over the sequences that the scheduler chooses.
 
-        After an error (see `ModelRunner.run`; one of `hidden_stop`) or an interrupt every sequence is as it was before,
-        and waits to be recomputed.
+        After an error (of `ModelRunner.run` or `hidden_stop`) or an interrupt, every sequence has the same tokens as
+        before the step, and waits to be recomputed.
         """
         moves, preempted = self.kv_moves, self.scheduler.num_preemptions
         swapped_out, swapped_in = moves.num_swapped_out, moves.num_swapped_in
@@ -191,7 +191,6 @@ class Replica:
         leaving: list[Sequence] = []
         try:
             scheduled = self._schedule()
-            # What waits would come into the next pass, not beside it.
             drawn = iter(self._runner.run(scheduled) if scheduled else [])
             lengths = [len(item.sequence.state.tokens) for item in scheduled]
             for sequence, num_tokens in scheduled:
@@ -224,7 +223,7 @@ class Replica:
             raise
 
     def _schedule(self) -> list[Scheduled]:
-        """The next pass, once the KV of preempted sequences is stored and that of arriving ones is in the cache."""
+        """Stores the KV of preempted sequences, loads that of arriving ones, and returns the batch of the next pass."""
         schedule = self.scheduler.schedule()
         for sequence, cached in schedule.preempted:
             sequence.kv = self.mover.swap_out(cached, self.policy_version)
@@ -237,13 +236,13 @@ class Replica:
         return schedule.batch
 
     def _restart(self, returning: Iterable[Sequence] = ()) -> None:
-        """Has all sequences, and those that were about to leave, wait to be recomputed, whatever was half done."""
+        """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe."""
         for sequence in returning:
             self._sequences[sequence.state.sequence_id] = sequence
         self.scheduler.restart(self._sequences.values())
 
     def clear(self) -> None:
-        """Gives up all sequences, whatever an interrupt has left half done. Their stored KV stays where it is."""
+        """Drops all sequences, also after an interrupt at any point. Their stored KV stays where it is."""
         self._sequences.clear()
         self._restart()
 
@@ -297,21 +296,21 @@ class Replica:
         return sequence_id in self._sequences
 
     def states(self) -> list[SequenceState]:
-        """Those of all sequences here, in the order submitted. They grow with the next step."""
+        """The states of all sequences here, in the order submitted. The next step appends to them."""
         return [sequence.state for sequence in self._sequences.values()]
 
     def abort(self, sequence_id: SequenceId) -> Finished:
-        """Drops a sequence; returns what it had. Raises KeyError when it is not here."""
+        """Drops a sequence and its stored KV; returns what it generated. Raises KeyError when it is not here."""
         sequence = self._sequences[sequence_id]
         self._leave(sequence)
         self.mover.drop(sequence.kv)
         return Finished(state=sequence.state, completion=self._completion(sequence.state, "abort"))
 
     def pause(self, sequence_ids: Iterable[SequenceId] | None = None, *, with_kv: bool = False) -> list[Work]:
-        """Takes sequences out, in the order named, or all in the order submitted; each can be resumed anywhere.
+        """Removes sequences, in the order named, or all in the order submitted; each can be resumed anywhere.
 
-        `with_kv` has those that have been computed here leave with their KV, while there is room; those that wait with
-        stored KV leave with it in any case. Raises KeyError, before any is taken out, when one is not here.
+        With `with_kv` the KV computed here is stored, while there is room, and leaves with its sequence. KV that is
+        stored already leaves in any case. Raises KeyError, before any sequence is removed, when one is not here.
         """
         named = list(self._sequences) if sequence_ids is None else list(dict.fromkeys(sequence_ids))
         absent = [sequence_id for sequence_id in named if sequence_id not in self._sequences]

@@ -1,4 +1,4 @@
-"""The model runner: turns what the scheduler chose into one flat batch, runs it, and samples."""
+"""The model runner: turns the scheduler's choice into one flat batch, runs the forward pass, and samples."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from engines.sampling.sampler import draw_natively, sample
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """What one pass runs and draws."""
+    """The inputs of one pass; R sequences draw a token."""
 
     batch: ForwardBatch | None
-    """None for decodes alone that lie padded in static memory."""
+    """None for a pass of decodes alone whose rows lie padded in static memory."""
     padded_size: int = 0
     slots: np.ndarray
-    """int64 [R]: those of the sequences that draw a token."""
+    """int64 [R]: slots of the sequences that draw a token."""
     positions: Tensor
-    """int64 [R]: where it will be."""
+    """int64 [R]: positions of the tokens to be drawn."""
 
 
 class ModelRunner:
@@ -50,7 +50,7 @@ class ModelRunner:
             self._graphs = Graphs(self._forward_padded, decoder.device)
 
     def pad_decodes(self) -> None:
-        """From now on passes of decodes alone run padded: what graphs replay, and what runs anywhere without them."""
+        """Makes passes of decodes alone run padded, as CUDA graphs require. Without graphs it works on any device."""
         self._padded = PaddedDecodes(
             num_slots=self._slots.block_table.shape[0],
             max_blocks=self._slots.block_table.shape[1],
@@ -60,14 +60,14 @@ class ModelRunner:
         )
 
     def drop_graphs(self) -> None:
-        """To be called before the memory of weights or KV cache is given back."""
+        """Must be called before the memory of the weights or of the KV cache is released."""
         if self._graphs is not None:
             self._graphs.drop()
 
     def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
-        """One forward pass. Returns a token and its log-prob for each item that samples, in order.
+        """Runs one forward pass. Returns a token and its log-prob for each item that samples, in order.
 
-        Raises FloatingPointError when the weights give logits that are not finite; the KV cache is empty then.
+        Raises FloatingPointError when logits are not finite; it zeroes the KV cache first.
         """
         what = self._build(scheduled)
         logits = self._forward(what)
@@ -75,12 +75,12 @@ class ModelRunner:
             return []
         tokens, logprobs = self._draw(logits, what)
         if not np.isfinite(logprobs).all():
-            self._kv.clear()  # NaN in a block would reach every later holder of it: masked, but 0 * NaN is NaN
+            self._kv.clear()  # NaN in a block would reach its later holders even where it is masked: 0 * NaN is NaN
             raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity")
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _forward(self, what: _Pass) -> Tensor:
-        """Logits of the rows that draw, [R, vocab_size]."""
+        """Returns the logits of the rows that draw a token, [R, vocab_size]."""
         if what.batch is not None:
             return self._decoder.forward(what.batch, self._kv)
         hidden = (self._graphs or self._forward_padded)(what.padded_size)
@@ -150,7 +150,7 @@ class ModelRunner:
 
 
 def _new_tokens(scheduled: list[Scheduled]) -> list[int]:
-    """Sequence after sequence, the tokens that the pass computes."""
+    """Returns the tokens that the pass computes, sequence after sequence."""
     tokens: list[int] = []
     for sequence, num_tokens in scheduled:
         start = sequence.num_computed

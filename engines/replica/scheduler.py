@@ -14,13 +14,13 @@ from engines.sequence import KVHandle, SequenceState
 
 
 class CachedKV(NamedTuple):
-    """KV in a replica's cache: of the first `num_tokens` of a sequence's tokens, in these blocks."""
+    """The KV of the first `num_tokens` tokens of a sequence, and the blocks of the replica's cache that hold it."""
 
     tokens: list[int]
     num_tokens: int
     blocks: list[int]
     num_common: int = 0
-    """Of the first ones those whose KV others hold, too: they are found again while these stay. For one preempted."""
+    """Leading tokens whose KV other sequences hold, too: it is found again while they stay. Set on preemption."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -31,13 +31,13 @@ class Sequence:
     max_len: int
     """Length at which it is finished."""
     release_len: int
-    """Length at which this replica gives it back; `max_len` when it may finish here."""
+    """Length at which this replica releases it; `max_len` when it may finish here."""
     kv: KVHandle | None = None
-    """Stored KV to begin with when it is admitted; None from then on."""
+    """Stored KV, which is loaded when the sequence is admitted; None from then on."""
     is_swapped_out: bool = False
     """Whether `kv` was taken from this replica's own blocks when it was preempted."""
     blocks: list[int] = field(default_factory=list)
-    """Its block table while running; the block manager's, not to be modified."""
+    """Its block table while running. It belongs to the block manager and must not be modified."""
     num_computed: int = 0
     """Tokens whose KV is in the cache."""
     slot: int = -1
@@ -45,56 +45,56 @@ class Sequence:
     num_table_blocks: int = 0
     """Blocks that the runner has copied into that row; 0 when the row is not this sequence's yet."""
     content_keys: list[bytes] = field(default_factory=list)
-    """Of its first full blocks, as far as they were asked for."""
+    """Content keys of its first full blocks, as far as they have been needed."""
     num_published: int = 0
-    """Blocks of this stay whose content is known to others."""
+    """Leading blocks that have been published since the sequence was admitted."""
     stop_search: StopSearch | None = None
-    """How far stop strings were looked for in this stay."""
+    """State of the search for stop strings since the sequence was admitted."""
 
     @property
     def cached(self) -> CachedKV:
         return CachedKV(self.state.tokens, self.num_computed, self.blocks)
 
     def leave_slot(self) -> None:
-        """It has no slot and no blocks from now on."""
+        """Resets all fields that are valid only while the sequence is running."""
         self.slot, self.blocks = -1, []
         self.num_computed = self.num_table_blocks = self.num_published = 0
         self.stop_search = None
 
 
 class Scheduled(NamedTuple):
-    """The next `num_tokens` of a sequence, from `sequence.num_computed` on."""
+    """A sequence's next `num_tokens` tokens to compute, from `sequence.num_computed` on."""
 
     sequence: Sequence
     num_tokens: int
 
     @property
     def samples(self) -> bool:
-        """Whether these reach the sequence's end, so that a next token is drawn."""
+        """Whether these tokens reach the sequence's end, so that a next token is drawn."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence.state.tokens)
 
 
 @dataclass(kw_only=True)
 class Schedule:
-    """What is to be done in a step: store KV of `preempted`, load that of `arriving` and `add_loaded`, run `batch`."""
+    """A step's plan: store the KV of `preempted`, load that of `arriving`, call `add_loaded`, then run `batch`."""
 
     batch: list[Scheduled]
-    """Decodes first, then prefill chunks. After `add_loaded` empty only when there is no work."""
+    """Decodes first, then prefill chunks. After `add_loaded` it is empty only when there is no work."""
     preempted: list[tuple[Sequence, CachedKV]]
-    """What was in the blocks that they have lost is there until the next pass or load."""
+    """Preempted sequences. Their KV stays in the blocks that they lost until the next pass or load."""
     arriving: list[Sequence]
-    """Admitted ones that bring stored KV. Their blocks are reserved; those of `num_computed` tokens are filled."""
+    """Admitted sequences with stored KV. Their blocks are allocated; the first `num_computed` tokens are filled."""
     budget: int
-    """Tokens that may join the batch."""
+    """Tokens that may still join the batch."""
 
 
 class Scheduler:
-    """Running sequences first, then waiting ones while slots, blocks and the token budget last.
+    """Schedules running sequences first, then admits waiting ones while slots, blocks and the token budget last.
 
-    A waiting sequence is admitted when the blocks for all its tokens are there or free, plus one for each running
-    sequence that may yet need another; it shares those whose content is known. When a running one cannot grow, the
-    latest admitted is preempted: its blocks are given up, and what was not stored before is recomputed when it is
-    admitted again.
+    A waiting sequence shares blocks of known content. It is admitted when the free blocks suffice for its other tokens
+    and for one more block of each running sequence that may still grow. When a running sequence cannot grow, the one
+    that was admitted last is preempted: its blocks are released, and KV that is not stored is recomputed when the
+    sequence is admitted again.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -103,7 +103,7 @@ class Scheduler:
         self.restart(())
         self.num_preemptions = 0
         self.num_shared_tokens = 0
-        """Tokens of admitted sequences that need not be computed: their KV was there."""
+        """Tokens of admitted sequences that were not computed, since the prefix cache had their KV."""
 
     @property
     def has_work(self) -> bool:
@@ -121,11 +121,11 @@ class Scheduler:
             self._vacate(sequence)
 
     def schedule(self) -> Schedule:
-        """The next step; the caller advances `num_computed` when its pass has run.
+        """Plans the next step; the caller advances `num_computed` after the pass.
 
-        Blocks of the pass are known and shared already, since a pass writes KV before it reads any, and the members of
-        a group share what one of them computes in it: when it fails, all are to be preempted, and the blocks to
-        `forget` their contents.
+        Blocks that the pass will fill are published before it: a pass writes KV before it reads any, so that the
+        members of a group can share what one of them computes in the same pass. When the pass fails, these contents
+        are missing, and the caller must `restart` all sequences.
         """
         budget = self._config.max_num_batched_tokens
         decodes: list[Scheduled] = []
@@ -137,9 +137,9 @@ class Scheduler:
         while index < len(self.running):
             sequence = self.running[index]
             num_tokens = len(sequence.state.tokens)
-            # Blocks that the runner has copied are there: most steps ask no further.
+            # The sequence has all blocks that the runner has copied: most steps need no further check.
             if num_tokens > sequence.num_table_blocks * block_size and not self._make_room(sequence, preempted):
-                break  # it was the last one, and is preempted itself
+                break  # it was admitted last, and is preempted itself
             index += 1
             if num_tokens - sequence.num_computed == 1:
                 decodes.append(item := Scheduled(sequence, 1))
@@ -159,20 +159,20 @@ class Scheduler:
         return Schedule(batch=decodes + _in_order(chunks), preempted=preempted, arriving=arriving, budget=budget)
 
     def add_loaded(self, schedule: Schedule) -> None:
-        """Has those that were arriving join the batch, where their `num_computed` now is."""
+        """Adds the arriving sequences to the batch, from their present `num_computed` on."""
         for sequence in schedule.arriving:
             schedule.budget -= self._chunk(sequence, schedule.budget, schedule.batch)
         schedule.batch = _in_order(schedule.batch)
 
     def _admit(self, budget: int, chunks: list[Scheduled], arriving: list[Sequence]) -> int:
-        """Returns what is left of the budget."""
+        """Returns the remaining budget in tokens."""
         num_growing = sum(self._may_grow(sequence) for sequence in self.running) if self.waiting else 0
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             if self._config.prefix_caching and any(
                 not item.samples and item.sequence.state.group_id == sequence.state.group_id for item in chunks
             ):
-                break  # another member is in the middle of the prompt that they share
+                break  # another member of the group is still computing the prompt that they share
             num_tokens = len(sequence.state.tokens)
             shared = self._find_prefix(sequence)
             num_taken = self.blocks.blocks_for(num_tokens) - len(shared) + self.blocks.num_free_of(shared)
@@ -194,25 +194,25 @@ class Scheduler:
         return budget
 
     def _may_grow(self, sequence: Sequence) -> bool:
-        """Whether its blocks do not yet hold all the tokens that are computed here: all but the last."""
+        """Whether the sequence may need more blocks here: all tokens but the last of `release_len` are computed."""
         return self.blocks.blocks_for(sequence.release_len - 1) > len(sequence.blocks)
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the KV of the sequence's first tokens; its last token is always left to be computed."""
+        """Returns cached blocks with the KV of the sequence's first tokens; its last token is always computed."""
         if not self._config.prefix_caching:
             return []
         num_blocks = (len(sequence.state.tokens) - 1) // self.blocks.block_size
         return self.blocks.find(self._content_keys(sequence, num_blocks)[:num_blocks])
 
     def _content_keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Those of the first `num_blocks` blocks at least, each computed once. Not to be modified."""
+        """Returns the keys of at least the first `num_blocks` blocks, each computed once. Not to be modified."""
         keys, size = sequence.content_keys, self.blocks.block_size
         for start in range(len(keys) * size, num_blocks * size, size):
             keys.append(content_key(keys[-1] if keys else b"", sequence.state.tokens[start : start + size]))
         return keys
 
     def _chunk(self, sequence: Sequence, budget: int, chunks: list[Scheduled]) -> int:
-        """Schedules what the chunk size and the budget allow of the sequence's prefill; returns how many tokens."""
+        """Schedules as much of the sequence's prefill as chunk size and budget allow; returns the number of tokens."""
         remaining = len(sequence.state.tokens) - sequence.num_computed
         num_tokens = min(remaining, self._config.prefill_chunk_size or budget, budget)
         if num_tokens <= 0:
@@ -222,7 +222,7 @@ class Scheduler:
         return num_tokens
 
     def _publish(self, item: Scheduled) -> None:
-        """Makes the blocks known that are full once the pass has run."""
+        """Publishes the blocks that are full after the pass."""
         sequence = item.sequence
         num_full = (sequence.num_computed + item.num_tokens) // self.blocks.block_size
         if not self._config.prefix_caching or num_full == sequence.num_published:
@@ -233,7 +233,10 @@ class Scheduler:
         sequence.num_published = num_full
 
     def _make_room(self, sequence: Sequence, preempted: list[tuple[Sequence, CachedKV]]) -> bool:
-        """Gives the sequence blocks for all its tokens, preempting the latest admitted while there are too few."""
+        """Allocates blocks for all tokens of the sequence, and preempts the latest admitted while too few are free.
+
+        Returns False when the sequence itself was preempted.
+        """
         while not self.blocks.can_grow(sequence, len(sequence.state.tokens)):
             preempted.append(self._preempt_latest())
             if preempted[-1][0] is sequence:
@@ -249,7 +252,7 @@ class Scheduler:
         return self.blocks.num_common(sequence, keys) * self.blocks.block_size
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Has these and no others wait, to be recomputed. Right wherever an interrupt has come between."""
+        """Makes exactly these sequences wait to be recomputed. Safe after an interrupt at any point."""
         self.blocks.reset()
         self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
@@ -272,5 +275,5 @@ class Scheduler:
 
 
 def _in_order(batch: list[Scheduled]) -> list[Scheduled]:
-    """A last chunk of one token, or all that loaded KV leaves, runs with the decodes, which come first in a batch."""
+    """Returns the items of one token first: decodes, last chunks, and what loaded KV leaves of a sequence."""
     return sorted(batch, key=lambda item: item.num_tokens > 1)

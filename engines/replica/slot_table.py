@@ -1,4 +1,4 @@
-"""What the runner keeps of each running sequence, by its slot: written when it changes, picked by row in every pass."""
+"""The runner's tables with one row per slot: written when a sequence changes, indexed by row in every pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engines.sampling.sampler import SamplingBatch, make_sampling_batch
 
 
 class SlotTable:
-    """One row per slot. Block tables grow by the block, and sampling parameters are written once."""
+    """One row per slot. Only new blocks are copied into a row; sampling parameters are written once per sequence."""
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
         self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
@@ -25,7 +25,7 @@ class SlotTable:
         self._kept: tuple[np.ndarray, SamplingBatch] | None = None
 
     def follow(self, sequence: Sequence) -> None:
-        """Brings the sequence's row up to date with its block table."""
+        """Updates the sequence's row from its block table."""
         table, known, slot = sequence.blocks, sequence.num_table_blocks, sequence.slot
         if known == 0:
             self._enter(sequence)
@@ -45,7 +45,7 @@ class SlotTable:
         self._kept = None
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """What of the block table has changed since the last call: flat indices, int64, and values, int32."""
+        """Returns the block table's changes since the last call: flat indices, int64, and values, int32."""
         width = self.block_table.shape[1]
         ranges = [np.arange(slot * width + lo, slot * width + hi) for slot, (lo, hi) in self._changed.items()]
         self._changed.clear()
@@ -53,7 +53,7 @@ class SlotTable:
         return flat, self.block_table.reshape(-1)[flat]
 
     def sampling_batch(self, slots: np.ndarray, positions: Tensor) -> SamplingBatch:
-        """Of the rows in these slots, int64 [N], whose tokens are to be drawn at `positions`, int64 [N]."""
+        """Returns the batch of the rows in `slots`, int64 [N], whose tokens are drawn at `positions`, int64 [N]."""
         if self._kept is None or not np.array_equal(self._kept[0], slots):
             batch = make_sampling_batch(
                 keys=self._keys[slots],

@@ -1,4 +1,4 @@
-"""Host memory that passes use again: what goes to the device in one copy, and what comes back in one."""
+"""Host memory that passes reuse: inputs go to the device in one copy, and results come back in one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engines.sampling.sampler import Sampled
 
 _ALIGNMENT = 64
 Shapes = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
-"""Of a pass's arrays: name -> (type, shape)."""
+"""A pass's arrays: name -> (type, shape)."""
 
 
 class Staging:
-    """The arrays of one pass, in one buffer: written on the host, moved together. The next pass writes over them.
+    """The arrays of one pass, in one buffer: written on the host, moved together. The next pass overwrites them.
 
-    The buffer grows to the largest pass seen; on CUDA it is pinned, and has a twin on the device. On a CPU the tensors
-    are the arrays themselves.
+    The buffer grows with the largest pass so far. On CUDA it is pinned and has a twin on the device; on a CPU the
+    tensors share the arrays' memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,19 +33,19 @@ class Staging:
         self._resize(0)
 
     def arrays(self, shapes: Shapes) -> dict[str, np.ndarray]:
-        """By name, contents undefined."""
+        """Returns arrays of these shapes by name, contents undefined."""
         self.wait()
         if shapes != self._shapes:
             self._lay_out(shapes)
         return self._arrays
 
     def wait(self) -> None:
-        """Until the arrays may be written to: the last pass may have had nothing to read back."""
+        """Waits until the last copy to the device has ended, so that the arrays may be overwritten."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def move(self) -> dict[str, Tensor]:
-        """The arrays on the device, by name. On CUDA without waiting for it."""
+        """Copies the arrays to the device and returns the tensors by name. On CUDA it does not wait for the copy."""
         if self._copied is not None:
             self._there[: self._used].copy_(self._host[: self._used], non_blocking=True)
             self._copied.record(torch.cuda.current_stream(self._device))
@@ -72,11 +72,11 @@ class Staging:
             name: self._there[offsets[name]].view(torch.from_numpy(array).dtype).view(array.shape)
             for name, array in self._arrays.items()
         }
-        self._shapes = dict(shapes)  # last: what an interrupt has left half done is laid out again
+        self._shapes = dict(shapes)  # last: after an interrupt the next call lays out again
 
 
 class Readback:
-    """Drawn tokens and their log-probs, to the host together."""
+    """Copies drawn tokens and their log-probs to the host together."""
 
     def __init__(self, device: torch.device, max_num_seqs: int) -> None:
         self._device = device
@@ -85,7 +85,7 @@ class Readback:
             self._pinned = torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True)
 
     def read(self, sampled: Sampled) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, integers [N], and log-probs, floating [N]; the next call writes over them. Waits for the device."""
+        """Waits for the device; returns tokens, integers [N], and log-probs, floats [N], valid until the next call."""
         if self._pinned is None:
             return sampled.tokens.numpy(), sampled.logprobs.numpy()
         count = len(sampled.tokens)

@@ -1,4 +1,4 @@
-"""Whether the KV of a preempted sequence is kept or computed again, by costs measured when that is first asked."""
+"""Decides whether the KV of a preempted sequence is stored or recomputed, by costs measured at first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engines.parallel.collectives import Communicator
 _SHORT = 32  # tokens
 _LONGEST = 512
 _DEEPEST = 2048
-_PASS_S = 0.05  # after one that takes longer no longer one is timed
+_PASS_S = 0.05  # after a pass that takes longer, no pass of more tokens is timed
 _COPY_BYTES = 8 << 20
 _TIERS = ("none", "host", "disk")
 _UNUSABLE = CopyCost(bytes_per_token=1, out_bandwidth=1.0, in_bandwidth=1.0, latency=math.inf)
@@ -29,11 +29,11 @@ _FREE = PrefillCost(latency=0.0, seconds_per_token=0.0, seconds_per_pair=0.0)
 
 
 class SwapPolicy:
-    """Says of each sequence that is to be preempted whether its KV is kept; the same on every rank of the replica.
+    """Decides for each preempted sequence whether its KV is stored; the same on every rank of the replica.
 
-    `auto` asks a cost model, whose constants are measured when a sequence is first preempted, and of each tier when it
-    is first to be used: some tenths of a second. That depends on time; the two other ways do not. What a disk has just
-    been given it mostly gives back from memory, in the measurement as in use.
+    `auto` compares costs by a model. Its constants are measured at the first preemption and before a tier's first use,
+    which takes some tenths of a second. So `auto` depends on time; `swap` and `recompute` do not. Data that was just
+    written to a disk is mostly read back from memory, in the measurement as in use.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SwapPolicy:
         self._group = tensor_parallel
         self._prefill: PrefillCost | None = None
         self.costs: dict[str, SwapCost] = {}
-        """By the name of the tier, as far as measured."""
+        """Name of a tier -> its costs, for the tiers that have been measured."""
 
     def swaps(self, num_tokens: int, num_known: int, store: KVStore) -> bool:
         """Whether to store the KV of a sequence of `num_tokens` computed tokens, the first `num_known` of which lie in
@@ -66,7 +66,7 @@ class SwapPolicy:
             return False
         if self._preemption == "swap":
             return True
-        name = _TIERS[max(everyone)]  # the ranks wait for each other
+        name = _TIERS[max(everyone)]  # the slowest: the ranks wait for each other
         if name not in self.costs:
             assert tier is not None
             self.costs[name] = self._measure(tier)
@@ -102,7 +102,7 @@ class SwapPolicy:
         return PassTime(num_tokens=num_tokens, context=context, seconds=self._slowest(min(times)))
 
     def _measure_copy(self, scratch: PagedKVCache, store: KVStore) -> CopyCost:
-        """By an entry of one token and one of several MiB, or what the store takes."""
+        """Fits the times of an entry of one token and one of several MiB, halved until the store has room."""
         token_bytes = scratch.bytes_per_token
         one = self._time_copy(scratch, store, 1)
         num_tokens = max(2, min(self._max_model_len, _COPY_BYTES // token_bytes))
@@ -117,7 +117,7 @@ class SwapPolicy:
         )
 
     def _time_copy(self, scratch: PagedKVCache, store: KVStore, num_tokens: int) -> tuple[float, float]:
-        """Seconds out and in."""
+        """Returns the seconds to store an entry and to load it; both infinite where the store cannot keep it."""
         _, _, num_heads, head_dim = scratch.keys[0].shape
         content = KVContent(
             policy_version=0, tokens_digest="", dtype=str(scratch.keys[0].dtype).removeprefix("torch."),
@@ -139,7 +139,7 @@ class SwapPolicy:
         return self._slowest(out_s), self._slowest(in_s)
 
     def _slowest(self, seconds: float) -> float:
-        """Of the replica's ranks, which wait for each other; the same on all of them."""
+        """Returns the maximum over the replica's ranks, which wait for each other."""
         told = self._group.all_gather_bytes(struct.pack("<d", seconds))
         return max(struct.unpack("<d", one)[0] for one in told)
 
@@ -164,13 +164,13 @@ def _wait_for(kv: PagedKVCache) -> None:
 
 
 def _blocks(kv: PagedKVCache, num_tokens: int) -> list[int]:
-    """A block table that goes round the few blocks there are: what is in them does not matter."""
+    """A block table that repeats the cache's few blocks: their contents do not matter."""
     num_blocks, block_size = kv.keys[0].shape[:2]
     return [index % num_blocks for index in range(-(-num_tokens // block_size))]
 
 
 def _prefill_batch(kv: PagedKVCache, num_tokens: int, context: int) -> ForwardBatch:
-    """The last tokens of a context, all of them token 0."""
+    """A pass over the last `num_tokens` tokens of a `context` of tokens, all with id 0."""
     device, block_size = kv.keys[0].device, kv.keys[0].shape[1]
     positions = torch.arange(context - num_tokens, context)
     table = torch.tensor([_blocks(kv, context)])

@@ -1,7 +1,7 @@
-"""The thread that drives the core: notices of the transport in, commands out. Torch-free.
+"""Drives the core: passes the transport's notices to it, and sends the commands that it returns. Torch-free.
 
-Inside a torchrun world (on rank 0) a lost rank ends the run. Replicas outside come by `add_replica`, and a lost one
-is only reported to the core, which goes on without it.
+In a torchrun world this runs on rank 0, and the loss of a rank ends the run. Replicas outside the world are added by
+`add_replica`; the loss of one is reported to the core, which goes on without it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from engines.rollout.telemetry import Mark
 from engines.sequence import Finished, KVPart, SequenceState
 
 POLL_S = 0.02
-"""Longest that a posted request waits, and shortest time between two looks at the deadlines."""
+"""Longest time that a posted request waits, and shortest time between two checks of the deadlines."""
 AWAY_S = 1.0
-"""A longer time between two events was this process's own absence: it was stopped, or its caller busy."""
+"""A longer time between two events means that this process itself was away: it was stopped, or its caller was busy."""
 _MAY_COME_LATE = (requests.RequestMove, requests.RequestAbort, requests.RequestRegroup)
 
 
@@ -50,7 +50,7 @@ class Exit:
 
 
 class Launcher(Protocol):
-    """Who started the replicas outside the world: see `ReplicaLauncher`, which is one."""
+    """What started the replicas outside the world; `ReplicaLauncher` is one."""
 
     def kill(self, replica_id: int) -> None: ...
 
@@ -58,7 +58,7 @@ class Launcher(Protocol):
 
 
 class Coordinator:
-    """Owns the core and the server's end. All but `post`, `add_replica` and `stop` belong to one thread."""
+    """Owns the core and the `Server`. Other threads may call only `post`, `add_replica` and `stop`."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Coordinator:
         launcher: Launcher | None = None,
         check_state: Callable[[SequenceState], object] = lambda _: None,
     ) -> None:
-        """`num_ranks` of the torchrun world; 0 when there are only replicas outside. `drop_kv`: see `KVStore.drop`.
+        """`num_ranks` is the torchrun world's; 0 when all replicas are outside. `drop_kv`: see `KVStore.drop`.
 
-        `check_state` raises ValueError for a sequence that could never run: a replica's refusal would end the run.
+        `check_state` raises ValueError for a sequence that could never run, as a replica's refusal would end the run.
         """
         self.core = core
         self._server = server
@@ -85,23 +85,23 @@ class Coordinator:
         self.outside: dict[int, ReplicaSpec] = {}
         """Replicas outside the world, by id, that were added and not lost."""
         self.standing_by: set[int] = set()
-        """Those of them that have announced themselves."""
+        """Ids of the replicas in `outside` that have announced themselves."""
         self.lost: list[str] = []
-        """Those that were lost, each with the reason."""
+        """The lost replicas outside the world, each with the reason."""
         self.refused: list[str] = []
-        """Posted moves, aborts and regroups that did not fit any more when their turn came, and all requests but
-        `AddReplica` that were left when a rollout was abandoned."""
+        """Errors of posted moves, aborts and regroups that were not possible any more when they were processed, and of
+        all requests but `AddReplica` that were still posted when a rollout was abandoned."""
         self._ticked = self._taken = time.monotonic()
         self._absences: list[tuple[float, float]] = []
-        """The core's time at the end of each, and the seconds of all up to it."""
+        """Per absence: the core's time at its end, and the total seconds of all absences up to it."""
         self._posted: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._outputs: deque[messages.Command | Result] = deque()
-        """Of the core, not yet seen to: an error in one must not lose the others."""
+        """Outputs of the core that are not processed yet: an error in one must not lose the others."""
         self._stopped = False
         self._is_running = False
         self._is_abandoned = False
         self._failure: str | None = None
-        """What has ended the last rollout."""
+        """The error that ended the last rollout."""
         self._on_finished: Callable[[Finished], None] | None = None
         self._finished: list[Finished] = []
         self._complete = False
@@ -109,22 +109,22 @@ class Coordinator:
         """The core's time at the last rollout's start."""
 
     def post(self, request: Request) -> None:
-        """Asks the core for something while a rollout runs: a move, an abort, a regroup, more sequences.
+        """Queues a request to the core while a rollout runs: a move, an abort, a regroup, more sequences.
 
-        What has happened by the time of its turn may rule a move, an abort or a regroup out: see `refused`.
+        A move, an abort or a regroup may not be possible any more when it is processed: see `refused`.
         """
         self._posted.put(request)
 
     def add_replica(self, spec: ReplicaSpec) -> None:
-        """A replica outside the world was launched, and will join. Takes part as soon as it has the weights."""
+        """Adds a replica outside the world that was launched; it takes part once it has joined and has the weights."""
         self._posted.put(requests.AddReplica(spec=spec))
 
     def stop(self) -> None:
-        """Makes a running `roll_out` raise: the process that it waits for will not go on."""
+        """Makes a running `roll_out` raise, because rank 0, for which it waits, does not go on."""
         self._stopped = True
 
     def wait_for_ranks(self) -> None:
-        """Returns when every rank has joined. Raises RuntimeError naming those that have not."""
+        """Returns when every rank has joined. After `timeout_s`, raises RuntimeError that names the missing ranks."""
         deadline = time.monotonic() + self._timeout_s
         while missing := sorted(set(map(peer_of, range(self._num_ranks))) - set(self._server.peers())):
             if time.monotonic() > deadline:
@@ -142,14 +142,14 @@ class Coordinator:
         weights_source: str | None = None,
         on_finished: Callable[[Finished], None] | None = None,
     ) -> list[Finished]:
-        """Completes the sequences on the replicas there are; returns them in the order in which they ended.
+        """Completes the sequences on the present replicas; returns them in the order in which they ended.
 
         `weights_source` is the folder from which replicas outside the world load `policy_version`. `on_finished` is
-        called for each, as it comes. Raises ValueError, before anything has begun, for sequences that repeat or that
-        `check_state` refuses, and RuntimeError naming who was waited for, or what went wrong where.
+        called for each sequence when it ends. Raises ValueError, before anything has begun, for repeated sequences or
+        those that `check_state` refuses, and RuntimeError that names the awaited replica, or what failed and where.
 
-        Outside the torchrun world an error, be it of `on_finished`, of a policy or an interrupt, ends the phase first:
-        the sequences are aborted, and the next rollout finds replicas that stand by.
+        Outside the torchrun world, any error (of `on_finished`, of a policy, an interrupt) first ends the phase: the
+        sequences are aborted, so that the replicas are ready for the next rollout.
         """
         if self.core.failed is not None:
             raise RuntimeError(f"coordinator: has failed before ({self.core.failed}); start anew")
@@ -160,9 +160,9 @@ class Coordinator:
         self._is_running = True
         self._failure = None
         try:
-            self._end_abandoned()  # where a second interrupt has left a phase open
+            self._end_abandoned()  # if a second interrupt has left a phase open
             self._on_finished, self._finished, self._complete = on_finished, [], False
-            self.pump(0.0)  # what has happened since the last phase
+            self.pump(0.0)  # events since the last phase
             self._began = self._now()
             self._take(requests.BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
             self._take(requests.SubmitSequences(states=states))
@@ -200,7 +200,7 @@ class Coordinator:
         return self._finished
 
     def _abandon(self, error: BaseException) -> None:
-        """Ends the open phase without its sequences. What goes wrong then is noted in `error`, which is the cause."""
+        """Aborts the open phase's sequences and ends the phase. A problem with that is added to `error` as a note."""
         self._on_finished = None
         self._is_abandoned = True
         try:
@@ -216,9 +216,9 @@ class Coordinator:
         self._is_abandoned = False
 
     def pump(self, timeout_s: float) -> None:
-        """Takes what was posted and what has come within `timeout_s` seconds; then looks at the deadlines.
+        """Processes posted requests and notices, the first awaited for `timeout_s` seconds; then checks the deadlines.
 
-        To be called while no phase runs, too, where replicas outside the world come and go.
+        With replicas outside the world it must be called between phases, too, as they join or are lost at any time.
         """
         self._take_posted()
         notice = self._server.receive(timeout_s)
@@ -227,7 +227,7 @@ class Coordinator:
             self._take_posted()
             notice = self._server.receive(0.0)
         if time.monotonic() - self._ticked > POLL_S:
-            # After all that has come: an answer that lies in the inbox is not late.
+            # After all received notices: an answer that is already in the inbox is not late.
             for exit_ in self._launcher.poll() if self._launcher is not None else []:
                 if exit_.replica_id in self.outside:
                     self._lose(self.outside[exit_.replica_id], str(exit_))
@@ -235,21 +235,21 @@ class Coordinator:
             self._take(requests.Tick())
 
     def _now(self) -> float:
-        """The core's clock, which stands while this process does not listen: nobody else is late then."""
+        """Returns the core's time. This clock stops while this process is away, so that no replica counts as late."""
         now = time.monotonic()
         away_s = self._absences[-1][1] if self._absences else 0.0
         if now - self._taken > AWAY_S:
-            away_s += now - self._taken - 1e-6  # not quite, so that times before and after differ
+            away_s += now - self._taken - 1e-6  # slightly less, so that the times before and after differ
             self._absences.append((now - away_s, away_s))
         self._taken = now
         return now - away_s
 
     def shut_down(self) -> None:
-        """Tells all processes to end, between two phases."""
+        """Sends all processes the command to end; only between two phases."""
         self._take(requests.RequestShutdown())
 
     def marks(self) -> list[Mark]:
-        """What was decided in the last rollout, for a timeline; dispatches are left out, since steps show them."""
+        """Returns the last rollout's decisions, for a timeline; without dispatches, which the steps show."""
 
         def real(now: float) -> float:
             index = bisect_right(self._absences, (now, math.inf))
@@ -305,13 +305,13 @@ class Coordinator:
             raise RuntimeError(f"coordinator: {notice.peer} is lost: {notice.reason}")
 
     def _lose(self, spec: ReplicaSpec, reason: str) -> None:
-        """Reports the end of a replica outside the world."""
+        """Reports the loss of a replica outside the world to the core."""
         self._take(
             messages.ReplicaLost(replica_id=spec.id, rank=spec.ranks[0], phase=-1, epoch=0, seq=0, reason=reason)
         )
 
     def _drop(self, dropped: requests.ReplicaDropped) -> None:
-        """Ends a replica that the core goes on without, whoever reported the loss."""
+        """Ends the process of a replica outside the world that the core has dropped."""
         spec = self.outside.pop(dropped.replica_id)
         self.standing_by.discard(spec.id)
         self.lost.append(f"replica {spec.id} (rank {spec.ranks[0]}): {dropped.reason}")
@@ -341,5 +341,5 @@ class Coordinator:
 
 
 def peer_of(rank: int) -> str:
-    """The name under which a rank joins, in the world or outside."""
+    """The peer name of a rank, in the world or outside."""
     return f"rank-{rank}"

@@ -1,4 +1,4 @@
-"""A call of `LLM.generate` as sequences, and what all ranks must have been given alike."""
+"""Turns a call of `LLM.generate` into sequences, and checks that all ranks were given the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engines.sequence import (
 def make_states(
     token_lists: list[list[int]], params: list[SamplingParams], uids: Sequence[int], *, run_seed: int, policy_step: int
 ) -> list[SequenceState]:
-    """One per completion. Raises ValueError where the uids are not one 64-bit integer per prompt, each once."""
+    """Returns one state per completion. Raises ValueError unless uids are distinct 64-bit integers, one per prompt."""
     wrong = [uid for uid in uids if not is_int64(uid)]
     if wrong:
         raise ValueError(f"prompt_uids: {wrong[0]!r} is not an integer of 64 bits")
@@ -43,7 +43,7 @@ def make_states(
 
 
 def one_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Raises ValueError for what is neither SamplingParams nor a list of `count` of them."""
+    """Returns `count` SamplingParams. Raises ValueError unless `params` is None, one, or a list of `count` of them."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not hasattr(params, "__len__"):
@@ -59,7 +59,7 @@ def one_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, cou
 def split_done(
     states: Sequence[SequenceState], done: Mapping[SequenceId, Completion]
 ) -> tuple[list[Finished], list[SequenceState]]:
-    """Those that are done already, as if they had just ended, and the others."""
+    """Returns the sequences that are in `done`, as if they had just ended, and the states of the others."""
     known = []
     for state in states:
         if state.sequence_id in done:
@@ -75,7 +75,7 @@ def split_done(
 
 
 def check_same_states(world: Communicator, states: list[SequenceState]) -> None:
-    """Raises ValueError, on every rank, where the ranks would generate other sequences."""
+    """Raises ValueError, on every rank, if the ranks would generate different sequences."""
     digest = hashlib.blake2b(msgspec.msgpack.encode(states), digest_size=16).digest()
     others = [rank for rank, other in enumerate(world.all_gather_bytes(digest)) if other != digest]
     if others:
@@ -86,7 +86,7 @@ def check_same_states(world: Communicator, states: list[SequenceState]) -> None:
 
 
 def check_same_options(world: Communicator, options: Mapping[str, object]) -> None:
-    """Raises ValueError, on every rank, where `LLM` was given other options than on rank 0."""
+    """Raises ValueError, on every rank, if any rank's `LLM` was given other options than rank 0's."""
     mine = {name: repr(value) for name, value in options.items()}
     everyone = world.all_gather_bytes(msgspec.msgpack.encode(mine))
     first, *others = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in everyone]

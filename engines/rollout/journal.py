@@ -1,4 +1,4 @@
-"""Finished completions on disk, so that a run that was killed in the middle of a rollout goes on from them."""
+"""Stores finished completions on disk, so that a run killed in the middle of a rollout can resume from them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from engines.sequence import Completion, Finished, SequenceId, SequenceKey, Sequ
 
 
 class CompletionStore(Protocol):
-    """What `LLM.generate` asks of a journal."""
+    """The methods of a journal that `LLM.generate` calls."""
 
     def find(self, states: Sequence[SequenceState], num_replicas: int) -> dict[SequenceId, Completion]:
-        """The completions that need not be generated again, the same on every rank."""
+        """Returns the completions that need not be generated again, the same on every rank."""
         ...
 
     def append(self, finished: Finished) -> None:
-        """Takes a completion that was generated; see `on_finished` for who is called."""
+        """Stores a generated completion; called on the ranks on which `generate` calls `on_finished`."""
         ...
 
 
@@ -40,15 +40,15 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """`<folder>/rank-<r>.jsonl`: what rank r was the first to hear, a line each, handed to the system at once.
+    """`<folder>/rank-<r>.jsonl`: a line for each completion that rank r appended, written to the file at once.
 
-    A completion is found again by its key, the weights' checksum, and the prompt and parameters: what differs in any
-    of them is not there. All ranks hold one; `recover` and `find` are for all of them together.
+    A completion is found again only if its key, the weights' checksum, the prompt and the parameters are the same.
+    Every rank makes a journal; all ranks call `recover` and `find` together.
     """
 
     def __init__(self, folder: Path, world: Communicator, *, whole_shares: bool = False) -> None:
-        """With `whole_shares` a replica's sequences are found all or none, for a static dispatch: what is left to
-        generate then runs in the batches that it would have had, which decide how log-probs are rounded.
+        """With `whole_shares`, either all sequences of a replica are found or none. With a static dispatch, the rest
+        then runs in the same batches as without an interruption; the batch decides how log-probs are rounded.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{world.rank}.jsonl"
@@ -57,7 +57,7 @@ class Journal:
         self.num_found = 0
         """Completions found since the start."""
         self.num_found_tokens = 0
-        """Their tokens."""
+        """Generated tokens of the completions found."""
         self._world = world
         self._whole_shares = whole_shares
         self._has_warned = False
@@ -65,9 +65,9 @@ class Journal:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def append(self, finished: Finished) -> None:
-        """One write of one line: a kill can tear the last one only.
+        """Appends one line in one write, so that a kill can damage only the last line.
 
-        A line that cannot be written is left out, with one warning: the rollout has what it says.
+        A line that cannot be written is left out, with one warning: the rollout itself still has the completion.
         """
         entry = Entry(
             weights=self.weights,
@@ -92,7 +92,7 @@ class Journal:
                 )
 
     def recover(self, policy_step: int) -> None:
-        """Makes every rank's lines of this policy step and later ones findable, and drops what a kill tore."""
+        """Lets `find` return every rank's completions since this policy step; drops a line that a kill damaged."""
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         os.ftruncate(self._descriptor, len(whole))
@@ -101,7 +101,7 @@ class Journal:
             try:
                 entry = msgspec.json.decode(line, type=Entry)
             except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # not ours: a damaged line costs its own completion only
+                continue  # a damaged or foreign line loses only its own completion
             if entry.key.policy_step >= policy_step and entry.completion.finish_reason != "abort":
                 entries.append(entry)
         decode = msgspec.msgpack.Decoder(list[Entry]).decode
@@ -109,7 +109,7 @@ class Journal:
             self._found |= {(entry.weights, entry.key, entry.request): entry.completion for entry in decode(part)}
 
     def find(self, states: Sequence[SequenceState], num_replicas: int) -> dict[SequenceId, Completion]:
-        """The journaled completions of these sequences, which `num_replicas` replicas take in turn."""
+        """Returns the journaled completions of these sequences; sequence i is of replica i mod `num_replicas`."""
         found: Mapping[SequenceId, Completion] = {
             state.sequence_id: completion
             for state in (states if self._found else ())
@@ -128,7 +128,7 @@ class Journal:
         return taken
 
     def clear(self) -> None:
-        """Forgets everything: a resume point has been published, and no run goes back behind it."""
+        """Deletes all entries: for when a resume point is published, before which no run starts again."""
         self._found.clear()
         os.ftruncate(self._descriptor, 0)
 

@@ -1,4 +1,4 @@
-"""What an `LLM` is given, and this rank's engine in the layout that the run has: checked, built, and built anew."""
+"""Checks what an `LLM` is given; builds, and rebuilds after a regroup, this rank's engine in the run's layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from engines.rollout.pace import Pace
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Of `LLM`, beside the model, the device and the engine's options."""
+    """The arguments of `LLM`, except the model, the device and the engine's options."""
 
     world: GroupCache | None
     tensor_parallel_size: int
@@ -46,7 +46,7 @@ class Arguments:
     load: bool
 
     def start_world(self, device: str | torch.device | None) -> GroupCache | None:
-        """The groups of torchrun's ranks, where replicas are asked for and no `world` is given."""
+        """Makes the groups of torchrun's ranks if replicas are asked for and no `world` is given; else returns None."""
         if self.world is not None and not isinstance(self.world, GroupCache):
             raise ValueError(f"world={self.world!r}: give a GroupCache of the ranks, as docs/rollouts.md shows")
         has_replicas = self.tensor_parallel_size != 1 or isinstance(self.layout, Layout) or self.schedule is not None
@@ -58,7 +58,7 @@ class Arguments:
         return start_world(layouts, on_cuda=str(device or "cuda").startswith("cuda"))
 
     def check(self, groups: GroupCache | None) -> Layout:
-        """The first layout. Raises ValueError for arguments that cannot be, or not together."""
+        """Returns the first layout. Raises ValueError for invalid arguments, or an invalid combination of them."""
         if self.schedule is not None:
             check_policy("schedule", self.schedule, "next")
         if self.layout_policy is not None:
@@ -86,9 +86,9 @@ class Arguments:
 
 
 class Placement:
-    """Checks layouts, builds this rank's part of one, and keeps the weights to build it from.
+    """Checks layouts, builds this rank's engine in a layout, and keeps the weights from which it is built.
 
-    All ranks make one, and make the same calls.
+    Every rank makes one, and all ranks call the same methods.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class Placement:
         options: dict[str, Any],
         groups: GroupCache | None,
     ) -> None:
-        """`source` is the checkpoint, `options` are the fields of `EngineConfig`. Takes no memory yet.
+        """`source` is the checkpoint, `options` are the fields of `EngineConfig`. Allocates no memory yet.
 
-        Raises FileNotFoundError or ValueError, on every rank, where one cannot have its part.
+        Raises FileNotFoundError or ValueError, or RuntimeError if only other ranks' checks fail: all ranks raise.
         """
         self._groups = groups
         self._world: Communicator = groups.world if groups is not None else SingleRank()
         self.config: EngineConfig
         self.model: ModelConfig
         self.layout: Layout
-        """The first one."""
+        """The first layout."""
         with together(self._world, "LLM"):
             memory = self._check(source, device, given, options)
         check_same_options(self._world, self._options(given))
@@ -126,20 +126,20 @@ class Placement:
         ).with_kv_bytes(sorted(sizes))
         self.config = self._capacity.config
         self._num_kv_tokens = {size: kv_capacity(self.model, self.config, size) for size in sorted(sizes)}
-        """By the sizes of replicas that this run may have."""
+        """Tokens that the KV cache holds, by the sizes of replicas that this run may have."""
         self._capacity.check(self.layout)
         self._hidden_stop = given.hidden_stop
         self.kv_store: KVStore | None = None
-        """What the engines made here keep the KV of preempted sequences in."""
+        """Where the engines made here store the KV of preempted sequences."""
         self.host_weights: HostWeights | None = None
         self.weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: checkpoint_tensors(source)
-        """Whole weights, to build this rank's part of another layout from."""
+        """Returns the whole weights, from which this rank's shard in any layout is cut."""
         self.engine: LocalEngine
 
     def _check(
         self, source: str | Path, device: str | torch.device | None, given: Arguments, options: dict[str, Any]
     ) -> Memory:
-        """What this rank has free. Raises FileNotFoundError or ValueError where this rank cannot have its part."""
+        """Returns this rank's free memory. Raises FileNotFoundError or ValueError for what cannot run on this rank."""
         self.config = engine_config("LLM", options)
         self.model = ModelConfig.from_pretrained(source)
         self.device = usable_device("LLM", device)
@@ -153,7 +153,7 @@ class Placement:
         return free_memory(self.device, host)
 
     def _options(self, given: Arguments) -> dict[str, object]:
-        """What all ranks must have been given alike, by name."""
+        """Returns the options that must be the same on all ranks, by name."""
         values: dict[str, object] = {"layout": self.layout, "load": given.load}
         values |= {f"EngineConfig.{name}": value for name, value in asdict(self.config).items()}
         values |= {f"ModelConfig.{name}": value for name, value in asdict(self.model).items()}
@@ -162,7 +162,7 @@ class Placement:
         return values
 
     def make_kv_store(self, token: str) -> FileKVStore | TieredKVStore:
-        """The tiers that the options name; `token` is the run's."""
+        """Makes the KV store with the tiers that the options name; `token` is the run's."""
         return make_kv_store(
             token,
             host_bytes=self._kv_host_bytes,
@@ -175,7 +175,7 @@ class Placement:
         return self._capacity.plan(self.engine.spec.tp_size, self._world.rank)
 
     def check(self, layout: Layout) -> None:
-        """Raises ValueError for a layout that this run cannot go to."""
+        """Raises ValueError for a layout that this run cannot regroup to."""
         _check_groups(layout, self._groups)
         for replica in layout.replicas:
             check_shardable(self.model, replica.tp_size)
@@ -189,7 +189,7 @@ class Placement:
             raise ValueError("layout: whole weights are kept after an update only with a layout_policy; give LLM one")
 
     def build(self, layout: Layout) -> None:
-        """Takes the memory; the weights are not there yet."""
+        """Builds this rank's engine in the layout: allocates its memory, but does not load the weights."""
         spec = layout.replica_of(self._world.rank)
         assert spec is not None
         self.engine = LocalEngine(
@@ -207,7 +207,7 @@ class Placement:
         )
 
     def rebuild(self, layout: Layout) -> LocalEngine:
-        """This rank's part of another layout, weights included; what it had gives back its memory first."""
+        """Builds this rank's engine in another layout, with its weights; first releases the old engine's memory."""
         version = self.engine.replica.policy_version
         self.engine.sleep(weights=True)
         self.build(layout)
@@ -215,12 +215,12 @@ class Placement:
         return self.engine
 
     def share_weights(self) -> None:
-        """Makes room for a copy of the weights on each host, so that layouts may change after an update, too."""
+        """Allocates a copy of the weights on each host, so that the layout may also change after an update."""
         assert self._groups is not None
         self.host_weights = HostWeights(self._groups, self.model, self.config.dtype)
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Where one rank fails all raise, and none has weights."""
+        """Loads new weights. If one rank fails, all raise and none has weights."""
         kept = self.host_weights
         self.weights = kept.tensors if kept is not None else _no_whole_weights
         try:

@@ -1,4 +1,4 @@
-"""The one piece of code that steps a replica, and records what each step did."""
+"""The only code that steps a replica in a rollout; it records what each step did."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Stepper:
     def complete(
         self, states: list[SequenceState], hear: Callable[[Finished], None] | None, records: list[StepRecord]
     ) -> list[Finished]:
-        """Steps until these sequences have ended, and adds to `records`; returns them in the order of their ends.
+        """Steps until these sequences have ended; returns them in that order, and adds to `records`.
 
-        `hear` is called for each as it ends. After an error or an interrupt the replica holds no sequence.
+        `hear` is called for each sequence when it ends. After an error or an interrupt the replica holds no sequence.
         """
         replica = self._engine.replica
         done: list[Finished] = []
@@ -97,9 +97,9 @@ def roll_out_static(
     hear: Callable[[Finished], None],
     records: list[StepRecord],
 ) -> list[tuple[int, Completion]]:
-    """Replica i mod dp runs sequence i: a dispatch that depends on nothing timed.
+    """Runs sequence i on replica i mod dp: a dispatch that does not depend on time.
 
-    Every rank gets all completions with their prompt uids, those that are `done` too.
+    Returns all completions, also those in `done`, with their prompt uids, on every rank.
     """
     is_first = engine.tensor_parallel.rank == 0
     position = layout.replicas.index(engine.spec)
@@ -111,7 +111,7 @@ def roll_out_static(
     mine = [(one.state.key.prompt_uid, one.completion) for one in known + ended]
     if world.size == 1:
         return mine
-    # Every shard of a replica has drawn the same tokens; the first one's are sent.
+    # All shards of a replica have drawn the same tokens; only the first shard sends them.
     parts = world.all_gather_bytes(msgspec.msgpack.encode(mine if is_first else []))
     decode = msgspec.msgpack.Decoder(list[tuple[int, Completion]]).decode
     return [pair for part in parts for pair in decode(part)]

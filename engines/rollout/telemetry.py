@@ -1,4 +1,4 @@
-"""What happened when, in a rollout: one record per step, and the timeline that they make. Torch-free."""
+"""Records of a rollout's steps and events, and a timeline made from them. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepRecord:
 
     replica_id: int
     epoch: int
-    """Of the layout that the replica belongs to."""
+    """Epoch of the layout that the replica belongs to."""
     tp_size: int
     start: float
     """Seconds."""
@@ -25,11 +25,11 @@ class StepRecord:
     num_tokens: int
     """Tokens in the forward pass."""
     num_preempted: int = 0
-    """Sequences that lost their KV blocks before it."""
+    """Sequences that lost their KV blocks before the forward pass."""
     num_swapped_out: int = 0
-    """Those of them whose KV was stored; the others' is computed again."""
+    """Preempted sequences whose KV was stored; that of the others is recomputed."""
     num_swapped_in: int = 0
-    """Sequences of the forward pass that came back with such KV."""
+    """Sequences of the forward pass that resumed with stored KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Mark:
 
 
 def chrome_trace(steps: Iterable[StepRecord], marks: Iterable[Mark] = ()) -> dict[str, Any]:
-    """The Trace Event Format of chrome://tracing and Perfetto: a row per replica, a slice per step, a counter of its
-    batch, marks as instants. Times start at the first event, in microseconds.
+    """Returns the Trace Event Format of chrome://tracing and Perfetto: a row per replica, a slice per step, a counter
+    of the batch size, marks as instants. Times start at the first event, in microseconds.
     """
     steps, marks = list(steps), list(marks)
     origin = min([step.start for step in steps] + [mark.time for mark in marks], default=0.0)
@@ -88,7 +88,7 @@ def write_chrome_trace(path: Path, steps: Iterable[StepRecord], marks: Iterable[
 
 
 def busy_share(steps: Sequence[StepRecord], replica_ids: Iterable[int]) -> dict[int, float]:
-    """Per replica, the share of the rollout's span (first start to last end, of all) that it spent in steps."""
+    """Returns, per replica, the share of the rollout's span (first start to last end of all steps) spent in steps."""
     if not steps:
         return dict.fromkeys(replica_ids, 0.0)
     span = max(step.start + step.seconds for step in steps) - min(step.start for step in steps)

@@ -1,8 +1,8 @@
-"""One process in a rollout: it steps its replica, and between two steps takes commands.
+"""One process in a rollout: it steps its replica, and executes commands between two steps.
 
-The leader of a replica (`ranks[0]`) hears the coordinator and passes on what it hears, so that all shards take a
-command at the same step; followers hear their leader only. An idle rank hears the coordinator itself. A replica outside
-the world (`engines/fleet/outside.py`) runs the same loop, and there alone weights are loaded by command.
+The leader of a replica (`ranks[0]`) receives commands from the coordinator and relays them to the replica's other ranks
+(followers), so that all shards execute a command at the same step. An idle rank receives its commands directly. A
+replica outside the world (`engines/fleet/outside.py`) runs the same loop; only there do commands load weights.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker_core import WorkerCore
 
 IDLE_WAIT_S = 0.2
-"""Longest that an idle leader waits for a command before it shows its followers that it is alive."""
+"""Longest time that a leader without work waits for a command before it shows its followers that it is alive."""
 NO_WEIGHTS = -1
-"""`policy_version` of a replica that has loaded none yet: no phase has it."""
+"""`policy_version` of a replica that has loaded no weights yet; no phase has this version."""
 
 LoadFrom = Callable[[str, int], int]
 """(folder, policy version) -> checksum of the weights that the engine now has."""
 
 
 class _Relayed(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a leader passes on to its followers."""
+    """What a leader broadcasts to its followers."""
 
     commands: list[bytes] = []
     failure: str | None = None
-    """Why the leader hears no more; the followers then raise too."""
+    """Why the leader cannot receive commands any more; the followers then raise, too."""
 
 
 class Worker:
@@ -54,10 +54,9 @@ class Worker:
         pace: Pace | None = None,
         load_from: LoadFrom | None = None,
     ) -> None:
-        """`rebuild` makes this rank's engine in another layout, weights included; None where it is idle there.
+        """`rebuild` makes this rank's engine in another layout, with its weights; None if the rank is idle there.
 
-        `load_from` is given outside the torchrun world only: there weights are loaded, and the process ended, by
-        command.
+        `load_from` is given only outside the torchrun world, where commands load weights and end the process.
         """
         self._rank = rank
         self._client = client
@@ -74,7 +73,7 @@ class Worker:
         self._take_place(layout, engine)
 
     def _take_place(self, layout: Layout, engine: LocalEngine | None) -> None:
-        """Joins the replica that the layout gives; its leader announces it once all its ranks are there."""
+        """Takes this rank's place in the layout; a replica's leader announces it once all its ranks have done so."""
         self.engine, self._layout = engine, layout
         self._stepper = None if engine is None else Stepper(engine, layout.epoch, self._pace)
         if engine is None:
@@ -94,9 +93,9 @@ class Worker:
         )
 
     def run(self) -> None:
-        """Steps and obeys until the coordinator ends the phase, or the process. To be called again for each phase.
+        """Steps and executes commands until the coordinator ends the phase or the process. Called once per phase.
 
-        Raises ConnectionError when the coordinator is gone.
+        Raises ConnectionError when the connection to the coordinator is lost.
         """
         self.step_records = []
         while True:
@@ -104,7 +103,7 @@ class Worker:
                 self._pending.extend(self._next_commands())
             while self._pending:
                 if self._obey(self._pending.popleft()):
-                    return  # what is left is for the next phase
+                    return  # other pending commands are for the next phase
             if self._stepper is not None and self._core.has_work:
                 output, record = self._stepper.step()
                 self.step_records.append(record)
@@ -112,7 +111,7 @@ class Worker:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank talks with the coordinator for its replica, or for itself when idle."""
+        """Whether this rank exchanges messages with the coordinator: as a replica's leader, or as an idle rank."""
         return self.engine is None or self.engine.tensor_parallel.rank == 0
 
     def _next_commands(self) -> list[m.Command]:
@@ -127,7 +126,7 @@ class Worker:
             try:
                 relayed = _Relayed(commands=[m.encode(command) for command in self._hear()])
             except Exception as error:
-                problem = error  # raised once the followers know: they would wait for a leader that is gone
+                problem = error  # raised after the broadcast: the followers would wait for a leader that is gone
                 relayed = _Relayed(failure=str(error))
         data = group.broadcast_bytes(msgspec.msgpack.encode(relayed) if self._speaks else None)
         if problem is not None:
@@ -138,12 +137,12 @@ class Worker:
         return [m.decode_command(data) for data in relayed.commands]
 
     def _hear(self) -> list[m.Command]:
-        """What has come from the coordinator; waits for it a while when there is nothing else to do."""
+        """Returns the commands that have come from the coordinator; without work, waits `IDLE_WAIT_S` for the first."""
         heard = []
         data = self._client.receive(0.0 if self._core.has_work else IDLE_WAIT_S)
         while data is not None:
             command = m.decode_command(data)
-            # Checked here and not where it is obeyed: a follower may have heard less than its new leader.
+            # Checked here and not in `_obey`: a follower may have received fewer commands than its new leader.
             if command.seq > self._last_heard:
                 self._last_heard = command.seq
                 heard.append(command)
@@ -151,7 +150,7 @@ class Worker:
         return heard
 
     def _obey(self, command: m.Command) -> bool:
-        """Returns whether the phase, or all, is over."""
+        """Executes a command; returns whether the phase or the process's work is over."""
         start = time.monotonic()
         events = self._core.obey(command)
         if self._stepper is not None:
@@ -177,7 +176,7 @@ class Worker:
     def _say(self, *events: m.Event) -> None:
         if not self._speaks:
             return
-        # When the coordinator is gone, the next look for commands says so, to the followers too.
+        # When the coordinator is gone, the next check for commands raises, on the followers too.
         with contextlib.suppress(ConnectionError):
             for event in events:
                 self._client.send(m.encode(event))

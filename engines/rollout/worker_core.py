@@ -1,6 +1,6 @@
-"""The rules of one rank in a rollout: what it does at a command, what it says, and when. Torch-free.
+"""The rules of one rank in a rollout: how it executes commands, and which events it sends when. Torch-free.
 
-No clock and no connection: `now` is given, and events are returned. The live `Worker` holds one.
+It has no clock and no connection: the caller passes `now`, and gets the events back. A live `Worker` holds one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 REPORT_EVERY_S = 0.05
 """Shortest time between two reports of a replica's load."""
 SLOW_CONTROL_INTERVAL = 16
-"""Steps between two looks for commands where telling the followers costs a network round trip."""
+"""Steps between two checks for commands where relaying them to the followers costs a network round trip."""
 
 
 class WorkerCore:
-    """Numbers the events of the place that its rank has in a layout: in a replica, or idle."""
+    """Executes the commands of its rank's place in a layout (in a replica, or idle), and numbers its events."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._phase = -1
 
     def take_place(self, epoch: int, replica_id: int | None, replica: Replica | None, now: float) -> None:
-        """The rank is now in this replica of the layout with this epoch, or idle."""
+        """Places the rank in this replica of the layout with this epoch; None when it is idle."""
         self._epoch = epoch
         self._replica_id = replica_id
         self._replica = replica
@@ -43,11 +43,11 @@ class WorkerCore:
 
     @property
     def may_skip_commands(self) -> bool:
-        """Whether the next step may come before the next look for commands, where looking is slow."""
+        """Whether the next step may run before the next check for commands, where a check is slow."""
         return self.has_work and self._num_steps % SLOW_CONTROL_INTERVAL != 0
 
     def event(self, kind: Any, **fields: Any) -> Any:
-        """The next event of this place."""
+        """Makes the next event of this place."""
         self._num_events += 1
         return kind(
             replica_id=self._replica_id,
@@ -59,7 +59,7 @@ class WorkerCore:
         )
 
     def obey(self, command: m.Command) -> list[m.Event]:
-        """Does what a command asks of the replica's sequences. What else it asks is the caller's to do."""
+        """Applies a command to the replica's sequences; returns the answers. The caller does what else it asks for."""
         self._phase = command.phase
         if isinstance(command, m.SubmitWork):
             return self._submit(command)
@@ -92,7 +92,7 @@ class WorkerCore:
         return self._replica
 
     def on_step(self, output: StepOutput, seconds: float, now: float) -> list[m.Event]:
-        """The events after a step that took `seconds` and ended at `now`."""
+        """Returns the events after a step that took `seconds` and ended at `now`."""
         self._num_steps += 1
         self._seconds += seconds
         events = []

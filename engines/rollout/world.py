@@ -1,4 +1,4 @@
-"""Coordinated rollouts in a torchrun world: every rank steps its replica, a thread on rank 0 says who runs what."""
+"""Coordinated rollouts in a torchrun world: each rank steps its replica, a thread on rank 0 assigns the sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engines.sequence import Finished, SequenceState
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What rank 0 sends the others so that they find it, and each other's KV."""
+    """What rank 0 sends the other ranks so that they can connect to it, and find each other's KV."""
 
     address: str
     token: bytes
@@ -34,7 +34,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What rank 0 sends the others when a rollout has ended."""
+    """What rank 0 sends the other ranks when a rollout has ended."""
 
     finished: list[Finished]
     layout: Layout
@@ -42,9 +42,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class RolloutWorld:
-    """This rank's part. Made, used and closed by all ranks of the world together.
+    """This rank's part of coordinated rollouts. All ranks of the world make, use and close it together.
 
-    The calling thread steps the replica and runs every collective; on rank 0 a second one coordinates.
+    The calling thread steps the replica and runs every collective; on rank 0 a second thread coordinates.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class RolloutWorld:
         check_layout: Callable[[Layout], None] | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`rebuild`: see `Worker`; `check_layout`: see `RolloutCore`. `make_kv_store` makes this rank's store of the
-        run's token, for KV on its way to other replicas and of preempted sequences.
+        """`rebuild`: see `Worker`; `check_layout`: see `RolloutCore`. `make_kv_store` makes this rank's store from the
+        run's token, for the KV of sequences that move to other replicas or are preempted.
 
-        Waits are as long as the groups'. Listens on the loopback where all ranks are on one host, else where its host
-        is reached on the way to rank 0's (`GroupCache.address`).
+        The timeout is the groups'. This rank listens on the loopback address if all ranks are on one host, otherwise on
+        the address by which other hosts reach it (`GroupCache.address`).
         """
         address, timeout_s = groups.address, groups.timeout_s
         world = self._world = groups.world
         self._phase = -1
         self.layout = layout
-        """The present one, where this rank takes part in each regroup; after a rollout on every rank."""
+        """The present layout, if this rank has taken part in every regroup; after a rollout, on every rank."""
         self.has_failed = False
-        """Whether a rollout has ended by an error that closed the connections between the ranks."""
+        """Whether a rollout has ended with an error, which closed the connections between the ranks."""
         self.coordinator: Coordinator | None = None
         launch, server = self._meet(address, timeout_s)
         self._client = Client(peer_of(world.rank), launch.address, launch.token, patience_s=timeout_s)
@@ -105,7 +105,7 @@ class RolloutWorld:
         )
 
     def _meet(self, address: str, timeout_s: float) -> tuple[Launch, Server | None]:
-        """Where rank 0 listens, for every rank; on rank 0 also its end."""
+        """Returns rank 0's `Launch` on every rank; on rank 0 also its `Server`."""
         if self._world.rank:
             return msgspec.msgpack.decode(self._world.broadcast_bytes(None), type=Launch), None
         token = new_token()
@@ -131,12 +131,12 @@ class RolloutWorld:
 
     @property
     def step_records(self) -> list[StepRecord]:
-        """Of this rank's replica in the last rollout."""
+        """The steps of this rank's replicas in the last rollout."""
         return self._worker.step_records
 
     @property
     def marks(self) -> list[Mark]:
-        """On rank 0, what was decided in the last rollout; elsewhere nothing."""
+        """On rank 0, the decisions of the last rollout; empty on other ranks."""
         return self.coordinator.marks() if self.coordinator is not None else []
 
     def roll_out(
@@ -146,10 +146,10 @@ class RolloutWorld:
         policy_version: int,
         on_finished: Callable[[Finished], None] | None = None,
     ) -> list[Finished]:
-        """Completes the sequences, which all ranks name alike; every rank gets all, in the order in which they ended.
+        """Completes the sequences, the same on all ranks; returns all on every rank, in the order in which they ended.
 
-        `on_finished` is called on rank 0 as each one ends, by the coordinating thread. Raises ValueError, on every
-        rank, for a layout of the layout policy that cannot be had; what was running has then ended by `abort`.
+        The coordinating thread on rank 0 calls `on_finished` for each sequence when it ends. Raises ValueError, on
+        every rank, for an invalid layout of the layout policy; the unfinished sequences have then been aborted.
         """
         self._phase += 1
         finished: list[Finished] = []
@@ -189,7 +189,7 @@ class RolloutWorld:
         return self._share(finished)
 
     def _share(self, finished: list[Finished]) -> list[Finished]:
-        """What rank 0 has heard, on every rank."""
+        """Returns rank 0's finished sequences, and takes over its layout, on every rank."""
         outcome: Outcome | None = None
         if self.coordinator is not None:
             core = self.coordinator.core
@@ -202,7 +202,7 @@ class RolloutWorld:
         return outcome.finished
 
     def close(self) -> None:
-        """Ends the connections, and drops KV that nobody came for. Prompt."""
+        """Closes the connections, and drops KV that no replica has loaded. Returns quickly."""
         self._client.close()
         self._kv_store.close()
         if self.coordinator is not None:

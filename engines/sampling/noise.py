@@ -1,8 +1,8 @@
 """Counter-based Gumbel noise: a pure function of (sequence key, position, token id), on any device.
 
 The generator is SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). Each
-(key, position) seeds a stream of its own and token ids index it, so nothing is stored and any subset of the
-vocabulary can be drawn alone. In plain torch it costs a third of Philox-4x32-10, whose 32 x 32 -> 64 bit
+(key, position) seeds its own stream, which token ids index: no state is stored, and the noise of any subset of the
+vocabulary can be computed alone. In plain torch it costs a third of Philox-4x32-10, whose 32 x 32 -> 64 bit
 products take four int64 operations each.
 """
 
@@ -30,26 +30,26 @@ def mix64_(x: Tensor) -> Tensor:
 
 
 def splitmix64(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Output number `counters` (from 1) of the generators seeded with `seeds`; int64, broadcast together."""
+    """Returns output number `counters` (from 1) of the generators seeded with `seeds`; int64, broadcast together."""
     return mix64_(seeds + counters * GOLDEN_GAMMA)
 
 
 def stream_seeds(keys: Tensor, positions: Tensor) -> Tensor:
-    """The seed of the stream of each (key, position); int64 [N]. Mixed, so that streams do not overlap by shifts."""
+    """Returns the seed of each (key, position)'s stream, int64 [N]. Mixing keeps streams from being shifted copies."""
     return splitmix64(keys, positions + 1)
 
 
 def _gumbel_from_bits(bits_32: Tensor) -> Tensor:
-    """int32 of any shape, read as b + 2^31 in [0, 2^32), to float64."""
+    """Returns float64 Gumbel noise for int32 of any shape, each read as b + 2^31 in [0, 2^32)."""
     # (b + 2^31 + 1/2) / 2^32 is never 0 or 1; -log(-log(u)) then lies in [-3.13, 22.88].
     uniform = bits_32.to(torch.float64).add_(2.0**31 + 0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()
 
 
 def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for the whole vocabulary.
+    """Returns standard Gumbel noise for the whole vocabulary, float64 [N, vocab_size].
 
-    keys, positions: int64 [N]. Returns float64 [N, vocab_size]; entry v is that of `gumbel_at` for token v.
+    keys, positions: int64 [N]. Entry v is the same number as that of `gumbel_at` for token v.
     """
     num_pairs = (vocab_size + 1) // 2
     counters = torch.arange(1, num_pairs + 1, device=keys.device)
@@ -58,6 +58,6 @@ def gumbel(keys: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_at(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The same noise for single tokens. keys, positions, tokens: int64 [N]. Returns float64 [N]."""
+    """Returns the same noise for single tokens, float64 [N]. keys, positions, tokens: int64 [N]."""
     bits = splitmix64(stream_seeds(keys, positions), (tokens >> 1) + 1)
     return _gumbel_from_bits((bits >> ((tokens & 1) << 5)).to(torch.int32))

@@ -1,4 +1,4 @@
-"""From logits to tokens and log-probs: a pure function of the logits, the sampling parameters and the noise key."""
+"""Draws tokens and their log-probs: a pure function of the logits, the sampling parameters and the noise key."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from engines.sampling.noise import gumbel, gumbel_at
 
 # Above the largest value that `engines.sampling.noise` can draw.
 GUMBEL_MAX = 22.9
-# Below this vocabulary, drawing all noise costs less than finding who can still win.
+# For vocabularies up to this size, drawing all noise costs less than finding the tokens that can still win.
 _DENSE_VOCAB = 4096
 _NUM_LEADERS = 8
 
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logits [N, V], keys, positions, temperatures [N]) to tokens and log-probs as in `Sampled`: what `sample` gives of
-logits that are to be scaled and nothing else. Rows of logits may lie apart; a temperature of 0 is greedy."""
+"""(logits [N, V], keys, positions, temperatures [N]) -> (tokens, log-probs) as in `Sampled`: the result of `sample` for
+logits that only need scaling; a temperature of 0 is greedy. The row stride of logits may exceed V."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingBatch:
-    """Per-row sampling parameters, N rows. Fields that no row uses are None, and cost nothing."""
+    """Sampling parameters of N rows. Processors that no row uses are None, and cost nothing."""
 
     keys: Tensor
     """int64 [N]: `SequenceKey.noise_key` of the row's sequence."""
@@ -38,7 +38,7 @@ class SamplingBatch:
     any_greedy: bool
     any_random: bool
     top_k: Tensor | None
-    """int64 [N], vocabulary size where off."""
+    """int64 [N], 2^31 where off."""
     top_p: Tensor | None
     """float64 [N], 1 where off."""
     min_p: Tensor | None
@@ -46,11 +46,11 @@ class SamplingBatch:
 
     @property
     def is_processed(self) -> bool:
-        """Whether some row's logits are more than scaled."""
+        """Whether the logits of some row are not only scaled."""
         return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
     def rows(self, part: slice) -> SamplingBatch:
-        """Those rows alone."""
+        """Returns the batch of these rows."""
         columns: dict[str, Any] = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **columns)
 
@@ -59,7 +59,7 @@ class Sampled(NamedTuple):
     tokens: Tensor
     """int64 [N]"""
     logprobs: Tensor
-    """float [N], max(float32, logits' dtype): under the processed distribution."""
+    """[N] in max(float32, logits' dtype): log-probs of the tokens under the processed distribution."""
 
 
 def make_sampling_batch(
@@ -72,7 +72,7 @@ def make_sampling_batch(
     min_p: np.ndarray,
     device: torch.device,
 ) -> SamplingBatch:
-    """Moves columns of [N] to `device`; a processor that no row uses is dropped (off: top_k -1, top_p 1, min_p 0)."""
+    """Moves columns [N] to `device`, without processors that no row uses (off: top_k -1, top_p 1, min_p 0)."""
 
     def move(column: np.ndarray) -> Tensor:
         return torch.from_numpy(column).to(device, non_blocking=True)
@@ -90,7 +90,7 @@ def make_sampling_batch(
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Temperature, top-k, top-p, min-p, in that order, as Hugging Face's logits warpers apply them.
+    """Applies temperature, top-k, top-p, min-p, in that order, as Hugging Face's logits warpers do.
 
     logits: [N, V]. Returns [N, V] in max(float32, dtype), -inf where a token is excluded. Greedy rows (T = 0)
     are not scaled.
@@ -109,13 +109,13 @@ def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """One stable descending sort serves both. Ties at the k-th value are all kept."""
+    """Applies both with one stable descending sort. Ties at the k-th value are all kept."""
     ranked, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     if top_k is not None:
         kth = ranked.gather(1, (top_k.clamp(max=logits.shape[-1]) - 1)[:, None])
         ranked = ranked.masked_fill(ranked < kth, -torch.inf)
     if top_p is not None:
-        # A token stays while the mass *before* it is below top_p: so the first always stays.
+        # A token stays if the mass *before* it is below top_p, so the first token always stays.
         masses = _masses(ranked, ranked[:, :1])
         up_to = masses.cumsum(dim=-1)
         least_dropped = top_p[:, None] * up_to[:, -1:].double()
@@ -126,10 +126,10 @@ def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> 
 
 
 def _masses(logits: Tensor, highest: Tensor) -> Tensor:
-    """exp(logits - highest), [N, V], as multiples of a power of two: int64, so that sums of a row are exact.
+    """Returns exp(logits - highest), int64 [N, V], as multiples of a power of two, so that sums of a row are exact.
 
-    So top-p keeps the same tokens of a row on any device and beside any rows: sums of integers have no order, where the
-    order of floats is the kernel's. A sum is off by less than 1e-8 of itself up to a vocabulary of 2^18.
+    Sums of integers do not depend on their order, sums of floats depend on the kernel's. So top-p keeps the same tokens
+    of a row on any device and in any batch. A sum's relative error is below 1e-8 up to a vocabulary of 2^18.
     """
     scale = 2.0 ** (62 - (logits.shape[-1] - 1).bit_length())
     return (logits.double() - highest.double()).exp_().mul_(scale).round_().long()
@@ -138,9 +138,9 @@ def _masses(logits: Tensor, highest: Tensor) -> Tensor:
 def sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None = None) -> Sampled:
     """Draws one token per row: argmax(processed logits + Gumbel noise), ties to the lowest id.
 
-    logits: [N, V] in any floating dtype. A row's result has the same bits whatever the others are, but for log-probs of
-    torch on CUDA, whose last bits may depend on where the row lies. It computes some rows at a time.
-    A compiled `draw` gives the same tokens.
+    logits: [N, V] in any floating dtype. A row's result has the same bits in any batch, except log-probs of torch on
+    CUDA, whose last bits may depend on the row's place in memory. A compiled `draw` gives the same tokens. To bound
+    memory, only some rows are processed at a time.
     """
     step = rows_sampled_at_once(logits.shape[-1], logits.device.type)
     if len(logits) <= step or (draw is not None and not batch.is_processed):
@@ -155,13 +155,13 @@ def _sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None) -> Sampled:
         temperatures = batch.temperatures
         if batch.is_processed:
             logits = process_logits(logits, batch)
-            temperatures = temperatures.clamp(max=1).ceil_()  # scaled by now; 0 is still greedy
+            temperatures = temperatures.clamp(max=1).ceil_()  # the logits are scaled already; 0 is still greedy
         return Sampled(*draw(logits, batch.keys, batch.positions, temperatures))
     processed = process_logits(logits, batch)
     if not batch.any_random:
         tokens = processed.argmax(dim=-1)
     else:
-        # Elsewhere all noise costs less than asking the device who can still win.
+        # On other devices all noise costs less than waiting for the list of tokens that can still win.
         is_dense = processed.shape[-1] <= _DENSE_VOCAB or processed.device.type != "cpu"
         find = _draw_dense if is_dense else _draw_sparse
         tokens = find(processed, batch.keys, batch.positions)
@@ -174,7 +174,7 @@ def _sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None) -> Sampled:
 def draw_natively(
     library: Library, logits: Tensor, keys: Tensor, positions: Tensor, temperatures: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A `Draw`, of the library's dtype or of logits that have been processed."""
+    """A `Draw` for logits of the library's dtype, or for processed logits."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     logprobs = torch.empty(len(logits), dtype=dtype)
@@ -191,20 +191,20 @@ def _draw_dense(processed: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _draw_sparse(processed: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """The same tokens as `_draw_dense`, with noise only for candidates that can still win.
+    """Returns the same tokens as `_draw_dense`, with noise only for candidates that can still win.
 
-    Noise is bounded, so the best score among a few leaders rules out every token that could not reach it even
-    with the largest noise.
+    Noise is bounded, so the best score among a few leaders excludes every token that could not reach it even with the
+    largest noise.
     """
     num_rows, vocab_size = processed.shape
     leaders, leader_ids = processed.topk(min(_NUM_LEADERS, vocab_size), dim=-1)
     repeat = leader_ids.shape[1]
     noise = gumbel_at(keys.repeat_interleave(repeat), positions.repeat_interleave(repeat), leader_ids.flatten())
     best = (leaders + noise.view(num_rows, repeat)).amax(dim=-1, keepdim=True)
-    # In float64: added to a large float32 logit, the bound would be rounded away, and with it the leader itself.
+    # In float64: added to a large float32 logit, the bound would be rounded away, and the leader itself excluded.
     rows, tokens = torch.nonzero(processed.double() + GUMBEL_MAX >= best, as_tuple=True)
     scores = processed[rows, tokens] + gumbel_at(keys[rows], positions[rows], tokens)
     top = scores.new_full((num_rows,), -torch.inf).scatter_reduce_(0, rows, scores, "amax")
     winners = torch.where(scores == top[rows], tokens, vocab_size)
     drawn = winners.new_full((num_rows,), vocab_size).scatter_reduce_(0, rows, winners, "amin")
-    return drawn.clamp_(max=vocab_size - 1)  # a row of NaN has no candidate; its log-prob tells
+    return drawn.clamp_(max=vocab_size - 1)  # a row of NaN has no candidate; its log-prob is NaN
