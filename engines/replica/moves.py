@@ -1,4 +1,4 @@
-"""The interfaces by which a replica computes tokens and moves KV: answered by a model, or by the simulator. Torch-free."""
+"""The interfaces by which a replica computes tokens and moves KV: a model or the simulator answers them. Torch-free."""
 
 from __future__ import annotations
 
