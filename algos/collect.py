@@ -49,7 +49,7 @@ class Rollout:
 
 
 class NothingScoredError(ValueError):
-    """No completion of a rollout could be scored: there is nothing to train on, and further rollouts would fail, too."""
+    """No completion of a rollout could be scored: there is nothing to train on, and further rollouts would fail."""
 
 
 @dataclass(frozen=True, kw_only=True)

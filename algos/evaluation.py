@@ -26,7 +26,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics under verl's `val-core/` and `val-aux/`, at the training's temperature.
 
-    The key of a held-out problem's noise is its own, so an evaluation neither sees nor disturbs training's draws.
+    The noise of a held-out problem has a key of its own, so an evaluation does not change what training samples.
     """
     groups, figures = sample_groups(llm, problems, replace(params, n=num_samples), reward, group)
     num_correct = [sum(value >= SOLVED for value in one.rewards) for one in groups]
