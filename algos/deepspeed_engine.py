@@ -25,7 +25,7 @@ from algos.publish import save_tensors
 _PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small compared to any large parameter
 _UNREADABLE = (
     *(OSError, EOFError, RuntimeError, pickle.UnpicklingError),
-    *(AssertionError, AttributeError, LookupError, TypeError, ValueError),  # DeepSpeed's, for other contents
+    *(AssertionError, AttributeError, LookupError, TypeError, ValueError),  # from DeepSpeed, for other contents
 )
 
 
@@ -207,7 +207,7 @@ def _gather(parameter: Any, buffer: Tensor) -> Tensor:
     On gloo, DeepSpeed's own gather takes twice the parameter's memory, because gloo gathers into its own memory first.
     """
     part, group = parameter.ds_tensor, parameter.ds_process_group
-    parts = buffer[: _gathered_size(parameter)].view(-1, part.numel())  # rank r holds row r; the last ends in padding
+    parts = buffer[: _gathered_size(parameter)].view(-1, part.numel())  # rank r holds row r; the last one is padded
     step = max(1, _PIECE_BYTES // (len(parts) * part.element_size()))
     for start in range(0, part.numel(), step):
         mine = part[start : start + step].to(buffer.device)

@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """A matrix with the same singular vectors, whose singular values all lie near 1 (from about 0.7 to 1.2)."""
+    """Returns a matrix with the same singular vectors and all singular values near 1 (from about 0.7 to 1.2)."""
     x = matrix.T if len(matrix) > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=_SMALLEST_NORM)
     for _ in range(_ITERATIONS):

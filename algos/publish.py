@@ -1,4 +1,4 @@
-"""A directory that is either whole or absent, whatever kills its writer."""
+"""Publishes directories that are either complete or absent, even if their writer is killed."""
 
 from __future__ import annotations
 

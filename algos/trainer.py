@@ -74,7 +74,7 @@ class Trainer:
             frozen = pretrained.load_model(self.model_path, self.resolved, self.device, gradient_checkpointing=False)
             self.reference = deepspeed_engine.make_frozen(frozen, self.resolved)
 
-    # -- learning
+    # -- training
 
     def update(self, experiences: Sequence[Experience]) -> dict[str, float]:
         """Trains `num_epochs` epochs on a rollout's experiences. All ranks pass the same whole list.
@@ -184,7 +184,7 @@ class Trainer:
             "perf/padding_fraction": 1 - num_tokens / sum(record.plan.num_padded_tokens for record in records),
         }
 
-    # -- looking
+    # -- log-probs and weights
 
     def logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Log-probs of each sequence's tokens except the first, given the tokens before. Equal on all ranks."""
@@ -208,7 +208,7 @@ class Trainer:
         """Iterates over (Hugging Face name, whole tensor); see `deepspeed_engine.named_weights`."""
         return deepspeed_engine.named_weights(self.engine)
 
-    # -- keeping
+    # -- checkpoints
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Writes weights, optimizer states and learning-rate schedule, so that training can go on bit for bit.

@@ -68,7 +68,7 @@ def new_config(size: ModelSize) -> Qwen3Config:
 
 
 def new_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
-    """A random fp32 model; the caller's random state is left as it was."""
+    """A random fp32 model; the caller's random state does not change."""
     config = new_config(size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
 
 
 def _make_optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    # Muon learns the carries in a third of AdamW's steps here; it is made for matrices that map hidden states only.
+    # Muon learns the carries in a third of AdamW's steps here, but it is only for matrices that map hidden states.
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

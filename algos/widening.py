@@ -86,7 +86,7 @@ def widen_model(model: PreTrainedModel, factor: int) -> PreTrainedModel:
 
 def _widen_config(config: PretrainedConfig, factor: int) -> PretrainedConfig:
     wide = copy.deepcopy(config)
-    # New KV heads come after the old ones with a query group as large, so old query heads keep their KV heads.
+    # New KV heads come after the old ones and have query groups of the same size: old query heads keep their KV heads.
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         setattr(wide, name, getattr(config, name) * factor)
     return wide

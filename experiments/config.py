@@ -67,7 +67,7 @@ class TrainConfig:
     data: Path | None = None
     """GSM8K: a JSONL file with `question` and `answer`."""
     held_out_data: Path | None = None
-    """GSM8K: a second such file to evaluate on; by default a part of `--data` is held out."""
+    """GSM8K: a second JSONL file to evaluate on; by default a part of `--data` is held out."""
     model: str = "tiny"
     """A Hugging Face directory, or the name of an embedded model that is warm-started once under runs/models."""
     name: str | None = None
@@ -93,7 +93,7 @@ class TrainConfig:
     eval_every: Count = 10
     """Steps between evaluations on held-out problems. One more is before the first step, one after the last."""
     eval_problems: Count = 128
-    """Held-out problems."""
+    """Held-out problems per evaluation."""
     eval_samples: Count = 4
     """Completions per held-out problem, from which pass@1 and pass@k (k = 2, 4, ... up to this) are estimated."""
     save_every: Count = 20

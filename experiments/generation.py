@@ -109,7 +109,7 @@ def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records,
 
 
 def _encode(llm: LLM, records: Records, places: list[str], sampling: SamplingParams) -> list[list[int]]:
-    """Token ids of the prompts. Raises ValueError, with its place, for one that the engine refuses."""
+    """Returns the prompts' token ids. Raises ValueError, with its place, for a prompt that the engine refuses."""
     prompts = []
     for record, place in zip(records, places, strict=True):
         try:

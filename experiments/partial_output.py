@@ -163,7 +163,7 @@ class PartialOutput:
         return whole
 
     def _is_locked(self, resume: bool) -> bool:
-        """Opens and locks the file until this process ends, and returns whether it is still the one at its path."""
+        """Opens the file, locks it until this process ends, and returns whether its path still names this file."""
         if resume and not self.path.exists():
             raise ValueError(f"resume: there is no {str(self.path)!r} to go on with; leave --resume out to start anew")
         try:

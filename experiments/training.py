@@ -168,7 +168,7 @@ def _prepare_model(config: TrainConfig, threads: int) -> Path:
 
 
 def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
-    """Rank 0 makes the folder, and locks it as long as the result lives."""
+    """Rank 0 makes the folder and locks it as long as the returned object exists."""
     locks = []
 
     def make() -> str:
@@ -254,7 +254,7 @@ class Run:
         return f"interrupted: go on from {point.name} with: {shlex.join([*starter, *sys.argv, *resume, *name])}"
 
     def close(self) -> None:
-        """Ends connections and closes files; prompt."""
+        """Closes connections and files, without delay."""
         self.llm.close()
         self.journal.close()
 
@@ -409,7 +409,7 @@ class Run:
             self.folder.append("samples.jsonl", {**step, **_sample(group)})
 
     def _save(self) -> None:
-        """A resume point and a Hugging Face checkpoint, published together."""
+        """Publishes a resume point together with a Hugging Face checkpoint."""
 
         def write_own(path: Path) -> None:
             save_tensors(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")

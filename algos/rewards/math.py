@@ -19,7 +19,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 MAX_TAIL_CHARS = 10_000
 """Characters at the end of a completion that are searched for its answer."""
 MAX_ANSWER_CHARS = 300
-"""A longer answer is wrong: no real one is, and the parser is slow on nested LaTeX."""
+"""A longer answer counts as wrong: no real answer is so long, and the parser is slow on nested LaTeX."""
 
 # A number with its sign, currency, thousands separators and percent sign, as word problems write it, or a fraction.
 _NUMBER = re.compile(
@@ -44,8 +44,8 @@ def math_verify_reward(
 ) -> list[float]:
     r"""1.0 where the completion's final answer equals `answer`, 0.0 elsewhere.
 
-    The final answer is the last `\boxed{}`; else what follows the last `####`; else the last number, or the formula
-    (`$...$`, `\(...\)`, `\[...\]`) that holds it. `answer` is a number ("1,080", "$3.50"), LaTeX, or a whole solution
+    The final answer is the last `\boxed{}`, otherwise the text after the last `####`, otherwise the last number, or the
+    formula (`$...$`, `\(...\)`, `\[...\]`) around it. `answer` is a number ("1,080", "$3.50"), LaTeX, or a solution
     with `####` or `\boxed{}`. Raises `ValueError` when an `answer` is empty or cannot be parsed.
     """
     return [float(_is_equal(*pair)) for pair in zip(completions, answer, strict=True)]

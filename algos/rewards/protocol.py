@@ -56,7 +56,7 @@ class Result:
 
 
 def send(sock: socket.socket, message: object, *, deadline: float | None = None) -> None:
-    """Raises `TimeoutError` when `deadline` (of `time.monotonic`) passes, and `OSError` when the peer is gone."""
+    """Sends. Raises `TimeoutError` when `deadline` (of `time.monotonic`) passes, `OSError` when the peer is gone."""
     _set_deadline(sock, deadline)
     payload = msgspec.msgpack.encode(message)
     sock.sendall(_LENGTH.pack(len(payload)) + payload)

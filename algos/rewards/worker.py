@@ -52,7 +52,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.path.append(str(path.parent))
     found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
     if found and found.origin and Path(found.origin).resolve() == path.resolve():
-        return importlib.import_module(path.stem)  # so can the processes of a "spawn" or "forkserver" pool
+        return importlib.import_module(path.stem)  # processes of a "spawn" or "forkserver" pool can do so, too
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
@@ -86,7 +86,7 @@ def score_part(
             if inspect.isawaitable(returned):
                 returned = loop.run_until_complete(returned)
             return read_values(number, returned, part.num_items)
-    except BaseException as error:  # SystemExit too: a reward function must not end the worker by a mere sys.exit()
+    except BaseException as error:  # SystemExit too: sys.exit() in a reward function must not end the worker
         return Result(part=number, kind="raised", error=describe_error(error))
 
 

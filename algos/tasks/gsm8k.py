@@ -1,4 +1,4 @@
-"""Grade-school word problems from a GSM8K file (or one of its form). Torch-free."""
+"""Grade-school word problems from a GSM8K file (or a file of the same form). Torch-free."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Gsm8kTask:
     held_out_fraction: Annotated[float, Meta(gt=0, lt=1, description="between 0 and 1")] = 0.05
     """Share of `path`'s questions held out when there is no `held_out_path`; a hash of the question picks them."""
     template: str = "Question: {question}\nReason step by step, then write the final answer in \\boxed{}.\nAnswer:"
-    """The prompt; `{question}` is replaced, all else stays as it is (braces too)."""
+    """The prompt; only `{question}` is replaced, other braces stay as they are."""
     seed: int = 0
     """Seed of the order of the training problems in each epoch."""
 

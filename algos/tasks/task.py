@@ -34,4 +34,4 @@ class Task(Protocol):
         """
 
     def held_out_problems(self, count: int) -> list[Problem]:
-        """The first `count` problems that no index trains on; fewer when a finite data set holds fewer."""
+        """The first `count` held-out problems, which `train_problem` never returns; fewer if a data set has fewer."""

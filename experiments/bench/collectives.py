@@ -37,7 +37,7 @@ class CollectivesBench(harness.BenchConfig):
     """Time all-reduce and all-gather over shared memory and gloo, interleaved."""
 
     turns: Count = 30
-    """Interleaved measurements of each transport; the medians count."""
+    """Interleaved measurements of each transport; medians are reported."""
     ranks: Annotated[int, Meta(ge=2, description="at least 2")] = 4
     """Processes to start; under torchrun, its number of processes applies instead."""
     sizes: Annotated[tuple[Size, ...], Meta(min_length=1, description="multiples of 4")] = (4096, 65536, 1048576)

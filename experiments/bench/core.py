@@ -34,7 +34,7 @@ class CoreBench(harness.BenchConfig):
     waiting: Counts = (10, 100, 1_000, 10_000)
     """Numbers of waiting sequences."""
     replicas: Count = 8
-    """Replicas."""
+    """Number of replicas."""
     slots: Count = 32
     """Sequences that each replica runs at once."""
     events: Count = 500

@@ -51,7 +51,7 @@ class DispatchBench(harness.BenchConfig):
     """Time rollouts of a long-tailed batch under static and on-demand dispatch, paced, interleaved."""
 
     turns: Count = 3
-    """Interleaved measurements of each dispatch; the medians count."""
+    """Interleaved measurements of each dispatch; medians are reported."""
     model: str = "0.8m"
     """The model that samples tokens (the profile sets the time): a name in research/workloads/shapes.py or a folder."""
     ranks: Count = 4
@@ -61,7 +61,7 @@ class DispatchBench(harness.BenchConfig):
     scale: NonNegative = 2.0
     """Seconds here per second of the profile; 0: steps are not paced (tier "live", no floor)."""
     batch: Count = 384
-    """Sequences."""
+    """Sequences in the batch."""
     slots: Count = 16
     """Most sequences that a replica runs at a time, as its KV cache would limit them."""
     cap: Count = 600

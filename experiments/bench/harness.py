@@ -37,7 +37,7 @@ class BenchConfig:
     """Options of all benches."""
 
     turns: Count = 5
-    """Interleaved measurements of each variant; the medians count."""
+    """Interleaved measurements of each variant; medians are reported."""
     output: Path | None = None
     """Also write the JSON result to this file."""
 
@@ -144,7 +144,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: Items[Row]) -> str:
-    """A line per variant, and one per fact that is a number or a word."""
+    """One line per variant, and one per fact that is a number or a string."""
     lines: list[tuple[str, ...]] = []
     for row in rows:
         base, *others = row["ms"]

@@ -36,7 +36,7 @@ class OptionBench(harness.BenchConfig):
     shape: Shape = "25m"
     """A name in research/workloads/shapes.py."""
     prompts: Count = 1
-    """Prompts, which have nothing in common."""
+    """Number of prompts, which have nothing in common."""
     prompt: Count = 512
     """Tokens per prompt."""
     group_size: Count = 16

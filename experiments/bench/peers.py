@@ -64,7 +64,7 @@ class ContinuousBatchingPeer:
     """transformers' own continuous batching over a paged cache. It knows each length."""
 
     def __init__(self, model: str | Path, dtype: DType, device: torch.device, num_tokens: int) -> None:
-        """`num_tokens`: tokens that the cache must hold, those of all sequences at full length."""
+        """`num_tokens`: tokens that the cache must hold, which is all sequences at full length."""
         network = read_checkpoint(AutoModelForCausalLM, model, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self._network = network.eval().to(device)
         self._num_tokens = num_tokens

@@ -107,7 +107,7 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
             llm.replica.step()
     parts = _watch_parts(engines[base])
     settle = config.neighbours > 0
-    # The baseline runs twice in a turn. The others make as many steps, so that their contexts are as long.
+    # The baseline runs twice in a turn. The others make twice the steps at once, so that all contexts grow alike.
     turns: dict[str, Callable[[], float]] = {
         one: partial(_turn, llm, config.steps * (1 + (one != base)), settle) for one, llm in engines.items()
     }

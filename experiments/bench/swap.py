@@ -29,7 +29,7 @@ from experiments.bench.models import Shape, checkpoint, random_sequence
 
 @dataclass(frozen=True, kw_only=True)
 class SwapBench(harness.BenchConfig):
-    """Time both ways at several lengths, interleaved, and ask the cost model."""
+    """Time swapping and recomputing at several lengths, interleaved, and ask the cost model for its choice."""
 
     shape: Shape = "25m"
     """A name in research/workloads/shapes.py."""

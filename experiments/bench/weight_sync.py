@@ -50,7 +50,7 @@ class WeightSyncBench(harness.BenchConfig):
     layers: Count = 8
     """Layers of this model."""
     stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-    """ZeRO stages."""
+    """ZeRO stages to measure."""
 
 
 def measure(config: WeightSyncBench) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def measure(config: WeightSyncBench) -> dict[str, Any]:
         for stage in config.stages:
             trainer = Trainer(TrainerConfig(zero_stage=stage, mini_batch_size=8), GRPO(), model)
             rows.append(_compare(trainer, stage, engines, world, config))
-            # Every parameter is read whole (at ZeRO-3 it was written whole before); a shard's part is read and
+            # At ZeRO-3 every parameter is written whole and read whole. At every stage a shard's part is read and
             # written, and read again for the checksum.
             touched = {size: sum(sizes_in_bytes) * (3 / size + 2 * (stage == 3)) for size in engines}
             rows[-1]["floor_ms"] = {f"TP {size}": harness.short(1e3 * touched[size] / bandwidth) for size in engines}

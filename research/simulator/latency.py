@@ -1,7 +1,7 @@
 """How long one forward pass of a replica takes on a named GPU: a roofline over data-sheet numbers. Torch-free.
 
-The simulator and paced mode (real processes whose steps last what a profile says) share these profiles. The equation,
-the sources and a table are in docs/latency_profiles.md; `python -m research.simulator.latency` prints the table.
+The simulator and paced mode (real processes whose steps last as long as a profile says) share these profiles. The
+equation, sources and a table are in docs/latency_profiles.md; `python -m research.simulator.latency` prints the table.
 Bytes and FLOPs are decimal, times are seconds, weights, keys and values are bf16.
 """
 

@@ -1,4 +1,4 @@
-"""Model shapes that benchmarks give random weights to, named once. Torch-free."""
+"""The named model shapes that benchmarks fill with random weights. Torch-free."""
 
 from __future__ import annotations
 
