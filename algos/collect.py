@@ -1,4 +1,4 @@
-"""Collects one step's experiences: rolls out groups, scores them, drops useless groups, computes advantages."""
+"""Collects one step's experiences: rolls out groups, scores them, keeps the useful ones, computes advantages."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def named_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_partitioned(parameter: Any) -> bool:
-    """False also for small parameters under ZeRO-3, whole on every rank (`stage3_param_persistence_threshold`)."""
+    """Whether ranks hold parts. Small parameters are whole under ZeRO-3, too (`stage3_param_persistence_threshold`)."""
     return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
 
 

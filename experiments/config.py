@@ -80,7 +80,7 @@ class TrainConfig:
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
     dispatch: Literal["auto", "on-demand", "static"] = "auto"
     """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
-    sequence i to replica i mod the number of replicas. auto: on-demand with several replicas, not `--deterministic`."""
+    sequence i to replica i mod the number of replicas. auto: on-demand for several replicas unless `--deterministic`."""
     resume: bool = False
     """Continue the run called `--name`, or the newest run without a name, from its last published checkpoint."""
     steps: Count = 80

@@ -54,7 +54,7 @@ class RunFolder:
         return self._group.rank == 0
 
     def append(self, name: str, record: dict[str, Any]) -> None:
-        """Appends a line to a JSONL file, without a buffer. For errors see `writing`."""
+        """Appends a line to a JSONL file and hands it to the operating system. For errors see `writing`."""
         if self.is_writer:
             with self.writing(name), open(self.path / name, "a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -242,7 +242,7 @@ def make_run_folder(runs: Path, name: str | None, stem: str, *, resume: bool) ->
 
 
 def newest_run(runs: Path, stem: str) -> str:
-    """The newest run without a `--name` that has a resume point. Raises ValueError if there is none."""
+    """The folder name of the newest unnamed run with a resume point. Raises ValueError if there is none."""
     numbers = {
         int(match[1] or 1): path.name
         for path in runs.glob(f"{stem}*")
