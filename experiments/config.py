@@ -80,7 +80,7 @@ class TrainConfig:
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
     dispatch: Literal["auto", "on-demand", "static"] = "auto"
     """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
-    sequence i to replica i mod the number of replicas. auto: on-demand for several replicas unless `--deterministic`."""
+    sequence i to replica i modulo their number. auto: on-demand for several replicas unless `--deterministic`."""
     resume: bool = False
     """Continue the run called `--name`, or the newest run without a name, from its last published checkpoint."""
     steps: Count = 80
@@ -91,7 +91,7 @@ class TrainConfig:
     """Use deterministic kernels and static dispatch, recompute the KV of preempted sequences, and score after the
     rollout. Nothing then depends on timing: two runs give the same metrics bit for bit, except times."""
     eval_every: Count = 10
-    """Steps between evaluations on held-out problems. One more is before the first step, one after the last."""
+    """Steps between evaluations on held-out problems; evaluations before the first and after the last step are added."""
     eval_problems: Count = 128
     """Held-out problems per evaluation."""
     eval_samples: Count = 4
