@@ -91,7 +91,7 @@ class TrainConfig:
     """Use deterministic kernels and static dispatch, recompute the KV of preempted sequences, and score after the
     rollout. Nothing then depends on timing: two runs give the same metrics bit for bit, except times."""
     eval_every: Count = 10
-    """Steps between evaluations on held-out problems; it also evaluates before the first and after the last step."""
+    """Steps between evaluations on held-out problems, besides one before the first step and one after the last."""
     eval_problems: Count = 128
     """Held-out problems per evaluation."""
     eval_samples: Count = 4
