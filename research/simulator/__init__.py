@@ -1,1 +1,1 @@
-"""A discrete-event cluster for the same policies that run live, and the latency profiles it shares with paced mode."""
+"""Latency profiles for paced mode; a discrete-event simulator of the live policies, not built yet, will share them."""
