@@ -1,4 +1,4 @@
-"""Group-relative advantages: a completion is judged against the others of its prompt."""
+"""Group-relative advantages: each completion is compared with the other completions of its prompt."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ ADVANTAGE_EPS = 1e-6
 
 
 def group_advantages(rewards: Sequence[float], *, normalise_std: bool = True) -> list[float]:
-    """Advantages of one group's completions.
+    """Returns one advantage per completion of a group. Raises ValueError on a reward that is not finite.
 
-    GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2): A_i = (r_i - mean(r)) / (std(r) + 1e-6). The paper names no
-    estimator; this is the sample standard deviation (n - 1), as in TRL and verl.
-    `normalise_std=False` is Dr. GRPO (arXiv:2503.20783, §3.2): A_i = r_i - mean(r), so that groups that are nearly
-    solved or nearly hopeless weigh no more than others.
-
-    A group of one, or of equal rewards, has zero advantages. Raises ValueError on a reward that is not finite.
+    GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2): A_i = (r_i - mean(r)) / (std(r) + 1e-6). The paper does not name the
+    estimator of std; this is the sample standard deviation (n - 1), as in TRL and verl.
+    `normalise_std=False` is Dr. GRPO (arXiv:2503.20783, §3.2): A_i = r_i - mean(r). Groups that are nearly solved or
+    nearly hopeless then weigh no more than others. A group of one, or of equal rewards, has zero advantages.
     """
     if not all(map(math.isfinite, rewards)):
         raise ValueError(f"rewards={list(rewards)}: must be finite; check the reward function")
-    if len(set(rewards)) <= 1:  # exactly zero, where a rounded mean would leave noise for 1 / ADVANTAGE_EPS to amplify
+    if len(set(rewards)) <= 1:  # exactly zero: 1 / ADVANTAGE_EPS would amplify the rounding error of the mean
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     centred = [reward - mean for reward in rewards]

@@ -1,4 +1,4 @@
-"""What the run and the trainer ask of an RL algorithm. GRPO and DAPO answer it with plain frozen dataclasses."""
+"""The interface of an RL algorithm that the run and the trainer use. GRPO and DAPO are frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from algos.experience import LossInputs, LossOutput
 
 
 class Algorithm(Protocol):
-    """Rewards of completions to advantages, advantages to a loss. All methods are pure.
+    """Turns rewards of completions into advantages, and advantages into a loss. All methods are pure.
 
-    The order of a step: `keep_group` on raw rewards, `shape_rewards`, `advantages`, `loss_mask`, `loss`.
+    A step calls, in this order: `keep_group` on raw rewards, `shape_rewards`, `advantages`, `loss_mask`, `loss`.
     """
 
     @property
@@ -20,25 +20,25 @@ class Algorithm(Protocol):
 
     @property
     def max_sampling_rounds(self) -> int:
-        """Rollouts at most until a step has enough kept groups; 1 without dynamic sampling."""
+        """Most rollouts per step; a step stops sampling when it has kept enough groups. 1 if every group is kept."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether `LossInputs.ref_logprobs_BT` must be given."""
 
     def keep_group(self, rewards: Sequence[float]) -> bool:
-        """Whether a group, by its raw rewards, is worth training on."""
+        """Whether to train on a group, given its raw rewards."""
 
     def shape_rewards(
         self, rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], max_tokens: int
     ) -> list[float]:
-        """Rewards to learn from, given each completion's length in tokens and whether `max_tokens` cut it."""
+        """Rewards to train on, given each completion's length in tokens and whether it was cut off at `max_tokens`."""
 
     def advantages(self, rewards: Sequence[float]) -> list[float]:
         """Advantages of one group's completions from their shaped rewards."""
 
     def loss_mask(self, length: int, truncated: bool) -> bool:
-        """Whether a completion's tokens are trained on."""
+        """Whether to train on the tokens of a completion of `length` tokens."""
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """This micro-batch's share of the mini-batch's loss."""

@@ -1,6 +1,6 @@
-"""Experiences to tensors: right-padded rows, of which only the positions that predict completion tokens are kept.
+"""Turns experiences into tensors: right-padded rows, with logits kept only where a row predicts completion tokens.
 
-Shape suffixes: B sequences, L input positions, T kept positions (the last T of L).
+Shape suffixes: B sequences, L input positions, T kept positions (the last T of L, which cover all completions).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A rank's micro-batch. Kept position t of a row predicts `targets_BT[t]`; the rest is zeros, and masked."""
+    """A rank's micro-batch. Kept position t of row b predicts `targets_BT[b, t]`; targets outside completions are 0."""
 
     input_ids_BL: Tensor
     targets_BT: Tensor
     spans: list[tuple[int, int]]
-    """Each row's completion within T: start, end."""
+    """(start, end) of each row's completion within the T kept positions."""
 
     @property
     def num_kept(self) -> int:
@@ -33,9 +33,9 @@ class Batch:
 
 
 def collate(sequences: Sequence[tuple[list[int], int]], device: torch.device) -> Batch:
-    """A batch of (tokens, number of prompt tokens) rows; without a sequence, one dummy row.
+    """Makes a batch of (tokens, number of prompt tokens) sequences, one per row; of one dummy row if there are none.
 
-    Rows need no attention mask: attention is causal and the padding is on the right.
+    Rows need no attention mask, because attention is causal and the padding is on the right.
     """
     rows = list(sequences) or [([0], 1)]
     num_inputs = max(1, *(len(tokens) - 1 for tokens, _ in rows))
@@ -57,7 +57,7 @@ def collate(sequences: Sequence[tuple[list[int], int]], device: torch.device) ->
 
 
 def spread(values: Sequence[Sequence[float] | np.ndarray], batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Per-completion-token values of each row as [B, T], zeros elsewhere; no rows (a dummy) give all zeros."""
+    """Returns each row's values per completion token as [B, T], zeros elsewhere. No values (a dummy row): all zeros."""
     spread_BT = np.zeros(tuple(batch.targets_BT.shape), dtype=bool if dtype == torch.bool else np.float64)
     for row, row_values in enumerate(values):
         start, end = batch.spans[row]

@@ -1,4 +1,4 @@
-"""One step's experience: roll out groups, score them, keep those worth training on, turn rewards into advantages."""
+"""Collects one step's experiences: rolls out groups, scores them, keeps the useful ones, computes advantages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engines.rollout.journal import Journal
 from engines.sequence import Finished
 
 _MOST_SKIPPED = 100
-"""Problems in one round whose prompts the engine cannot take, before the run ends with the reason."""
+"""Most problems per round whose prompts the engine rejects; after one more the run ends with the engine's error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """What one step learns from."""
+    """The data that one step trains on."""
 
     groups: list[Group]
-    """All groups sampled, in sampling order; the first `prompts_per_step` kept ones are trained on."""
+    """All sampled groups in sampling order; the step trains on the first `prompts_per_step` that were kept."""
     experiences: list[Experience]
     next_index: int
     """Data position after this step."""
@@ -49,12 +49,12 @@ class Rollout:
 
 
 class NothingScoredError(ValueError):
-    """Not one completion of a rollout could be scored: nothing can be learnt, and it will not get better."""
+    """No completion of a rollout could be scored: there is nothing to train on, and further rollouts would fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collector:
-    """Rolls out a task's problems. All ranks of the group call it alike, and get the same."""
+    """Rolls out a task's problems. All ranks of `group` make the same calls and get the same groups and experiences."""
 
     llm: LLM
     task: Task
@@ -67,9 +67,9 @@ class Collector:
     journal: Journal | None = None
 
     def collect(self, index: int, on_finished: Callable[[Finished], None] | None = None) -> Rollout:
-        """Samples problems from data position `index` on until enough groups are kept, in whole rounds.
+        """Samples whole rounds of problems from data position `index` on until `prompts_per_step` groups are kept.
 
-        After `max_sampling_rounds` the step goes on with what was kept, and says so. Raises NothingScoredError.
+        After `max_sampling_rounds` it warns and returns the groups kept so far. Raises NothingScoredError.
         """
         sampled: list[Group] = []
         kept: list[Group] = []
@@ -101,7 +101,7 @@ class Collector:
         return Rollout(groups=sampled, experiences=experiences, next_index=index, metrics=metrics)
 
     def _draw(self, index: int) -> tuple[list[Problem], int]:
-        """The next problems whose prompts the engine can take, and the index after them."""
+        """Returns the next problems whose prompts the engine accepts, and the index after them."""
         problems: list[Problem] = []
         skipped = 0
         while len(problems) < self.prompts_per_step:
@@ -146,11 +146,11 @@ def sample_groups(
     on_finished: Callable[[Finished], None] | None = None,
     journal: Journal | None = None,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Completes and scores problems; returns the groups, and the seconds and failed scores by their metrics' names.
+    """Completes and scores problems. Returns the groups, and metrics: seconds and numbers of failed scores.
 
-    `gen` is the rollout, `reward` what is waited for after it, `reward_overlapped` this rank's calls of the reward
-    beside it. A completion is scored on the rank that hears of it, as it ends. What is left when all have ended, or
-    all of it where the reward's `beside_rollout` is off, is shared: the groups i with i mod size = rank.
+    `gen` is the time of the rollout, `reward` the wait for rewards after it, and `reward_overlapped` the time of this
+    rank's reward calls during it. A rank scores each completion that it receives during the rollout. After the rollout
+    (with `beside_rollout` off: only then) rank r scores the other completions of groups i with i mod size = r.
     """
     start = time.perf_counter()
     by_uid = {problem.uid: problem for problem in problems}
@@ -196,7 +196,7 @@ def _item(problem: Problem, completion: Completion) -> Item:
 def _finish_scores(
     pool: RewardPool, problems: Sequence[Problem], outputs: Sequence[RequestOutput], group: Communicator
 ) -> tuple[dict[ItemKey, float], Counter[FailureKind]]:
-    """Scores what no rank's pool has taken; every rank gets all rewards."""
+    """Scores the completions that no rank's pool has scored. Returns all rewards and failures, on every rank."""
     taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
     taken = {key for part in taken_by_rank for key in msgspec.msgpack.decode(part, type=list[ItemKey])}
     mine, failed_here = pool.finish(
@@ -225,7 +225,7 @@ def _check_scores(figures: dict[str, float], num_completions: int) -> None:
 
 
 def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience]) -> dict[str, float]:
-    """verl's names: rewards and lengths over all that was sampled, advantages over what is trained on."""
+    """Metrics under verl's names: rewards and lengths of all sampled groups, advantages of the experiences."""
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
     cut = [completion.finish_reason == "length" for group in groups for completion in group.completions]

@@ -24,25 +24,25 @@ class DAPO:
     ratio_clip_high: Positive = 0.28
     """The ratio is clipped above at 1 + this: wider than below, so that unlikely tokens can grow (§3.1)."""
     dual_clip: losses.DualClip | None = None
-    """Bounds the loss of tokens with negative advantage at this many times |A| (verl: 3.0); None leaves it open."""
+    """Upper bound on the loss of a token with negative advantage, as a multiple of |A| (verl: 3.0); None: no bound."""
     loss_aggregation: losses.LossAggregation = "token-mean"
-    """From a loss per token to one number; token-mean is the paper's Eq. 8."""
+    """How per-token losses become one number; token-mean is the paper's Eq. 8."""
     constant_length: Count = 1024
     """Divisor of a sequence's summed loss under constant-length, tokens."""
     dynamic_sampling: bool = True
-    """Drop groups whose completions all got the same reward, and sample others in their place (§3.2)."""
+    """Drop groups whose completions all got the same reward, and sample other groups instead (§3.2)."""
     max_sampling_rounds: Count = 3
-    """Rollouts at most per step to replace dropped groups; without dynamic sampling it has no meaning."""
+    """Most rollouts per step, the first included, to replace dropped groups; unused without dynamic sampling."""
     overlong_buffer_fraction: Fraction = 0.2
-    """Last part of `max_tokens`, over which the punishment grows (L_cache / L_max, 4096 / 20480 there); 0 is off."""
+    """Final share of `max_tokens` over which the penalty grows (paper: L_cache / L_max = 4096 / 20480); 0 is off."""
     overlong_factor: NonNegative = 1.0
-    """Punishment of a completion as long as `max_tokens`."""
+    """Penalty of a completion of `max_tokens` tokens."""
     overlong_filtering: bool = False
-    """Do not train on completions that `max_tokens` cut (§3.4's first remedy)."""
+    """Do not train on completions that were cut off at `max_tokens` (overlong filtering, §3.4)."""
     importance_correction: losses.ImportanceCorrection = "token"
-    """Weigh tokens by the trainer's over the rollout engine's probability, truncated; per token or per sequence."""
+    """Weight losses by p_trainer / p_rollout, truncated at `importance_cap`: per token, per sequence, or off."""
     importance_cap: Positive = 2.0
-    """Largest such weight."""
+    """Upper limit of the importance weights."""
     num_epochs: Count = 1
     """Passes over a rollout's experiences."""
 
@@ -54,7 +54,7 @@ class DAPO:
         return False
 
     def keep_group(self, rewards: Sequence[float]) -> bool:
-        """Eq. 11, 0 < |{correct}| < G, for any reward: a group of equal rewards has no advantage to learn from."""
+        """Eq. 11, 0 < |{correct}| < G, for any reward: True if rewards differ, as equal ones have zero advantages."""
         return not self.dynamic_sampling or len(set(rewards)) > 1
 
     def shape_rewards(

@@ -1,9 +1,9 @@
-"""From a `TrainerConfig` and a user's DeepSpeed JSON to the configuration that DeepSpeed gets.
+"""Builds DeepSpeed's configuration from a `TrainerConfig` and a user's DeepSpeed JSON.
 
-The JSON wins over the fields of `TrainerConfig`; "auto" anywhere in it means the `TrainerConfig`'s value, or else
-DeepSpeed's default. The three batch-size fields keep DeepSpeed's meanings, carried over to micro-batches cut by tokens:
+The JSON overrides the fields of `TrainerConfig`; "auto" anywhere in it means the `TrainerConfig`'s value, or, where it
+has none, DeepSpeed's default. The three batch-size fields keep DeepSpeed's meanings, for micro-batches cut by tokens:
 `train_batch_size` is `mini_batch_size`, `train_micro_batch_size_per_gpu` is the most sequences in a rank's
-micro-batch, and `gradient_accumulation_steps` gives whichever of the two is missing.
+micro-batch, and if one of these two is missing, `gradient_accumulation_steps` determines it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class TrainerConfig:
     """How the policy is optimised. Sequences and tokens are counted over all ranks unless said otherwise."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What DeepSpeed shards over ranks: 1 optimizer states, 2 and gradients, 3 and parameters."""
+    """What DeepSpeed shards over ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     dtype: DType = "float32"
-    """Of weights and activations; bfloat16 keeps float32 master weights in the optimizer."""
+    """Dtype of weights and activations; bfloat16 keeps float32 master weights in the optimizer."""
     learning_rate: Positive = 1e-6
     """AdamW's learning rate after warm-up."""
     weight_decay: NonNegative = 0.01
@@ -50,13 +50,13 @@ class TrainerConfig:
     total_steps: Count | None = None
     """Optimizer steps at which a linear or cosine schedule reaches zero."""
     mini_batch_size: Count = 256
-    """Sequences per optimizer step; the last of an epoch may be smaller."""
+    """Sequences per optimizer step; the last mini-batch of an epoch may be smaller."""
     micro_batch_tokens: Count = 16384
-    """Most tokens, padding included, that a rank computes at once; a longer sequence goes alone."""
+    """Most tokens, padding included, in a rank's micro-batch; a longer sequence gets its own micro-batch."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     deepspeed_config: Path | None = None
-    """A DeepSpeed JSON file; its sections win over the fields above."""
+    """A DeepSpeed JSON file; its sections override the fields above."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -72,18 +72,18 @@ class ResolvedConfig:
     """The trainer's settings, after the user's JSON has replaced some of them."""
 
     deepspeed: dict[str, Any]
-    """What `deepspeed.initialize` gets."""
+    """The configuration for `deepspeed.initialize`."""
     zero_stage: int
     dtype: DType
     mini_batch_size: int
     max_micro_batch_rows: int | None
-    """Most sequences of a rank's micro-batch; None leaves it to the token budget."""
+    """Most sequences in a rank's micro-batch; None: only the token budget limits it."""
     owns_scheduler: bool
     """Whether the learning-rate schedule is `TrainerConfig`'s, not the JSON's."""
 
 
 def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
-    """Raises ValueError, naming file, field, value and fix, for a JSON that Curtail cannot follow."""
+    """Merges the JSON into `config`. Raises ValueError, with file, field, value and fix, for an unsupported JSON."""
     user = _read(config.deepspeed_config) if config.deepspeed_config else {}
     name = str(config.deepspeed_config)
     _refuse_unsupported(user, name)
@@ -94,7 +94,7 @@ def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
         raise ValueError(f"{name}: zero_optimization.stage={zero['stage']!r}: must be 0, 1, 2 or 3")
     bf16 = {"enabled": config.dtype == "bfloat16"} | merged.get("bf16", {})
     merged |= {
-        # DeepSpeed insists on batch sizes; what it does with them (loss scaling, accumulation) the trainer overrides.
+        # DeepSpeed requires batch sizes. The trainer overrides their effects (loss scaling, accumulation).
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
@@ -103,7 +103,7 @@ def resolve(config: TrainerConfig, *, num_ranks: int) -> ResolvedConfig:
         "optimizer": _optimizer(merged.get("optimizer"), config, zero),
     }
     if bf16["enabled"] and zero["stage"] > 0:
-        # Else the gradients of a mini-batch's many micro-batches add up in bf16. (Not to be had without ZeRO.)
+        # Otherwise gradients accumulate over micro-batches in bf16. (DeepSpeed offers this only with ZeRO.)
         merged["data_types"] = {"grad_accum_dtype": "fp32"} | merged.get("data_types", {})
     merged.setdefault("steps_per_print", None)
     merged.setdefault("zero_allow_untested_optimizer", True)
@@ -128,14 +128,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _without_auto(value: Any) -> Any:
-    """`value` without the entries that are "auto": those take the defaults."""
+    """`value` without its "auto" entries, which then take the defaults."""
     if isinstance(value, dict):
         return {key: _without_auto(entry) for key, entry in value.items() if entry != "auto"}
     return value
 
 
 def _refuse_unsupported(user: dict[str, Any], name: str) -> None:
-    """Raises ValueError for sections that would take over what Curtail itself must do."""
+    """Raises ValueError for sections that conflict with what Curtail itself must do."""
     sections = {
         "fp16": "use bf16, which needs no loss scaling",
         "amp": "use bf16",
@@ -153,7 +153,7 @@ def _refuse_unsupported(user: dict[str, Any], name: str) -> None:
 
 
 def _batch_sizes(user: dict[str, Any], name: str, default: int, num_ranks: int) -> tuple[int, int | None]:
-    """(mini-batch size, most sequences of a rank's micro-batch): train = micro x accumulation x ranks, as DeepSpeed."""
+    """(mini-batch size, most sequences in a rank's micro-batch); DeepSpeed's train = micro x accumulation x ranks."""
     for field in BATCH_FIELDS:
         value = user.get(field)
         if value is not None and not (isinstance(value, int) and value >= 1):
@@ -172,7 +172,7 @@ def _batch_sizes(user: dict[str, Any], name: str, default: int, num_ranks: int) 
 
 
 def _optimizer(user: dict[str, Any] | None, config: TrainerConfig, zero: dict[str, Any]) -> dict[str, Any]:
-    """The JSON's optimizer section, or AdamW; learning rate and the like default to `config`'s."""
+    """The JSON's optimizer section, or AdamW. Parameters that the JSON leaves out are `config`'s."""
     optimizer = {"type": "AdamW"} | (user or {})
     params: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if optimizer["type"].lower() in ADAM_TYPES:
@@ -180,7 +180,7 @@ def _optimizer(user: dict[str, Any] | None, config: TrainerConfig, zero: dict[st
     params |= optimizer.get("params", {})
     offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     if optimizer["type"].lower() in ADAM_TYPES and not offloads:
-        # torch's own AdamW: DeepSpeed's would compile a kernel at the first start. An offloaded one insists on it.
+        # Use torch's AdamW: DeepSpeed's compiles a kernel at the first start. Offloading requires DeepSpeed's.
         params.setdefault("torch_adam", True)
         if params["torch_adam"] and not params.get("foreach"):
             params.setdefault("fused", True)
@@ -188,7 +188,7 @@ def _optimizer(user: dict[str, Any] | None, config: TrainerConfig, zero: dict[st
 
 
 def _scheduler(user: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
-    """The JSON's scheduler section, with what `TrainerConfig` knows for parameters that it leaves out."""
+    """The JSON's scheduler section. Parameters that it leaves out are `config`'s, where `config` has them."""
     known: dict[str, Any] = {"warmup_max_lr": config.learning_rate, "warmup_num_steps": config.warmup_steps}
     if config.total_steps is not None:
         known["total_num_steps"] = config.total_steps
@@ -202,7 +202,7 @@ def _scheduler(user: dict[str, Any], config: TrainerConfig) -> dict[str, Any]:
 
 
 def lr_factor(config: TrainerConfig, step: int) -> float:
-    """The share of the full learning rate at optimizer step `step`, counted from 0."""
+    """The factor on the learning rate, in [0, 1], at optimizer step `step`, counted from 0."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.lr_schedule == "constant":

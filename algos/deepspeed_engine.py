@@ -1,4 +1,4 @@
-"""All that knows DeepSpeed's ways: starting it, making engines, one step, and whole weights at any ZeRO stage."""
+"""The code that depends on DeepSpeed's internals: starting it, engines, steps, and whole weights at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from torch import Tensor, nn
 from algos.deepspeed_config import ResolvedConfig, TrainerConfig, lr_factor
 from algos.publish import save_tensors
 
-_PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small beside any large parameter
+_PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small compared to any large parameter
 _UNREADABLE = (
     *(OSError, EOFError, RuntimeError, pickle.UnpicklingError),
-    *(AssertionError, AttributeError, LookupError, TypeError, ValueError),  # of DeepSpeed, for what has other contents
+    *(AssertionError, AttributeError, LookupError, TypeError, ValueError),  # from DeepSpeed, for other contents
 )
 
 
 def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
-    """Imports DeepSpeed for this machine's device and joins the process group, making it if there is none.
+    """Imports DeepSpeed for this machine's device and joins or creates the process group. Returns this rank's device.
 
-    Reads torchrun's environment; without it the world is this process. Returns this rank's device. NCCL with one
-    rank per GPU where there are GPUs, else gloo. `timeout` is the group's, for any one collective.
+    Reads torchrun's environment; without it the world is this process alone. Uses NCCL with one rank per GPU where
+    there are GPUs, otherwise gloo. `timeout` limits each collective of the group.
     """
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
     else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it looked for a GPU
-        # DeepSpeed's launcher sets it, torchrun does not; it is how DeepSpeed counts a host's CPU ranks.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it looked for a GPU
+        # DeepSpeed counts a host's CPU ranks by LOCAL_SIZE. Its launcher sets LOCAL_SIZE, torchrun does not.
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("LOCAL_RANK", "0")
     _quieten()
@@ -49,8 +49,8 @@ def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
     import deepspeed.ops
 
     if not on_cuda:
-        # An empty table of compilable ops keeps `init_distributed` from compiling its shared-memory all-reduce, which
-        # takes 23 s and a compiler, and of which training makes no use.
+        # With an empty table of compilable ops, `init_distributed` does not compile its shared-memory all-reduce. That
+        # would take 23 s and need a compiler, and training does not use it.
         deepspeed.ops.__compatible_ops__ = {}
     if not dist.is_initialized():
         alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -60,21 +60,21 @@ def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
 
 
 def stop_deepspeed() -> None:
-    """Leaves the process group, if there is one: an exit without it at times aborts in a thread of gloo. Collective."""
+    """Leaves the process group, if there is one. Without this, a gloo thread sometimes aborts at exit. Collective."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def _quieten() -> None:
-    """Leaves warnings and errors of DeepSpeed and transformers, and drops their progress reports."""
-    os.environ.setdefault("DS_LOG_LEVEL", "warning")  # for output while it is being imported
+    """Hides the progress reports of DeepSpeed and transformers, and two FutureWarnings; other warnings stay."""
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")  # for the output of its import
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_warning()
     transformers_logging.disable_progress_bar()
-    # DeepSpeed calls collectives by names that torch has renamed.
+    # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated.*")
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing_enable.*")
 
@@ -97,10 +97,10 @@ def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfi
 
 
 def _undo_first_step(engine: Any) -> None:
-    """Takes back the optimizer step on zero gradients by which DeepSpeed makes the states of bf16 without ZeRO.
+    """Undoes the optimizer step on zero gradients with which DeepSpeed creates the optimizer states of bf16 at stage 0.
 
-    That step decays the master weights, and puts Adam's bias correction one step ahead. (At the other stages there is
-    none.)
+    That step decays the master weights and advances Adam's bias correction by one step. ZeRO stages 1 to 3 do not
+    make it.
     """
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
@@ -113,7 +113,7 @@ def _undo_first_step(engine: Any) -> None:
 
 
 def make_frozen(model: nn.Module, resolved: ResolvedConfig) -> Any:
-    """`model` as something to call without gradients; under ZeRO-3 an engine that keeps it sharded. Collective."""
+    """Returns `model` for calls without gradients; under ZeRO-3, an engine that keeps it sharded. Collective."""
     model.requires_grad_(False)
     model.eval()
     if resolved.zero_stage < 3:
@@ -128,25 +128,25 @@ def make_frozen(model: nn.Module, resolved: ResolvedConfig) -> Any:
 
 
 def backward(engine: Any, loss_share: Tensor) -> None:
-    """Accumulates the gradient of this rank's share of the loss; at a boundary it is complete, and reduced.
+    """Accumulates the gradient of this rank's share of the loss; at a boundary it is reduced over the ranks.
 
-    DeepSpeed averages over ranks, where the shares want a sum.
+    DeepSpeed averages over ranks, but shares must be summed: the loss is multiplied by the number of ranks.
     """
-    # A loss that is not finite may leave a finite gradient. NaN times the loss makes the gradient NaN, so that the
-    # check of the gradient's norm, which all ranks agree on, catches both.
+    # A non-finite loss may have a finite gradient. Multiplying the loss by NaN makes the gradient NaN, so the check of
+    # the gradient norm, whose result is the same on all ranks, catches both.
     poison = torch.where(torch.isfinite(loss_share.detach()), 1.0, math.nan)
     engine.backward(loss_share * (poison * dist.get_world_size()), scale_wrt_gas=False)
 
 
 def set_boundary(engine: Any, *, is_last: bool) -> None:
-    """Says whether the next forward and backward are an optimizer step's last: to be called before both."""
+    """Sets whether the next forward and backward are the last of an optimizer step. Call it before both."""
     engine.set_gradient_accumulation_boundary(is_last)
 
 
 def step_if_finite(engine: Any) -> tuple[float, bool]:
-    """(global gradient norm before clipping, whether the optimizer stepped). A non-finite norm drops the gradient.
+    """Returns (global gradient norm before clipping, whether the optimizer stepped). Collective.
 
-    The learning-rate schedule advances only with the optimizer. Collective.
+    With a non-finite norm it drops the gradient. The learning-rate schedule advances only with the optimizer.
     """
     if not (engine.zero_optimization() or engine.bfloat16_enabled()):
         # Plain fp32 data parallelism is the one case where DeepSpeed neither checks nor reports the norm.
@@ -164,10 +164,10 @@ def step_if_finite(engine: Any) -> tuple[float, bool]:
 
 
 def named_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of each parameter in the model's order; tied ones once.
+    """Yields (Hugging Face name, whole tensor) of each parameter in the model's order, tied parameters once.
 
-    A tensor is valid until the next one is asked for: under ZeRO-3 all are gathered into one buffer, so that the extra
-    memory is that of the largest parameter. Collective under ZeRO-3: all ranks iterate in step, to the end.
+    A tensor is valid until the next one is requested. Under ZeRO-3 all are gathered into one buffer of the size of the
+    largest parameter, and the call is collective: all ranks iterate in step, to the end.
     """
     import deepspeed
 
@@ -187,12 +187,12 @@ def named_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_partitioned(parameter: Any) -> bool:
-    """Small ones are whole on every rank at ZeRO-3, too (`stage3_param_persistence_threshold`)."""
+    """Whether ranks hold parts. Small parameters are whole under ZeRO-3, too (`stage3_param_persistence_threshold`)."""
     return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
 
 
 def _is_plain(parameter: Any) -> bool:
-    """Whether its parts are what they look like, here and now: neither quantised nor on a disk."""
+    """Whether this rank's part is in memory and has the parameter's dtype: neither quantised nor on a disk."""
     part = parameter.ds_tensor
     return part.status.name == "AVAILABLE" and part.dtype == parameter.dtype and not hasattr(part, "ds_quant_scale")
 
@@ -202,12 +202,12 @@ def _gathered_size(parameter: Any) -> int:
 
 
 def _gather(parameter: Any, buffer: Tensor) -> Tensor:
-    """The whole parameter, in `buffer`, a piece of every rank's part at a time.
+    """Returns the whole parameter, gathered into `buffer` one piece of every rank's part at a time.
 
-    DeepSpeed's own gather takes twice the parameter on gloo, which gathers into memory of its own first.
+    On gloo, DeepSpeed's own gather takes twice the parameter's memory, because gloo gathers into its own memory first.
     """
     part, group = parameter.ds_tensor, parameter.ds_process_group
-    parts = buffer[: _gathered_size(parameter)].view(-1, part.numel())  # rank r holds row r; the last ends in padding
+    parts = buffer[: _gathered_size(parameter)].view(-1, part.numel())  # rank r holds row r; the last one is padded
     step = max(1, _PIECE_BYTES // (len(parts) * part.element_size()))
     for start in range(0, part.numel(), step):
         mine = part[start : start + step].to(buffer.device)
@@ -218,7 +218,7 @@ def _gather(parameter: Any, buffer: Tensor) -> Tensor:
 
 
 def save_states(engine: Any, directory: Path, tag: str) -> None:
-    """Writes DeepSpeed's states into `directory`/`tag`. Collective: what fails is raised when all ranks are through."""
+    """Writes DeepSpeed's states into `directory`/`tag`. Collective: errors are raised after all ranks are done."""
     failed: list[Exception] = []
 
     def attempt(write: Callable[..., None], *args: Any, **options: Any) -> None:
@@ -235,12 +235,12 @@ def save_states(engine: Any, directory: Path, tag: str) -> None:
 
 
 def load_states(engine: Any, directory: Path, tag: str) -> None:
-    """Takes up what `save_states` wrote. Raises ValueError for what is missing or cannot be read. Collective."""
+    """Loads what `save_states` wrote. Raises ValueError when files are missing or unreadable. Collective."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    # DeepSpeed's own call would run whatever a pickle says.
+    # DeepSpeed's own call would execute any code in a pickle.
     engine.checkpoint_engine.load = partial(torch.load, weights_only=True)
     try:
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
@@ -254,7 +254,7 @@ def load_states(engine: Any, directory: Path, tag: str) -> None:
 
 
 def weight_shapes(engine: Any) -> dict[str, torch.Size]:
-    """Names and whole shapes of what `named_weights` yields, without gathering."""
+    """Names and whole shapes of the tensors that `named_weights` yields. Gathers nothing."""
     return {
         name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in engine.module.named_parameters()
     }

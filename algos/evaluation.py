@@ -26,7 +26,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics under verl's `val-core/` and `val-aux/`, at the training's temperature.
 
-    The key of a held-out problem's noise is its own, so an evaluation neither sees nor disturbs training's draws.
+    The noise of a held-out problem has a key of its own, so an evaluation does not change what training samples.
     """
     groups, figures = sample_groups(llm, problems, replace(params, n=num_samples), reward, group)
     num_correct = [sum(value >= SOLVED for value in one.rewards) for one in groups]
@@ -40,7 +40,7 @@ def evaluate(
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that at least one of `k` completions, drawn without replacement from `num_samples` of which
-    `num_correct` are right, is right: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    """The probability that `k` completions, drawn without replacement from `num_samples`, include at least one of the
+    `num_correct` right ones: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
     assert 0 <= num_correct <= num_samples and 1 <= k <= num_samples
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -1,4 +1,4 @@
-"""What flows from rollout to trainer: aligned per-token samples, and the tensors and results of a loss."""
+"""Data that goes from rollout to trainer: experiences with per-token values, and the inputs and outputs of a loss."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class LossInputs:
     """
 
     logprobs_BT: Tensor
-    """Of the policy being trained; carries the gradient."""
+    """Log-probs under the policy being trained; they carry the gradient."""
     trainer_logprobs_BT: Tensor
-    """Of the policy before this rollout's first update, as the trainer computes them. Detached."""
+    """Log-probs under the policy before this rollout's first update, as the trainer computes them. Detached."""
     rollout_logprobs_BT: Tensor
-    """Of the policy that sampled the tokens, as the rollout engine computed them."""
+    """Log-probs under the policy that sampled the tokens, as the rollout engine computed them."""
     ref_logprobs_BT: Tensor | None
-    """Of the frozen reference model; None when the KL term is off."""
+    """Log-probs under the frozen reference model; None when the KL term is off."""
     entropy_BT: Tensor
-    """Of the policy's distribution at the sampling temperature, in nats; carries the gradient."""
+    """Entropy of the policy at the sampling temperature, in nats; carries the gradient."""
     advantages_BT: Tensor
     loss_mask_BT: Tensor
     num_tokens: int
-    """Unmasked tokens of the whole mini-batch over all ranks: what token-mean divides by."""
+    """Unmasked tokens of the whole mini-batch over all ranks: the divisor of token-mean."""
     num_sequences: int
-    """Sequences of the whole mini-batch over all ranks with an unmasked token: what sequence-mean divides by."""
+    """Sequences with an unmasked token in the whole mini-batch over all ranks: the divisor of sequence-mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,6 @@ class LossOutput:
 
     loss: Tensor
     metrics: dict[str, Tensor]
-    """Detached shares under verl's names; like the losses, they sum to the mini-batch's value."""
+    """Detached shares under verl's names; like the loss shares, they sum to the mini-batch's value."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    """Detached figures of which the mini-batch's value is the largest over micro-batches and ranks."""
+    """Detached metrics whose mini-batch value is the maximum over micro-batches and ranks."""

@@ -27,11 +27,11 @@ class GRPO:
     ratio_clip_high: Positive = 0.2
     """The ratio is clipped above at 1 + this."""
     dual_clip: losses.DualClip | None = None
-    """Bounds the loss of tokens with negative advantage at this many times |A| (verl: 3.0); None leaves it open."""
+    """Upper bound on the loss of a token with negative advantage, as a multiple of |A| (verl: 3.0); None: no bound."""
     normalise_std: bool = True
-    """Divide a group's advantages by its standard deviation; no is Dr. GRPO."""
+    """Divide a group's advantages by the standard deviation of its rewards; False is Dr. GRPO."""
     loss_aggregation: losses.LossAggregation = "sequence-mean"
-    """From a loss per token to one number; sequence-mean is the paper's 1/G sum 1/|o_i| sum."""
+    """How per-token losses become one number; sequence-mean is the paper's 1/G sum 1/|o_i| sum."""
     constant_length: Count = 1024
     """Divisor of a sequence's summed loss under constant-length (Dr. GRPO's fixed generation budget), tokens."""
     kl_coef: NonNegative = 0.0
@@ -41,9 +41,9 @@ class GRPO:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     importance_correction: losses.ImportanceCorrection = "token"
-    """Weigh tokens by the trainer's over the rollout engine's probability, truncated; per token or per sequence."""
+    """Weight losses by p_trainer / p_rollout, truncated at `importance_cap`: per token, per sequence, or off."""
     importance_cap: Positive = 2.0
-    """Largest such weight."""
+    """Upper limit of the importance weights."""
     num_epochs: Count = 1
     """Passes over a rollout's experiences (the paper's mu)."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements of the full-precision scratch tensors: small beside any logits worth chunking, and in a CPU's cache.
+# Elements of a full-precision scratch tensor: few compared to any logits worth chunking, and they fit a CPU's cache.
 CHUNK_ELEMENTS = 1 << 20
 
 

@@ -1,9 +1,8 @@
 """The terms that policy losses are made of, each a pure function of the tensors in `LossInputs`.
 
-Shape suffix _BT: B sequences, T positions. Means and sums are *shares* of one micro-batch: divided by the counts of the
-whole mini-batch, so that adding them over micro-batches and ranks gives the mini-batch's value however it was cut.
-
-Operations are methods of tensors: torch itself is not imported, since `--help` shows this module's choices.
+Shape suffix _BT: B sequences, T positions. Means and sums are *shares* of one micro-batch: they are divided by the
+counts of the whole mini-batch. The shares of all micro-batches and ranks add up to the mini-batch's value, however the
+mini-batch was cut. The functions use tensor methods and do not import torch, because `--help` imports this module.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceCorrection = Literal["off", "token", "sequence"]
 DualClip = Annotated[float, Meta(gt=1, description="above 1")]
 
-# exp() of a larger difference of log-probs is useless as a weight, and soon infinite (verl clamps alike).
+# Log-ratios are clamped to this, as in verl: exp() of a larger one is useless as a weight, and soon infinite.
 MAX_LOG_RATIO = 20.0
 
 
 def masked_sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Sum over unmasked positions; whatever stands in the others (NaN included) has no part in it, nor a gradient."""
+    """Sum over unmasked positions. Values at masked positions (NaN included) are ignored and get no gradient."""
     return values_BT.masked_fill(~mask_BT, 0.0).sum()
 
 
@@ -38,10 +37,10 @@ def token_mean(values_BT: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def aggregate(values_BT: Tensor, inputs: LossInputs, how: LossAggregation, constant_length: int = 0) -> Tensor:
-    """This micro-batch's share of the mini-batch's loss, from a loss per token.
+    """Reduces per-token losses to this micro-batch's share of the mini-batch's loss.
 
     token-mean: every token weighs the same (DAPO, arXiv:2503.14476, Eq. 8).
-    sequence-mean: mean over tokens, then over sequences (GRPO, arXiv:2402.03300, Eq. 3): long ones weigh less a token.
+    sequence-mean: mean over tokens, then sequences (GRPO, arXiv:2402.03300, Eq. 3): tokens of long ones weigh less.
     constant-length: sum over tokens / `constant_length`, mean over sequences (Dr. GRPO, arXiv:2503.20783, §3.2).
     """
     if how == "token-mean":
@@ -56,7 +55,7 @@ def aggregate(values_BT: Tensor, inputs: LossInputs, how: LossAggregation, const
 
 @dataclass(frozen=True)
 class ClippedSurrogate:
-    """A loss per token (to be minimised) and, detached, where clipping was active."""
+    """The per-token loss to minimise; detached: where clipping was active, and the log-ratios of new to old policy."""
 
     loss_BT: Tensor
     clipped_BT: Tensor
@@ -67,9 +66,9 @@ class ClippedSurrogate:
 def clipped_surrogate(
     inputs: LossInputs, ratio_clip_low: float, ratio_clip_high: float, dual_clip: float | None
 ) -> ClippedSurrogate:
-    """PPO's clipped objective, negated (arXiv:1707.06347, Eq. 7; apart low and high: DAPO Eq. 8), per token.
+    """PPO's clipped objective per token, negated (arXiv:1707.06347, Eq. 7; separate low and high clip: DAPO, Eq. 8).
 
-    `dual_clip` c > 1 bounds it by c |A| where A < 0, however large the ratio (arXiv:1912.09729).
+    `dual_clip` c > 1 limits the loss to c |A| where A < 0, however large the ratio is (arXiv:1912.09729).
     """
     advantages_BT = inputs.advantages_BT
     log_ratio_BT = (inputs.logprobs_BT - inputs.trainer_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -89,7 +88,7 @@ def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstim
     """Per-token estimate of KL(policy || reference) at tokens drawn from the policy (Schulman, "Approximating KL").
 
     With d = ref - policy: k1 = -d (unbiased, any sign); k2 = d^2 / 2; k3 = e^d - d - 1 (unbiased, never negative;
-    GRPO Eq. 4). As a loss k1 has a gradient of expectation zero, and k2 the true gradient of the KL.
+    GRPO Eq. 4). Used as a loss, k1 has a gradient with expectation zero, and k2 has the true gradient of the KL.
     """
     delta_BT = (ref_logprobs_BT - logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
@@ -101,18 +100,18 @@ def kl_estimate(logprobs_BT: Tensor, ref_logprobs_BT: Tensor, estimator: KLEstim
 
 
 def k3(delta_BT: Tensor) -> Tensor:
-    """e^d - d - 1, in float64: for the small d of nearly equal policies float32 leaves nothing of d^2 / 2."""
+    """e^d - d - 1, computed in float64: for the small d of nearly equal policies float32 would round away d^2 / 2."""
     wide_BT = delta_BT.double()
     return (wide_BT.expm1() - wide_BT).to(delta_BT.dtype)
 
 
 def importance_weights(inputs: LossInputs, correction: ImportanceCorrection, cap: float) -> Tensor:
-    """Detached weights [B, T], min(pi_trainer / pi_rollout, cap): truncated importance sampling for two engines.
+    """Returns detached weights [B, T], min(pi_trainer / pi_rollout, cap): truncated importance sampling.
 
     The rollout engine and the trainer compute slightly different probabilities of the same tokens, which makes
     on-policy data a little off-policy (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
-    RL training"). "token" weighs each token by its own ratio (biased, low variance), "sequence" each of a
-    sequence's tokens by the product over its unmasked tokens; "off" gives ones.
+    RL training"). "token" uses each token's own ratio (biased, low variance); "sequence" gives every token of a
+    sequence the product of the ratios of its unmasked tokens; "off" gives ones.
     """
     if correction == "off":
         return inputs.rollout_logprobs_BT.new_ones(inputs.rollout_logprobs_BT.shape)
@@ -128,10 +127,10 @@ def importance_weights(inputs: LossInputs, correction: ImportanceCorrection, cap
 def surrogate_metrics(
     surrogate: ClippedSurrogate, weights_BT: Tensor, cap: float, inputs: LossInputs
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(shares, maxima) of verl's figures. ppo_kl is k1 of KL(trainer before the first update || policy now).
+    """Returns (shares, maxima) under verl's names. `ppo_kl` is k1 of KL(policy before the first update || policy now).
 
-    Those of `rollout_corr/` say how far the rollout engine's log-probs are from the trainer's on the same tokens: `kl`
-    (k1) and `k3_kl` estimate KL(rollout || trainer) in nats a token; the differences are of log-probs.
+    `rollout_corr/` metrics compare the rollout engine's log-probs with the trainer's on the same tokens: `kl` (k1) and
+    `k3_kl` estimate KL(rollout || trainer) in nats per token; `logprob_abs_diff` is |difference of log-probs|.
     """
     delta_BT = (inputs.trainer_logprobs_BT - inputs.rollout_logprobs_BT).detach()
     delta_BT = delta_BT.masked_fill(~inputs.loss_mask_BT, 0.0)

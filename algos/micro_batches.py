@@ -1,9 +1,9 @@
-"""Cuts a mini-batch into micro-batches of a token budget, so that little of what is computed is padding.
+"""Cuts a mini-batch into micro-batches within a token budget, with little padding.
 
-Right-padded rows under causal attention need no mask, so that only the shape costs. Sequences are sorted by length and
-dealt to the ranks row by row: the ranks' rows of one index are neighbours in length, and every rank cuts its rows at
-the same places. So all ranks run the same number of micro-batches (ZeRO's collectives run in lockstep) of nearly the
-same shapes (nobody waits).
+Right-padded rows under causal attention need no mask, so only a micro-batch's shape sets its cost. Sequences are sorted
+by length and dealt out to the ranks in turn, so the n-th sequences of all ranks have similar lengths. All ranks cut
+their sequences at the same places. They therefore run the same number of micro-batches (ZeRO's collectives run in
+lockstep), of nearly the same shapes (no rank waits long).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# What a micro-batch costs beside its tokens, in tokens: launching a model's kernels (or Python on a CPU) once more.
+# Cost of a micro-batch besides its tokens, in tokens: launching the model's kernels (on a CPU: Python) once more.
 MICRO_BATCH_OVERHEAD_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """`micro_batches[m][rank]`: indices of the sequences, longest first; empty where a rank has only a dummy row."""
+    """`micro_batches[m][rank]`: indices of its sequences, longest first; empty where the rank has only a dummy row."""
 
     micro_batches: list[list[list[int]]]
     num_tokens: int
-    """Of all sequences."""
+    """Tokens of all sequences, without padding."""
     num_padded_tokens: int
-    """Computed by all ranks together: sequences, padding and dummy rows."""
+    """Tokens that all ranks together compute: sequences, padding and dummy rows."""
 
     def of_rank(self, rank: int) -> list[list[int]]:
         return [per_rank[rank] for per_rank in self.micro_batches]
@@ -35,15 +35,15 @@ class MicroBatchPlan:
 def plan_micro_batches(
     lengths: Sequence[int], token_budget: int, num_ranks: int, *, max_rows: int | None = None
 ) -> MicroBatchPlan:
-    """Micro-batches of at most `token_budget` padded tokens (and `max_rows` sequences) per rank.
+    """Plans micro-batches of at most `token_budget` padded tokens (and `max_rows` sequences) per rank.
 
-    Minimises padded tokens, and overhead tokens per micro-batch. A sequence longer than the budget is a micro-batch of
-    its own. Deterministic: equal lengths keep their order.
+    Minimises the sum of padded tokens and overhead tokens per micro-batch. A sequence longer than the budget gets a
+    micro-batch of its own. Deterministic: sequences of equal length keep their order.
     """
     assert lengths and min(lengths) >= 1
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     rows = [order[start : start + num_ranks] for start in range(0, len(order), num_ranks)]
-    # A row's length is its longest member's: the first.
+    # A row holds one sequence per rank. Its length is that of its first sequence, the longest.
     cuts = cut_rows([lengths[row[0]] for row in rows], token_budget, max_rows or len(rows), MICRO_BATCH_OVERHEAD_TOKENS)
     micro_batches, padded = [], 0
     for start, end in itertools.pairwise(cuts):
@@ -54,10 +54,10 @@ def plan_micro_batches(
 
 
 def cut_rows(row_lengths: Sequence[int], token_budget: int, max_rows: int, overhead_tokens: int) -> list[int]:
-    """Cut points 0 = c_0 < ... < c_m = R of R rows sorted longest first, by dynamic programming in O(R^2).
+    """Returns cut points 0 = c_0 < ... < c_m = R of R rows sorted longest first, by dynamic programming in O(R^2).
 
-    Rows [c_i, c_i+1) cost (number of rows) x (length of the first) + `overhead_tokens`, and must fit the budget unless
-    there is only one. best[end] is the least cost of the first `end` rows.
+    Rows [c_i, c_i+1) cost (number of rows) x (length of the first) + `overhead_tokens`. Two or more rows must fit the
+    budget. best[end] is the lowest cost of the first `end` rows.
     """
     num_rows = len(row_lengths)
     lengths = np.asarray(row_lengths, dtype=np.int64)

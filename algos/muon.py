@@ -1,7 +1,8 @@
 """Muon in float32: momentum, orthogonalised by Newton-Schulz iterations (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/).
 
-`torch.optim.Muon` multiplies in bfloat16, which processors without such instructions do 20 times slower than float32.
+`torch.optim.Muon` multiplies in bfloat16, which is 20 times slower than float32 on processors without bfloat16
+instructions.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ _SMALLEST_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices that map hidden states; one step as torch's `Muon` takes with its defaults, but for rounding."""
+    """For matrices that map hidden states. A step is that of torch's `Muon` with its defaults, up to rounding."""
 
     def __init__(self, matrices: Iterable[nn.Parameter], *, lr: float, weight_decay: float, momentum: float = 0.95):
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """`closure`, of torch's interface, is not taken."""
+        """One optimizer step. `closure` belongs to torch's interface and is not used."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 state = self.state[matrix]
@@ -38,7 +39,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """A matrix with the same singular vectors, whose singular values all lie near 1 (from about 0.7 to 1.2)."""
+    """Returns a matrix with the same singular vectors and all singular values near 1 (from about 0.7 to 1.2)."""
     x = matrix.T if len(matrix) > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=_SMALLEST_NORM)
     for _ in range(_ITERATIONS):

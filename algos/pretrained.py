@@ -1,4 +1,4 @@
-"""Hugging Face directories: a model read from one (sharded from the start under ZeRO-3), and written to one."""
+"""Reads a model from a Hugging Face directory (sharded from the start under ZeRO-3), and writes one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engines.json_files import read_json
 from engines.models.hugging_face import read_checkpoint
 
 MAX_SHARD_BYTES = 5_000_000_000
-# What a checkpoint directory holds beside its weights and config.json.
+# Other files that a checkpoint directory may hold besides weights and config.json.
 COMPANION_FILES = (
     *("generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -28,10 +28,10 @@ COMPANION_FILES = (
 def load_model(
     path: Path, resolved: ResolvedConfig, device: torch.device, *, gradient_checkpointing: bool
 ) -> nn.Module:
-    """The causal language model in `path`, in the training dtype, without dropout. Collective under ZeRO-3.
+    """Loads the causal language model in `path`, in the training dtype, without dropout. Collective under ZeRO-3.
 
-    The weights are never held twice: transformers builds the model on the meta device and reads them in; under ZeRO-3
-    each tensor is cut up as it arrives, so that a rank holds its own part only.
+    Raises ValueError when config.json or weights are missing. The weights are never held twice: transformers builds the
+    model on the meta device, then reads them. Under ZeRO-3 a rank keeps only its own part of each tensor.
     """
     if not (path / "config.json").is_file():
         raise ValueError(f"model_path={str(path)!r}: holds no config.json; give a Hugging Face checkpoint directory")
@@ -54,12 +54,12 @@ def load_model(
         output_loading_info=True,
     )
     del zero3
-    if missing := sorted(info["missing_keys"]):  # transformers has drawn them at random
+    if missing := sorted(info["missing_keys"]):  # transformers has initialised them at random
         raise ValueError(f"model_path={str(path)!r}: weights {missing[:3]} are missing; copy the checkpoint again")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if resolved.zero_stage < 3:
-        nn.Module.to(model, device)  # under ZeRO-3 each parameter is there already
+        nn.Module.to(model, device)  # under ZeRO-3 the parameters are on the device already
     return model
 
 
@@ -77,10 +77,10 @@ def save_pretrained(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes `weights` as safetensors beside `source`'s config and tokenizer. Rank 0 writes; the rest iterate along.
+    """Writes `weights` as safetensors, and copies of `source`'s config and tokenizer files, to `target`.
 
-    Rank 0 holds about one file of at most `max_shard_bytes` at a time. All ranks return when the files are complete,
-    or when rank 0 could not write one, which it then raises.
+    All ranks iterate over `weights`; rank 0 writes, and holds about one file of at most `max_shard_bytes` at a time.
+    All ranks return together when the files are complete or a write has failed; rank 0 then raises its error.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -105,7 +105,7 @@ def save_pretrained(
                     _save_shard(pending.pop(filename), target / filename)
         assert not any(missing.values()), "named weights and shapes differ"
     finally:
-        for _ in weights:  # to the end with the others, also where a write has failed
+        for _ in weights:  # all ranks iterate to the end, also after a failed write
             pass
         dist.barrier()
 

@@ -1,4 +1,4 @@
-"""A directory that is either whole or absent, whatever kills its writer."""
+"""Publishes directories that are either complete or absent, even if their writer is killed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 from engines.json_files import read_json
 
 RECORD_FILE = "made_with.json"
-"""Lies in every published directory: what made it. It also marks the directory as one that may be replaced."""
+"""The file in every published directory that records what made it. It also marks the directory as replaceable."""
 
 
 def publish_directory(target: Path, record: dict[str, Any], write: Callable[[Path], None]) -> None:
     """Calls `write` with a new hidden directory beside `target`, then renames it to `target` in one step.
 
     An older published `target` is replaced; a reader sees the old one, for an instant none, or the new one, never a
-    mixture. What an attempt that was killed left behind is swept first, so callers hold `only_writer(target)`.
+    mixture. Leftovers of a killed attempt are removed first, so callers must hold `only_writer(target)`.
     """
     check_replaceable(target)
     partial, outdated = (target.parent / f".{target.name}.{state}" for state in ("partial", "outdated"))
@@ -41,14 +41,14 @@ def publish_directory(target: Path, record: dict[str, Any], write: Callable[[Pat
 
 
 def check_replaceable(target: Path) -> None:
-    """ValueError where `target` holds something that nobody published: it must not be deleted for a model."""
+    """Raises ValueError if `target` holds files that were not published, which must not be deleted for a model."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())) or read_record(target) is not None:
         return
     raise ValueError(f"directory={str(target)!r}: holds other files (no {RECORD_FILE}); choose another, or remove it")
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:
-    """What made the published `directory`; None when it is absent, or something else."""
+    """Returns the record of the published `directory`; None if it is absent or was not published."""
     try:
         return read_json(directory / RECORD_FILE, dict[str, Any])
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def read_record(directory: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def only_writer(target: Path) -> Iterator[None]:
-    """Waits until no other process of this host is inside for the same `target`. A killed one's turn ends with it."""
+    """Waits for, and holds, this host's lock on writing `target`. A process that is killed releases the lock."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target.parent / f".{target.name}.lock", "w") as file:
         lock(file.fileno(), target, wait=True)
@@ -65,8 +65,8 @@ def only_writer(target: Path) -> Iterator[None]:
 
 
 def lock(descriptor: int, what: Path, *, wait: bool = False) -> bool:
-    """Locks an open file until it is closed, or its process ends, however that ends. False where another process has
-    it. On a file system without locks it warns, and returns True."""
+    """Locks an open file until it is closed or its process ends, even if killed. Returns False if another process holds
+    the lock. On a file system without locks it warns and returns True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -77,8 +77,8 @@ def lock(descriptor: int, what: Path, *, wait: bool = False) -> bool:
 
 
 def save_tensors(state_dict: Any, path: str | Path) -> None:
-    """`torch.save`; where the disk is why it fails, raises the disk's OSError, which torch's own does not name."""
-    import torch  # here, and not above: help and a typo need not wait for it
+    """`torch.save`. If a write to disk fails, raises its OSError, which torch's RuntimeError does not name."""
+    import torch  # not at the top, so that `--help` and option errors are fast
 
     try:
         with open(path, "wb") as file:
@@ -88,7 +88,7 @@ def save_tensors(state_dict: Any, path: str | Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Without it a power cut after the rename can leave a whole directory of empty files."""
+    """Flushes a file. Without this, a power cut after the rename can leave a whole directory of empty files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

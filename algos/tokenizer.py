@@ -14,7 +14,7 @@ VOCAB_SIZE = 264
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """256 bytes without merges, `<pad>` and `<eos>`; any text round-trips, and encoding adds no special token.
 
-    The characters "<eos>" in a text are five bytes, never the token: a prompt cannot end itself.
+    The characters "<eos>" in a text become five bytes, never the token, so a prompt cannot contain the token.
     """
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

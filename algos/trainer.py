@@ -1,4 +1,4 @@
-"""The trainer: a DeepSpeed engine that learns from a rollout's experiences, and gives out its weights.
+"""The trainer: a DeepSpeed engine that trains on a rollout's experiences and yields its weights.
 
 Every rank constructs a `Trainer` and calls the same methods with the same arguments: all are collective.
 """
@@ -31,12 +31,12 @@ CHECKPOINT_FACTS = "trainer.json"
 
 
 Sample = tuple[Experience, np.ndarray | None, np.ndarray | None]
-"""An experience, with the trainer's and the reference's log-probs of its completion where they are known."""
+"""(experience, the trainer's log-probs of its completion, the reference's); None for log-probs not computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step: this rank's shares (to be summed over ranks), and what all ranks already agree on."""
+    """One optimizer step: this rank's shares and maxima, not yet reduced over ranks; the rest is equal on all ranks."""
 
     shares: dict[str, Tensor]
     maxima: dict[str, Tensor]
@@ -47,14 +47,14 @@ class StepRecord:
 
 
 class Trainer:
-    """Trains the policy of `model_path`. See the module on who calls what."""
+    """Trains the policy of `model_path`. All methods are collective."""
 
     def __init__(
         self, config: TrainerConfig, algorithm: Algorithm, model_path: str | Path, *, temperature: float = 1.0
     ) -> None:
         """`temperature` is the rollout's: log-probs are of softmax(logits / temperature).
 
-        The reference model of a KL term is `model_path` as it stands, whatever checkpoint is loaded later.
+        The KL term's reference model is read from `model_path`; a checkpoint that is loaded later does not change it.
         """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature!r}: must be above 0; greedy rollouts cannot be trained on")
@@ -74,23 +74,23 @@ class Trainer:
             frozen = pretrained.load_model(self.model_path, self.resolved, self.device, gradient_checkpointing=False)
             self.reference = deepspeed_engine.make_frozen(frozen, self.resolved)
 
-    # -- learning
+    # -- training
 
     def update(self, experiences: Sequence[Experience]) -> dict[str, float]:
-        """Epochs x mini-batches of optimizer steps on a rollout's experiences; all ranks pass the whole same list.
+        """Trains `num_epochs` epochs on a rollout's experiences. All ranks pass the same whole list.
 
-        Mini-batches are consecutive parts of the list, the same in each epoch: shuffle before, if at all.
         Returns metrics under verl's names, equal on all ranks: means over the optimizer steps (maxima where so named).
-        A step whose loss or gradient is not finite changes nothing and counts in `actor/skipped_steps`; a mini-batch
-        without an unmasked token is passed over.
+        Mini-batches are consecutive parts of the list, the same in each epoch; the list is not shuffled. A step whose
+        loss or gradient is not finite changes no weight and counts in `actor/skipped_steps`. A mini-batch without
+        unmasked tokens makes no step. Raises ValueError for an empty list.
         """
         if not experiences:
             raise ValueError("experiences=[]: must hold at least one sequence; skip the update of an empty rollout")
         size = self.resolved.mini_batch_size
         num_steps = self.algorithm.num_epochs * math.ceil(len(experiences) / size)
         sequences = [(experience.tokens, experience.num_prompt_tokens) for experience in experiences]
-        # With one optimizer step per rollout the policy that is trained still is the policy before the first update:
-        # the training pass itself gives its log-probs, and a third of the computation is saved.
+        # With one optimizer step per rollout, the training pass itself runs the policy before the first update, so it
+        # also gives `trainer_logprobs_BT`. This saves a third of the computation.
         known = self._score(self.engine, sequences) if num_steps > 1 else [None] * len(sequences)
         reference = self._score(self.reference, sequences) if self.reference is not None else [None] * len(sequences)
         samples = list(zip(experiences, known, reference, strict=True))
@@ -102,7 +102,7 @@ class Trainer:
         return self._metrics([record for record in records if record is not None])
 
     def _optimizer_step(self, samples: list[Sample]) -> StepRecord | None:
-        """One step on a mini-batch, in micro-batches. None where nothing is unmasked."""
+        """One optimizer step on a mini-batch, in micro-batches. Returns None when all tokens are masked."""
         unmasked = [sum(experience.loss_mask) for experience, _, _ in samples]
         if not any(unmasked):
             return None
@@ -124,7 +124,7 @@ class Trainer:
         )
 
     def _loss(self, samples: list[Sample], num_tokens: int, num_sequences: int) -> LossOutput:
-        """The algorithm's loss of one micro-batch; of a dummy row when this rank has no sequence for it."""
+        """The algorithm's loss on one micro-batch; on a dummy row when this rank has no sequence in it."""
         experiences = [experience for experience, _, _ in samples]
         trainer = [logprobs for _, logprobs, _ in samples if logprobs is not None]
         ref = [logprobs for _, _, logprobs in samples if logprobs is not None]
@@ -157,7 +157,7 @@ class Trainer:
         return plan_micro_batches(lengths, budget, self.num_ranks, max_rows=max_rows)
 
     def _metrics(self, records: list[StepRecord]) -> dict[str, float]:
-        """One reduction for all steps' shares and one for their maxima; then means over the steps."""
+        """Means (of maxima: the largest) over the steps, with one all-reduce for all shares and one for all maxima."""
         metrics = {
             "actor/skipped_steps": float(sum(not record.stepped for record in records)),
             "actor/num_steps": float(sum(record.stepped for record in records)),
@@ -184,15 +184,15 @@ class Trainer:
             "perf/padding_fraction": 1 - num_tokens / sum(record.plan.num_padded_tokens for record in records),
         }
 
-    # -- looking
+    # -- log-probs and weights
 
     def logprobs(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-prob of each sequence's tokens but the first, given those before. Equal on all ranks."""
+        """Log-probs of each sequence's tokens except the first, given the tokens before. Equal on all ranks."""
         return [values.tolist() for values in self._score(self.engine, [(tokens, 1) for tokens in sequences])]
 
     @torch.no_grad()
     def _score(self, model: Any, sequences: Sequence[tuple[list[int], int]]) -> list[np.ndarray]:
-        """Log-probs of each completion, of (tokens, number of prompt tokens). The ranks share the work."""
+        """Log-probs of the completions of (tokens, number of prompt tokens) pairs. Ranks split the work."""
         ends = np.cumsum([len(tokens) - num_prompt for tokens, num_prompt in sequences])
         flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=self.device)
         for members in self._plan([len(tokens) for tokens, _ in sequences]).of_rank(self.rank):
@@ -205,15 +205,15 @@ class Trainer:
         return np.split(flat.cpu().numpy(), ends[:-1])
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor), one after the other; see `deepspeed_engine.named_weights`."""
+        """Iterates over (Hugging Face name, whole tensor); see `deepspeed_engine.named_weights`."""
         return deepspeed_engine.named_weights(self.engine)
 
-    # -- keeping
+    # -- checkpoints
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Writes all that training needs to go on bit for bit: weights, optimizer states, learning-rate schedule.
+        """Writes weights, optimizer states and learning-rate schedule, so that training can go on bit for bit.
 
-        A rank that cannot write its files raises why, when all are through.
+        A rank that cannot write its files raises the error after all ranks are done.
         """
         try:
             deepspeed_engine.save_states(self.engine, Path(directory), CHECKPOINT_TAG)
@@ -223,10 +223,10 @@ class Trainer:
             dist.barrier()
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Takes up what `save_checkpoint` wrote, and runs no code that a file holds.
+        """Loads what `save_checkpoint` wrote. Executes no code from its files.
 
-        Raises ValueError for a checkpoint missing, of another shape, or that cannot be read. Damage that leaves it
-        readable is not seen here: the run's folder keeps digests.
+        Raises ValueError for a checkpoint that is missing, unreadable or of other settings (`_facts`). Damage in files
+        that are still readable is not detected here, but by the run folder's digests.
         """
         path = Path(directory) / CHECKPOINT_FACTS
         if not path.is_file():

@@ -1,8 +1,8 @@
-"""A small policy that can do a little: supervised training of a random Qwen3 on worked additions.
+"""Makes a small, partly trained policy: supervised training of a random Qwen3 on worked additions.
 
 Reinforcement learning needs right answers to reinforce. In about a minute on two cores the default gives a *partial*
-policy: its greedy answers are mostly right, but sampling at temperature 1 spoils about half of them, the long ones
-most. Label smoothing keeps it that unsure, so that the answers are there for reinforcement to find.
+policy: its greedy answers are mostly right, but sampling at temperature 1 spoils about half of them, mostly long ones.
+Label smoothing keeps the policy that uncertain, so that reinforcement learning has right answers to find.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokeniz
 from algos.warmstart_config import MODEL_SIZES, ModelSize, WarmStartConfig
 
 Example = tuple[list[int], int]
-"""Tokens of prompt, completion and end of sequence; how many are the prompt's."""
+"""(tokens of prompt, completion and end of sequence, number of prompt tokens)."""
 
 
 def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:
     """Trains and publishes a Hugging Face checkpoint in `directory`, unless the same config already made one there.
 
-    Returns `directory`, which is whole or absent whenever a call is killed; concurrent calls wait for each other.
-    A checkpoint of another config is replaced. ValueError when the directory holds anything else.
+    Returns `directory`, which is complete or absent even if a call is killed. Concurrent calls wait for each other.
+    A checkpoint of another config is replaced. Raises ValueError when the directory holds other files.
     """
     target = Path(directory)
     with only_writer(target):
@@ -68,7 +68,7 @@ def new_config(size: ModelSize) -> Qwen3Config:
 
 
 def new_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
-    """A random fp32 model; the caller's random state is left as it was."""
+    """A random fp32 model; the caller's random state does not change."""
     config = new_config(size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
 
 
 def _make_optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    # Muon learns the carries in a third of AdamW's steps here; it is made for matrices that map hidden states only.
+    # Muon learns the carries in a third of AdamW's steps here, but it is only for matrices that map hidden states.
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -114,7 +114,7 @@ def _make_optimizers(model: Qwen3ForCausalLM, learning_rate: float) -> list[torc
 
 
 def _rate_at(step: int, num_steps: int) -> float:
-    """Share of the peak rate: up over 10 steps, while falling to 0 along the whole run."""
+    """Factor on the peak rate: linear warm-up over 10 steps, times linear decay to 0 over the whole run."""
     return min(1.0, (step + 1) / 10) * (1 - step / num_steps)
 
 
@@ -133,7 +133,7 @@ def _accumulate_gradients(
     for members in plan_micro_batches([len(tokens) for tokens, _ in examples], max_tokens, 1).of_rank(0):
         batch = collate([examples[index] for index in members], model.device)
         hidden_BTD = model.model(batch.input_ids_BL, use_cache=False).last_hidden_state[:, -batch.num_kept :]
-        logits_NV = model.lm_head(hidden_BTD[batch.is_target_BT])  # the output head sees no other positions
+        logits_NV = model.lm_head(hidden_BTD[batch.is_target_BT])  # the output head computes only these positions
         targets_N = batch.targets_BT[batch.is_target_BT]
         loss = cross_entropy(logits_NV, targets_N, reduction="sum", label_smoothing=label_smoothing) / num_targets
         loss.backward()

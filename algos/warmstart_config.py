@@ -15,7 +15,7 @@ ModelSize = Literal["tiny", "draft-2l", "draft-1l"]
 MODEL_SIZES: dict[ModelSize, dict[str, Any]] = {
     # 0.8 M parameters; 4 query and 2 KV heads.
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
-    # Drafters of it, with the same tokenizer: 0.12 M and 0.07 M.
+    # Drafters for tiny, with the same tokenizer: 0.12 M and 0.07 M.
     "draft-2l": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2},
     "draft-1l": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
@@ -23,7 +23,7 @@ MODEL_SIZES: dict[ModelSize, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    """Everything that decides the weights (beside the machine's rounding)."""
+    """Everything that determines the weights, apart from the machine's rounding."""
 
     size: ModelSize = "tiny"
     """Which shape: the policy, or one of its two drafters."""
@@ -34,9 +34,9 @@ class WarmStartConfig:
     learning_rate: Positive = 0.02
     """Muon's peak rate, for the weight matrices; embeddings and norms take AdamW at 0.3 of it."""
     label_smoothing: Annotated[float, Meta(ge=0, lt=1, description="in [0, 1)")] = 0.02
-    """Probability taught for all other tokens together, at every token; 0 makes the surest policy."""
+    """Target probability of all other tokens together, at every position; 0 makes the most certain policy."""
     seed: int = 0
-    """Of the initial weights."""
+    """Seed of the initial weights."""
     # Another seed than a run's default, so that reinforcement learning draws problems of its own.
     task: ArithmeticTask = field(default_factory=lambda: ArithmeticTask(seed=1))
     """The problems to learn from."""

@@ -1,7 +1,7 @@
-"""The same function at many times the cost: a trained small model, widened.
+"""Widens a trained small model: the same function at many times the cost.
 
-A rollout benchmark needs responses that mean something *and* forward passes that cost something. Widening by f gives
-the hidden size, the heads and the MLP f times their size (f^2 times the parameters), and changes no logit.
+A rollout benchmark needs meaningful responses *and* expensive forward passes. Widening by f multiplies the hidden size,
+the heads and the MLP by f (the parameters by f^2), and changes no logit.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def widen(source: str | Path, target: str | Path, factor: int) -> Path:
 
 @torch.no_grad()
 def widen_model(model: PreTrainedModel, factor: int) -> PreTrainedModel:
-    """A wider model with the logits of `model`, in its dtype.
+    """Returns a wider model with the logits of `model`, in its dtype.
 
-    Dimensions added to the residual stream hold zeros for ever, which would lower the mean square that its norms see
-    by `factor`. So whatever writes to the stream (embedding, o_proj, down_proj) is scaled by sqrt(factor): the norms
-    see the old mean square beside the old eps, and their weights divide the scale out again. (Scaling eps instead
-    would spoil the q/k norms, which share it; they are over head_dim, which is kept, and do not change.)
+    Dimensions added to the residual stream are always zero, so the mean square in its norms would be `factor` times
+    smaller. Therefore the modules that write to the stream (embedding, o_proj, down_proj) are scaled by sqrt(factor):
+    the norms then see the old mean square and the old eps, and their weights are divided by sqrt(factor). (Scaling eps
+    instead would change the q/k norms, which share eps. They are over head_dim, which stays the same.)
     """
     scale = math.sqrt(factor)
-    # A tied output head is scaled too, as the embedding it is; the norm before it takes that out as well.
+    # A tied output head is the embedding, so it is scaled, too; the final norm is divided by that scale as well.
     final_scale = scale**2 if model.config.tie_word_embeddings else scale
     divisors = {"input_layernorm": scale, "post_attention_layernorm": scale, "norm": final_scale}
     with torch.random.fork_rng(devices=[]):
@@ -76,17 +76,17 @@ def widen_model(model: PreTrainedModel, factor: int) -> PreTrainedModel:
             parameter.zero_()
             _corner(parameter, narrow[name]).copy_(narrow[name] * scale)
         else:
-            # What is added here reads zeros, or is silenced, so it may hold anything: it keeps its random values.
-            # Zeros would be as right, but q/k norms of zero heads, and their times, are those of no real model.
+            # Weights added here read zeros or feed silenced units, so any values are correct: they stay random.
+            # With zeros, the q/k norms of zero heads, and their times, would be unlike those of a real model.
             _corner(parameter, narrow[name]).copy_(narrow[name] / divisors.get(module, 1.0))
-    # How to generate (its end-of-sequence ids) lies beside the config.
+    # The generation settings (end-of-sequence ids) are not part of the config.
     wide.generation_config = model.generation_config
     return wide.eval()
 
 
 def _widen_config(config: PretrainedConfig, factor: int) -> PretrainedConfig:
     wide = copy.deepcopy(config)
-    # New KV heads come after the old ones with a query group as large, so old query heads keep their KV heads.
+    # New KV heads come after the old ones and have query groups of the same size: old query heads keep their KV heads.
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         setattr(wide, name, getattr(config, name) * factor)
     return wide

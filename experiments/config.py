@@ -38,7 +38,7 @@ class RolloutConfig:
     max_tokens: Count = 340
     """Most tokens per completion."""
     temperature: Positive = 1.0
-    """Sampling temperature; training divides its logits by the same. Greedy groups are all alike, so not 0."""
+    """Sampling temperature; training divides its logits by it, too. Not 0: greedy completions of a group are equal."""
     top_k: Annotated[int, Meta(ge=-1, le=-1, description=f"-1: {_WHOLE}")] = -1
     """Must stay off: training computes log-probs over the whole vocabulary."""
     top_p: Annotated[float, Meta(ge=1, le=1, description=f"1.0: {_WHOLE}")] = 1.0
@@ -51,7 +51,7 @@ class RolloutConfig:
         check_fields(self, "rollout.")
 
     def engine_config(self, seed: int, *, deterministic: bool = False) -> EngineConfig:
-        """In a deterministic run nothing may depend on what was timed, as the preemption "auto" does."""
+        """The engine's options. A deterministic run recomputes preempted KV: preemption "auto" depends on timing."""
         preemption = "recompute" if deterministic else self.engine.preemption
         return replace(self.engine, seed=seed, preemption=preemption)
 
@@ -67,47 +67,47 @@ class TrainConfig:
     data: Path | None = None
     """GSM8K: a JSONL file with `question` and `answer`."""
     held_out_data: Path | None = None
-    """GSM8K: a second such file to evaluate on; by default a part of `--data` is held out."""
+    """GSM8K: a second JSONL file to evaluate on; by default a part of `--data` is held out."""
     model: str = "tiny"
     """A Hugging Face directory, or the name of an embedded model that is warm-started once under runs/models."""
     name: str | None = None
     """The run's folder under runs/; by default a new one named after task and algorithm."""
     runs: Path = Path("runs")
-    """Where run folders and embedded models lie."""
+    """Folder of all run folders and embedded models."""
     ranks: Count = 1
-    """Processes to start; under torchrun, its own number holds."""
+    """Processes to start; under torchrun, its number of processes applies instead."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
     dispatch: Literal["auto", "on-demand", "static"] = "auto"
-    """How sequences get to replicas: on-demand, as they have room, under a coordinator on rank 0; static, sequence i to
-    replica i mod their number. auto: on-demand where there are several replicas, unless `--deterministic`."""
+    """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
+    sequence i to replica i modulo their number. auto: on-demand for several replicas unless `--deterministic`."""
     resume: bool = False
-    """Go on with the run called `--name`, or the newest without a name, from its last published checkpoint."""
+    """Continue the run called `--name`, or the newest run without a name, from its last published checkpoint."""
     steps: Count = 80
     """Training steps."""
     seed: int = 0
-    """Of the problems' order and of every sampled token."""
+    """Seed of the problems' order and of every sampled token."""
     deterministic: bool = False
-    """Only deterministic kernels, static dispatch, KV of preempted sequences computed again, and rewards after the
-    rollout: nothing depends on timing, and two runs give the same metrics bit for bit, but for times."""
+    """Use deterministic kernels and static dispatch, recompute the KV of preempted sequences, and score after the
+    rollout. Nothing then depends on timing: two runs give the same metrics bit for bit, except times."""
     eval_every: Count = 10
-    """Steps between evaluations on held-out problems, beside one before the first step and one after the last."""
+    """Steps between evaluations on held-out problems, besides one before the first step and one after the last."""
     eval_problems: Count = 128
-    """Held-out problems."""
+    """Held-out problems per evaluation."""
     eval_samples: Count = 4
-    """Completions of each; pass@1 is the mean over them, pass@k for k up to them."""
+    """Completions per held-out problem, from which pass@1 and pass@k (k = 2, 4, ... up to this) are estimated."""
     save_every: Count = 20
-    """Steps between resume points; one follows the last step in any case."""
+    """Steps between resume points; there is always one after the last step."""
     keep_checkpoints: Count = 2
     """Resume points kept; older ones are deleted."""
     reward: str | None = None
-    """What to train on instead of the task's reward: "package.module:function" or "file.py:function", with TRL's
-    signature. Evaluation keeps the task's."""
-    # The coordinator's heartbeat is of 1 s; timers take no infinity.
+    """Reward function to train on instead of the task's: "package.module:function" or "file.py:function", with TRL's
+    signature. Evaluation still uses the task's reward."""
+    # The coordinator's heartbeat is 1 s; timers do not accept infinity.
     rank_timeout_s: Annotated[float, Meta(ge=2, le=1e6, description="from 2 to 1e6 (seconds)")] = 1800.0
-    """Longest that a rank waits for another, seconds: the run then ends and names who was waited for."""
+    """Most seconds that a rank waits for another one; after that the run ends and names the missing ranks."""
     wandb: Literal["auto", "off"] = "auto"
-    """auto: as wandb's own settings and environment say, and offline in the run folder while nobody is logged in."""
+    """auto: use wandb's own settings and environment; offline in the run folder if nobody is logged in."""
     reward_limits: Annotated[RewardConfig, tyro.conf.arg(name="reward-limits")] = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: Annotated[TrainerConfig, Flat] = field(default_factory=TrainerConfig)
@@ -141,12 +141,12 @@ class TrainConfig:
 
     @property
     def stem(self) -> str:
-        """What the folder of a run without a name begins with."""
+        """How the folder names of runs without a name begin."""
         return f"{self.task}-{self.algo}"
 
     @property
     def is_on_demand(self) -> bool:
-        """Where there are several replicas; one alone has nothing to be dispatched to."""
+        """Whether several replicas get sequences on demand; with one replica there is nothing to dispatch."""
         return not self.deterministic and self.dispatch != "static"
 
     @property
@@ -163,7 +163,7 @@ def make_task(config: TrainConfig) -> Task:
 
 
 def parse(arguments: list[str]) -> TrainConfig:
-    """The command line's configuration. A wrong one ends the process with code 2."""
+    """Parses the command line. Wrong options end the process with code 2."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--algo", choices=list(ALGORITHMS), default="grpo")
     known, _ = early.parse_known_args([a for a in arguments if a not in ("-h", "--help")])

@@ -1,4 +1,4 @@
-"""The engine's options on a command line: `EngineConfig`, each option with its own words; sizes are in MiB there."""
+"""The engine's options on a command line: `EngineConfig`, with its docstrings as help, and with sizes in MiB."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _bytes_in_mib(value: Any) -> Any:
 
 
 def _mib(name: str, word: Literal["auto", "None"] | None = None) -> tuple[PrimitiveConstructorSpec[Any], object]:
-    """An option `name` of whole MiB, or of that word, for a field of bytes."""
+    """Makes a field of bytes an option `name` that takes whole MiB, or `word`."""
 
     def read(told: list[str]) -> int | str | None:
         if word is not None and told[0] == word:
@@ -45,7 +45,7 @@ def _mib(name: str, word: Literal["auto", "None"] | None = None) -> tuple[Primit
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(EngineConfig):
-    """How a rank's engine runs."""
+    """Options of a rank's engine."""
 
     kv_cache_bytes: Annotated[Count | Literal["auto"], *_mib("kv-cache-mib", "auto")] = EngineConfig.kv_cache_bytes
     kv_host_bytes: Annotated[WholeNumber | None, *_mib("kv-host-mib", "None")] = EngineConfig.kv_host_bytes
@@ -55,12 +55,12 @@ class EngineOptions(EngineConfig):
     def __post_init__(self) -> None:
         tokens = self.max_num_batched_tokens
         if tokens == EngineConfig.max_num_batched_tokens and is_int64(self.max_num_seqs):
-            # Every running sequence must be able to decode; another budget than the default is not changed.
+            # Every running sequence must be able to decode. A budget other than the default is not changed.
             object.__setattr__(self, "max_num_batched_tokens", max(tokens, self.max_num_seqs))
         super().__post_init__()
 
     def as_given(self) -> dict[str, Any]:
-        """The options by their names on the command line, and in its units."""
+        """The options under their names, and in the units, of the command line."""
         options = asdict(self)
         del options["seed"]
         for name in ("kv_cache", "kv_host", "kv_disk"):

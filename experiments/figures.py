@@ -39,9 +39,9 @@ def draw_run(folder: Path) -> list[Path]:
 
 
 def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Path:
-    """One panel per rollout, replicas as rows, each step coloured by its batch; all on one time axis.
+    """Draws one panel per rollout, with replicas as rows and steps coloured by batch size, on a common time axis.
 
-    A replica that was regrouped changes its TP degree, which is written where it begins.
+    Where a replica begins to run with a new TP degree above 1 (after regrouping), the degree is written.
     """
     figure, axes = plt.subplots(
         len(rollouts), 1, figsize=(9, 1 + 1.6 * len(rollouts)), sharex=True, layout="constrained", squeeze=False
@@ -86,7 +86,7 @@ def _figure(path: Path, draw: Any, rows: list[Any]) -> Path:
 
 
 def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> None:
-    """On one axis while the rewards lie in pass@1's [0, 1]; else each has its own."""
+    """Draws rewards and pass@1 on one axis if all rewards are in [0, 1]; otherwise each has its own axis."""
     right = ax
     if not all(0 <= row.get("critic/rewards/mean", 0) <= 1 for row in metrics):
         right = ax.twinx()

@@ -6,10 +6,10 @@
 
 (Without the lone `--`, torchrun takes `--n` for an abbreviation of its own options.)
 
-A JSONL line is an object with `prompt` (text) or `prompt_token_ids`, or a plain string; other fields are passed on, so
-none may be named like one of the completion's.
-Lines of the output stand in the order of the prompts. Without --output they go to stdout, before the closing JSON line;
-with it, completions are kept in `<output>.partial` as they end, and a run that was interrupted goes on by --resume.
+A JSONL line is an object with `prompt` (text) or `prompt_token_ids`, or a plain string. Other fields are copied to the
+output, so they must not have the names of a completion's fields.
+Output lines are in the order of the prompts. Without --output they go to stdout, before the final JSON line. With
+--output, completions are kept in `<output>.partial` as they end, and --resume continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class GenerateConfig:
     output: Path | None = None
     """JSONL file for the completions; stdout by default. Until the end they are in `<output>.partial`."""
     resume: bool = False
-    """Go on with the `<output>.partial` that the same command has left when it was interrupted."""
+    """Continue from the `<output>.partial` of the same command, which was interrupted."""
     run_seed: int = 0
-    """Of every sampled token, together with the prompt's place; --seed makes tokens independent of the place."""
+    """Seed of every sampled token, together with the prompt's position; with --seed the position has no effect."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model, in shards; the rest is data parallel."""
     engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
@@ -75,7 +75,7 @@ class GenerateConfig:
 
 
 def _check_name(option: str, path: Path, derived: Path) -> None:
-    """Raises ValueError where no file can have the name `derived`, which is `path` or made of it."""
+    """Raises ValueError if no file can have the name `derived`, which is `path` or is made from it."""
     try:
         derived.stat()
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def _check_name(option: str, path: Path, derived: Path) -> None:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Not a device or a pipe, nor what a process has open: /dev/stdout can be another name of a user's file."""
+    """Whether `path` is no device, pipe, or open stdout or stderr: /dev/stdout can be another name of a user's file."""
     place = os.path.abspath(path)
     if place.startswith(("/dev/", "/proc/")) and not place.startswith("/dev/shm/"):
         return False
@@ -103,7 +103,7 @@ def main() -> dict[str, Any]:
     with launch.told_once():
         config = tyro.cli(GenerateConfig)
     launch.end_on_signals(lambda: "interrupted: nothing was generated")
-    from experiments.generation import generate  # its imports take seconds, which no help and no typo is to wait for
+    from experiments.generation import generate  # its imports take seconds; --help and typos need not wait
 
     return generate(config)
 
@@ -111,5 +111,5 @@ def main() -> dict[str, Any]:
 if __name__ == "__main__":
     try:
         launch.run(main)
-    except BrokenPipeError:  # of stdout: who reads it wants no more
+    except BrokenPipeError:  # the reader of stdout has closed it
         os._exit(128 + signal.SIGPIPE)

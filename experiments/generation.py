@@ -1,4 +1,4 @@
-"""A run of `generate.py`: prompts read, completions generated, written as they end."""
+"""A run of `generate.py`: reads prompts, generates completions, writes them as they end."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records,
             raise FileNotFoundError(f"input={str(config.input)!r}: no such file")
         if config.input.is_file():
             return read_prompts(config.input.read_bytes(), str(config.input))
-    # A pipe can be read once, and torchrun gives stdin to no particular rank: the first reads it for all.
+    # A pipe can be read only once, and torchrun gives stdin to no particular rank, so rank 0 reads it for all.
     read = config.input.read_bytes if config.input is not None else sys.stdin.buffer.read
     return read_prompts(launch.on_rank_0(group, read), str(config.input or "stdin"))
 
 
 def _encode(llm: LLM, records: Records, places: list[str], sampling: SamplingParams) -> list[list[int]]:
-    """Token ids of the prompts. Raises ValueError, with its place, for one that the engine refuses."""
+    """Returns the prompts' token ids. Raises ValueError, with its place, for a prompt that the engine refuses."""
     prompts = []
     for record, place in zip(records, places, strict=True):
         try:
@@ -121,9 +121,9 @@ def _encode(llm: LLM, records: Records, places: list[str], sampling: SamplingPar
 
 
 class StdoutLines:
-    """Writes each prompt's lines to rank 0's stdout as soon as they, and those of all prompts before it, are there.
+    """Writes each prompt's lines to rank 0's stdout as soon as this prompt and all prompts before it are complete.
 
-    Of other replicas' completions rank 0 hears at the end only.
+    Rank 0 receives the completions of other replicas only at the end.
     """
 
     kept: Mapping[tuple[int, int], Completion] = {}
@@ -172,7 +172,7 @@ class StdoutLines:
 
 
 def _check_model(path: Path) -> None:
-    """Raises ValueError for the folder of a run, or of one of its resume points: the checkpoint is further down."""
+    """Raises ValueError for the folder of a run or of a resume point: its checkpoint is in a folder further down."""
     point = last_published(path) if (path / "checkpoints" / POINTER).is_file() else path
     if (point / "huggingface").is_dir():
         raise ValueError(f"model={str(path)!r}: is no checkpoint but has one; give {str(point / 'huggingface')!r}")
@@ -183,7 +183,7 @@ def _digest(value: object) -> str:
 
 
 def _request(config: GenerateConfig, records: Records) -> dict[str, Any]:
-    """What decides the completions, beside the model, as JSON has it."""
+    """The settings that, besides the model, determine the completions, as JSON data."""
     request = {
         "num_prompts": len(records),
         "prompts_digest": _digest(records),

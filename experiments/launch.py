@@ -1,4 +1,4 @@
-"""Starting and ending an experiment: ranks, this one's share of the machine, one clear error, one JSON line."""
+"""Starts and ends an experiment: ranks, this rank's share of the cores, one clear error line, one JSON line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engines import LLM
     from engines.parallel.collectives import Communicator
 
-# Errors that a user can mend: printed in one line. Anything else is a bug, and keeps its traceback.
+# Errors that a user can fix, printed in one line. Any other error is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -40,7 +40,7 @@ def num_ranks() -> int:
 
 @contextlib.contextmanager
 def told_once() -> Iterator[None]:
-    """Around what every rank says alike, help and errors of the command line: only rank 0 is heard."""
+    """Surrounds output that is equal on all ranks (help and errors of the command line): only rank 0 prints it."""
     errors = io.StringIO()
     try:
         help_goes_to = io.StringIO() if rank() > 0 else sys.stdout
@@ -53,7 +53,7 @@ def told_once() -> Iterator[None]:
 
 
 def share_cores() -> int:
-    """Gives this rank's torch its fair share of the host's cores, and yields to others that use them.
+    """Gives torch this rank's fair share of the host's cores, and yields cores that other processes use.
 
     Returns the number of threads.
     """
@@ -62,7 +62,7 @@ def share_cores() -> int:
     from engines.native.wait_policy import watch_cores
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, wherever imported, warns that it sees no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise an import of DeepSpeed warns that it sees no GPU
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, len(os.sched_getaffinity(0)) // local_ranks)
     torch.set_num_threads(threads)
@@ -71,7 +71,7 @@ def share_cores() -> int:
 
 
 def tell_engine(llm: LLM) -> None:
-    """Two lines on rank 0's stderr: what runs, and what memory it takes."""
+    """Prints two lines on rank 0's stderr: the engine's kernels and dtype, and its memory."""
     if rank() == 0:
         what = f"attention {llm.attention}, kernels {llm.kernels}, {llm.config.dtype} on {llm.device.type}"
         if llm.product_dtype != llm.config.dtype:
@@ -80,7 +80,7 @@ def tell_engine(llm: LLM) -> None:
 
 
 def on_rank_0(group: Communicator, act: Callable[[], Any]) -> Any:
-    """What `act` returned on rank 0 (None, text or bytes), on every rank. Raises ValueError on all where it failed."""
+    """Calls `act` on rank 0 and returns its result (None, text or bytes), or raises ValueError, on every rank."""
     answer, problem = None, ""
     if group.rank == 0:
         try:
@@ -94,9 +94,9 @@ def on_rank_0(group: Communicator, act: Callable[[], Any]) -> Any:
 
 
 def start_under_torchrun(num_ranks: int) -> None:
-    """Starts this command again on that many ranks, as torchrun does, and ends as they end. On a rank it returns.
+    """Runs this command on `num_ranks` ranks with torchrun, and exits with their status. On a rank it only returns.
 
-    A rank's error is the last that is printed, without torchrun's own log and traceback.
+    A rank's error is printed last, without torchrun's own log and traceback.
     """
     if "RANK" in os.environ:
         return
@@ -105,7 +105,7 @@ def start_under_torchrun(num_ranks: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable()
-    # Without the `--` it takes our options for its own.
+    # Without the `--`, torchrun would read our options as its own.
     arguments = ["--standalone", "--nproc-per-node", str(num_ranks), "--", *sys.argv]
     try:
         torchrun.run(torchrun.parse_args(arguments))
@@ -114,16 +114,16 @@ def start_under_torchrun(num_ranks: int) -> None:
         told = first.message.get("message") if isinstance(first.message, dict) else str(failed)
         print(told, file=sys.stderr, flush=True)
         sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
-    except SignalException as ended:  # it has passed the signal on
+    except SignalException as ended:  # torchrun has sent the signal to the ranks
         sys.exit(128 + ended.sigval)
     sys.exit(0)
 
 
 def end_on_signals(last_words: Callable[[], str]) -> None:
-    """From now on Ctrl-C and SIGTERM end this process at once, rank 0 with a line; for a job that may end anywhere.
+    """Makes Ctrl-C and SIGTERM end this process at once; rank 0 prints `last_words`. For a job that may end anywhere.
 
-    On rank 0 a thread does it, since Python runs no signal handler while the main thread waits in C++ for another rank.
-    A process that this one forks is not affected.
+    On rank 0 a thread handles the signals, because Python runs no signal handler while the main thread waits in C++ for
+    another rank. Forked processes are not affected.
     """
     caught = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
     if rank() > 0:
@@ -136,17 +136,17 @@ def end_on_signals(last_words: Callable[[], str]) -> None:
         while number := os.read(signals, 1):
             if number[0] in caught:
                 try:
-                    os.write(2, f"\n{last_words()}\n".encode())  # not print, which may be what was interrupted
+                    os.write(2, f"\n{last_words()}\n".encode())  # not print, which the signal may have interrupted
                 finally:
                     os._exit(128 + number[0])
         os.close(signals)
 
     threading.Thread(target=end, name="end on signals", daemon=True).start()
     replaced = signal.set_wakeup_fd(written)
-    # The main thread waits meanwhile: it must not report a rank that the same signal has ended.
+    # The main thread sleeps meanwhile, so that it does not report a rank that the same signal has ended.
     _set_handlers(caught, lambda *_: time.sleep(10))
     if replaced >= 0:
-        os.close(replaced)  # which ends its thread
+        os.close(replaced)  # ends the thread of the earlier call
     else:
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, caught),
@@ -167,33 +167,33 @@ def _set_handlers(numbers: Iterable[int], handler: Any) -> None:
 
 
 def _let_rank_0_speak() -> None:
-    """Most errors come on all ranks alike. Rank 0 tells it, and torchrun then ends the others while they wait."""
+    """Makes other ranks wait: most errors occur on all ranks. Rank 0 prints its own, torchrun then ends the rest."""
     if rank() > 0:
         time.sleep(3)
 
 
 def _tell(error: str) -> None:
-    """On stderr, or under torchrun in a file: at the very end it prints what stands there as the cause."""
+    """Prints the error on stderr, or under torchrun writes it to the file that torchrun prints last as the cause."""
     if ERROR_FILE not in os.environ:
         print(error, file=sys.stderr, flush=True)
         return
-    # For torchrun the earliest failure is the cause. It counts whole seconds; the ranks that it ends fail soon after.
+    # torchrun reports the earliest failure, in whole seconds. One second less puts it before ranks that torchrun ends.
     details = {"py_callstack": f"\n{error}", "timestamp": str(int(time.time()) - 1)}
     Path(os.environ[ERROR_FILE]).write_text(json.dumps({"message": {"message": error, "extraInfo": details}}))
 
 
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
-    """Runs an experiment; its result is the last line of rank 0's stdout, as one JSON object.
+    """Runs an experiment and prints its result, one JSON object, as the last line of rank 0's stdout.
 
-    A user's error becomes one line and exit code 2, Ctrl-C one line and 130.
+    A user's error prints one line and exits with code 2, Ctrl-C prints one line and exits with 130.
     """
-    for name in ("stdout", "stderr"):  # the next file to be opened would take a closed one's place
+    for name in ("stdout", "stderr"):  # a file opened next would take a closed one's descriptor
         if getattr(sys, name) is None:
             _tell(f"error: {name} is closed; redirect it, if only to /dev/null")
             os._exit(2)
     try:
         result = main()
-    except SystemExit as ended:  # of the command line's parser, which has told it
+    except SystemExit as ended:  # from the command line's parser, which has printed the error
         if ended.code:
             _let_rank_0_speak()
         raise
@@ -202,7 +202,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         sys.stdout.flush()
         where = f" (rank {rank()})" if rank() > 0 else ""
         _tell(f"error{where}: {error}")
-        # Not sys.exit: a collective that other ranks never enter must not hold this one at its exit.
+        # Not sys.exit: at exit this rank could wait for ever in a collective that other ranks never enter.
         os._exit(2)
     except KeyboardInterrupt:
         if rank() == 0:

@@ -27,7 +27,7 @@ class MakeModelConfig:
     """Warm-start a small Qwen3 on worked additions and save it as a Hugging Face directory."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """Where the model goes. A model that the same settings made there is kept as it is."""
+    """Folder for the model. A model that was made there with the same settings is kept."""
     train: Annotated[WarmStartConfig, tyro.conf.arg(name="")] = field(default_factory=WarmStartConfig)
     widen: Count = 1
     """Above 1, also write DIRECTORY-x<N>: the same function with N times the hidden size, heads and MLP."""
@@ -37,8 +37,8 @@ class MakeModelConfig:
 
 
 def make_model(config: MakeModelConfig) -> dict[str, object]:
-    """Returns what was made, ready for JSON."""
-    from transformers import AutoModelForCausalLM  # here, and not above: help and a typo need not wait for torch
+    """Returns facts about the model, ready for JSON."""
+    from transformers import AutoModelForCausalLM  # not at the top, so that --help and typos do not wait for torch
 
     from algos.warmstart import warm_start
     from algos.widening import widen

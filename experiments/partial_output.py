@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def completion_line(record: Mapping[str, Any], completion: Completion, **more: int) -> str:
-    """A line of the output: what was given with the prompt, then the completion."""
+    """A line of the output: the fields given with the prompt, then the completion."""
     fields = {name: getattr(completion, name) for name in ANSWERED}
     fields["logprobs"] = [round(value, 6) for value in completion.logprobs]
     return json.dumps({**record, **fields, **more}) + "\n"
 
 
 def write_all(descriptor: int, text: str) -> None:
-    """Hands the text to the system at once, in one write unless that is cut short."""
+    """Writes the text without a buffer, in one system call unless a write is cut short."""
     left = memoryview(text.encode())
     while left:
         left = left[os.write(descriptor, left) :]
@@ -41,14 +41,14 @@ _FIRST = b'{"generate": '  # how the file begins
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """What is needed of the first line's request; the rest is only compared."""
+    """The fields of the first line's request that are used; the others are only compared."""
 
     num_prompts: int
     n: int
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read back of a line; its fields are those of `completion_line`."""
+    """The fields of a `completion_line` that are read back."""
 
     prompt_index: int
     index: int
@@ -63,18 +63,18 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Kept:
-    """The whole lines of a `.partial` file. A line that cannot be read costs its own completion only."""
+    """The complete lines of a `.partial` file. A line that cannot be read loses only its own completion."""
 
     def __init__(self, data: bytes) -> None:
-        """Raises ValueError when the data are not of such a file."""
+        """Raises ValueError when `data` is not from a `.partial` file."""
         if not data.startswith(_FIRST[: len(data)]):
             raise ValueError(f"it does not begin with {_FIRST.decode()!r}")
         self.whole = data[: data.rfind(b"\n") + 1]
-        """Without what a kill or a full disk tore."""
+        """The data without a last line that a kill or a full disk cut short."""
         self.request: dict[str, Any] = {}
-        """What the completions were asked of and with: the first line."""
+        """The prompts and settings that the completions are for, from the first line."""
         self.completions: dict[tuple[int, int], Completion] = {}
-        """By prompt index and sample index."""
+        """Completions by (prompt index, sample index)."""
         if not self.whole:
             return
         first, *others = self.whole.splitlines()
@@ -102,10 +102,10 @@ class _Kept:
 
 
 class PartialOutput:
-    """Appends each completion to `<output>.partial` as it ends; at the end makes `<output>`, in the prompts' order.
+    """Appends each completion to `<output>.partial` as it ends; at the end writes `<output>` in the prompts' order.
 
-    All ranks hold one, and write to the same file, one write per line: under torchrun the samples of a prompt may
-    end on several ranks. An `<output>` that is there already is replaced at the end, and not touched before.
+    Every rank holds a `PartialOutput` and writes to the same file, one write per line: under torchrun the samples of a
+    prompt may end on several ranks. An existing `<output>` is replaced at the end and not touched before.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class PartialOutput:
         records: Sequence[Mapping[str, Any]],
         request: Mapping[str, Any],
     ) -> None:
-        """`records` are what was given with the prompts; `request` is what decides the completions, beside what `begin`
-        adds: it has at least `num_prompts` and `n`."""
+        """`records` holds the fields given with each prompt. `request` holds the settings that determine the
+        completions, at least `num_prompts` and `n`; `begin` adds more."""
         self.output = output.resolve() if output.is_symlink() else output
         self.path = self.output.with_name(self.output.name + ".partial")
         self._is_mine = self._is_published = False
@@ -126,14 +126,14 @@ class PartialOutput:
         self._request = dict(request)
         self._descriptor = -1
         self.kept: dict[tuple[int, int], Completion] = {}
-        """What an earlier run has finished, by prompt index and sample index."""
+        """Completions of an earlier run by (prompt index, sample index)."""
         self._kept_request: dict[str, Any] = {}
 
     def open(self, *, resume: bool) -> None:
-        """For all ranks together, before anything else.
+        """Opens the file and reads its completions. Collective; the first call of all.
 
         Raises ValueError, on every rank, when the file cannot be written, when it keeps completions and `resume` is
-        False, or when `resume` is True and it is missing or of another request.
+        False, or when `resume` is True and the file is missing or has another request.
         """
         kept = _Kept(launch.on_rank_0(self._group, lambda: self._open_first(resume)))
         if self._group.rank > 0:
@@ -142,8 +142,8 @@ class PartialOutput:
         self._check(self._request)
 
     def _open_first(self, resume: bool) -> bytes:
-        """Returns the lines to go on from."""
-        while not self._is_locked(resume):  # what another run removed at its end while this one was opening it
+        """Opens and locks the file on rank 0; returns the complete lines to continue from."""
+        while not self._is_locked(resume):  # another run removed the file at its end while this run was opening it
             os.close(self._descriptor)
         try:
             kept = self._read()
@@ -163,7 +163,7 @@ class PartialOutput:
         return whole
 
     def _is_locked(self, resume: bool) -> bool:
-        """Opens and locks the file until this process ends, and returns whether it is still the one at its path."""
+        """Opens the file, locks it until this process ends, and returns whether its path still names this file."""
         if resume and not self.path.exists():
             raise ValueError(f"resume: there is no {str(self.path)!r} to go on with; leave --resume out to start anew")
         try:
@@ -195,7 +195,7 @@ class PartialOutput:
                 )
 
     def begin(self, **more: Any) -> None:
-        """Adds to the request what is known since the model was loaded. Raises ValueError where it was another one."""
+        """Adds settings that are known once the model is loaded. Raises ValueError if the kept ones are different."""
         self._check(more)
         if self._group.rank == 0 and not self.kept:
             self._write(json.dumps({"generate": self._request | more}) + "\n")
@@ -206,12 +206,12 @@ class PartialOutput:
         return {id_: self.kept[key] for id_, key in keys.items() if key in self.kept}
 
     def append(self, finished: Finished) -> None:
-        """Raises ValueError when the file cannot be written any more, with what it keeps."""
+        """Writes a completion. Raises ValueError, with what the file keeps, when it cannot be written any more."""
         index = finished.state.key.prompt_uid
         self._write(completion_line(self._records[index], finished.completion, prompt_index=index))
 
     def publish(self, outputs: Sequence[RequestOutput]) -> None:
-        """Makes the output from all completions. Raises ValueError, on every rank, when it cannot be written."""
+        """Writes the output from all completions. Raises ValueError, on every rank, when it cannot be written."""
 
         def write() -> None:
             pairs = zip(self._records, outputs, strict=True)
@@ -225,12 +225,12 @@ class PartialOutput:
         self._is_published = True
 
     def close(self) -> None:
-        """Removes the file, on the rank that made or took it, when the output is published or it keeps nothing."""
+        """Removes the file, on the rank that opened it first, if the output is published or it keeps no completion."""
         if self._is_mine and (self._is_published or not self._read().completions):
             self.path.unlink(missing_ok=True)
 
     def tell(self) -> str:
-        """Closes, and returns what is where: for a process that ends at once, wherever it is."""
+        """Closes the file and returns a message on where completions are, for a process that ends at any moment."""
         if not self._is_mine:
             return "nothing was generated"
         self.close()

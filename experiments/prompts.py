@@ -11,9 +11,9 @@ ANSWERED = ("index", "text", "finish_reason", "token_ids", "logprobs")
 
 
 def read_prompts(data: bytes, source: str) -> tuple[Records, list[str]]:
-    """A record per line that is not blank, and where it stands: "file:line".
+    """Returns a record for each non-blank line, and the place of each record, "file:line".
 
-    Raises ValueError, with that place, for a line that cannot be read.
+    Raises ValueError, with the place, for a line that cannot be read.
     """
     records, places = [], []
     for number, line in enumerate(data.split(b"\n"), start=1):

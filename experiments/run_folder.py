@@ -22,28 +22,28 @@ from engines.parallel.collectives import Communicator, together
 
 POINTER = "latest"
 DIGESTS = "digests.json"
-"""Of every other file of a resume point: what it held when it was published."""
+"""The file with the digests that all other files of a resume point had when it was published."""
 AFRESH = "give another --name, or delete the folder if no run is writing in it"
-"""How to begin a named run again of which nothing is published."""
+"""How to start a named run again that has published nothing."""
 LOCK = "lock"
 TO_LOOK_AT = ("samples.jsonl", "rollout_steps.jsonl", "timeline.json", "figures")
-"""What a run writes for its reader alone: it goes on without them."""
+"""Files that a run writes only for its reader; the run goes on if they cannot be written."""
 
 
 class RunFolder:
-    """`runs/<name>/`. All ranks hold one; only rank 0 of the group writes what is not a rank's own.
+    """`runs/<name>/`. Every rank holds a `RunFolder`; rank 0 of the group writes all files that are not one rank's own.
 
     metrics.jsonl    one object per step, verl's names
     lengths.jsonl    response lengths of every step
     samples.jsonl    some completions of every step, with rewards
     config.json      the configuration
-    lock             locked while a run writes in the folder; says which process does
+    lock             locked while a run writes in the folder; names the process
     journal/         rank-<R>.jsonl: completions sampled since the last published resume point
     checkpoints/     step-<N>/ and `latest`, the name of the last published one
     """
 
     def __init__(self, path: Path, group: Communicator, lock_file: IO[str] | None = None) -> None:
-        """`lock_file`, of rank 0, is what `lock_folder` returned; it is kept open as long as this object lives."""
+        """`lock_file`, on rank 0, is the result of `lock_folder`; it stays open as long as this object lives."""
         self.path = path
         self._group = group
         self._lock = lock_file
@@ -54,20 +54,20 @@ class RunFolder:
         return self._group.rank == 0
 
     def append(self, name: str, record: dict[str, Any]) -> None:
-        """Adds a line to a JSONL file, handed to the system at once; see `writing` for where it cannot be written."""
+        """Appends a line to a JSONL file and hands it to the operating system. For errors see `writing`."""
         if self.is_writer:
             with self.writing(name), open(self.path / name, "a") as file:
                 file.write(json.dumps(record) + "\n")
 
     def replace(self, name: str, text: str) -> None:
-        """Writes a file whole or not at all; see `writing` for where it cannot be written."""
+        """Writes a file completely or not at all. For errors see `writing`."""
         if self.is_writer:
             with self.writing(name):
                 replace_text(self.path / name, text)
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Around the writing of a file: where that fails, a ValueError, or one warning if it is only TO_LOOK_AT."""
+        """Surrounds the writing of a file. An OSError becomes a ValueError, or one warning for files in TO_LOOK_AT."""
         try:
             yield
         except OSError as error:
@@ -79,7 +79,7 @@ class RunFolder:
             self._has_warned = True
 
     def truncate(self, last_step: int, names: Iterable[str]) -> None:
-        """Drops lines of later steps, and a line that a kill tore, before a resumed run writes them again."""
+        """Drops lines after `last_step`, and a line cut short by a kill, before a resumed run writes them again."""
         if not self.is_writer:
             return
         for name in names:
@@ -92,10 +92,10 @@ class RunFolder:
     # -- resume points
 
     def publish(self, step: int, writes: Sequence[Callable[[Path], None]], keep: int) -> None:
-        """All ranks write into a folder not yet named; when all are done it is renamed, then pointed at.
+        """Publishes a resume point: all ranks write into a temporary folder; it is renamed, then named in `latest`.
 
-        Each of `writes` must go through its own collectives on every rank, also on one where it fails: all ranks then
-        raise ValueError, and the resume point published before stays the last one.
+        Each of `writes` must complete its collectives on every rank, even on a rank where it fails. After a failure all
+        ranks raise ValueError, and the resume point published before stays the last one.
         """
         partial = self.path / "checkpoints" / f".step-{step}.partial"
         try:
@@ -136,15 +136,15 @@ class RunFolder:
             replace_text(target.with_name(POINTER), target.name)
 
     def _digests(self, folder: Path, names: Iterable[str]) -> dict[str, str]:
-        """Of all the files, of which each rank reads its share."""
+        """Digests of all the files, on every rank; each rank reads its share of the files."""
         mine = {name: _digest(folder / name) for name in sorted(names)[self._group.rank :: self._group.size]}
         everyone = self._group.all_gather_bytes(json.dumps(mine).encode())
         return {name: digest for part in everyone for name, digest in json.loads(part).items()}
 
     def check(self) -> None:
-        """Raises ValueError, on every rank, where the last published resume point is not as it was published.
+        """Raises ValueError, on every rank, if the last published resume point is not as it was published.
 
-        This finds damage. Whoever can write in the folder can also write digests that fit.
+        This finds damage, not manipulation: a user who can write in the folder can also write matching digests.
         """
         folder = last_published(self.path)
         if not (folder / DIGESTS).is_file():
@@ -167,7 +167,7 @@ class RunFolder:
             )
 
     def latest(self) -> Path | None:
-        """The last published resume point."""
+        """The last published resume point; None if there is none."""
         return last_published(self.path) if (self.path / "checkpoints" / POINTER).is_file() else None
 
     def _sweep(self, keep: int) -> None:
@@ -175,14 +175,14 @@ class RunFolder:
         ours = [path for path in folder.iterdir() if re.fullmatch(r"step-\d+", path.name)]  # not a user's copies
         published = sorted(ours, key=_number)
         newest = self.latest()
-        # After a resume, folders of later steps than the newest are of a course that was given up.
+        # Folders of steps later than the newest are from before a resume from an earlier step, and not used any more.
         current = [path for path in published if newest and _number(path) <= _number(newest)]
         for path in {*published} - {*current[-keep:]} | {*folder.glob(".step-*.partial")}:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def last_published(path: Path) -> Path:
-    """The resume point that `latest` of the run in `path` names. Raises ValueError where it names none of the run's."""
+    """The resume point that `latest` of the run in `path` names. Raises ValueError if the run has no such point."""
     pointer = path / "checkpoints" / POINTER
     if not pointer.is_file():
         raise ValueError(f"resume: {path} has no published checkpoint to go on with; {AFRESH}")
@@ -193,7 +193,7 @@ def last_published(path: Path) -> Path:
 
 
 def lock_folder(path: Path) -> IO[str]:
-    """Locks a run's folder as long as the returned file is open. Raises ValueError while another process holds it."""
+    """Locks a run's folder as long as the returned file is open. Raises ValueError if another process has locked it."""
     file = open(path / LOCK, "a+", errors="replace")  # noqa: SIM115 - open as long as the run
     file.seek(0)
     if not lock(file.fileno(), path):
@@ -226,7 +226,7 @@ def check_run_folder(runs: Path, name: str | None, *, resume: bool) -> None:
 
 
 def make_run_folder(runs: Path, name: str | None, stem: str, *, resume: bool) -> Path:
-    """`runs`/`name`, or a new `runs`/`stem`-<number> without a name. For one process to call.
+    """Makes and returns `runs`/`name`, or without a name a new `runs`/`stem`-<number>. Only one process calls it.
 
     Raises ValueError when another run has taken the name since it was checked.
     """
@@ -242,7 +242,7 @@ def make_run_folder(runs: Path, name: str | None, stem: str, *, resume: bool) ->
 
 
 def newest_run(runs: Path, stem: str) -> str:
-    """The name of the last run made without one that has a resume point; ValueError where there is none."""
+    """The folder name of the newest unnamed run with a resume point. Raises ValueError if there is none."""
     numbers = {
         int(match[1] or 1): path.name
         for path in runs.glob(f"{stem}*")
@@ -258,7 +258,7 @@ def newest_run(runs: Path, stem: str) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file so that a reader, or a kill, finds the old text or the new."""
+    """Replaces a file's text in one step: a reader finds the old text or the new, even after a kill."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "w") as file:
@@ -272,9 +272,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Empty for what cannot be read."""
+    """SHA-256 of a file, in hex; empty if it cannot be read."""
     with contextlib.suppress(OSError):
-        if path.is_file():  # and no pipe, which would never end
+        if path.is_file():  # not a pipe, which would never end
             with open(path, "rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
     return ""

@@ -1,4 +1,4 @@
-"""wandb, as its own settings and environment say; offline while nobody is logged in, and never in the way of a run."""
+"""wandb, with its own settings and environment; offline if nobody is logged in or it cannot be reached."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tracker:
             self._run = start(mode="offline" if nobody else None)
         except wandb.errors.CommError as error:
             warnings.warn(f"wandb cannot be reached, so the run is kept offline ({error})", stacklevel=2)
-            wandb.teardown()  # else the id is still in use
+            wandb.teardown()  # otherwise the id is still in use
             self._run = start(mode="offline")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -51,7 +51,7 @@ class Tracker:
 
 
 def _run_id(folder: RunFolder) -> str:
-    """This run's alone, and the same one when it is resumed: a folder's name may be another run's elsewhere."""
+    """An id of this run alone, kept when it is resumed. The folder's name could also be another run's elsewhere."""
     path = folder.path / "wandb_id"
     if not path.exists():
         folder.replace(path.name, secrets.token_hex(4))

@@ -17,14 +17,14 @@ from experiments import launch
 
 def main() -> dict[str, Any]:
     start = time.perf_counter()
-    from experiments.config import parse  # here, where an interrupt is one line
+    from experiments.config import parse  # not at the top, so that an interrupt prints one line
 
     with launch.told_once():
         config = parse(sys.argv[1:])
     if config.ranks > 1:
         launch.start_under_torchrun(config.ranks)
     launch.end_on_signals(lambda: "interrupted before training began: the same command starts again")
-    from experiments.training import train  # its imports take seconds, which no help and no typo is to wait for
+    from experiments.training import train  # its imports take seconds; --help and typos need not wait
 
     return train(config, start)
 

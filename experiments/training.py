@@ -1,4 +1,4 @@
-"""The main job behind `train.py`'s command line: what is checked first, and the run, step by step."""
+"""The main job behind `train.py`'s command line: the checks before it, and the run, step by step."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ MAY_CHANGE = (
 
 
 def train(config: TrainConfig, start: float) -> dict[str, Any]:
-    """The whole job on this rank, of a command that began at `start` (`time.perf_counter`); the result, for JSON."""
+    """Runs the whole job on this rank; returns the result for JSON. `start`: `time.perf_counter` of the command."""
     threads = launch.share_cores()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
         torch.use_deterministic_algorithms(True)
-        # Else every buffer that DeepSpeed allocates is filled with NaN first, gigabytes in each step.
+        # Otherwise torch fills every buffer that DeepSpeed allocates with NaN, gigabytes in each step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # All that can be wrong without a process group is looked at first: it costs nothing, and every rank sees it.
+    # Checks that need no process group come first: they cost nothing, and every rank sees an error.
     task = make_task(config)
     resolve(config.trainer, num_ranks=launch.num_ranks())
     if config.resume and config.name is None:
@@ -101,10 +101,10 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
 
 
 def _check_same_run(config: TrainConfig) -> None:
-    """A resumed run must be the run that was started, but for what MAY_CHANGE names."""
+    """Raises ValueError if a resumed run has other options than when it was started, except those in MAY_CHANGE."""
     assert config.name is not None
     path = config.runs / config.name / "config.json"
-    # An option that was not there yet had what is now its default.
+    # An option that did not exist when the run was started counts as its present default.
     before = _flat(_as_json(parse(["--algo", config.algo]))) | _flat(read_json(path, dict[str, Any]))
     differ = [
         f"{name}={value} now, {before.get(name)} in {path}"
@@ -133,7 +133,7 @@ def _as_json(config: TrainConfig) -> dict[str, Any]:
 
 
 def _check_engine(config: TrainConfig) -> None:
-    """Raises ValueError for options that the rollout engine would refuse, before a model is warm-started for it."""
+    """Raises ValueError for options that the rollout engine would refuse, before a model is warm-started."""
     model = Path(config.model)
     with tempfile.TemporaryDirectory() as folder:
         if config.is_embedded_model:
@@ -167,7 +167,7 @@ def _prepare_model(config: TrainConfig, threads: int) -> Path:
 
 
 def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
-    """Rank 0 makes the folder, and locks it as long as the result lives."""
+    """Rank 0 makes the folder and locks it as long as the returned object exists."""
     locks = []
 
     def make() -> str:
@@ -179,7 +179,7 @@ def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
 
 
 class RunState(msgspec.Struct, kw_only=True):
-    """What a resume point holds beside the trainer's states."""
+    """The part of a resume point that is not the trainer's."""
 
     step: int
     data_index: int
@@ -199,7 +199,7 @@ class Run:
         reward: RewardRunner,
         judge: RewardRunner,
     ) -> None:
-        """`reward` is what is trained on; `judge`, the task's own, says what is right in an evaluation."""
+        """`reward` is the reward to train on; `judge`, the task's own reward, scores evaluations."""
         self.config = config
         self.group = group = groups.world
         self.judge = judge
@@ -225,7 +225,7 @@ class Run:
         self.held_out = self._held_out_problems(task)
         self.state = RunState(step=0, data_index=0, evaluations=[])
         if not config.resume:
-            self.folder = _open_folder(config, group)  # late: nothing above can leave an empty folder behind
+            self.folder = _open_folder(config, group)  # late, so that an error above leaves no empty folder
         launch.end_on_signals(self._last_words)
         if group.rank == 0:
             print(f"run: {self.folder.path}", file=sys.stderr, flush=True)
@@ -242,7 +242,7 @@ class Run:
         )
 
     def _last_words(self) -> str:
-        """What becomes of the run when it is interrupted now."""
+        """The message for an interrupt now: whether and how the run can be resumed."""
         point = self.folder.latest()
         if point is None:
             how = AFRESH if self.config.name else "the same command starts anew"
@@ -253,12 +253,12 @@ class Run:
         return f"interrupted: go on from {point.name} with: {shlex.join([*starter, *sys.argv, *resume, *name])}"
 
     def close(self) -> None:
-        """Ends connections and closes files; prompt."""
+        """Closes connections and files, without delay."""
         self.llm.close()
         self.journal.close()
 
     def _held_out_problems(self, task: Task) -> list[Problem]:
-        """Those that the engine can take; ValueError when there is none."""
+        """The held-out problems that the engine accepts. Raises ValueError if there is none."""
         problems = task.held_out_problems(self.config.eval_problems)
         fitting = []
         for problem in problems:
@@ -331,7 +331,7 @@ class Run:
         if last or self.state.step % self.config.eval_every == 0:
             metrics |= self._evaluate()
         num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
-        num_tokens -= self.journal.num_found_tokens - num_found_tokens  # a killed run took the time for those
+        num_tokens -= self.journal.num_found_tokens - num_found_tokens  # a killed run spent the time on those
         elapsed = time.perf_counter() - began
         metrics["timing_s/step"] = elapsed
         metrics["perf/throughput"] = num_tokens / elapsed / self.group.size
@@ -345,7 +345,7 @@ class Run:
     def _roll_out(self) -> Rollout:
         rollout = self.config.rollout
         total = rollout.prompts_per_step * rollout.group_size
-        # What rank 0 hears: under a coordinator everything, otherwise its replica's share.
+        # Completions that rank 0 receives: under a coordinator all, otherwise its replica's share.
         expected = total if self.llm.rollout is not None else len(range(0, total, len(self.llm.layout.replicas)))
         with tqdm(
             total=expected, desc="rollout", unit="seq", leave=False, position=1, disable=not self.folder.is_writer
@@ -364,13 +364,13 @@ class Run:
                 raise ValueError(f"{error}; then {fix}") from None
 
     def _moves(self) -> dict[str, int]:
-        """This rank's counts since the run's start."""
+        """This rank's counts of KV moves and preemptions since the run's start."""
         replica = self.llm.replica
         counts = {f"rollout/{name}": getattr(replica.kv_moves, name) for name in KV_MOVES}
         return counts | {"rollout/num_preemptions": replica.scheduler.num_preemptions}
 
     def _hear_replicas(self, moves: dict[str, int]) -> dict[str, float]:
-        """The sums of `moves` over the replicas' first ranks. Also writes their steps in the last rollout down."""
+        """Sums `moves` over the replicas' first ranks. Also writes their steps of the last rollout to the folder."""
         leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
         mine = (moves, self.llm.step_records) if leads else (dict.fromkeys(moves, 0), [])
         heard = self.group.all_gather_bytes(msgspec.msgpack.encode(mine))
@@ -383,7 +383,7 @@ class Run:
         return {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
 
     def _sync_weights(self) -> None:
-        """Trainer -> engine, parameter by parameter; the ranks' checksums must agree, and go into the journal."""
+        """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""
         checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.state.step)
         everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
         others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
@@ -408,7 +408,7 @@ class Run:
             self.folder.append("samples.jsonl", {**step, **_sample(group)})
 
     def _save(self) -> None:
-        """A resume point and a Hugging Face checkpoint, published together."""
+        """Publishes a resume point together with a Hugging Face checkpoint."""
 
         def write_own(path: Path) -> None:
             save_tensors(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")
@@ -456,7 +456,7 @@ class Run:
 
 
 def _digest(rollout: Rollout) -> str:
-    """Of every token sampled in the step: equal digests are equal rollouts."""
+    """Digest of all tokens sampled in the step: equal digests mean equal rollouts."""
     tokens = [completion.token_ids for group in rollout.groups for completion in group.completions]
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
 

@@ -60,6 +60,7 @@ def test_no_room_imports_from_one_above() -> None:
     [
         "research",
         "research.workloads.lengths",
+        "research.simulator.cluster",
         "engines",
         "engines.sequence",
         "engines.replica.scheduler",

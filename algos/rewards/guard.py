@@ -1,9 +1,10 @@
-"""The parent of the process that runs a reward function: it ends all that the function has started.
+"""The parent of the process that runs a reward function: it kills all processes that the function has started.
 
-It runs no user code. A process whose parent has ended, a daemon in a session of its own too, becomes the guard's child,
-since the guard is their "child subreaper" (prctl(2)). What has another user's rights, or was started by another service
-(a container's, systemd), stays. User code may stop or kill the guard, too: then the run, if it still lives, kills what
-has the worker's mark in its environment (`process.py`); what was started with an environment of its own stays.
+The guard runs no user code. It is the "child subreaper" (prctl(2)) of its descendants: a process whose parent has ended
+becomes the guard's child, even a daemon in its own session. Processes with another user's rights, or started by another
+service (a container's, systemd), survive. User code may also stop or kill the guard. Then the run, if it is still
+alive, kills the processes that have the worker's mark in their environment (`process.py`); processes that were started
+with another environment survive.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def fork_worker() -> int:
-    """Returns 0 in the worker, which leads a process group of its own and dies with its guard; its id in the guard."""
+    """Returns 0 in the worker, its id in the guard. The worker leads its own process group and dies with its guard."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
     if worker == 0:
@@ -30,9 +31,9 @@ def fork_worker() -> int:
 
 
 def guard(worker: int, lifeline: int) -> NoReturn:
-    """Waits until the worker ends, the pipe `lifeline` has something to read or is closed, or the parent is gone; then
-    kills what is left. Exits with the worker's status; 128 + signal when it was killed, as a shell has it."""
-    parent = os.getppid()  # the pipe stays open where another process that the run forked holds it
+    """Waits until the worker ends, the pipe `lifeline` is readable or closed, or the parent is gone. Then kills all
+    remaining processes, and exits with the worker's status, or 128 + signal if it was killed, as a shell does."""
+    parent = os.getppid()  # checked because another process that the run forked may hold the pipe open
     poller = select.poll()
     poller.register(lifeline, select.POLLIN)
     poller.register(os.pidfd_open(worker), select.POLLIN)
@@ -52,7 +53,7 @@ def _reap_orphans(worker: int) -> None:
 
 
 def _end_orphans() -> None:
-    """Kills this process's children, then those that are its children since, until none is left that it may kill."""
+    """Kills this process's children, and the orphans that become its children then, as far as it is permitted to."""
     refused: set[int] = set()
     while left := _children() - refused:
         for pid in left:

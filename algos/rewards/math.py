@@ -1,9 +1,9 @@
 r"""The reward of mathematical problems: is the final answer equal to the known one? Needs math-verify.
 
-The answer is found here and compared by math-verify. Only its LaTeX grammar ever sees what a model wrote: its reader
-of plain expressions ends in Python's `eval`. It is called without its own time limits, which rest on SIGALRM and so
-work in no thread, and cannot interrupt a long computation in C; `RewardRunner` bounds the time, since an answer like
-`9^{9^{9}}` takes for ever.
+This module extracts the answer, and math-verify compares it. A model's text goes only through math-verify's LaTeX
+grammar, because its parser of plain expressions calls Python's `eval`. Its own time limits are off: they use SIGALRM,
+which does not work in threads and cannot interrupt a long computation in C. `RewardRunner` limits the time, since an
+answer like `9^{9^{9}}` takes forever.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify
 
 MAX_TAIL_CHARS = 10_000
-"""How much of a completion's end is searched for its answer."""
+"""Characters at the end of a completion that are searched for its answer."""
 MAX_ANSWER_CHARS = 300
-"""A longer answer is wrong: no real one is, and the parser is slow on nested LaTeX."""
+"""A longer answer counts as wrong: no real answer is so long, and the parser is slow on nested LaTeX."""
 
 # A number with its sign, currency, thousands separators and percent sign, as word problems write it, or a fraction.
 _NUMBER = re.compile(
@@ -35,7 +35,7 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _UNIT = re.compile(r"\s+[A-Za-z][A-Za-z .]+$")
 _INTEGER = re.compile(r"-?[0-9]+")
 
-# It warns that its time limits are off, in each process again.
+# Hides math-verify's warning, in every process, that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -44,8 +44,8 @@ def math_verify_reward(
 ) -> list[float]:
     r"""1.0 where the completion's final answer equals `answer`, 0.0 elsewhere.
 
-    The final answer is the last `\boxed{}`; else what follows the last `####`; else the last number, or the formula
-    (`$...$`, `\(...\)`, `\[...\]`) that holds it. `answer` is a number ("1,080", "$3.50"), LaTeX, or a whole solution
+    The final answer is the last `\boxed{}`, otherwise the text after the last `####`, otherwise the last number, or the
+    formula (`$...$`, `\(...\)`, `\[...\]`) around it. `answer` is a number ("1,080", "$3.50"), LaTeX, or a solution
     with `####` or `\boxed{}`. Raises `ValueError` when an `answer` is empty or cannot be parsed.
     """
     return [float(_is_equal(*pair)) for pair in zip(completions, answer, strict=True)]
@@ -108,7 +108,7 @@ def _is_equal(completion: str, answer: str) -> bool:
     stated = _plain(stated)
     if stated == gold:
         return True
-    if _INTEGER.fullmatch(stated) and _INTEGER.fullmatch(gold):  # nearly all of GSM8K: spare it the parser
+    if _INTEGER.fullmatch(stated) and _INTEGER.fullmatch(gold):  # nearly all of GSM8K: saves the slow parser
         return _digits(stated) == _digits(gold)
     return verify(_parsed_gold(gold), _parse(stated), timeout_seconds=None)
 

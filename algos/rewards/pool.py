@@ -1,4 +1,4 @@
-"""Rewards beside a rollout: what has finished is scored while the rest is generated."""
+"""Rewards beside a rollout: finished completions are scored while others are still generated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 ItemKey = tuple[int, int]
 """(uid of the problem, sample index)."""
 _MOST_CHUNKS = 16
-"""Chunks of an async function that are handed over at a time; a sync one gets them singly."""
+"""Chunks that are sent together to an async function; a sync function gets one at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class Item:
 
 
 class RewardPool:
-    """Scores one rollout. `add` and go on; `stop` when the rollout has ended; then `finish` with what is left.
+    """Scores one rollout. Call `add` during the rollout, `stop` after it, then `finish` with the other completions.
 
-    A thread hands what has been added to the runner's process, a bounded number of completions at a time, those of a
-    call in the order of their keys. All completions of a call that fails get `failed_reward`; nothing is tried again.
-    Use it as a context manager, so that an error ends the thread.
+    A thread sends the added completions to the runner's process, a bounded number at a time, sorted by key. All
+    completions of a failed call get `failed_reward`; the call is not repeated. Use the pool as a context manager, so
+    that an error ends the thread.
     """
 
     def __init__(self, runner: RewardRunner) -> None:
@@ -50,19 +50,19 @@ class RewardPool:
         self._first_errors: dict[FailureKind, str] = {}
         self._num_hangs = self._num_given_up = 0
         self.seconds_beside = 0.0
-        """Spent in calls before `stop`."""
+        """Seconds that the thread spent in reward calls, before `stop`."""
 
     def add(self, item: Item) -> None:
-        """Returns at once. Any thread may call it, until `stop`."""
+        """Queues a completion and returns at once. Any thread may call it, until `stop`."""
         self._waiting.append(item)
         self._thread.submit(self._score_waiting)
 
     def stop(self) -> list[ItemKey]:
-        """Waits for the call under way, which the runner's limits bound, and begins no other.
+        """Waits for the running call, whose time the runner limits, and starts no other.
 
-        Returns the keys of what was called for; what was added and is not among them has been dropped. Raises
-        ValueError for what no completion can be blamed for: a column that the function wants and does not get, one that
-        is not plain data, a function that cannot be imported.
+        Returns the keys of the completions scored so far; other completions that were added are dropped. Raises
+        ValueError for errors that no completion has caused: a column that the function requires is missing, a column is
+        not plain data, or the function cannot be imported.
         """
         self._thread.shutdown(cancel_futures=True)
         if self._error is not None:
@@ -70,8 +70,8 @@ class RewardPool:
         return list(self._rewards)
 
     def finish(self, rest: Iterable[Item]) -> tuple[dict[ItemKey, float], Counter[FailureKind]]:
-        """Scores the rest. Returns the rewards of all, which are finite, and how many completions could not be scored;
-        warns once of each kind of failure. Raises as `stop`."""
+        """Scores the rest. Returns the rewards of all scored completions, which are finite, and the number of failed
+        ones by kind; logs one warning per kind. Raises the same errors as `stop`."""
         if items := list(rest):
             self._score(items)
         spec, config, num_items = self._runner.spec, self._runner.config, len(self._rewards)
@@ -96,7 +96,7 @@ class RewardPool:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _score_waiting(self) -> None:
-        """Those that came first, if an earlier call has not taken them all."""
+        """Scores the completions added first, unless earlier calls have taken all of them."""
         if not self._waiting or self._error is not None:
             return
         try:
@@ -117,7 +117,7 @@ class RewardPool:
             used = {k: v for k, v in arguments.items() if ready.accepted is None or k in ready.accepted}
             size = self._runner.config.completions_per_call(ready.is_async)
             slices = [slice(at, min(at + size, len(items))) for at in range(0, len(items), size)]
-            # An async function's slices are called all together, a sync one's singly.
+            # An async function is called on all slices together, a sync one on one slice at a time.
             for together in [slices] if ready.is_async else [[one] for one in slices]:
                 for one, result in zip(together, self._call(together, used), strict=True):
                     self._take(items[one], result)
@@ -129,7 +129,7 @@ class RewardPool:
             return [Result(part=0, kind="timed_out", error="not called")] * len(slices)
         results = runner.call(slices, arguments)
         hang = next((result for result in results if result.kind == "timed_out"), None)
-        if hang and not self._num_hangs:  # at once: the report comes only after all calls
+        if hang and not self._num_hangs:  # logged at once: `finish` reports only after all calls
             logger.warning("reward %s: a call timed out (timeout_s=%g): %s", runner.spec, config.timeout_s, hang.error)
         self._num_hangs += hang is not None or not runner.has_worker
         return results

@@ -1,4 +1,4 @@
-"""The runner's end of the process that runs a reward function: started, spoken to, killed."""
+"""The runner's side of the process that runs a reward function: starts it, connects to it, kills it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from algos.rewards.protocol import Ready, receive
 
 _END_S = 10.0
-"""Longest that a guard may take to kill what is left."""
+"""Most seconds that a guard may take to kill the remaining processes."""
 
 
 class WorkerError(Exception):
@@ -25,10 +25,10 @@ class WorkerError(Exception):
 
 
 class WorkerProcess:
-    """The process and its guard, its connection, and the guard's lifeline: a pipe on its stdin (see `guard.py`).
+    """The worker and its guard, the connection to the worker, and the guard's lifeline, a pipe on its stdin (guard.py).
 
-    All that they start inherits a random mark in its environment: where user code has killed or stopped the guard, what
-    carries the mark is killed instead.
+    All processes that they start inherit a random mark in their environment. If user code has killed or stopped the
+    guard, `kill` ends the processes that carry the mark.
     """
 
     def __init__(self, target: str, timeout_s: float) -> None:
@@ -37,7 +37,7 @@ class WorkerProcess:
         deadline = time.monotonic() + timeout_s
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        sys_path = json.dumps([entry or os.getcwd() for entry in sys.path])  # it imports from where the run does
+        sys_path = json.dumps([entry or os.getcwd() for entry in sys.path])  # the worker uses the run's import path
         self.sock, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -63,28 +63,28 @@ class WorkerProcess:
             raise WorkerError(self.ready.error)
 
     def has_ended(self) -> bool:
-        """Whether no request can be answered any more."""
+        """Whether the process has exited or closed the connection, so that it cannot answer requests."""
         poller = select.poll()
-        poller.register(self.sock, 0)  # a connection that the other end has closed is reported all the same
+        poller.register(self.sock, 0)  # poll reports a closed connection even with an empty event mask
         return self.process.poll() is not None or bool(poller.poll(0))
 
     def kill(self) -> str:
-        """Kill the process and all that it has started, and free its descriptors. Returns how it had ended."""
+        """Kills the process and all processes it has started, frees its descriptors, and returns how it had ended."""
         self.process.send_signal(signal.SIGCONT)  # user code may have stopped the guard
-        try:  # to tell it; also another process may hold the lifeline, so that closing it would be no sign
+        try:  # sends a message, since closing the lifeline has no effect while another process holds it open
             self.process.communicate(b"end", timeout=_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.communicate()
         self.sock.close()
         code = self.process.returncode
-        if code < 0:  # the guard did not come to its end
+        if code < 0:  # the guard itself was killed before it had finished
             self._kill_marked()
         name = next((one.name for one in signal.Signals if one in (code - 128, -code)), None)
         return f"was killed by {name}" if name else f"exited with status {code}"
 
     def _kill_marked(self) -> None:
-        """Kill what carries the mark in its environment, until nothing does."""
+        """Kills all processes with the mark in their environment, until none is left or `_END_S` have passed."""
         deadline, is_left = time.monotonic() + _END_S, True
         while is_left and time.monotonic() < deadline:
             is_left = False

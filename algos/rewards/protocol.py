@@ -1,4 +1,4 @@
-"""What a reward runner and its worker process say to each other: length-prefixed msgpack over a socket pair."""
+"""The messages between a reward runner and its worker process: length-prefixed msgpack over a socket pair."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """Worker to runner, once: what the reward function takes, or why it could not be loaded."""
+    """Worker to runner, once: the reward function's arguments, or why it could not be loaded."""
 
     error: str = ""
     is_async: bool = False
     accepted: list[str] | None = None
-    """Keyword arguments that it declares; None when it takes any (`**kwargs`)."""
+    """Keyword arguments that the function declares; None when it takes any (`**kwargs`)."""
     required: list[str] = field(default_factory=list)
-    """Those of them that have no default."""
+    """Declared arguments without a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Runner to worker: calls to make, at the same time where the function is async."""
+    """Runner to worker: calls to make, all at the same time if the function is async."""
 
     parts: dict[int, Part]
-    """By a number that no other part has, and that the part's result carries."""
+    """Parts by a unique number, which the part's result repeats."""
     timeout_s: float
 
 
@@ -56,16 +56,16 @@ class Result:
 
 
 def send(sock: socket.socket, message: object, *, deadline: float | None = None) -> None:
-    """Raises `TimeoutError` when `deadline` (of `time.monotonic`) passes, and `OSError` when the peer is gone."""
+    """Sends. Raises `TimeoutError` when `deadline` (of `time.monotonic`) passes, `OSError` when the peer is gone."""
     _set_deadline(sock, deadline)
     payload = msgspec.msgpack.encode(message)
     sock.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
 def receive(sock: socket.socket, kind: type[Message], *, deadline: float | None = None) -> Message:
-    """The next message. Raises `TimeoutError` when `deadline` (of `time.monotonic`) passes, `EOFError` when the peer
-    is gone, `ConnectionError` when it had not read all that was sent to it, and `msgspec.DecodeError` for what is no
-    message of this kind."""
+    """Returns the next message. Raises `TimeoutError` when `deadline` (of `time.monotonic`) passes, `EOFError` when the
+    peer is gone, `ConnectionError` when the peer is gone and had not read all data sent to it, and
+    `msgspec.DecodeError` when the message is not of this kind."""
     (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, deadline))
     return msgspec.msgpack.decode(_receive_exactly(sock, length, deadline), type=kind)
 

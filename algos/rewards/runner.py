@@ -20,14 +20,14 @@ from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
 from engines.constraints import Count, check_fields
 
 FailureKind = Literal["raised", "timed_out", "invalid"]
-"""raised: the function did, or it returned a wrong number of rewards or ended its process. timed_out: it took longer
-than `timeout_s`, its process did not start again, or no more calls are made. invalid: the reward was not a finite
-number; None, TRL's "does not apply", counts as such."""
+"""raised: the function raised, returned a wrong number of rewards, or ended its process. timed_out: a call took longer
+than `timeout_s`, the process did not start again, or no more calls are made (`max_failures`). invalid: the reward was
+not a finite number (None, TRL's "does not apply", included)."""
 Seconds = Annotated[float, Meta(gt=0, le=1e6, description="above 0, and at most 1e+06 (seconds)")]
-"""Sockets and timers take no number of seconds that is much longer."""
+"""Sockets and timers do not accept much longer times."""
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")]
 _GRACE = 0.2
-"""An async function is cancelled at the limit, and its process killed this share of it later if that did not help."""
+"""An async function is cancelled at `timeout_s`; if it goes on, its process is killed this share of the limit later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +35,25 @@ class RewardConfig:
     """Limits on a reward function."""
 
     timeout_s: Seconds = 10.0
-    """Wall-clock limit of one call of the function, that is of one chunk."""
+    """Wall-clock limit of one call of the function (one chunk)."""
     chunk_size: Count | None = None
-    """Completions per call of the function: those of a call that raises, hangs, ends its process or returns a wrong
-    number of rewards all fail. None: 1, for an async function 16. More suit a function that is quicker with several."""
+    """Completions per call of the function. If a call raises, hangs, ends its process or returns a wrong number of
+    rewards, all its completions fail. None: 1, for an async function 16. Raise it if the function is faster in bulk."""
     failed_reward: Finite = 0.0
     """Reward of a completion that could not be scored."""
     max_failures: Count = 8
-    """Hangs, or ends of the function's process, in a rollout, after which it gives up on what is left to call."""
+    """After this many hangs or ends of the function's process in a rollout, its other completions are not scored."""
     start_timeout_s: Seconds = 120.0
-    """Limit on starting the process, the imports of the function's module included."""
+    """Limit on starting the process, including the imports of the function's module."""
     beside_rollout: bool = True
-    """Score completions as they finish, while others are generated: a call then gets what has finished by then. Off:
-    after it, in calls that depend on nothing timed; with a `chunk_size` of the group size each gets a group."""
+    """Score completions as they finish, during the rollout: timing then decides which ones share a call. Off: score
+    after the rollout, in calls that do not depend on timing; with `chunk_size` = group size a call gets one group."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def completions_per_call(self, is_async: bool) -> int:
-        """At most."""
+        """The most completions per call."""
         return self.chunk_size or (16 if is_async else 1)
 
 
@@ -62,13 +62,13 @@ class RewardRunner:
 
     It is named by import path, "package.module:function" or "path/to/file.py:function", runs in a subprocess that is
     started at the first use and kept, and gets the arguments that it declares (all of them if it takes `**kwargs`).
-    The chunks of a sync function run one after the other, those of an async one together in one event loop.
+    The chunks of a sync function run one after the other, the chunks of an async one together in one event loop.
 
     Use it as a context manager, or `close` it. Threads may share it; their calls then take turns.
     """
 
     def __init__(self, spec: str, config: RewardConfig | None = None) -> None:
-        """Starts nothing yet. Raises `ValueError` when `spec` has not the form of an import path."""
+        """Starts nothing yet. Raises `ValueError` when `spec` does not have the form of an import path."""
         module, colon, function = spec.rpartition(":")
         if not (colon and module and all(name.isidentifier() for name in function.split("."))):
             raise ValueError(f'reward={spec!r}: must be "package.module:function" or "path/to/file.py:function"')
@@ -83,8 +83,8 @@ class RewardRunner:
         self._numbers = itertools.count(1)
 
     def check(self, columns: Iterable[str] = ()) -> Ready:
-        """Starts the worker now. Raises `ValueError` when the function cannot be imported, or wants an argument that is
-        neither `prompts` nor `completions` nor one of `columns`."""
+        """Starts the worker now. Raises `ValueError` when the function cannot be imported, or requires an argument
+        other than `prompts`, `completions` and `columns`."""
         ready = self.ready
         missing = set(ready.required) - {"prompts", "completions", *columns}
         if missing:
@@ -95,7 +95,7 @@ class RewardRunner:
         return ready
 
     def close(self) -> None:
-        """Kills the worker. Another thread that scores makes no call after the one that it waits for."""
+        """Kills the worker. Waits for another thread's call in progress; that thread then makes no further call."""
         self.closed = True
         with self._lock:
             self._stop_worker()
@@ -108,7 +108,7 @@ class RewardRunner:
 
     @property
     def ready(self) -> Ready:
-        """What the function takes. Starts the worker if need be."""
+        """The arguments that the function takes. Starts the worker if it has not been started."""
         with self._lock:
             if self.closed:
                 raise ValueError(f"reward={self.spec!r}: the runner is closed; make a new RewardRunner")
@@ -124,7 +124,7 @@ class RewardRunner:
 
     @contextlib.contextmanager
     def turn(self, columns: Iterable[str]) -> Iterator[Ready]:
-        """The worker, for this thread alone. Raises `ValueError` as `check`."""
+        """Reserves the worker for this thread. Raises `ValueError` as `check` does."""
         with self._lock:
             ready = self.check(columns)
             try:
@@ -135,11 +135,11 @@ class RewardRunner:
 
     @property
     def has_worker(self) -> bool:
-        """Whether its process runs: the last call has not ended it."""
+        """Whether the worker process exists: the last call has not ended it."""
         return self._worker is not None
 
     def call(self, slices: list[slice], arguments: dict[str, list[Any]]) -> list[Result]:
-        """In a turn, the result of a call with each of these slices of the arguments."""
+        """Calls the function with each slice of the arguments and returns one result per slice. Requires `turn`."""
         numbers = [next(self._numbers) for _ in slices]
         parts: dict[int, Part] = {}
         results: dict[int, Result] = {}
@@ -154,7 +154,7 @@ class RewardRunner:
         try:
             try:
                 self._exchange(parts, results)
-            except ConnectionError:  # the worker ended before it took the message: no completion is to blame
+            except ConnectionError:  # the worker ended before it read the message: no completion caused this
                 self._stop_worker()
                 self._exchange(parts, results)
         except TimeoutError:
@@ -164,7 +164,7 @@ class RewardRunner:
             kind, error = "timed_out", f"the worker could not be started again: {failure}"
         except (EOFError, ConnectionError, msgspec.DecodeError):
             error = f"the worker process {self._stop_worker()}"
-        # A worker that was lost owes some.
+        # A worker that was lost has not sent all results.
         return [results.get(number) or Result(part=number, kind=kind, error=error) for number in numbers]
 
     def _exchange(self, parts: dict[int, Part], results: dict[int, Result]) -> None:
@@ -192,7 +192,7 @@ class RewardRunner:
 
 
 def _part(items: slice, arguments: dict[str, list[Any]]) -> Part:
-    """Raises `UnicodeEncodeError`, or `ValueError` for a column, where it cannot be sent."""
+    """Raises `UnicodeEncodeError` for text that cannot be encoded, `ValueError` for a column that is not plain data."""
     part = Part(num_items=items.stop - items.start, arguments={name: v[items] for name, v in arguments.items()})
     for name, values in part.arguments.items():
         try:

@@ -1,7 +1,7 @@
 """The process that runs a reward function: `python -m algos.rewards.worker SPEC SOCKET_FD SYS_PATH`.
 
-It may run anybody's code on a model's output, so it is built to be killed: all that it starts dies with it, and it dies
-as soon as the runner does (`guard.py`). What user code prints goes to stderr.
+It runs arbitrary user code on a model's output, so it must be safe to kill: all processes that it starts die with it,
+and it dies as soon as the runner does (`guard.py`). Output of user code goes to stderr.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RewardFunction = Callable[..., Any]
 def load_function(spec: str) -> RewardFunction:
     """The function named by "package.module:function" or "path/to/file.py:function".
 
-    Raises whatever the import raises, and `ValueError` when the name is not a function of the module.
+    Raises the errors of the import, and `ValueError` when the name is not a function of the module.
     """
     module_name, _, attribute = spec.rpartition(":")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
@@ -52,7 +52,7 @@ def _load_file(path: Path) -> ModuleType:
     sys.path.append(str(path.parent))
     found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
     if found and found.origin and Path(found.origin).resolve() == path.resolve():
-        return importlib.import_module(path.stem)  # so can the processes of a "spawn" or "forkserver" pool
+        return importlib.import_module(path.stem)  # processes of a "spawn" or "forkserver" pool can do so, too
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
@@ -63,7 +63,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def describe_function(function: RewardFunction) -> Ready:
-    """What the function takes. Raises `ValueError` when it cannot be called with keyword arguments alone."""
+    """The function's arguments. Raises `ValueError` when it cannot be called with keyword arguments alone."""
     given = inspect.signature(function).parameters.values()
     for one in given:
         if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
@@ -79,14 +79,14 @@ def describe_function(function: RewardFunction) -> Ready:
 def score_part(
     function: RewardFunction, number: int, part: Part, worker: int, loop: asyncio.AbstractEventLoop
 ) -> Result:
-    """Calls a function that is not async, outside of any event loop, since it may run one. It can only be killed."""
+    """Calls a sync function, outside any event loop, since it may run one. Only a kill of the worker stops the call."""
     try:
         with end_forks(worker):
             returned = function(**part.arguments)
             if inspect.isawaitable(returned):
                 returned = loop.run_until_complete(returned)
             return read_values(number, returned, part.num_items)
-    except BaseException as error:  # SystemExit too: a reward function must not end the worker by a mere sys.exit()
+    except BaseException as error:  # SystemExit too: sys.exit() in a reward function must not end the worker
         return Result(part=number, kind="raised", error=describe_error(error))
 
 
@@ -104,7 +104,7 @@ async def score_part_async(function: RewardFunction, number: int, part: Part, wo
 
 
 def read_values(number: int, returned: Any, num_items: int) -> Result:
-    """The rewards that a call returned. Raises `ValueError` where they are not a list of `num_items`."""
+    """Reads the rewards that a call returned. Raises `ValueError` if they are not a list of `num_items`."""
     if isinstance(returned, (str, bytes, dict)) or not hasattr(returned, "__iter__"):
         what = "None" if returned is None else f"a {type(returned).__name__}"
         raise ValueError(f"returned {what}: must be a list of {num_items} numbers")
@@ -133,7 +133,7 @@ def describe_error(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
     frames = traceback.extract_tb(error.__traceback__)
     place = (frames[-1].filename, frames[-1].lineno) if frames else None
-    if isinstance(error, SyntaxError) and error.filename:  # raised by the importer, of the line that it names
+    if isinstance(error, SyntaxError) and error.filename:  # raised by the importer; the error itself names the line
         place = error.filename, error.lineno
     where = f" ({Path(place[0]).name}:{place[1]})" if place and place[0] != __file__ else ""
     return text[:450] + where[:50]
@@ -141,8 +141,8 @@ def describe_error(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def end_forks(worker: int) -> Iterator[None]:
-    """Around user code, in the process `worker`. A process that the code forked ends where it leaves, as it would at
-    the end of a program: it must not answer in the worker's place."""
+    """Surrounds user code in the process `worker`. A process that the code has forked exits at the end of this context,
+    as at the end of a program, so that it does not answer in the worker's place."""
     error: BaseException | None = None
     try:
         yield
@@ -164,7 +164,7 @@ def _exit_after(error: BaseException | None) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(status)  # the interpreter's own end would take the worker's event loop apart
+        os._exit(status)  # a normal exit of the interpreter would close the worker's event loop
 
 
 def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker: int) -> None:
@@ -194,7 +194,7 @@ def main() -> None:
         sock.close()
         guard(child, lifeline=0)
     worker = os.getpid()
-    # Children that user code starts shall hold neither end of the runner's pipes, nor read from the lifeline.
+    # Processes that user code starts must inherit neither the socket to the runner nor the lifeline.
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=sock.close)
     with open(os.devnull, "rb") as devnull:

@@ -24,7 +24,7 @@ _HELD_OUT_ONE_IN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticTask:
-    """Additions whose operands have equally many digits, a log-normal number of them."""
+    """Additions of two operands with the same number of digits, which is log-normal."""
 
     reward: ClassVar[str] = "algos.rewards.arithmetic:exact_answer"
 
@@ -61,7 +61,7 @@ class ArithmeticTask:
 
 
 def _is_held_out(a: int, b: int) -> bool:
-    """The operands alone decide, in either order: no draw, of any seed, puts a held-out sum into training."""
+    """Depends only on the operands, in either order, so that no seed's draws put a held-out sum into training."""
     digest = hashlib.blake2b(f"{min(a, b)}+{max(a, b)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % _HELD_OUT_ONE_IN == 0
 

@@ -1,4 +1,4 @@
-"""Grade-school word problems from a GSM8K file (or one of its form). Torch-free."""
+"""Grade-school word problems from a GSM8K file (or a file of the same form). Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = tuple[str, str]
 class Gsm8kTask:
     """Problems of a JSONL file with a `question` and an `answer` that ends in `#### 42`.
 
-    Constructing one reads the files. ValueError, with file and line number, when one cannot be used.
+    The constructor reads the files. It raises ValueError, with file and line number, for a file that cannot be used.
     """
 
     reward: ClassVar[str] = "algos.rewards.math:math_verify_reward"
@@ -35,9 +35,9 @@ class Gsm8kTask:
     held_out_fraction: Annotated[float, Meta(gt=0, lt=1, description="between 0 and 1")] = 0.05
     """Share of `path`'s questions held out when there is no `held_out_path`; a hash of the question picks them."""
     template: str = "Question: {question}\nReason step by step, then write the final answer in \\boxed{}.\nAnswer:"
-    """The prompt; `{question}` is replaced, all else stays as it is (braces too)."""
+    """The prompt; only `{question}` is replaced, other braces stay as they are."""
     seed: int = 0
-    """Of the order in which each epoch goes through the training problems."""
+    """Seed of the order of the training problems in each epoch."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -56,7 +56,7 @@ class Gsm8kTask:
 
     def _problem(self, uid: int, row: Row) -> Problem:
         question, answer = row
-        # Not str.format: the template's own braces (\boxed{}) are meant.
+        # Not str.format, since the template contains literal braces (\boxed{}).
         return Problem(uid=uid, prompt=self.template.replace("{question}", question), columns={"answer": answer})
 
     @cached_property

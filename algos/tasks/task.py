@@ -1,4 +1,4 @@
-"""What a task is to a trainer: problems by index, held-out problems, and the name of a reward. Torch-free."""
+"""The interface of a task: problems by index, held-out problems, and the name of a reward. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One prompt, and what its reward needs to know."""
+    """One prompt, and the data that its reward needs."""
 
     uid: int
-    """Names the draw, not the text: unique in a run, so that a text drawn twice gets fresh noise each time.
+    """Identifies the draw, not the text: unique in a run, so that a text drawn twice gets fresh noise each time.
 
     Training problems carry their index, held-out ones count down from -1.
     """
@@ -30,8 +30,8 @@ class Task(Protocol):
     def train_problem(self, index: int) -> Problem:
         """A pure function of `index` >= 0, so that one integer is a run's whole position in the data.
 
-        A finite data set goes round in epochs, each another seeded permutation.
+        A finite data set is repeated in epochs, each with its own seeded permutation.
         """
 
     def held_out_problems(self, count: int) -> list[Problem]:
-        """The first `count` problems that no index trains on; fewer when a finite data set holds fewer."""
+        """The first `count` held-out problems, which `train_problem` never returns; fewer if a data set has fewer."""

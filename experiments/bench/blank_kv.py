@@ -1,5 +1,5 @@
-"""Sequences with a long past at the cost of none: they bring KV of zeros. For benchmarks of steps, whose time does not
-depend on what the cache holds."""
+"""Sequences with a long context that need no prefill: their KV is zeros. For benchmarks of steps, whose time does not
+depend on the values in the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.sequence import KVHandle, KVPart, Work
 
 
 class BlankKV:
-    """A store that has all KV there could be, as zeros."""
+    """A KV store that returns zeros for every sequence."""
 
     def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
         return None
@@ -33,9 +33,9 @@ class BlankKV:
 
 
 def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, first_uid: int = 0) -> None:
-    """Submits sequences of `context` tokens, different from the first one on, that generate `length` more.
+    """Submits sequences of `context` random tokens each, which generate `length` more.
 
-    The next step computes the last of these tokens, which gives the first of those.
+    The next step computes only the last context token and samples the first new one.
     """
     mover = llm.replica.mover
     assert isinstance(mover, KVMover)

@@ -4,9 +4,9 @@
     python experiments/bench/collectives.py --ranks 2 --sizes 4096
     torchrun --standalone --nproc-per-node 4 experiments/bench/collectives.py
 
-The first two start their ranks themselves. A time is the mean over a few calls in a row, on the slowest rank. The
-floor: every rank must at least read its message and write the result, which is timed as copies of that many bytes by
-all ranks at once (`torch.Tensor.copy_` between private buffers). It leaves out waiting, adding and starting operations.
+The first two start their ranks themselves. A time is the mean over a few consecutive calls, on the slowest rank. The
+floor is the time to read the message and write the result, measured as copies of that many bytes by all ranks at once
+(`torch.Tensor.copy_` between private buffers). It does not include waiting, adding and starting operations.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class CollectivesBench(harness.BenchConfig):
     """Time all-reduce and all-gather over shared memory and gloo, interleaved."""
 
     turns: Count = 30
-    """Interleaved measurements of each transport; the medians count."""
+    """Interleaved measurements of each transport; medians are reported."""
     ranks: Annotated[int, Meta(ge=2, description="at least 2")] = 4
-    """Processes to start; under torchrun, its own number holds."""
+    """Processes to start; under torchrun, its number of processes applies instead."""
     sizes: Annotated[tuple[Size, ...], Meta(min_length=1, description="multiples of 4")] = (4096, 65536, 1048576)
-    """Bytes of float32 that each rank brings."""
+    """Message sizes: bytes of float32 per rank."""
     calls: Count = 20
-    """Calls in a row per measurement."""
+    """Consecutive calls per measurement."""
 
 
 def measure(config: CollectivesBench) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _compare(operation: str, size: int, config: CollectivesBench, groups: dict[s
 
 
 def _slowest(call: Callable[[], Any], num_calls: int, group: Communicator) -> float:
-    """Seconds per call of the slowest rank; the ranks start together, by the fast group, whichever is timed."""
+    """Seconds per call on the slowest rank. A barrier of `group`, which need not be the timed one, starts all ranks."""
     group.barrier()
     start = time.perf_counter()
     for _ in range(num_calls):

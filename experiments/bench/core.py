@@ -1,10 +1,10 @@
-"""What a decision of the coordinator costs, by the number of waiting sequences.
+"""The time of a decision of the coordinator, by the number of waiting sequences.
 
     python experiments/bench/core.py
 
-Every replica is full, and the rest waits. One of its sequences finishes: the core takes the event, delivers, asks the
-policy, and dispatches the next. In between every replica reports a step in which each of its sequences got a token.
-Messages are not encoded: that is the transport's cost. Tier: sim.
+Every replica is full, and the other sequences wait. When a sequence finishes, the core takes the event, delivers the
+completion, asks the policy, and dispatches the next sequence. In between, every replica reports a step in which each of
+its sequences got a token. Messages are not encoded: that is part of the transport's cost. Tier: sim.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class CoreBench(harness.BenchConfig):
     """Time the coordinator's decisions with few and with many sequences waiting, interleaved."""
 
     waiting: Counts = (10, 100, 1_000, 10_000)
-    """Sequences that wait."""
+    """Numbers of waiting sequences."""
     replicas: Count = 8
-    """Replicas."""
+    """Number of replicas."""
     slots: Count = 32
-    """Sequences that each runs at once."""
+    """Sequences that each replica runs at once."""
     events: Count = 500
     """Finished sequences timed in a turn; as many are submitted to replace them."""
 
@@ -54,7 +54,7 @@ def measure(config: CoreBench) -> dict[str, Any]:
 
 
 def _turn(driver: _Driver, config: CoreBench) -> dict[str, list[float]]:
-    """Seconds of each event."""
+    """Seconds of all events, by kind of event."""
     driver.seconds = {event: [] for event in EVENTS}
     for index in range(config.events):
         replica = index % config.replicas
@@ -66,7 +66,7 @@ def _turn(driver: _Driver, config: CoreBench) -> dict[str, list[float]]:
 
 
 class _Driver:
-    """A core in an open phase, and the numbers of its replicas' events."""
+    """A core in an open phase, and the number of events that each replica has sent."""
 
     def __init__(self, config: CoreBench, num_waiting: int) -> None:
         layout = contiguous_layout(range(config.replicas), 1)

@@ -3,11 +3,11 @@
     python experiments/bench/dispatch.py
     python experiments/bench/dispatch.py --tensor-parallel-size 2 --slots 8
 
-Real processes, a real model, real messages; but each step lasts what the latency profile of an 8B model on H100s says
-of its batch and context (docs/latency_profiles.md), `--scale` times slower, so that two cores can follow four replicas.
-Lengths come from a log-normal tail and are hidden: dispatch sees only the cap. The time is the makespan; beside it
-stands the floor, which no dispatch can beat: all tokens at the throughput of full batches on every replica, or the
-longest sequence alone, whichever takes longer.
+Processes, model and messages are real, but each step lasts as long as the latency profile of an 8B model on H100s gives
+for its batch and context (docs/latency_profiles.md), `--scale` times slower, so that two cores can run four replicas.
+Lengths are log-normal and hidden: dispatch knows only the cap. The time is the makespan. Its floor, which no dispatch
+can beat, is the time of all tokens at the throughput of full batches on every replica, or of the longest sequence
+alone, whichever is longer.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from research.workloads.lengths import LogNormalLengths
 
 PROMPT_LENGTH = 16
 CONTEXT_SCALE = 16
-"""Tokens of context in the profile per token here: lengths are scaled down, their spread is not."""
+"""Context tokens in the profile per token here: lengths are scaled down, their spread is not."""
 SIGMA = 0.884
-"""Spread of the logarithm of the length; PAT's anchors."""
+"""Spread of the logarithm of the length, from PAT's anchors."""
 ON_DEMAND, STATIC = "on demand", "static"
 Rollout = list[StepRecord]
 
@@ -53,23 +53,23 @@ class DispatchBench(harness.BenchConfig):
     """Time rollouts of a long-tailed batch under static and on-demand dispatch, paced, interleaved."""
 
     turns: Count = 3
-    """Interleaved measurements of each dispatch; the medians count."""
+    """Interleaved measurements of each dispatch; medians are reported."""
     model: str = "0.8m"
-    """A shape of research/workloads/shapes.py, or a Hugging Face folder: what draws tokens, not what sets the time."""
+    """The model that samples tokens (the profile sets the time): a name in research/workloads/shapes.py or a folder."""
     ranks: Count = 4
-    """Processes; under torchrun, its own number holds."""
+    """Processes; under torchrun, its number of processes applies instead."""
     tensor_parallel_size: Count = 1
-    """Processes that form one replica, and run the model in shards."""
+    """Processes of one replica, each with a shard of the model."""
     scale: NonNegative = 2.0
-    """Seconds here per second of the profile; 0 lets each step last what it lasts (tier "live", no floor)."""
+    """Seconds here per second of the profile; 0: steps are not paced (tier "live", no floor)."""
     batch: Count = 384
-    """Sequences."""
+    """Sequences in the batch."""
     slots: Count = 16
-    """Most sequences of a replica at a time, as its KV cache would set it."""
+    """Most sequences that a replica runs at a time, as its KV cache would limit them."""
     cap: Count = 600
-    """Longest response, tokens: all that dispatch knows of lengths, whose median is 100."""
+    """Longest response, tokens. Dispatch knows nothing else about the lengths, whose median is 100."""
     figure: Path | None = None
-    """Draw both timelines there."""
+    """Draw both timelines to this file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +127,7 @@ def measure(config: DispatchBench) -> dict[str, Any]:
 def _roll_out(
     config: DispatchBench, leads: bool, world: TorchGroup, tokens: list[list[list[int]]], llm: LLM
 ) -> Rollout:
-    """The steps of all replicas, as their leaders saw them."""
+    """Runs one rollout and returns the steps of all replicas, recorded on their first ranks."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(2, 256, (config.batch, PROMPT_LENGTH), generator=generator).tolist()
     params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
@@ -138,7 +138,7 @@ def _roll_out(
 
 
 def _rows(runs: dict[str, list[Rollout]], num_replicas: int, facts: dict[str, Any]) -> list[harness.Row]:
-    """The makespan; a step; and from its end to the next one's start, when commands are heard and events are sent."""
+    """Rows of the makespan, a step, and the gap between two steps, in which commands are received and events sent."""
     makespans = {
         name: [max(step.start + step.seconds for step in run) - min(step.start for step in run) for run in some]
         for name, some in runs.items()
@@ -167,7 +167,7 @@ def _gaps(run: Rollout) -> list[float]:
 
 
 def _floor(config: DispatchBench, pace: ProfilePace, lengths: list[int], num_replicas: int) -> float:
-    """Seconds, by two bounds: every replica full all the time; the longest sequence, never waiting, always alone."""
+    """The larger of two bounds, seconds: every replica always full; the longest sequence alone, without waiting."""
 
     spec = ReplicaSpec(id=0, ranks=tuple(range(config.tensor_parallel_size)))
 

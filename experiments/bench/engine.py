@@ -4,9 +4,9 @@
     python experiments/bench/engine.py --models runs/models/tiny --batches --dtype float32 --peers hf
 
 All sides read the same checkpoint and generate the same numbers of tokens from the same prompts at temperature 1. In
-the long tail ours sees the cap only, a hidden stop ends its sequences; vLLM and transformers' continuous batching know
-each length; Hugging Face's `generate` pads all rows until the longest is done. Times are milliseconds per step of the
-longest sequence. Beside them stands the floor: reading the weights and the KV that a step needs.
+the long tail our engine knows only the cap, and a hidden stop ends its sequences. vLLM and transformers' continuous
+batching know each length. Hugging Face's `generate` pads all rows until the longest is done. Times are milliseconds per
+step of the longest sequence. The floor is the time to read the weights and the KV that a step needs.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ class EngineBench(harness.BenchConfig):
     models: tuple[str, ...] = ("25m", "200m")
     """Names in research/workloads/shapes.py, which get random weights, or Hugging Face folders."""
     batches: tuple[Count, ...] = (1, 8, 32, 64)
-    """Sequences of equal length."""
+    """Batch sizes, with sequences of equal length."""
     length: Count = 128
-    """Tokens that each of them generates."""
+    """Tokens that each sequence of a batch generates."""
     tail: WholeNumber = 64
     """Sequences of the long tail; 0 leaves it out."""
     cap: Count = 1024
-    """Its longest length: all that our engine knows of lengths, whose median is 100."""
+    """Longest length in the long tail. Our engine knows nothing else about the lengths, whose median is 100."""
     dtype: DType = "bfloat16"
-    """Of weights and activations, all sides."""
+    """Dtype of weights and activations, on all sides."""
     peers: tuple[Literal["hf", "hf_cb"], ...] = ("hf", "hf_cb")
     """Peers of this Python, in the long tail only: Hugging Face `generate`, and its continuous batching."""
     vllm_python: Path | None = None
-    """A Python that has vLLM; it becomes a peer in every row."""
+    """A Python that has vLLM; with it, vLLM is a peer in every row."""
     threads: Count | None = None
-    """torch threads of ours and Hugging Face; by default ours takes the better of one and all cores, found in its
-    warm-up, and Hugging Face all."""
+    """torch threads of our engine and Hugging Face. By default Hugging Face uses all cores, and our engine uses one or
+    all, whichever is faster in its warm-up."""
     hf_turns: Count = 1
-    """Turns that Hugging Face, which takes minutes, is part of."""
+    """Turns in which Hugging Face is measured; it takes minutes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,7 +108,7 @@ def _sizes(config: EngineBench) -> dict[str, Any]:
 
 
 class OurSide:
-    """Knows the cap of the lengths only: a hidden stop ends sequences."""
+    """Our engine. It knows only the cap of the lengths; a hidden stop ends sequences."""
 
     def __init__(self, folder: str, config: EngineBench) -> None:
         self._lengths: list[int] = []
@@ -157,14 +157,14 @@ def _with_threads(threads: int, call: Callable[[], float]) -> float:
 
 
 def _best_threads(call: Callable[[], float], candidates: list[int]) -> int:
-    """Which of them it is fastest with, after a warm-up."""
+    """The number of threads among `candidates` with which `call` is fastest, after a warm-up."""
     call()
     seconds = {threads: min(_with_threads(threads, call) for _ in range(2)) for threads in candidates}
     return min(seconds, key=seconds.__getitem__)
 
 
 def _floor(model: str, config: EngineBench, lengths: list[int], device: torch.device) -> dict[str, float]:
-    """Milliseconds per step; nothing for a folder."""
+    """The floor in milliseconds per step; empty for a Hugging Face folder."""
     if model not in SHAPES:
         return {}
     context_tokens = sum(length * PROMPT_LENGTH + length * (length + 1) // 2 for length in lengths)

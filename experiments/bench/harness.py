@@ -1,8 +1,8 @@
-"""How every bench measures: named variants take turns, medians count, and one table and one JSON object come out.
+"""How every bench measures: named variants take turns, and their medians go into one table and one JSON object.
 
-A turn runs each variant once, every second turn in the reverse order, so that a machine which gets slower or faster
-favours none. A ratio is that of two times of one turn; the median over the turns counts. The first variant is the
-baseline, which runs twice in a turn: its ratio to itself (A/A) shows what noise alone does.
+A turn runs each variant once, every second turn in reverse order, so that a machine that becomes slower or faster
+favours no variant. A ratio is of two times of the same turn, and the median over the turns is reported. The first
+variant is the baseline. It runs twice in a turn: its ratio to itself (A/A) shows the effect of noise alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engines.constraints import Count, check_fields
 from experiments import launch
 
 AGAIN = " again"
-"""What the baseline's second run of a turn is called."""
+"""Suffix of the name of the baseline's second run in a turn."""
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -34,10 +34,10 @@ C = TypeVar("C", bound="BenchConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What all benches have."""
+    """Options of all benches."""
 
     turns: Count = 5
-    """Interleaved measurements of each variant; the medians count."""
+    """Interleaved measurements of each variant; medians are reported."""
     output: Path | None = None
     """Also write the JSON result to this file."""
 
@@ -57,10 +57,10 @@ def interleave(
     warm_up: bool = True,
     most_turns: Mapping[str, int] | None = None,
 ) -> dict[str, list[T]]:
-    """What each variant returned in each turn; the baseline's second runs are under its name and `AGAIN`.
+    """Returns each variant's results, one per turn; the baseline's second runs are under its name and `AGAIN`.
 
-    `most_turns` are those of variants that take too long for all of them. What the warm-up returns is thrown away.
-    In a world all ranks call it together, with the same variants.
+    `most_turns` limits the turns of slow variants. Results of the warm-up are discarded. In a world all ranks call this
+    together, with the same variants.
     """
     base = next(iter(variants))
     order = {**variants, base + AGAIN: variants[base]}
@@ -76,7 +76,7 @@ def interleave(
 
 
 def compare(name: str, seconds: Mapping[str, Items[float]], **facts: object) -> Row:
-    """A row of the result, from what `interleave` returned: medians in milliseconds, ratios to the baseline, A/A."""
+    """Makes a row of the result from seconds per turn: medians in milliseconds, ratios to the baseline, A/A."""
     base = next(iter(seconds))
     ratios = {
         one: short(statistics.median(mine / its for mine, its in zip(values, seconds[base], strict=False)))
@@ -94,14 +94,14 @@ def compare(name: str, seconds: Mapping[str, Items[float]], **facts: object) -> 
 
 
 def short(value: float) -> float:
-    """With four digits."""
+    """Rounds to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def run(kind: type[C], measure: Callable[[C], dict[str, Any]]) -> None:
     """Reads the command line, measures, prints a table to stderr and the JSON object as the last line of stdout.
 
-    `measure` returns `rows` made by `compare`, and what else belongs to the result.
+    `measure` returns `rows` made by `compare`, and other fields of the result.
     """
 
     def main() -> dict[str, Any] | None:
@@ -128,7 +128,7 @@ def run(kind: type[C], measure: Callable[[C], dict[str, Any]]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures are from."""
+    """The machine that the figures are from."""
     import torch
 
     info = Path("/proc/cpuinfo")
@@ -144,7 +144,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: Items[Row]) -> str:
-    """A line per variant, and one per fact that is a number or a word."""
+    """One line per variant, and one per fact that is a number or a string."""
     lines: list[tuple[str, ...]] = []
     for row in rows:
         base, *others = row["ms"]

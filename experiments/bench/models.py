@@ -1,4 +1,4 @@
-"""Hugging Face folders with random weights, so that every engine reads the same; and the floor of a step."""
+"""Hugging Face folders with random weights, so that all engines read the same weights; and the floor of a step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Shape = Literal["0.8m", "25m", "200m", "8b"]
 def checkpoint(
     model: str | DecoderShape, *, max_positions: int, dtype: str, world: Communicator | None = None
 ) -> Iterator[str]:
-    """The folder itself, or one with random weights of that shape, which is gone afterwards.
+    """Yields the folder `model`, or for a shape a temporary folder with random weights.
 
-    The ranks of a world enter and leave together, and share it.
+    The ranks of a world enter and leave together, and share the folder.
     """
     shape = SHAPES.get(model) if isinstance(model, str) else model
     if shape is None:
@@ -42,7 +42,7 @@ def checkpoint(
 
 
 def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, dtype: str = "float32") -> None:
-    """Writes a Qwen3 of that shape. Made on the GPU where there is one."""
+    """Writes a Qwen3 of that shape with random weights, made on the GPU if there is one."""
     config = Qwen3Config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -53,7 +53,7 @@ def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, 
         head_dim=shape.head_dim,
         max_position_embeddings=max_positions,
         tie_word_embeddings=shape.tied,
-        # Ids that a peer may want; no benchmark lets them end a sequence.
+        # Ids that a peer may require; no benchmark lets them end a sequence.
         bos_token_id=0,
         eos_token_id=1,
     )
@@ -63,7 +63,7 @@ def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, 
 
 
 def random_sequence(uid: int, *, num_tokens: int, length: int, sample_index: int = 0) -> SequenceState:
-    """One that generates `length` tokens. A uid always has the same prompt."""
+    """A sequence that generates `length` tokens. A uid always has the same prompt."""
     generator = torch.Generator().manual_seed(uid)
     return SequenceState(
         key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=sample_index),
@@ -75,8 +75,8 @@ def random_sequence(uid: int, *, num_tokens: int, length: int, sample_index: int
 
 
 def floor_seconds(shape: DecoderShape, dtype: str, *, steps: int, context_tokens: int, device: torch.device) -> float:
-    """Seconds to read the weights `steps` times and the KV of `context_tokens` tokens once, as fast as a plain read of
-    as many bytes as the weights have is here: from a cache where they fit in one."""
+    """Seconds to read the weights `steps` times and the KV of `context_tokens` tokens once. The speed is measured here,
+    on a plain read of as many bytes as the weights have: from a cache if they fit in one."""
     item = getattr(torch, dtype).itemsize
     weights = shape.num_matrix_parameters * item
     data = torch.ones(weights // 8, dtype=torch.int64, device=device)

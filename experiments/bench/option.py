@@ -1,10 +1,10 @@
-"""What an option of the engine costs or brings: the same rollouts with it and without.
+"""Times the same rollouts with an option of the engine and without it.
 
     python experiments/bench/option.py                # the prefix cache, for 16 samples of one long prompt
     python experiments/bench/option.py --option batch_invariant --prompts 32 --group-size 1 --prompt 128
 
-All prompts are computed in one pass, and each sequence then decodes. Each run has prompts of its own, so that nothing
-is left over from the run before. A ratio above 1 is how many times as long it takes with the option.
+All prompts are computed in one pass, and each sequence then decodes. Each run has prompts of its own, so that it cannot
+use cached KV of the run before. A ratio is the time with the option over the time without it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class OptionBench(harness.BenchConfig):
     shape: Shape = "25m"
     """A name in research/workloads/shapes.py."""
     prompts: Count = 1
-    """Prompts, which have nothing in common."""
+    """Number of prompts, which have nothing in common."""
     prompt: Count = 512
-    """Tokens of each."""
+    """Tokens per prompt."""
     group_size: Count = 16
-    """Samples of each."""
+    """Samples per prompt."""
     length: Annotated[int, Meta(ge=2, description="at least 2")] = 64
     """Tokens that each sample generates."""
     dtype: DType = "bfloat16"
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
 
 
 def measure(config: OptionBench) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def measure(config: OptionBench) -> dict[str, Any]:
 
 
 def _roll_out(llm: LLM, config: OptionBench, uids: itertools.count[int]) -> dict[str, Any]:
-    """Seconds in all, of the first step, which computes all prompts, and of a later one (their median); and counts."""
+    """Returns counts, and seconds in total, of the first step (it computes all prompts) and of later ones (median)."""
     for uid in itertools.islice(uids, config.prompts):
         for index in range(config.group_size):
             state = random_sequence(uid, num_tokens=config.prompt, length=config.length, sample_index=index)

@@ -28,11 +28,11 @@ from engines.models.hugging_face import read_checkpoint
 Side = Callable[[list[list[int]], list[int]], float]
 """Samples `lengths[i]` tokens after prompt i; returns seconds."""
 START_S = 300.0
-"""Longest wait for a peer to start, and for one of its answers."""
+"""Most seconds to wait for a peer's start, and for each of its answers."""
 
 
 class HuggingFacePeer:
-    """Pads all rows until the longest is done, as `generate` must."""
+    """Hugging Face's `generate`, which pads all rows until the longest is done."""
 
     def __init__(self, model: str | Path, dtype: DType, device: torch.device) -> None:
         self._device = device
@@ -64,13 +64,13 @@ class ContinuousBatchingPeer:
     """transformers' own continuous batching over a paged cache. It knows each length."""
 
     def __init__(self, model: str | Path, dtype: DType, device: torch.device, num_tokens: int) -> None:
-        """`num_tokens`: the most that the cache must hold, over all sequences at their full length."""
+        """`num_tokens`: tokens that the cache must hold, which is all sequences at full length."""
         network = read_checkpoint(AutoModelForCausalLM, model, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         self._network = network.eval().to(device)
         self._num_tokens = num_tokens
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
-        """Samples `lengths[i]` tokens after prompt i; returns seconds, without the start of its manager."""
+        """Samples `lengths[i]` tokens after prompt i; returns seconds, which exclude the start of its manager."""
         settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1)
         sizes = ContinuousBatchingConfig(num_blocks=self._num_tokens // 256 + len(prompts), page_size=256)
         with self._network.continuous_batching_context_manager(

@@ -1,5 +1,5 @@
-"""What a decode step costs: its parts, against its floor, by batch, context and dtype, after many sequences have
-finished, and beside busy processes.
+"""Times a decode step and its parts, against a floor: by batch, context and dtype, after many sequences have finished,
+and beside busy processes.
 
     python experiments/bench/step.py
     python experiments/bench/step.py --batches 1 8 64 --dtypes float32 bfloat16 --neighbours 1 --threads 2
@@ -7,13 +7,13 @@ finished, and beside busy processes.
     python experiments/bench/step.py --batches 1 2 4 8 16 32 64 128 256 512 1024 2048 4096 --steps 2 \\
         --contexts 64 512 1024 1536 2048 2560 3072 3584 4096
 
-Medians over the steps of a batch in which nobody ends. Its sequences bring KV of zeros, each its own, so that a long
-context costs no prefill. A step's time should be linear in batch and context, above what the weights cost to read, and
-flat in the number of finished sequences.
+Times are medians over the steps of a batch in which no sequence ends. Each sequence has its own KV of zeros, so that a
+long context needs no prefill. A step's time should be linear in batch and context, on top of the time to read the
+weights, and independent of the number of finished sequences.
 
-The parts (schedule, build, forward, sample, and control: tokens appended, ends looked for) are timed by wrapping the
-engine's methods from here: the engine itself holds no clock. On CUDA the device is waited for around each part, so that
-a step is longer than it is otherwise.
+The parts are schedule, build, forward, sample, and control (appending tokens, looking for ends). They are timed by
+wrapping the engine's methods here, since the engine has no clock. On CUDA the device is synchronised around each part,
+so a step takes longer than usual.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from research.workloads.shapes import SHAPES
 PARTS = ("schedule", "build", "forward", "sample")
 WARM_UP = 4
 SETTLE_S = 1.0
-"""In which threads find out whether cores are free."""
+"""Seconds in which threads find out whether cores are free."""
 FINISHED_CONTEXT = 33
 """Tokens of a finished sequence: two full blocks, which the prefix cache keeps."""
 Context = Annotated[int, Meta(gt=WARM_UP, description=f"more than the {WARM_UP} steps of the warm-up")]
@@ -57,15 +57,15 @@ class StepBench(harness.BenchConfig):
     shape: Shape = "25m"
     """A name in research/workloads/shapes.py."""
     batches: Counts = (1, 8, 64, 256)
-    """Sequences in a step, each of 128 tokens at first."""
+    """Sequences in a step, each with 128 tokens at the start."""
     contexts: tuple[Context, ...] = ()
-    """Tokens that each of 64 sequences has at first."""
+    """Tokens that each of 64 sequences has at the start."""
     dtypes: Annotated[tuple[DType, ...], Meta(min_length=1, description="one or more dtypes")] = ("bfloat16",)
-    """Of weights and activations; the first one is the baseline."""
+    """Dtypes of weights and activations; the first one is the baseline."""
     finished: WholeNumber = 0
-    """Where above 0, the baseline is also timed in an engine in which as many sequences have finished before."""
+    """If above 0, the baseline is also timed in an engine in which this many sequences have finished before."""
     neighbours: WholeNumber = 0
-    """Where above 0, the baseline is also timed beside as many processes that keep a core busy each."""
+    """If above 0, the baseline is also timed beside this many processes that each keep a core busy."""
     steps: Count = 4
     """Steps that a variant makes in a turn."""
     threads: Count = 1
@@ -73,7 +73,7 @@ class StepBench(harness.BenchConfig):
 
     @property
     def num_steps(self) -> int:
-        """Most steps that an engine makes: the baseline's runs up to three times in a turn."""
+        """Most steps that an engine makes: the baseline's engine runs up to three times in a turn."""
         return WARM_UP + 3 * self.steps * (self.turns + 1)
 
 
@@ -93,7 +93,7 @@ def measure(config: StepBench) -> dict[str, Any]:
 
 
 def _compare(name: str, folder: str, config: StepBench, batch: int, context: int) -> harness.Row:
-    """What a step takes, of the baseline also its parts and its floor."""
+    """The time of a step, and for the baseline also its parts and its floor."""
     base = config.dtypes[0]
     engines: dict[str, LLM] = {dtype: _engine(folder, config, dtype, batch, context) for dtype in config.dtypes}
     if config.finished:
@@ -107,7 +107,7 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
             llm.replica.step()
     parts = _watch_parts(engines[base])
     settle = config.neighbours > 0
-    # The baseline runs twice in a turn. The others make as many steps, so that their contexts are as long.
+    # The baseline runs twice in a turn. The others make twice the steps at once, so that all contexts grow alike.
     turns: dict[str, Callable[[], float]] = {
         one: partial(_turn, llm, config.steps * (1 + (one != base)), settle) for one, llm in engines.items()
     }
@@ -142,7 +142,7 @@ def _engine(folder: str, config: StepBench, dtype: DType, batch: int, context: i
 
 
 def _finish(llm: LLM, count: int, at_once: int) -> None:
-    """Runs that many sequences to their end."""
+    """Runs `count` sequences to their end, `at_once` at a time."""
     for first in range(0, count, at_once):
         many = min(at_once, count - first)
         submit_decodes(llm, num_sequences=many, context=FINISHED_CONTEXT, length=1, first_uid=first)
@@ -150,7 +150,7 @@ def _finish(llm: LLM, count: int, at_once: int) -> None:
 
 
 def _turn(llm: LLM, num_steps: int, settle: bool, neighbours: int = 0) -> float:
-    """Median seconds of a step. A step ends with what it has drawn on the host."""
+    """Median seconds of a step, which ends when the sampled tokens are on the host."""
     with _busy(neighbours):
         end = time.monotonic() + SETTLE_S * settle
         while time.monotonic() < end:
@@ -165,7 +165,7 @@ def _turn(llm: LLM, num_steps: int, settle: bool, neighbours: int = 0) -> float:
 
 @contextlib.contextmanager
 def _busy(count: int) -> Iterator[None]:
-    """Beside `count` processes that never rest."""
+    """Runs `count` processes that each keep a core busy."""
     started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -176,7 +176,7 @@ def _busy(count: int) -> Iterator[None]:
 
 
 def _watch_parts(llm: LLM) -> dict[str, list[float]]:
-    """From now on: the seconds of each part of each step, and of the whole."""
+    """Returns a list per part, and for the whole step, to which every later step appends its seconds."""
     replica, runner = llm.replica, llm.replica._runner
     seconds: dict[str, list[float]] = {}
     for owner, method, part in (
@@ -207,7 +207,7 @@ def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., An
 
 
 def _fit(x: list[int], rows: list[harness.Row]) -> dict[str, float]:
-    """The line through the baseline's points that makes their relative distances small, by weighted least squares."""
+    """Fits a line to the baseline's points by least squares, weighted so that relative distances are small."""
     y = np.array([next(iter(row["ms"].values())) for row in rows])
     slope, offset = np.polyfit(x, y, 1, w=1 / y)
     return {

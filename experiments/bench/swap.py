@@ -1,11 +1,11 @@
-"""A sequence that gives up its blocks and comes back: its KV stored and read, or computed again; which is faster, and
-what the cost model picks.
+"""A sequence loses its blocks and comes back. Its KV is stored and read, or recomputed: which way is faster, and which
+one does the cost model pick?
 
     python experiments/bench/swap.py
     python experiments/bench/swap.py --tier disk --disk-folder /mnt/nvme
 
-The time is that of leaving the replica, with stored KV or without, and of all steps to the next token, less that of a
-step that the same sequence takes otherwise. A disk gives back mostly from memory what it was just given.
+The time covers leaving the replica, with stored KV or without, and all steps to the next token, minus the time of a
+plain step of the same sequence. Data that was just written to a disk is mostly read back from memory.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from experiments.bench.models import Shape, checkpoint, random_sequence
 
 @dataclass(frozen=True, kw_only=True)
 class SwapBench(harness.BenchConfig):
-    """Time both ways at several lengths, interleaved, and ask the cost model."""
+    """Time swapping and recomputing at several lengths, interleaved, and ask the cost model for its choice."""
 
     shape: Shape = "25m"
     """A name in research/workloads/shapes.py."""
     lengths: Counts = (128, 1024, 4096)
     """Tokens of the sequence."""
     tier: Literal["host", "disk"] = "host"
-    """Where its KV goes."""
+    """Where its KV is stored."""
     disk_folder: Path = Path(tempfile.gettempdir())
     """A folder on the disk to measure."""
     dtype: DType = "bfloat16"
-    """Of weights, activations and KV."""
+    """Dtype of weights, activations and KV."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +67,7 @@ def measure(config: SwapBench) -> dict[str, Any]:
 
 
 def _most_tokens(config: SwapBench) -> int:
-    """That a sequence generates: one when it comes, a few plain ones, and one each time that it comes back."""
+    """Most tokens that a sequence generates: the first one, a few in plain steps, and one after each return."""
     return 8 + 3 * config.turns
 
 
@@ -92,7 +92,7 @@ def _compare(llm: LLM, config: SwapBench, num_tokens: int) -> harness.Row:
 
 
 def _come_back(llm: LLM, state: SequenceState, *, with_kv: bool) -> float:
-    """Seconds from the loss of its blocks to the next token."""
+    """Seconds from the loss of the sequence's blocks to its next token."""
     replica = llm.replica
     start = time.perf_counter()
     (work,) = replica.pause([state.sequence_id], with_kv=with_kv)
@@ -113,7 +113,7 @@ def _step(llm: LLM) -> float:
 
 
 def _ask(llm: LLM, num_tokens: int) -> dict[str, Any]:
-    """What the cost model picks, and its times."""
+    """The cost model's choice, and the times that it predicts."""
     mover = llm.replica.mover
     assert isinstance(mover, KVMover) and mover.store is not None
     policy, store = mover.swap_policy, mover.store

@@ -1,13 +1,13 @@
-"""The trainer's weights into the rollout engine: seconds and memory at every ZeRO stage and tensor-parallel size.
+"""The trainer's weights go to the rollout engine: seconds and memory at every ZeRO stage and tensor-parallel size.
 
     python experiments/bench/weight_sync.py
     python experiments/bench/weight_sync.py --ranks 2 --hidden 256
 
 Every rank holds a DeepSpeed engine and one shard of a replica. `update_weights` streams whole parameters, one at a
-time, and each shard copies its part; at ZeRO-3 a parameter is first gathered from all ranks. Beside the times stands
-the floor, the bytes that a rank must at least read and write over the bandwidth that all ranks copying at once have;
-beside the extra memory (peak resident set during the update, over that before it) the largest parameter. All checksums
-are compared.
+time, and each shard copies its part; at ZeRO-3 a parameter is first gathered from all ranks. The floor of the time is
+the bytes that a rank must at least read and write, divided by its bandwidth while all ranks copy. The extra memory is
+the peak resident set during the update minus the resident set before it; compare it with the largest parameter. All
+checksums are compared.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from research.workloads.shapes import DecoderShape
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncBench(harness.BenchConfig):
-    """Time the way of the weights from a DeepSpeed trainer to tensor-parallel engines, interleaved."""
+    """Time the copy of weights from a DeepSpeed trainer to tensor-parallel engines, interleaved."""
 
     ranks: Count = 4
-    """Processes to start; under torchrun, its own number holds."""
+    """Processes to start; under torchrun, its number of processes applies instead."""
     hidden: Annotated[int, Meta(ge=64, multiple_of=64, description="a multiple of 64, the head_dim")] = 512
     """Hidden size of a random Qwen3 (25 M parameters by default)."""
     layers: Count = 8
-    """Its layers."""
+    """Layers of this model."""
     stages: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-    """ZeRO stages."""
+    """ZeRO stages to measure."""
 
 
 def measure(config: WeightSyncBench) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def measure(config: WeightSyncBench) -> dict[str, Any]:
         for stage in config.stages:
             trainer = Trainer(TrainerConfig(zero_stage=stage, mini_batch_size=8), GRPO(), model)
             rows.append(_compare(trainer, stage, engines, world, config))
-            # Every parameter is read whole (at ZeRO-3 it was written whole before); a shard's part is read and
+            # At ZeRO-3 every parameter is written whole and read whole. At every stage a shard's part is read and
             # written, and read again for the checksum.
             touched = {size: sum(sizes_in_bytes) * (3 / size + 2 * (stage == 3)) for size in engines}
             rows[-1]["floor_ms"] = {f"TP {size}": harness.short(1e3 * touched[size] / bandwidth) for size in engines}
@@ -104,7 +104,7 @@ def _compare(
 
 
 def _update(llm: LLM, trainer: Trainer, world: TorchGroup) -> tuple[float, int, int]:
-    """Seconds and extra bytes, where they are most; and the checksum."""
+    """Returns the largest seconds and extra bytes of all ranks, and the checksum."""
     world.barrier()
     before = _reset_peak()
     start = time.perf_counter()
@@ -116,7 +116,7 @@ def _update(llm: LLM, trainer: Trainer, world: TorchGroup) -> tuple[float, int, 
 
 
 def _reset_peak() -> int:
-    """Resident bytes now, from which on the kernel notes the peak."""
+    """Resets the kernel's record of the peak; returns the resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
@@ -127,7 +127,7 @@ def _status(field: str) -> int:
 
 
 def _copy_bandwidth(world: TorchGroup) -> float:
-    """Bytes read and written per second and rank, while all ranks copy; the median of several."""
+    """Bytes read and written per second on the slowest rank, while all ranks copy; the median of several copies."""
     source, target = torch.zeros(2**24), torch.zeros(2**24)
     rates = []
     for _ in range(7):

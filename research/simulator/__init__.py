@@ -1,1 +1,1 @@
-"""A discrete-event cluster for the same policies that run live, and the latency profiles it shares with paced mode."""
+"""Rollouts in virtual time, decided by the live objects; and the latency profiles that they share with paced runs."""

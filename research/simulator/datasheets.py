@@ -1,6 +1,6 @@
-"""Public numbers: GPUs as their data sheets have them, models as their `config.json` has them. Torch-free.
+"""Public numbers: GPUs from their data sheets, models from their `config.json`. Torch-free.
 
-Bytes and FLOPs are decimal; data sheets print bf16 FLOP/s with sparsity and links in both directions: both are halved.
+Bytes and FLOPs are decimal. Data sheets give bf16 FLOP/s with sparsity, and links in both directions: both are halved.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ BYTES_PER_ELEMENT = 2  # bf16
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU of a host of eight, as its data sheet has it.
+    """One GPU of a host of eight, from its data sheet.
 
-    Link numbers are per direction. `switched_links`: every pair talks at full speed at once (NVSwitch), so that a
-    one-shot all-reduce pays. `link_efficiency`: share of `link_bandwidth` that collectives reach.
+    Link numbers are per direction. `switched_links`: all pairs communicate at full speed at once (NVSwitch), so that a
+    one-shot all-reduce can be faster. `link_efficiency`: share of `link_bandwidth` that collectives reach.
     `link_latency_s`: one exchange of flags and a small message between GPUs, inside a captured graph.
     """
 
@@ -104,8 +104,8 @@ H20 = replace(
     memory_bytes=96e9,
     source="vendors' H20 lists: 148 TFLOPS dense, 4.0 TB/s, 96 GB, NVLink 900 GB/s",
 )
-# NVLink bridges join A40s in pairs only, so TP 4 and 8 would cross PCIe anyway, and PAT's testbed has none: PCIe.
-# The link's efficiency is calibrated, an input: PAT Fig. 12 re-shards in 1.03 s, 8 of 32 GB/s if a rank gathers 8 GB.
+# PCIe: NVLink bridges join A40s in pairs only, so TP 4 and 8 would cross PCIe anyway, and PAT's testbed has no bridges.
+# link_efficiency is calibrated, so an input: PAT Fig. 12 re-shards in 1.03 s, 8 of 32 GB/s if a rank gathers 8 GB.
 A40 = Device(
     name="A40",
     peak_flops=149.7e12,

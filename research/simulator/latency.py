@@ -1,7 +1,7 @@
 """How long one forward pass of a replica takes on a named GPU: a roofline over data-sheet numbers. Torch-free.
 
-The simulator and paced mode (real processes whose steps last what a profile says) share these profiles. The equation,
-the sources and a table are in docs/latency_profiles.md; `python -m research.simulator.latency` prints the table.
+The simulator and paced mode (real processes whose steps last as long as a profile says) share these profiles. The
+equation, sources and a table are in docs/latency_profiles.md; `python -m research.simulator.latency` prints the table.
 Bytes and FLOPs are decimal, times are seconds, weights, keys and values are bf16.
 """
 
@@ -19,15 +19,15 @@ TP_SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """What software reaches of the data sheet; assumptions, the same for every device and model.
+    """Shares of the data sheet that software reaches, and overheads: assumptions, equal for every device and model.
 
-    weight_read: of memory bandwidth, in products of few rows. A copy on an H200 was measured at 4.3 of 4.8 TB/s
+    weight_read: share of memory bandwidth in products of few rows. A copy on an H200 was measured at 4.3 of 4.8 TB/s
         (0.9, shared/FACTS.md); a product of few rows reaches somewhat less.
-    gemm: of peak FLOP/s, in products of many rows. A large square one on an H200 was measured at 790 of 989.5
-        TFLOP/s (0.8, shared/FACTS.md); a decoder's are smaller, and have norms and activations between them.
-    kv_read: of memory bandwidth, in paged decode attention, which reads scattered blocks: assumed below `weight_read`.
-    attention: of peak FLOP/s, in prefill attention: FlashAttention-2 reaches 35 % on an H100, FlashAttention-3 up to
-        75 % (Shah et al. 2024).
+    gemm: share of peak FLOP/s in products of many rows. A large square product on an H200 was measured at 790 of 989.5
+        TFLOP/s (0.8, shared/FACTS.md); a decoder's products are smaller, with norms and activations between them.
+    kv_read: share of memory bandwidth in paged decode attention, of scattered blocks: assumed below `weight_read`.
+    attention: share of peak FLOP/s in prefill attention: FlashAttention-2 reaches 35 % on an H100, FlashAttention-3 up
+        to 75 % (Shah et al. 2024).
     step_overhead_s: scheduling, preparing inputs, one graph launch, fetching tokens: assumed.
     layer_overhead_s: about ten kernels in a captured graph, each about 1 us of ramp and tail: assumed.
     sampling_bytes_per_logit: four passes over fp32 logits (temperature, max, normaliser, noise and argmax): counted.
@@ -47,7 +47,7 @@ class Efficiencies:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyProfile:
-    """A replica: `tp_size` GPUs of one host that hold one model. A pure function of what a step computes."""
+    """Latencies of a replica: `tp_size` GPUs of one host that hold one model. Pure functions of a step's sizes."""
 
     device: Device
     shape: ModelShape
@@ -67,7 +67,7 @@ class LatencyProfile:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the whole replica; a rank holds 1/tp_size of it."""
+        """KV bytes per token of the whole replica; a rank holds 1/tp_size of them."""
         return self.shape.kv_bytes_per_token
 
     @property
@@ -76,9 +76,9 @@ class LatencyProfile:
         return self.shape.num_parameters * BYTES_PER_ELEMENT / self.tp_size
 
     def kv_tokens_capacity(self, reserve: float = 0.1) -> int:
-        """Tokens of KV cache of the replica, when a share `reserve` of memory is kept from weights and cache.
+        """Tokens in the replica's KV cache, if weights and cache may not use a share `reserve` of memory.
 
-        The default is that of vLLM's `gpu_memory_utilization=0.9`. 0 when the weights leave no room.
+        The default is that of vLLM's `gpu_memory_utilization=0.9`. Returns 0 when the weights leave no room.
         """
         if not 0 <= reserve < 1:
             raise ValueError(f"reserve={reserve}: a share of each GPU's memory, give one in [0, 1)")
@@ -99,10 +99,10 @@ class LatencyProfile:
     ) -> float:
         """Seconds of one forward pass over `batch` sequences, sampling included.
 
-        All counts are sums over the sequences. `new_tokens`: what is computed (decode: `batch`; verification of k
-        drafts: `batch * (1 + k)`). `context_tokens`: what is attended to, new tokens included; PAT's T (§4.2).
-        `pairs`: the sum of new x context; by default as if all sequences were alike, which for a mix of prefill and
-        decode is wrong. `logit_rows`: rows that are sampled; by default every new token, a prefill has one a sequence.
+        Counts are sums over the sequences. `new_tokens`: computed tokens (decode: `batch`; verification of k drafts:
+        `batch * (1 + k)`). `context_tokens`: tokens attended to, new tokens included; PAT's T (§4.2). `pairs`: the sum
+        of new x context; the default assumes equal sequences, which is wrong for a mix of prefill and decode.
+        `logit_rows`: rows to sample from; by default every new token. A prefill has one row per sequence.
         """
         rows = new_tokens if logit_rows is None else logit_rows
         if batch < 1:
@@ -128,13 +128,13 @@ class LatencyProfile:
         )
 
     def prefill_seconds(self, batch: int, prompt_tokens: int, cached_tokens: int = 0) -> float:
-        """Seconds of one unchunked pass over `batch` prompts of `prompt_tokens` each, behind `cached_tokens` each."""
+        """Seconds of one unchunked pass over `batch` prompts of `prompt_tokens` each, after `cached_tokens` each."""
         pairs = batch * prompt_tokens * (cached_tokens + (prompt_tokens + 1) / 2)  # causal
         context = batch * (cached_tokens + prompt_tokens)
         return self.step_seconds(batch, batch * prompt_tokens, context, pairs=pairs, logit_rows=batch)
 
     def all_reduce_seconds(self, message_bytes: float) -> float:
-        """Alpha-beta: ring, or over switched links the better of ring and one-shot (read all peers, two barriers)."""
+        """Alpha-beta: ring, or with switched links the faster of ring and one-shot (read all peers, two barriers)."""
         peers, alpha = self.tp_size - 1, self.device.link_latency_s
         seconds_per_byte = 1 / (self.device.link_bandwidth * self.device.link_efficiency)
         ring = 2 * peers * (alpha + message_bytes / self.tp_size * seconds_per_byte)
@@ -143,7 +143,7 @@ class LatencyProfile:
         return min(ring, 2 * alpha + peers * message_bytes * seconds_per_byte)
 
     def _products_seconds(self, new_tokens: int, logit_rows: int) -> float:
-        """Linear layers and output head: weights are read once, or the multiplications take longer."""
+        """Linear layers and output head: the longer of reading the weights once and multiplying."""
         layers = self.shape.num_layers * self.shape.matrix_parameters_per_layer
         head = self.shape.vocab * self.shape.hidden
         read = BYTES_PER_ELEMENT * (layers + head) / (self.device.memory_bandwidth * self.efficiencies.weight_read)
@@ -151,7 +151,7 @@ class LatencyProfile:
         return max(read, flops) / self.tp_size
 
     def _attention_seconds(self, context_tokens: int, pairs: float) -> float:
-        """The cache is read once, or the scores and sums (4 FLOPs per pair and query element) take longer."""
+        """The longer of reading the cache once and computing scores and sums (4 FLOPs per pair and query element)."""
         read_bytes = context_tokens * self.kv_bytes_per_token
         flops = 4 * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim * pairs
         read = read_bytes / (self.device.memory_bandwidth * self.efficiencies.kv_read)

@@ -29,7 +29,7 @@ class LogNormalLengths:
         return min(self.cap, max(1, math.ceil(self.median * math.exp(self.sigma * deviations))))
 
     def share_beyond(self, length: float) -> float:
-        """Probability that a response is longer, by the closed form (0 from the cap on)."""
+        """Probability that a response is longer than `length`, in closed form; 0 from the cap on."""
         if length >= self.cap:
             return 0.0
         return 0.5 * math.erfc((math.log(length) - math.log(self.median)) / (self.sigma * math.sqrt(2)))

@@ -1,4 +1,4 @@
-"""Model shapes that benchmarks give random weights to, named once. Torch-free."""
+"""The named model shapes that benchmarks fill with random weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DecoderShape:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Elements of the matrices that every token goes through: those of the layers, and the head."""
+        """Elements of the matrices that every token goes through: all matrices of the layers, and the head."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocab
 
