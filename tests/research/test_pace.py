@@ -1,0 +1,69 @@
+"""What steps, transfers and regroups take, against arithmetic written out."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.parallel.layout import ReplicaSpec, nested_layout
+from engines.replica.replica import StepOutput
+from research.simulator.datasheets import H100, QWEN_0_5B, QWEN_32B
+from research.simulator.latency import profile
+from research.simulator.links import HostLinks, Link
+from research.simulator.pace import ProfilePace
+
+SPEC = ReplicaSpec(id=0, ranks=(0, 1, 2, 3))
+LINKS = HostLinks(
+    host=Link(bandwidth=50e9, latency_s=1e-5),
+    disk=Link(bandwidth=8e9, latency_s=1e-4, num_gpus=8),
+    network=Link(bandwidth=25e9, latency_s=1e-4),
+)
+
+
+def test_a_link_by_hand() -> None:
+    link = Link(bandwidth=1e9, latency_s=1e-3, num_gpus=4)
+    assert link.seconds(5e8) == pytest.approx(1e-3 + 4 * 0.5)
+    assert link.seconds(0) == 0.0
+    assert LINKS.seconds("network", 5e9) == pytest.approx(1e-5 + 0.1 + 1e-4 + 0.2)
+    assert LINKS.seconds("disk", 1e9) == pytest.approx(1e-5 + 0.02 + 1e-4 + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bandwidth": -1.0}, r"Link\.bandwidth=-1\.0: must be above 0"),
+        ({"bandwidth": 1.0, "latency_s": -1.0}, r"Link\.latency_s=-1\.0: must be at least 0"),
+        ({"bandwidth": 1.0, "num_gpus": 0}, r"Link\.num_gpus=0: must be an integer of at least 1"),
+    ],
+)
+def test_impossible_links(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link(**values)  # type: ignore[arg-type]
+
+
+def test_a_step_of_prefills_and_decodes() -> None:
+    """A chunk of 100 tokens behind 50, and 7 decodes at 1,000: the pairs of each are counted, and 8 rows are sampled."""
+    pace = ProfilePace(device=H100, shape=QWEN_32B, scale=2.0)
+    pairs = 100 * 50 + 100 * 101 // 2 + 7 * 1000
+    output = StepOutput(num_running=8, num_tokens=107, num_context_tokens=150 + 7000, num_pairs=pairs, num_sampled=8)
+    expected = profile("h100-32b-tp4").step_seconds(8, 107, 7150, pairs=pairs, logit_rows=8)
+    assert pace.step(SPEC, output) == pytest.approx(2 * expected, rel=1e-12)
+    longer = ProfilePace(device=H100, shape=QWEN_32B, token_scale=16.0)
+    expected = profile("h100-32b-tp4").step_seconds(8, 107, 16 * 7150, pairs=16 * pairs, logit_rows=8)
+    assert longer.step(SPEC, output) == pytest.approx(expected, rel=1e-12)
+
+
+def test_transfers_and_regroups_by_hand() -> None:
+    pace = ProfilePace(device=H100, shape=QWEN_32B, links=LINKS, scale=3.0)
+    kv_bytes = 10_000 * 262_144 / 4  # each of four ranks moves its heads
+    assert pace.transfer(SPEC, 10_000, "host") == pytest.approx(3 * (1e-5 + kv_bytes / 50e9))
+    assert pace.transfer(SPEC, 0, "host") == 0.0
+    before, after = nested_layout(range(8), 2), nested_layout(range(8), 4, epoch=1)
+    weights = 32_763_876_352 * 2 / 4
+    assert pace.switch(before, after, 0) == pytest.approx(3 * (1e-5 + weights / 50e9))
+    assert pace.switch(before, before, 0) == 0.0
+
+
+def test_only_sizes_that_split_the_heads() -> None:
+    assert set(ProfilePace(device=H100, shape=QWEN_0_5B).profiles) == {1, 2}
+    with pytest.raises(ValueError, match=r"ProfilePace\.scale=0\.0: must be above 0"):
+        ProfilePace(device=H100, shape=QWEN_0_5B, scale=0.0)
