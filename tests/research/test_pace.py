@@ -41,7 +41,7 @@ def test_impossible_links(values: dict[str, float], message: str) -> None:
 
 
 def test_a_step_of_prefills_and_decodes() -> None:
-    """A chunk of 100 tokens behind 50, and 7 decodes at 1,000: the pairs of each are counted, and 8 rows are sampled."""
+    """A chunk of 100 tokens behind 50, and 7 decodes at 1,000: the pairs of each count, and 8 rows are sampled."""
     pace = ProfilePace(device=H100, shape=QWEN_32B, scale=2.0)
     pairs = 100 * 50 + 100 * 101 // 2 + 7 * 1000
     output = StepOutput(num_running=8, num_tokens=107, num_context_tokens=150 + 7000, num_pairs=pairs, num_sampled=8)
