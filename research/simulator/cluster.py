@@ -158,7 +158,10 @@ class Cluster:
             rank.check_integrity()
 
     def roll_out(self, states: Iterable[SequenceState]) -> SimulatedRollout:
-        """Completes the sequences. Raises RuntimeError, as a live rollout, when the core fails."""
+        """Completes the sequences; each state is cut back to its prompt when it ends.
+
+        Raises RuntimeError, as a live rollout does, when the core fails.
+        """
         for spec in self._layout.replicas:
             self._form(spec, self._layout.epoch)
         for rank in self._ranks:
@@ -211,6 +214,7 @@ class Cluster:
     def _deliver(self, finished: Finished) -> None:
         self._finish_times[finished.state.sequence_id] = self.queue.now - self._began
         self._lengths_of_ended[finished.state.sequence_id] = finished.state.num_generated
+        finished.state.cut(finished.state.num_prompt_tokens)  # so that memory is in proportion to what runs
 
     def record(self, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> None:
         self._num_preempted += output.num_preempted
