@@ -171,6 +171,7 @@ class PartialOutput:
         except ValueError:
             self._descriptor, self._is_mine = self._open(), False
         if not lock(self._descriptor, self.path):
+            self._is_mine = False  # another run has locked it since it was created
             raise ValueError(f"output={str(self.output)!r}: another run is writing {str(self.path)!r}")
         try:
             return os.path.samestat(os.fstat(self._descriptor), self.path.stat())

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
+from msgspec import Meta
 from tqdm import tqdm
 
 from engines.config import EngineConfig
@@ -32,6 +33,7 @@ from research.simulator.latency import LatencyProfile, profile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
 
+BLOCK_SIZE = 16
 PolicyName = Literal["static", "on-demand", "longest-first"]
 
 
@@ -63,7 +65,11 @@ class SimulateConfig:
     """Of the logarithms of two lengths of a group."""
     slots: Count = 128
     """Most sequences that a replica runs at once."""
-    policies: tuple[PolicyName, ...] = ("static", "on-demand", "longest-first")
+    policies: Annotated[tuple[PolicyName, ...], Meta(min_length=1, description="one or more policies")] = (
+        "static",
+        "on-demand",
+        "longest-first",
+    )
     """Dispatch policies to compare."""
     message_s: NonNegative = 0.0005
     """Seconds from sending a control message to acting on it."""
@@ -83,16 +89,23 @@ class SimulateConfig:
             raise ValueError(
                 f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; give one"
             )
-        if self.prompt + self.cap > self.profile().kv_tokens_capacity():
+        if self.prompt + self.cap > self.num_kv_tokens():
             raise ValueError(
-                f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the "
-                f"{self.profile().kv_tokens_capacity()} tokens of KV that a replica holds; give a larger "
-                f"tensor_parallel_size or a lower cap"
+                f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the {self.num_kv_tokens()} "
+                f"tokens of KV that a replica holds; give a larger tensor_parallel_size or a lower cap"
             )
         for name in ("figure", "traces"):
             path = getattr(self, name)
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+        if self.figure is not None and self.figure.suffix not in (".png", ".pdf", ".svg"):
+            raise ValueError(f"figure={str(self.figure)!r}: must end in .png, .pdf or .svg")
+        if self.traces is not None and self.traces.exists() and not self.traces.is_dir():
+            raise ValueError(f"traces={str(self.traces)!r}: is a file; give a folder")
+
+    def num_kv_tokens(self) -> int:
+        """Of a replica, in whole blocks."""
+        return self.profile().kv_tokens_capacity() // BLOCK_SIZE * BLOCK_SIZE
 
     def profile(self) -> LatencyProfile:
         return profile(f"{self.device}-{self.model}-tp{self.tensor_parallel_size}")
@@ -147,9 +160,9 @@ def _roll_out(config: SimulateConfig, policy: SchedulePolicy, lengths: dict[Sequ
     one = config.profile()
     cluster = ClusterConfig(
         layout=nested_layout(range(config.gpus), config.tensor_parallel_size),
-        engine=EngineConfig(max_num_seqs=config.slots),
+        engine=EngineConfig(max_num_seqs=config.slots, block_size=BLOCK_SIZE),
         pace=ProfilePace(device=one.device, shape=one.shape),
-        num_kv_tokens={config.tensor_parallel_size: one.kv_tokens_capacity()},
+        num_kv_tokens={config.tensor_parallel_size: config.num_kv_tokens()},
         max_model_len=config.prompt + config.cap,
         overheads=Overheads(message_s=config.message_s, gap_s=config.gap_s),
     )
@@ -175,7 +188,7 @@ def _describe(
     return {
         "makespan": round(run.makespan, 3),
         "tail": round(run.makespan - ends[int(0.9 * (len(ends) - 1))], 3),
-        "idle_share": round(1 - statistics.fmean(busy.values()), 4),
+        "idle_share": round(max(0.0, 1 - statistics.fmean(busy.values())), 4),
         "preempted": run.num_preempted,
         "of_floor": round(floor / run.makespan, 4),
     } | ({"of_hindsight": round(best.makespan / run.makespan, 4)} if best is not None else {})

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from algos.rewards.protocol import Result
-from algos.rewards.runner import FailureKind, RewardRunner
+from algos.rewards.runner import UNANSWERED, FailureKind, RewardRunner
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,17 @@ class RewardPool:
 
     A thread sends the added completions to the runner's process, a bounded number at a time, sorted by key. All
     completions of a failed call get `failed_reward`; the call is not repeated. Use the pool as a context manager, so
-    that an error ends the thread.
+    that an error ends the thread, without a wait for its call.
     """
 
     def __init__(self, runner: RewardRunner) -> None:
-        """Starts nothing yet."""
+        """Starts the thread."""
         self._runner = runner
         self._waiting: deque[Item] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
+        self._added: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """True for each completion that was added; then False."""
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
         self._error: BaseException | None = None
         self._rewards: dict[ItemKey, float] = {}
         self._failed: Counter[FailureKind] = Counter()
@@ -51,11 +55,12 @@ class RewardPool:
         self._num_hangs = self._num_given_up = 0
         self.seconds_beside = 0.0
         """Seconds that the thread spent in reward calls, before `stop`."""
+        self._thread.start()
 
     def add(self, item: Item) -> None:
         """Queues a completion and returns at once. Any thread may call it, until `stop`."""
         self._waiting.append(item)
-        self._thread.submit(self._score_waiting)
+        self._added.put(True)
 
     def stop(self) -> list[ItemKey]:
         """Waits for the running call, whose time the runner limits, and starts no other.
@@ -64,7 +69,8 @@ class RewardPool:
         ValueError for errors that no completion has caused: a column that the function requires is missing, a column is
         not plain data, or the function cannot be imported.
         """
-        self._thread.shutdown(cancel_futures=True)
+        self._end()
+        self._thread.join()
         if self._error is not None:
             raise self._error
         return list(self._rewards)
@@ -93,7 +99,15 @@ class RewardPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
+        self._is_stopped = True
+        self._added.put(False)
+
+    def _run(self) -> None:
+        while self._added.get() and not self._is_stopped:
+            self._score_waiting()
 
     def _score_waiting(self) -> None:
         """Scores the completions added first, unless earlier calls have taken all of them."""
@@ -126,13 +140,17 @@ class RewardPool:
         runner, config = self._runner, self._runner.config
         if runner.closed or self._num_hangs >= config.max_failures:
             self._num_given_up += sum(one.stop - one.start for one in slices)
-            return [Result(part=0, kind="timed_out", error="not called")] * len(slices)
+            return [Result(part=UNANSWERED, kind="timed_out", error="not called")] * len(slices)
         results = runner.call(slices, arguments)
         hang = next((result for result in results if result.kind == "timed_out"), None)
         if hang and not self._num_hangs:  # logged at once: `finish` reports only after all calls
             logger.warning("reward %s: a call timed out (timeout_s=%g): %s", runner.spec, config.timeout_s, hang.error)
         self._num_hangs += hang is not None or not runner.has_worker
-        return results
+        if len(slices) == 1:
+            return results
+        # One call has ended the process for all that ran in it: each call without an answer is made again, alone.
+        pairs = zip(slices, results, strict=True)
+        return [self._call([one], arguments)[0] if result.part == UNANSWERED else result for one, result in pairs]
 
     def _take(self, items: list[Item], result: Result) -> None:
         kind: FailureKind = "invalid" if result.kind == "ok" else result.kind

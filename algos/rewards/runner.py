@@ -57,6 +57,9 @@ class RewardConfig:
         return self.chunk_size or (16 if is_async else 1)
 
 
+UNANSWERED = 0
+
+
 class RewardRunner:
     """A reward function of TRL's signature, `(prompts, completions, **columns) -> list[float]`, sync or async.
 
@@ -139,7 +142,8 @@ class RewardRunner:
         return self._worker is not None
 
     def call(self, slices: list[slice], arguments: dict[str, list[Any]]) -> list[Result]:
-        """Calls the function with each slice of the arguments and returns one result per slice. Requires `turn`."""
+        """Calls the function with each slice of the arguments and returns one result per slice, of part `UNANSWERED`
+        where the worker was lost before it answered. Requires `turn`."""
         numbers = [next(self._numbers) for _ in slices]
         parts: dict[int, Part] = {}
         results: dict[int, Result] = {}
@@ -165,7 +169,7 @@ class RewardRunner:
         except (EOFError, ConnectionError, msgspec.DecodeError):
             error = f"the worker process {self._stop_worker()}"
         # A worker that was lost has not sent all results.
-        return [results.get(number) or Result(part=number, kind=kind, error=error) for number in numbers]
+        return [results.get(number) or Result(part=UNANSWERED, kind=kind, error=error) for number in numbers]
 
     def _exchange(self, parts: dict[int, Part], results: dict[int, Result]) -> None:
         worker = self._start_worker()

@@ -130,11 +130,14 @@ class SwapPolicy:
             if part is None:
                 break
             stored = time.perf_counter()
-            with contextlib.suppress(ValueError):
+            try:
                 fill_kv(scratch, blocks, num_tokens, store.load(part, content))
                 _wait_for(scratch)
                 times.append((stored - start, time.perf_counter() - stored))
-            store.drop(part)
+            except ValueError:
+                break
+            finally:
+                store.drop(part)
         out_s, in_s = map(min, zip(*times, strict=True)) if len(times) == 2 else _NO_ROOM
         return self._slowest(out_s), self._slowest(in_s)
 

@@ -64,7 +64,8 @@ class Arguments:
         if self.layout_policy is not None:
             check_policy("layout_policy", self.layout_policy, "decide")
         if self.pace is not None:
-            check_policy("pace", self.pace, "step")
+            for method in ("step", "transfer", "switch"):
+                check_policy("pace", self.pace, method)
         if self.hidden_stop is not None and not callable(self.hidden_stop):
             raise ValueError(f"hidden_stop={self.hidden_stop!r}: give a function")
         if not isinstance(self.load, bool):

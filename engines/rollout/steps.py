@@ -24,7 +24,7 @@ class Stepper:
         self._engine = engine
         self._epoch = epoch
         self._pace = pace
-        self._moved_tokens = 0
+        self._moved_tokens = engine.replica.kv_moves.moved_tokens
 
     def wait_for_transfers(self, start: float) -> None:
         """In a paced run, waits until the KV that has moved since the last step or call has taken its time."""

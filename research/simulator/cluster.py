@@ -249,7 +249,7 @@ class Cluster:
             eos_token_ids=(),
             detokenize=None,
             hidden_stop=lambda state: state.num_generated >= self.lengths[state.sequence_id],
-            max_kv_tokens=min(config.num_kv_tokens.values()),
+            max_kv_tokens=min(config.num_kv_tokens.values()) // config.engine.block_size * config.engine.block_size,
         )
 
     def regroup(self, ranks: Iterable[int], layout: Layout) -> None:

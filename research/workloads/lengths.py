@@ -26,6 +26,8 @@ class LogNormalLengths:
 
     def at(self, deviations: float) -> int:
         """The length that lies this many standard deviations above the median, in logarithms."""
+        if math.log(self.median) + self.sigma * deviations >= math.log(self.cap):  # before it is too large for a float
+            return self.cap
         return min(self.cap, max(1, math.ceil(self.median * math.exp(self.sigma * deviations))))
 
     def share_beyond(self, length: float) -> float:

@@ -119,4 +119,5 @@ def test_an_error_of_the_rollout_ends_the_thread(make: Callable[..., RewardRunne
     with pytest.raises(KeyError), RewardPool(make("length")) as pool:
         pool.add(items(["a"])[0])
         raise KeyError("the rollout")
+    assert all(t.daemon for t in threading.enumerate() if t.name.startswith("reward-pool")), "exit waits for no call"
     wait_until(lambda: not any(t.name.startswith("reward-pool") for t in threading.enumerate()), "the thread to end")

@@ -391,12 +391,13 @@ def test_async_failures_cost_only_their_chunks(make: Callable[..., RewardRunner]
     assert result.failed == {"raised": 2, "timed_out": 2}
 
 
-@pytest.mark.parametrize(("culprit", "num_lost"), [("block", 4), ("exit", 4), ("stubborn", 2)])
-def test_an_async_function_that_ruins_its_loop(make: Callable[..., RewardRunner], culprit: str, num_lost: int) -> None:
+@pytest.mark.parametrize("culprit", ["block", "exit", "stubborn"])
+def test_an_async_function_that_ruins_its_loop(make: Callable[..., RewardRunner], culprit: str) -> None:
+    """The calls that ran beside it are made again, each alone."""
     runner = make("misbehaves_async", chunk_size=2, timeout_s=0.8)
     result = score(runner, ["a", "b", "c", culprit, "d", "e"])
-    assert [value > 0 for value in result.rewards] == [True, True, False, False, num_lost == 2, num_lost == 2]
-    assert result.failed.total() == num_lost
+    assert [value > 0 for value in result.rewards] == [True, True, False, False, True, True]
+    assert result.failed.total() == 2
     assert score(runner, ["f"]).rewards[0] > 0
 
 

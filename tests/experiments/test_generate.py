@@ -252,6 +252,26 @@ def test_a_file_that_another_run_removes_at_its_end_is_opened_anew(
         partial_output(tmp_path)
 
 
+def test_a_file_that_another_run_locks_first_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This run creates the file; the other one locks it before this one does."""
+    lock = fcntl.flock
+    winners = []
+
+    def lock_first(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        winners.append(partial_output(tmp_path))
+        winners[0].begin()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_first)
+    request, records = {"num_prompts": 2, "n": 1}, [{"prompt": "a"}, {"prompt": "b"}]
+    loser = PartialOutput(tmp_path / "out.jsonl", SingleRank(), records=records, request=request)
+    with pytest.raises(ValueError, match="another run is writing"):
+        loser.open(resume=False)
+    loser.close()
+    assert partial_of(tmp_path / "out.jsonl").read_text() == FIRST
+
+
 FIRST = '{"generate": {"num_prompts": 2, "n": 1}}\n'
 
 

@@ -37,6 +37,9 @@ def test_one_workload_under_all_policies(tmp_path: Path) -> None:
         (["--gap-s", "-1"], "gap_s=-1.0: must be at least 0"),
         (["--figure", "/nowhere/figure.png"], "figure='/nowhere/figure.png': there is no folder '/nowhere'"),
         (["--policies", "psychic"], "psychic"),
+        (["--policies"], "policies=(): must be one or more policies"),
+        (["--figure", "timelines.foo"], "figure='timelines.foo': must end in .png, .pdf or .svg"),
+        (["--traces", "README.md"], "traces='README.md': is a file; give a folder"),
     ],
 )
 def test_what_it_refuses(options: list[str], message: str) -> None:

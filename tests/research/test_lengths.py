@@ -47,3 +47,9 @@ def test_a_group_does_not_depend_on_how_many_are_drawn() -> None:
     assert max(map(max, groups)) <= 4000 and len({tuple(group) for group in groups}) == 6
     with pytest.raises(ValueError, match=r"GroupedLengths.correlation=1.5"):
         GroupedLengths(lengths=lengths.lengths, correlation=1.5)
+
+
+def test_a_spread_beyond_floats_is_capped() -> None:
+    lengths = LogNormalLengths(median=1e300, sigma=1000, cap=500)
+    drawn = lengths.draw(2000, seed=1)
+    assert min(drawn) == 1 and max(drawn) == 500

@@ -182,3 +182,12 @@ def test_no_policy_beats_the_floor() -> None:
         for policy in (OnDemand(), LongestFirst(known)):
             done = cluster(4, policy, lengths, pace=pace).roll_out(states(100, max_tokens=3000))
             assert floor < done.makespan < 3 * floor
+
+
+def test_a_cache_holds_whole_blocks_only() -> None:
+    """105 tokens of KV are 6 blocks of 16: a sequence of 105 does not fit, one of 96 does."""
+    with pytest.raises(RuntimeError, match=r"refused sequence .* the KV cache holds 96"):
+        cluster(1, OnDemand(), [89], num_kv_tokens={1: 105}).roll_out(states(1, max_tokens=89))
+    assert cluster(1, OnDemand(), [80], num_kv_tokens={1: 105}).roll_out(states(1, max_tokens=80)).lengths == {
+        (0, 0, 0): 80
+    }
