@@ -1,6 +1,6 @@
 """One workload on many simulated GPUs under several dispatch policies, in virtual time. Tier: sim.
 
-    python experiments/simulate.py --gpus 64 --model qwen3-8b --tensor-parallel-size 2 --figure runs/simulated.png
+    python experiments/simulate.py --gpus 8 --groups 64 --slots 32 --median 800 --cap 6000
 
 The policies are the objects of a live rollout; `longest-first` alone knows the lengths, as hindsight does. Prints a
 table to stderr and one JSON object to stdout. docs/simulator.md explains what is simulated, and how far to trust it.
@@ -62,7 +62,7 @@ class SimulateConfig:
     cap: Count = 20_000
     """Tokens of the longest response."""
     correlation: Fraction = 0.5
-    """Of the logarithms of two lengths of a group."""
+    """Correlation between the logarithms of the lengths of two responses of a group."""
     slots: Count = 128
     """Most sequences that a replica runs at once."""
     policies: Annotated[tuple[PolicyName, ...], Meta(min_length=1, description="one or more policies")] = (
@@ -76,7 +76,7 @@ class SimulateConfig:
     gap_s: NonNegative = 0.0
     """Seconds between two steps of a replica, beside what the latency profile counts."""
     seed: int = 0
-    """Of the lengths."""
+    """Random seed of the response lengths."""
     figure: Path | None = None
     """Draw the replicas' timelines there."""
     traces: Path | None = None
@@ -116,17 +116,21 @@ def main() -> dict[str, Any]:
         config = tyro.cli(SimulateConfig)
     lengths = _lengths(config)
     runs, seconds = {}, {}
-    for name in tqdm(config.policies, desc="policies", unit="policy"):
-        start = time.perf_counter()
-        runs[name] = _roll_out(config, _policy(name, lengths), lengths)
-        seconds[name] = round(time.perf_counter() - start, 2)
+    with tqdm(total=len(lengths) * len(config.policies), unit="sequence") as bar:
+        for name in config.policies:
+            bar.set_description(name)
+            start = time.perf_counter()
+            runs[name] = _roll_out(config, _policy(name, lengths), lengths, bar)
+            seconds[name] = round(time.perf_counter() - start, 2)
     floor = floor_seconds(
         config.profile(),
         [(config.prompt, length) for length in lengths.values()],
         num_replicas=config.gpus // config.tensor_parallel_size,
         max_num_seqs=config.slots,
     )
-    results = {name: _describe(config, run, runs.get("longest-first"), floor) for name, run in runs.items()}
+    results: dict[str, dict[str, float]] = {
+        name: _describe(config, run, runs.get("longest-first"), floor) for name, run in runs.items()
+    }
     _print_table(results)
     _draw(config, runs)
     return {
@@ -156,7 +160,9 @@ def _policy(name: PolicyName, lengths: dict[SequenceId, int]) -> SchedulePolicy:
     return policies[name]()
 
 
-def _roll_out(config: SimulateConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int]) -> SimulatedRollout:
+def _roll_out(
+    config: SimulateConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int], bar: tqdm[Any]
+) -> SimulatedRollout:
     one = config.profile()
     cluster = ClusterConfig(
         layout=nested_layout(range(config.gpus), config.tensor_parallel_size),
@@ -177,7 +183,8 @@ def _roll_out(config: SimulateConfig, policy: SchedulePolicy, lengths: dict[Sequ
         )
         for _, uid, index in lengths
     ]
-    return Cluster(cluster, schedule_policy=policy, lengths=lengths).roll_out(states)
+    simulated = Cluster(cluster, schedule_policy=policy, lengths=lengths)
+    return simulated.roll_out(states, on_finished=lambda _: bar.update())
 
 
 def _describe(

@@ -157,8 +157,10 @@ class Cluster:
         for rank in self._ranks:
             rank.check_integrity()
 
-    def roll_out(self, states: Iterable[SequenceState]) -> SimulatedRollout:
-        """Completes the sequences; each state is cut back to its prompt when it ends.
+    def roll_out(
+        self, states: Iterable[SequenceState], on_finished: Callable[[Finished], object] = lambda _: None
+    ) -> SimulatedRollout:
+        """Completes the sequences; each state is cut back to its prompt when it ends, after `on_finished`.
 
         Raises RuntimeError, as a live rollout does, when the core fails.
         """
@@ -172,6 +174,7 @@ class Cluster:
         self._began = self.queue.now
         self._take(BeginPhase(phase=0, policy_version=0))
         self._is_submitted = True
+        self._on_finished = on_finished
         self._take(SubmitSequences(states=tuple(states)))
         while not self._is_complete:
             if not self.queue.run_next():
@@ -214,6 +217,7 @@ class Cluster:
     def _deliver(self, finished: Finished) -> None:
         self._finish_times[finished.state.sequence_id] = self.queue.now - self._began
         self._lengths_of_ended[finished.state.sequence_id] = finished.state.num_generated
+        self._on_finished(finished)
         finished.state.cut(finished.state.num_prompt_tokens)  # so that memory is in proportion to what runs
 
     def record(self, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> None:
