@@ -29,7 +29,7 @@ class Stepper:
     def wait_for_transfers(self, start: float) -> None:
         """In a paced run, waits until the KV that has moved since the last step or call has taken its time."""
         if self._pace is not None:
-            _wait_until(start + self._transfer_s(self._pace))
+            wait_until(start + self._transfer_s(self._pace))
 
     def _transfer_s(self, pace: Pace) -> float:
         moved = self._engine.replica.kv_moves.moved_tokens
@@ -40,7 +40,7 @@ class Stepper:
         start = time.monotonic()
         output = self._engine.replica.step()
         if self._pace is not None:
-            _wait_until(start + self._pace.step(self._engine.spec, output) + self._transfer_s(self._pace))
+            wait_until(start + self._pace.step(self._engine.spec, output) + self._transfer_s(self._pace))
         record = StepRecord(
             replica_id=self._engine.spec.id,
             epoch=self._epoch,
@@ -84,7 +84,8 @@ class Stepper:
         return done
 
 
-def _wait_until(moment: float) -> None:
+def wait_until(moment: float) -> None:
+    """Returns at this time of `time.monotonic`, or at once if it has passed."""
     time.sleep(max(0.0, moment - time.monotonic()))
 
 

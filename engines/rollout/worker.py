@@ -19,7 +19,7 @@ from engines.control.transport import Client
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.pace import Pace
-from engines.rollout.steps import Stepper
+from engines.rollout.steps import Stepper, wait_until
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker_core import WorkerCore
 
@@ -159,8 +159,7 @@ class Worker:
         if isinstance(command, m.Regroup):
             engine = self._rebuild(command.layout)
             if self._pace is not None:
-                seconds = self._pace.switch(self._layout, command.layout, 0)
-                time.sleep(max(0.0, start + seconds - time.monotonic()))
+                wait_until(start + self._pace.switch(self._layout, command.layout, 0))
             self._take_place(command.layout, engine)
         elif isinstance(command, m.LoadWeights | m.Shutdown):
             if self._load_from is None:

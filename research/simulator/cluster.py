@@ -60,7 +60,7 @@ class Overheads:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """What is simulated, but for the policies."""
+    """The cluster and the engine that are simulated."""
 
     layout: Layout
     engine: EngineConfig
@@ -79,10 +79,11 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRollout:
-    """What came out, in virtual seconds from the start."""
+    """The result of a simulated rollout."""
 
     finish_times: dict[SequenceId, float]
-    """In the order of the ends."""
+    """Virtual seconds from the rollout's start to each sequence's end, in the order of the ends. Times of steps and
+    decisions count from the start of the simulation, one message earlier."""
     steps: list[StepRecord]
     decisions: list[Decision]
     num_preempted: int
@@ -104,7 +105,6 @@ class Cluster:
         schedule_policy: SchedulePolicy,
         lengths: Mapping[SequenceId, int],
         layout_policy: LayoutPolicy | None = None,
-        check_layout: Callable[[Layout], None] | None = None,
     ) -> None:
         """`lengths` are the tokens that each sequence will generate: the policies do not see them.
 
@@ -124,8 +124,6 @@ class Cluster:
                         f"layout: replica {spec.id} of {spec.tp_size} GPUs has no room for weights and a block of KV; "
                         f"give replicas of {sorted(config.num_kv_tokens)}"
                     )
-            if check_layout is not None:
-                check_layout(layout)
 
         check(config.layout)
         self.core = RolloutCore(

@@ -9,6 +9,7 @@ import pytest
 from engines.config import EngineConfig
 from engines.coordination.policies import OnDemand, Static
 from engines.coordination.views import Dispatch, LayoutView, ScheduleView
+from engines.kvcache.cost import CopyCost, PrefillCost, SwapCost
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Path
@@ -191,3 +192,21 @@ def test_a_cache_holds_whole_blocks_only() -> None:
     assert cluster(1, OnDemand(), [80], num_kv_tokens={1: 105}).roll_out(states(1, max_tokens=80)).lengths == {
         (0, 0, 0): 80
     }
+
+
+@pytest.mark.parametrize("pool_tokens", [2**62, 300])
+def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int) -> None:
+    """A full pool refuses, and those sequences are recomputed; all end at their lengths, and the pool is empty then."""
+    lengths = long_tail(30, seed=2)
+    swap = SwapCost(
+        prefill=PrefillCost(latency=0.1, seconds_per_token=0.1, seconds_per_pair=0.0),
+        copy=CopyCost(bytes_per_token=1, out_bandwidth=1e6, in_bandwidth=1e6, latency=0.0),
+    )
+    options = {"num_kv_tokens": {1: 1_100}, "swap_cost": {1: swap}, "pool_tokens": pool_tokens}
+    simulated = cluster(2, OnDemand(), lengths, **options)
+    done = simulated.roll_out(states(30))
+    num_swapped = sum(step.num_swapped_out for step in done.steps)
+    assert num_swapped > 0 and (num_swapped == done.num_preempted) == (pool_tokens > 300)
+    assert sum(step.num_swapped_in for step in done.steps) == num_swapped
+    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
+    assert simulated.pool.num_tokens == 0
