@@ -244,6 +244,12 @@ class EngineConfig:
     """Most disk space that a rank fills with KV for which host memory has no room."""
     kv_disk_folder: str | None = None
     """An existing folder on that disk. While the folder cannot be written to, KV is recomputed instead."""
+    drafter: Literal["none", "ngram"] = "none"
+    """What guesses next tokens, so that one pass can draw several tokens of a sequence. "ngram" copies what followed an
+    earlier occurrence of a sequence's last two to four tokens. Only guesses that equal the draws count: tokens do not
+    depend on it."""
+    max_draft_tokens: Count = 8
+    """Most tokens that a drafter guesses for a sequence in one forward pass."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whichever sequences share a pass, however prompts are chunked,
     and whatever is preempted. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
@@ -265,6 +271,12 @@ class EngineConfig:
                 f"EngineConfig.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
                 f"max_num_seqs={self.max_num_seqs}, so that every running sequence can decode"
             )
+
+    @property
+    def most_draws(self) -> int:
+        """Most tokens that are drawn in one forward pass."""
+        of_sequence = 1 if self.drafter == "none" else 1 + self.max_draft_tokens
+        return min(self.max_num_seqs * of_sequence, self.max_num_batched_tokens)
 
     def _check_tiers(self) -> None:
         if self.kv_disk_folder is not None:

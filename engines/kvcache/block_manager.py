@@ -75,9 +75,30 @@ class BlockManager:
         self._num_holders[block] = 1
         return block
 
+    def stretch(self, holder: object, num_tokens: int) -> int:
+        """Extends the holder's table towards `num_tokens` tokens, but only by free blocks of unknown content.
+
+        Returns how many of these tokens the table covers.
+        """
+        missing = self.blocks_for(num_tokens) - len(self.table(holder))
+        if missing > 0:
+            self.grow(holder, (len(self.table(holder)) + min(missing, len(self._free))) * self.block_size)
+        return min(num_tokens, len(self.table(holder)) * self.block_size)
+
+    def shrink(self, holder: object, num_tokens: int) -> None:
+        """Releases the holder's blocks behind its first `num_tokens` tokens, which are at least 1."""
+        table, num_kept = self._tables[holder], self.blocks_for(num_tokens)
+        if num_kept < len(table):
+            behind = table[num_kept:]
+            del table[num_kept:]
+            self._put_back(behind)
+
     def release(self, holder: object) -> None:
         """Releases all blocks of the holder; a holder without blocks is no error."""
-        for block in reversed(self._tables.pop(holder, [])):  # a prefix's end is then reused before its beginning
+        self._put_back(self._tables.pop(holder, []))
+
+    def _put_back(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):  # a prefix's end is then reused before its beginning
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
                 if block in self._key_of:

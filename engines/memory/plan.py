@@ -124,7 +124,7 @@ def plan_memory(
     longest = min(max_model_len, num_kv_tokens)
     # Every new token of a pass needs a place in the KV cache.
     tokens = min(config.max_num_batched_tokens, num_kv_tokens, config.max_num_seqs * longest)
-    rows = min(config.max_num_seqs, tokens)
+    seqs, rows = min(config.max_num_seqs, tokens), min(config.most_draws, tokens)
     logits = rows * model.vocab_size * item * (1 if local.num_heads == model.num_heads else 3)  # a part, all, in order
     logits += rows * (local.vocab_size + local.hidden_size) * wide + (2 * tokens + rows) * local.hidden_size * item
     sampled = min(rows, rows_sampled_at_once(model.vocab_size, kind)) * model.vocab_size * _SAMPLED_BYTES[kind]
@@ -132,7 +132,7 @@ def plan_memory(
         weights=weights,
         copies=copies,
         loading=loading,
-        layers=tokens * _token_bytes(local, item, wide) + _context_bytes(local, item, tokens, rows, longest),
+        layers=tokens * _token_bytes(local, item, wide) + _context_bytes(local, item, tokens, seqs, longest),
         logits=logits + sampled,
         tables=2 * max_model_len * model.head_dim * item
         + config.max_num_seqs * (4 * -(-max_model_len // config.block_size) + 96)
@@ -156,9 +156,9 @@ def _token_bytes(local: ModelConfig, item: int, wide: int) -> int:
     return elements * item + widened * wide + 8 * (hidden + query) + _TOKEN_BYTES
 
 
-def _context_bytes(local: ModelConfig, item: int, tokens: int, rows: int, longest: int) -> int:
+def _context_bytes(local: ModelConfig, item: int, tokens: int, seqs: int, longest: int) -> int:
     """Returns the bytes of gathered keys and values, and of masks: see `engines/attention/sdpa.py`."""
-    gathered = min(max(PIECE_TOKENS, longest), rows * longest) * 2 * local.num_kv_heads * local.head_dim * item
+    gathered = min(max(PIECE_TOKENS, longest), seqs * longest) * 2 * local.num_kv_heads * local.head_dim * item
     of_row = local.num_heads // local.num_kv_heads * longest * (1 + max(4, item))
     return gathered + min(max(PIECE_BYTES, of_row), 2 * tokens * of_row)
 

@@ -27,6 +27,7 @@ from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
 from engines.sequence import Detokenize
+from engines.speculation.ngram import NGramDrafter
 
 
 class LocalEngine:
@@ -86,6 +87,7 @@ class LocalEngine:
             detokenize=detokenize,
             hidden_stop=hidden_stop,
             max_kv_tokens=max_kv_tokens,
+            drafter=NGramDrafter() if config.drafter == "ngram" else None,
         )
         self.has_weights = self.is_asleep = False
 

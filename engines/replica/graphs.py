@@ -34,7 +34,7 @@ def ladder(most: int) -> tuple[int, ...]:
 
 
 class PaddedDecodes:
-    """One new token for each of a few sequences, padded to a size of the ladder, in tensors at fixed addresses.
+    """Rows of one new token each, padded to a size of the ladder, in tensors at fixed addresses.
 
     The host sends token, position and slot of each row, and the changes of the block tables; the device derives the
     rest. A padding row is the first token of a sequence all of whose blocks are the scratch block, which no sequence
@@ -42,10 +42,17 @@ class PaddedDecodes:
     """
 
     def __init__(
-        self, *, num_slots: int, max_blocks: int, block_size: int, scratch_block: int, device: torch.device
+        self,
+        *,
+        num_slots: int,
+        max_blocks: int,
+        max_rows: int,
+        block_size: int,
+        scratch_block: int,
+        device: torch.device,
     ) -> None:
-        """Allocates the tensors for up to `num_slots` sequences, each of up to `max_blocks` blocks."""
-        self.sizes = ladder(min(num_slots, LARGEST))
+        """Allocates tensors for `num_slots` sequences of up to `max_blocks` blocks, and passes of `max_rows` rows."""
+        self.sizes = ladder(min(max_rows, LARGEST))
         self._block_size = block_size
         self._padding_slot = num_slots
         self._table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)

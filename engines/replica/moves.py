@@ -37,7 +37,7 @@ class Runner(Protocol):
     """`ModelRunner` is one."""
 
     def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
-        """One forward pass; a token and its log-prob for each item that samples, in order."""
+        """One forward pass; returns the drawn tokens with their log-probs: see `ModelRunner.run`."""
         ...
 
 

@@ -21,6 +21,8 @@ from engines.sequence import (
     SequenceState,
     Work,
 )
+from engines.speculation.drafter import Drafter
+from engines.speculation.verify import num_accepted
 
 HiddenStop = Callable[[SequenceState], bool]
 
@@ -38,7 +40,11 @@ class StepOutput:
     num_pairs: int = 0
     """Pairs of a token of this pass and a token that it attends to, itself included."""
     num_sampled: int = 0
-    """Sequences for which a token was drawn."""
+    """Tokens drawn: one for each sequence that decodes, and one for each draft token."""
+    num_drafted: int = 0
+    """Draft tokens in the forward pass."""
+    num_accepted: int = 0
+    """Draft tokens that are now tokens of their sequences."""
     num_preempted: int = 0
     """Sequences that lost their blocks before the forward pass."""
     num_swapped_out: int = 0
@@ -114,6 +120,7 @@ class Replica:
         detokenize: Detokenize | None,
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """A sequence ends with "stop" when `hidden_stop` returns True: benchmarks set lengths so, unseen by policies.
 
@@ -133,6 +140,7 @@ class Replica:
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._hidden_stop = hidden_stop
+        self._drafter = drafter
         self._sequences: dict[SequenceId, Sequence] = {}
         self.policy_version = 0
 
@@ -179,8 +187,8 @@ class Replica:
     def step(self) -> StepOutput:
         """Runs one forward pass over the sequences that the scheduler chooses.
 
-        After an error (of `ModelRunner.run` or `hidden_stop`) or an interrupt, every sequence has the same tokens as
-        before the step, and waits to be recomputed.
+        After an error (of `ModelRunner.run`, `hidden_stop` or the drafter) or an interrupt, every sequence has the same
+        tokens as before the step, and waits to be recomputed.
         """
         moves, preempted = self.kv_moves, self.scheduler.num_preemptions
         swapped_out, swapped_in = moves.num_swapped_out, moves.num_swapped_in
@@ -191,22 +199,27 @@ class Replica:
         leaving: list[Sequence] = []
         try:
             scheduled = self._schedule()
-            drawn = iter(self._runner.run(scheduled) if scheduled else [])
+            drawn = self._runner.run(scheduled) if scheduled else []
             lengths = [len(item.sequence.state.tokens) for item in scheduled]
-            for sequence, num_tokens in scheduled:
+            for sequence, num_tokens, draft in scheduled:
                 sequence.num_computed += num_tokens
                 output.num_tokens += num_tokens
                 output.num_context_tokens += sequence.num_computed
                 output.num_pairs += num_tokens * sequence.num_computed - num_tokens * (num_tokens - 1) // 2
-                if sequence.num_computed == len(sequence.state.tokens):  # as `Scheduled.samples` before the pass
-                    output.num_sampled += 1
-                    token, logprob = next(drawn)
-                    finished = self._append(sequence, token, logprob)
+                if sequence.num_computed >= len(sequence.state.tokens):  # as `Scheduled.samples` before the pass
+                    row = output.num_sampled
+                    output.num_sampled += 1 + len(draft)
+                    if draft:
+                        finished = self._verify(sequence, draft, drawn[row : output.num_sampled])
+                    else:
+                        finished = self._append(sequence, *drawn[row])
                     if finished is not None:
                         output.finished.append(finished)
                         ended.append(sequence)
                     elif len(sequence.state.tokens) >= sequence.release_len:
                         leaving.append(sequence)
+            if self._drafter is not None:
+                self._observe(self._drafter, scheduled, lengths, output)
             for sequence in ended:
                 self._leave(sequence)
             if leaving:
@@ -233,18 +246,48 @@ class Replica:
             for sequence, num_tokens in zip(schedule.arriving, loaded, strict=True):
                 sequence.num_computed, sequence.kv, sequence.is_swapped_out = num_tokens, None, False
             self.scheduler.add_loaded(schedule)
+        if self._drafter is not None:
+            # Each shard of the replica drafts for itself, and all must draft alike: a drafter is a function of the
+            # states. One that depends on time would have to run on the first shard, and send its drafts to the others.
+            self.scheduler.add_drafts(schedule, self._drafter)
         return schedule.batch
+
+    def _verify(self, sequence: Sequence, draft: tuple[int, ...], drawn: list[tuple[int, float]]) -> Finished | None:
+        """Appends the draws behind accepted draft tokens, up to the one that ends the sequence."""
+        finished = None
+        count = 1 + num_accepted(draft, [token for token, _ in drawn])
+        for token, logprob in drawn[:count]:
+            finished = self._append(sequence, token, logprob)
+            if finished is not None:
+                break
+        sequence.num_computed = len(sequence.state.tokens) - 1
+        self.scheduler.settle(sequence)
+        return finished
+
+    @staticmethod
+    def _observe(drafter: Drafter, scheduled: list[Scheduled], lengths: list[int], output: StepOutput) -> None:
+        """Counts drafted and accepted tokens, for the output and for the drafter."""
+        drafted = [(item, length) for item, length in zip(scheduled, lengths, strict=True) if item.draft]
+        states, drafts = [item.sequence.state for item, _ in drafted], [item.draft for item, _ in drafted]
+        accepted = [num_accepted(item.draft, item.sequence.state.tokens[length:]) for item, length in drafted]
+        output.num_drafted, output.num_accepted = sum(map(len, drafts)), sum(accepted)
+        if drafted:
+            drafter.observe(states, drafts, accepted)
 
     def _restart(self, returning: Iterable[Sequence] = ()) -> None:
         """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe."""
         for sequence in returning:
             self._sequences[sequence.state.sequence_id] = sequence
+        if self._drafter is not None:
+            for sequence in self._sequences.values():
+                self._drafter.finish(sequence.state)
         self.scheduler.restart(self._sequences.values())
 
     def clear(self) -> None:
         """Drops all sequences, also after an interrupt at any point. Their stored KV stays where it is."""
-        self._sequences.clear()
         self._restart()
+        self._sequences.clear()
+        self.scheduler.restart(())
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Finished | None:
         state = sequence.state
@@ -288,6 +331,8 @@ class Replica:
         )
 
     def _leave(self, sequence: Sequence) -> None:
+        if self._drafter is not None:
+            self._drafter.finish(sequence.state)
         self.scheduler.remove(sequence)
         del self._sequences[sequence.state.sequence_id]
 

@@ -21,13 +21,13 @@ from engines.sampling.sampler import draw_natively, sample
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """The inputs of one pass; R sequences draw a token."""
+    """The inputs of one pass, which draws R tokens."""
 
     batch: ForwardBatch | None
     """None for a pass of decodes alone whose rows lie padded in static memory."""
     padded_size: int = 0
     slots: np.ndarray
-    """int64 [R]: slots of the sequences that draw a token."""
+    """int64 [R]: slots of the sequences for which tokens are drawn. One with a draft is there several times."""
     positions: Tensor
     """int64 [R]: positions of the tokens to be drawn."""
 
@@ -42,7 +42,8 @@ class ModelRunner:
         self._block_size = config.block_size
         self._slots = SlotTable(config.max_num_seqs, -(-max_model_len // config.block_size))
         self._staging = Staging(decoder.device)
-        self._readback = Readback(decoder.device, config.max_num_seqs)
+        self._most_draws = config.most_draws
+        self._readback = Readback(decoder.device, self._most_draws)
         self._padded: PaddedDecodes | None = None
         self._graphs: Graphs | None = None
         if config.cuda_graphs and decoder.capturable:
@@ -54,6 +55,7 @@ class ModelRunner:
         self._padded = PaddedDecodes(
             num_slots=self._slots.block_table.shape[0],
             max_blocks=self._slots.block_table.shape[1],
+            max_rows=self._most_draws,
             block_size=self._block_size,
             scratch_block=self._kv.scratch_block,
             device=self._decoder.device,
@@ -65,7 +67,8 @@ class ModelRunner:
             self._graphs.drop()
 
     def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
-        """Runs one forward pass. Returns a token and its log-prob for each item that samples, in order.
+        """Runs one forward pass. Returns tokens and their log-probs, in order: for each item that samples, the token
+        after its known tokens, and one after each token of its draft.
 
         Raises FloatingPointError when logits are not finite; it zeroes the KV cache first.
         """
@@ -104,13 +107,23 @@ class ModelRunner:
         num_known = np.array([sequence.num_table_blocks for sequence in sequences])
         for row in np.flatnonzero(num_known * block_size < contexts).tolist():
             self._slots.follow(sequences[row])
-        samples = contexts == np.array([len(sequence.state.tokens) for sequence in sequences])
-        num_seqs, num_tokens, num_drawn = len(sequences), int(lengths.sum()), int(samples.sum())
+        first_draws = np.array([len(sequence.state.tokens) for sequence in sequences]) - 1
+        num_seqs, num_tokens = len(sequences), int(lengths.sum())
+        ends = np.cumsum(lengths)
+        if num_tokens == num_seqs:
+            rows, positions = np.arange(num_seqs), starts
+        else:
+            rows = np.repeat(np.arange(num_seqs), lengths)
+            positions = np.arange(num_tokens) - (ends - lengths - starts)[rows]
+        drawing = np.flatnonzero(positions >= first_draws[rows])
+        num_drawn = len(drawing)
+        drawn_slots = slots[rows[drawing]]
         tokens = _new_tokens(scheduled)
         if self._padded is not None and num_drawn == num_tokens and self._padded.fits(num_tokens):
-            size = self._padded.fill(tokens, starts, slots, self._slots.take_changes())
+            # Each token of a draft is a row of its own: a pass writes the KV of all rows before any row reads it.
+            size = self._padded.fill(tokens, positions, drawn_slots, self._slots.take_changes())
             drawn_positions = self._padded.next_positions(num_drawn)
-            return _Pass(batch=None, padded_size=size, slots=slots, positions=drawn_positions)
+            return _Pass(batch=None, padded_size=size, slots=drawn_slots, positions=drawn_positions)
         width = -(-int(contexts.max()) // block_size)
         arrays = self._staging.arrays(
             {
@@ -125,37 +138,32 @@ class ModelRunner:
             }
         )
         arrays["tokens"][:] = tokens
-        ends = np.cumsum(lengths)
         arrays["cu_seqlens_q"][0] = 0
         arrays["cu_seqlens_q"][1:] = ends
         arrays["context_lens"][:] = contexts
         table = arrays["block_table"]
         table[:] = self._slots.block_table[slots, :width]
-        if num_tokens == num_seqs:
-            rows, positions = np.arange(num_seqs), starts
-        else:
-            rows = np.repeat(np.arange(num_seqs), lengths)
-            positions = np.arange(num_tokens) - (ends - lengths - starts)[rows]
         arrays["positions"][:] = positions
         block, offset = np.divmod(positions, block_size)
         np.multiply(table[rows, block], np.int64(block_size), out=arrays["slot_mapping"])
         arrays["slot_mapping"] += offset
-        np.subtract(ends[samples], 1, out=arrays["logit_rows"])
-        arrays["drawn_positions"][:] = contexts[samples]
+        arrays["logit_rows"][:] = drawing
+        np.add(positions[drawing], 1, out=arrays["drawn_positions"])
         tensors = dict(self._staging.move())
         positions_drawn = tensors.pop("drawn_positions")
         return _Pass(
-            batch=ForwardBatch(**tensors, seqlens_q=lengths.tolist()), slots=slots[samples], positions=positions_drawn
+            batch=ForwardBatch(**tensors, seqlens_q=lengths.tolist()), slots=drawn_slots, positions=positions_drawn
         )
 
 
 def _new_tokens(scheduled: list[Scheduled]) -> list[int]:
     """Returns the tokens that the pass computes, sequence after sequence."""
     tokens: list[int] = []
-    for sequence, num_tokens in scheduled:
+    for sequence, num_tokens, draft in scheduled:
         start = sequence.num_computed
         if num_tokens == 1:
             tokens.append(sequence.state.tokens[start])
         else:
             tokens += sequence.state.tokens[start : start + num_tokens]
+            tokens += draft
     return tokens

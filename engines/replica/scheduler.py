@@ -11,6 +11,7 @@ from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
 from engines.replica.stop_strings import StopSearch
 from engines.sequence import KVHandle, SequenceState
+from engines.speculation.drafter import Drafter
 
 
 class CachedKV(NamedTuple):
@@ -67,11 +68,13 @@ class Scheduled(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
+    draft: tuple[int, ...] = ()
+    """Guessed tokens behind the sequence's end, counted in `num_tokens`. After each of them a token is drawn, too."""
 
     @property
     def samples(self) -> bool:
         """Whether these tokens reach the sequence's end, so that a next token is drawn."""
-        return self.sequence.num_computed + self.num_tokens == len(self.sequence.state.tokens)
+        return self.sequence.num_computed + self.num_tokens >= len(self.sequence.state.tokens)
 
 
 @dataclass(kw_only=True)
@@ -79,7 +82,7 @@ class Schedule:
     """A step's plan: store the KV of `preempted`, load that of `arriving`, call `add_loaded`, then run `batch`."""
 
     batch: list[Scheduled]
-    """Decodes first, then prefill chunks. After `add_loaded` it is empty only when there is no work."""
+    """Single tokens first, then drafts and prefill chunks. After `add_loaded` it is empty only without work."""
     preempted: list[tuple[Sequence, CachedKV]]
     """Preempted sequences. Their KV stays in the blocks that they lost until the next pass or load."""
     arriving: list[Sequence]
@@ -163,6 +166,40 @@ class Scheduler:
         for sequence in schedule.arriving:
             schedule.budget -= self._chunk(sequence, schedule.budget, schedule.batch)
         schedule.batch = _in_order(schedule.batch)
+
+    def add_drafts(self, schedule: Schedule, drafter: Drafter) -> None:
+        """Adds drafts to decodes, as far as the token budget and free blocks of unknown content last.
+
+        So drafts take nothing from other sequences. `settle` must follow for each sequence that got one.
+        """
+        most = min(self._config.max_draft_tokens, schedule.budget)
+        limits: dict[int, int] = {}
+        for place, item in enumerate(schedule.batch):
+            state = item.sequence.state
+            # The row of the last draft token draws the last token that may be appended here.
+            limit = min(most, item.sequence.release_len - 1 - len(state.tokens))
+            if item.num_tokens == 1 and item.samples and limit > 0:
+                limits[place] = limit
+        if not limits:
+            return
+        drafts = drafter.propose([schedule.batch[place].sequence.state for place in limits], list(limits.values()))
+        for (place, limit), draft in zip(limits.items(), drafts, strict=True):
+            sequence = schedule.batch[place].sequence
+            num_known = len(sequence.state.tokens)
+            wanted = num_known + min(len(draft), limit, schedule.budget)
+            if num_drafted := self.blocks.stretch(sequence, wanted) - num_known:
+                schedule.batch[place] = Scheduled(sequence, 1 + num_drafted, tuple(draft[:num_drafted]))
+                schedule.budget -= num_drafted
+        schedule.batch = _in_order(schedule.batch)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Publishes the blocks that accepted draft tokens have filled; releases those that only rejected ones needed.
+
+        Must be called after a pass with a draft, when `num_computed` counts the accepted tokens.
+        """
+        self._publish(Scheduled(sequence, 0))
+        self.blocks.shrink(sequence, sequence.num_computed)
+        sequence.num_table_blocks = min(sequence.num_table_blocks, len(sequence.blocks))
 
     def _admit(self, budget: int, chunks: list[Scheduled], arriving: list[Sequence]) -> int:
         """Returns the remaining budget in tokens."""
@@ -259,6 +296,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque(sequences)
         for sequence in self.waiting:
             sequence.leave_slot()
+            sequence.content_keys = []  # some may name tokens that a failed step took back
 
     def _preempt_latest(self) -> tuple[Sequence, CachedKV]:
         victim = self.running.pop()
@@ -275,5 +313,5 @@ class Scheduler:
 
 
 def _in_order(batch: list[Scheduled]) -> list[Scheduled]:
-    """Returns the items of one token first: decodes, last chunks, and what loaded KV leaves of a sequence."""
+    """Returns the items of one token first: plain decodes, last chunks, and what loaded KV leaves of a sequence."""
     return sorted(batch, key=lambda item: item.num_tokens > 1)

@@ -53,7 +53,7 @@ class SlotTable:
         return flat, self.block_table.reshape(-1)[flat]
 
     def sampling_batch(self, slots: np.ndarray, positions: Tensor) -> SamplingBatch:
-        """Returns the batch of the rows in `slots`, int64 [N], whose tokens are drawn at `positions`, int64 [N]."""
+        """Returns the batch of N rows of the slots, int64 [N], whose tokens are drawn at `positions`, int64 [N]."""
         if self._kept is None or not np.array_equal(self._kept[0], slots):
             batch = make_sampling_batch(
                 keys=self._keys[slots],

@@ -78,11 +78,11 @@ class Staging:
 class Readback:
     """Copies drawn tokens and their log-probs to the host together."""
 
-    def __init__(self, device: torch.device, max_num_seqs: int) -> None:
+    def __init__(self, device: torch.device, most_draws: int) -> None:
         self._device = device
         self._pinned: Tensor | None = None
         if device.type == "cuda":
-            self._pinned = torch.empty(2 * max_num_seqs, dtype=torch.float64, pin_memory=True)
+            self._pinned = torch.empty(2 * most_draws, dtype=torch.float64, pin_memory=True)
 
     def read(self, sampled: Sampled) -> tuple[np.ndarray, np.ndarray]:
         """Waits for the device; returns tokens, integers [N], and log-probs, floats [N], valid until the next call."""

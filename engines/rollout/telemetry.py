@@ -24,6 +24,10 @@ class StepRecord:
     """Sequences in the forward pass."""
     num_tokens: int
     """Tokens in the forward pass."""
+    num_drafted: int = 0
+    """Draft tokens in the forward pass."""
+    num_accepted: int = 0
+    """Draft tokens that are now tokens of their sequences."""
     num_preempted: int = 0
     """Sequences that lost their KV blocks before the forward pass."""
     num_swapped_out: int = 0
@@ -56,6 +60,8 @@ def chrome_trace(steps: Iterable[StepRecord], marks: Iterable[Mark] = ()) -> dic
     for step in steps:
         row = {"pid": 0, "tid": step.replica_id, "ts": micros(step.start)}
         arguments = {"sequences": step.num_running, "tokens": step.num_tokens, "epoch": step.epoch}
+        if step.num_drafted:
+            arguments |= {"drafted": step.num_drafted, "accepted": step.num_accepted}
         if step.num_preempted or step.num_swapped_in:
             arguments |= {"preempted": step.num_preempted, "swapped out": step.num_swapped_out}
             arguments["swapped in"] = step.num_swapped_in

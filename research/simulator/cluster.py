@@ -230,6 +230,8 @@ class Cluster:
                     seconds=seconds,
                     num_running=output.num_running,
                     num_tokens=output.num_tokens,
+                    num_drafted=output.num_drafted,
+                    num_accepted=output.num_accepted,
                     num_preempted=output.num_preempted,
                     num_swapped_out=output.num_swapped_out,
                     num_swapped_in=output.num_swapped_in,

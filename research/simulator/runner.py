@@ -27,8 +27,8 @@ class SimulatedRunner:
     """Draws for each sequence the token that stands for it."""
 
     def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
-        for sequence, _ in scheduled:
-            sequence.num_table_blocks = len(sequence.blocks)
+        for item in scheduled:
+            item.sequence.num_table_blocks = len(item.sequence.blocks)
         return [(token_of(item.sequence.state.key), 0.0) for item in scheduled if item.samples]
 
 

@@ -37,6 +37,8 @@ SWITCHES = {
     "blocks of 3": {"block_size": 3},
     "no prefix cache": {"prefix_caching": False},
     "no prefix cache, preemption": {"prefix_caching": False, "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
+    "drafts": {"drafter": "ngram"},
+    "drafts, preemption": {"drafter": "ngram", "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "preemption": {"kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "all at once": {
         "kv_cache_bytes": TIGHT_KV, "max_model_len": 100, "max_num_seqs": 9, "max_num_batched_tokens": 20,

@@ -1,0 +1,33 @@
+"""What a replica asks of a drafter: guesses of the next tokens of its sequences. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from engines.sequence import SequenceState
+
+
+class Drafter(Protocol):
+    """Guesses next tokens. A wrong guess costs time, and never changes a token.
+
+    A drafter learns of new tokens by reading the states. It must not modify them. `NGramDrafter` is one.
+    """
+
+    def propose(self, states: list[SequenceState], limits: list[int]) -> list[list[int]]:
+        """Returns a draft for each sequence: the tokens that may follow, at most as many as its limit, or none.
+
+        It is called once per step, for all sequences that may take a draft in this step; limits are at least 1.
+        """
+        ...
+
+    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
+        """Is called after the pass for the sequences that had a draft in it.
+
+        A draft may be shorter than the proposed one. Its first `num_accepted` tokens are now tokens of the sequence.
+        """
+        ...
+
+    def finish(self, state: SequenceState) -> None:
+        """Forgets a sequence that leaves the replica, or whose step has failed. It may come back, and be unknown."""
+        ...
