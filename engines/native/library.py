@@ -1,18 +1,10 @@
-"""Compiles `kernels.cpp` once per machine, and calls it. Without a compiler torch's operations are used instead."""
+"""Calls `kernels.cpp`, which is compiled once per machine. Without a compiler torch's operations are used instead."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import logging
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +12,14 @@ import torch
 from torch import Tensor
 
 from engines.config import Kernels
+from engines.native.build import build
 
-FOLDER = Path(__file__).parent
-SOURCE = FOLDER / "kernels.cpp"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+SOURCE = Path(__file__).parent / "kernels.cpp"
+FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 MARCH_VARIABLE = "CURTAIL_MARCH"
 """Environment variable with the processor to compile for, as in the compiler's -march; by default this machine's. With
 x86-64-v3 (any AVX2 processor) one machine shows how the kernels run on another."""
-COMPILE_S = 120.0
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
-
-logger = logging.getLogger(__name__)
 
 
 class Library:
@@ -90,41 +79,8 @@ def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -
 
 @functools.cache
 def _build() -> Path | None:
-    """Returns the library's path in the user's cache, named by source, flags, compiler and processor, or None."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        logger.warning("no C++ compiler (c++, g++, clang++, or $CXX): small operations run in torch, which is slower")
-        return None
-    try:
-        flags = (*FLAGS, f"-march={os.environ.get(MARCH_VARIABLE, 'native')}")
-        sources = [path.read_text() for path in (SOURCE, *sorted(FOLDER.glob("*.h")))]
-        what = "\n".join((*sources, *flags, compiler, _processor()))
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "curtail"
-        path = folder / f"kernels-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.so"
-        with contextlib.suppress(OSError):  # not compiled yet, or damaged
-            ctypes.CDLL(str(path))
-            return path
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            built = Path(work) / "kernels.so"
-            command = [*shlex.split(compiler), *flags, str(SOURCE), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
-            built.replace(path)  # whole or absent, also when other processes compile it now
-        ctypes.CDLL(str(path))
-        return path
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or str(error)
-        logger.warning("%s cannot compile %s: %s; small operations run in torch", compiler, SOURCE.name, told[-300:])
-        return None
-
-
-def _processor() -> str:
-    """Returns all that `-march=native` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except FileNotFoundError:
-        return platform.processor()
-    return "\n".join(line for line in dict.fromkeys(lines) if line.startswith(("model name", "flags", "Features")))
+    march = f"-march={os.environ.get(MARCH_VARIABLE, 'native')}"
+    return build(SOURCE, (*FLAGS, march), "small operations run in torch")
 
 
 def address(tensor: Tensor | None) -> int | None:

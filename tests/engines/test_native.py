@@ -23,6 +23,7 @@ from engines.attention.native import NativeAttention
 from engines.config import EngineConfig
 from engines.models.operations import NativeOperations, TorchOperations
 from engines.models.projection import FewRows
+from engines.native import build
 from engines.native import library as module
 from engines.native.library import Library, choose_library
 from tests.worlds import ROOT
@@ -279,7 +280,7 @@ def test_without_a_library_torch_does_it_and_it_is_told(
 ) -> None:
     words = "cannot compile"
     if problem == "no compiler":
-        monkeypatch.setattr(module.shutil, "which", lambda _: None)
+        monkeypatch.setattr(build.shutil, "which", lambda _: None)
         monkeypatch.delenv("CXX", raising=False)
         words = "no C++ compiler"
     elif problem == "fails":
@@ -289,7 +290,7 @@ def test_without_a_library_torch_does_it_and_it_is_told(
         script.write_text("#!/bin/sh\nsleep 60\n")
         script.chmod(0o755)
         monkeypatch.setenv("CXX", str(script))
-        monkeypatch.setattr(module, "COMPILE_S", 0.2)
+        monkeypatch.setattr(build, "COMPILE_S", 0.2)
     else:
         no_cache.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):

@@ -1,0 +1,246 @@
+"""Drafts from what a group has generated before: a suffix tree with counts (Seer §4.4; Oliaro et al. 2024). Torch-free.
+
+A tree holds the sequences of one group. Each suffix of each sequence, cut to `max_depth` tokens, is a path from the
+root, and each node knows how often its path occurs. A draft continues the longest suffix of a pattern which the tree
+can continue. The pattern is mostly the end of a sequence of the tree itself: then the nodes of its suffixes are known.
+
+The probability of a token is its share of the continuations of its context. An occurrence at the end of a sequence has
+no continuation and does not count. A context is at most `max_depth` - 1 tokens long: longer drafts drop its first ones.
+
+Append takes O(max_depth) per token. For a pattern of p tokens and a draft of s, a draft takes O(p + s) if the pattern is
+the end of the request's own sequence (p compares), O(p log p + s) if not; with top_k > 1, the children of all nodes on
+the way are read. The tree in C++ holds Python's lock while it works. `experiments/bench/suffix_tree.py` measures.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from engines.constraints import Fraction, WholeNumber, check_fields, check_value
+from engines.speculation.native_suffix_tree import NativeSuffixTree, load, speculate
+from engines.speculation.plain_suffix_tree import PlainSuffixTree
+
+MOST_TOKENS = 2**30
+UNBOUNDED = 2**62
+NO_REQUEST = -1
+
+Size = Annotated[int, Meta(ge=1, le=1024, description="an integer of 1 to 1024")]
+Depth = Annotated[int, Meta(ge=2, le=1024, description="an integer of 2 to 1024")]
+Bound = Annotated[int, Meta(ge=2**16, le=UNBOUNDED, description="an integer of at least 65536")] | None
+Kernels = Literal["auto", "native", "python"]
+Tokens = Sequence[int] | NDArray[np.integer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationArgs:
+    """How one request is drafted for (Seer, Table 4, and the filters of §4.4)."""
+
+    max_spec_tokens: Size = 8
+    """Tokens of a path at most."""
+    pattern_lookup_max: Size = 16
+    """Tokens of the pattern that a match has at most. More than the tree's max_depth - 1 have no effect."""
+    pattern_lookup_min: Size = 1
+    """Tokens of the pattern that a match has at least."""
+    top_k: Size = 1
+    """Paths at most: the width of the beam search."""
+    min_count: Size = 1
+    """A drafted token has followed its context at least this often."""
+    min_probability: Fraction = 0.1
+    """A path ends where its probability would be lower."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.pattern_lookup_min > self.pattern_lookup_max:
+            raise ValueError(
+                f"SpeculationArgs.pattern_lookup_min={self.pattern_lookup_min}: is above "
+                f"pattern_lookup_max={self.pattern_lookup_max}; lower it"
+            )
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """As `Arguments` of suffix_tree.cpp."""
+        lookup = (self.pattern_lookup_max, self.pattern_lookup_min)
+        return struct.pack("5i4xd", self.max_spec_tokens, *lookup, self.top_k, self.min_count, self.min_probability)
+
+
+class Draft(NamedTuple):
+    """A path that may follow the pattern."""
+
+    tokens: list[int]
+    score: float
+    """Its probability: the product of those of its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBuffers:
+    """Memory into which `batch_speculate` writes: of a caller, which uses it again and again."""
+
+    tokens: NDArray[np.integer]
+    """[requests, paths, tokens], int32 or int64; beyond the length of a path they keep what they held."""
+    lengths: NDArray[np.int32]
+    """[requests, paths]; 0 where there is no such path."""
+    scores: NDArray[np.float64]
+    """[requests, paths]; the best path is the first one."""
+
+    @classmethod
+    def empty(cls, requests: int, paths: int, tokens: int) -> DraftBuffers:
+        shape = (requests, paths)
+        return cls(
+            tokens=np.zeros((*shape, tokens), np.int32), lengths=np.zeros(shape, np.int32), scores=np.zeros(shape)
+        )
+
+    def __post_init__(self) -> None:
+        for name, kinds, dimensions in (("tokens", "i4 i8", 3), ("lengths", "i4", 2), ("scores", "f8", 2)):
+            _check_array(f"DraftBuffers.{name}", getattr(self, name), kinds, dimensions)
+        for name in ("lengths", "scores"):
+            if (shape := getattr(self, name).shape) != self.tokens.shape[:2]:
+                raise ValueError(f"DraftBuffers.{name}: has shape {shape}; give {self.tokens.shape[:2]}, as tokens has")
+
+
+class SuffixTree:
+    """The tree of one group. `kernels` "auto" uses C++ where it compiles, "python" the slow twin."""
+
+    def __init__(self, *, max_depth: int = 24, max_bytes: int | None = None, kernels: Kernels = "auto") -> None:
+        """With `max_bytes`, whole sequences are evicted so that `num_bytes` never exceeds it: finished ones first, then
+        the oldest, the one that grows last. Raises ValueError for "native" without a compiler."""
+        for name, value, hint in (("max_depth", max_depth, Depth), ("max_bytes", max_bytes, Bound)):
+            check_value(f"SuffixTree.{name}", value, hint)
+        check_value("SuffixTree.kernels", kernels, Kernels)
+        library = None if kernels == "python" else load()
+        if library is None and kernels == "native":
+            raise ValueError("SuffixTree.kernels='native': needs a C++ compiler (the log says more); use 'auto'")
+        self._tree: NativeSuffixTree | PlainSuffixTree
+        if library is not None:
+            self._tree = NativeSuffixTree(library, max_depth, max_bytes or UNBOUNDED)
+        else:
+            self._tree = PlainSuffixTree(max_depth, max_bytes or UNBOUNDED)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences."""
+        return self._tree.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Of nodes, tokens and sequences in use. What is allocated may be up to twice as much."""
+        return self._tree.num_bytes
+
+    @property
+    def num_evictions(self) -> int:
+        """Sequences evicted since the tree was made."""
+        return self._tree.num_evictions
+
+    def length(self, request_id: int) -> int:
+        """Tokens of the request's sequence; 0 if it is not in the tree, as after an eviction."""
+        return self._tree.length(_checked_id(request_id))
+
+    def append(self, request_id: int, tokens: Tokens) -> None:
+        """Appends to the request's sequence, which begins here if the tree does not hold it."""
+        array = _as_tokens("tokens", tokens)
+        if self.num_tokens + len(array) > MOST_TOKENS:
+            raise ValueError(f"tokens: {len(array)} more than the tree's {self.num_tokens} exceed 2^30; set max_bytes")
+        if not self._tree.append(_checked_id(request_id), array):
+            wrong = array[(array < 0) | (array >= 2**31)][0]
+            raise ValueError(f"tokens: {wrong} is no token; give numbers of 0 to 2^31 - 1")
+
+    def finish(self, request_id: int) -> None:
+        """Marks a request, which will not grow, as one of the first to evict. Does nothing if it was evicted."""
+        self._tree.finish(_checked_id(request_id))
+
+    def remove(self, request_id: int) -> None:
+        """Removes the request's sequence: the counts are then as if it had never been there. Does nothing without it."""
+        self._tree.remove(_checked_id(request_id))
+
+    def speculate(
+        self, args: SpeculationArgs, *, request_id: int | None = None, pattern: Tokens | None = None
+    ) -> list[Draft]:
+        """Returns up to `top_k` drafts after the pattern, the best first (ties: the smaller token first).
+
+        The pattern is by default the end of the request's sequence. If there are both, the request speeds the match up.
+        """
+        if request_id is None and pattern is None:
+            raise ValueError("SuffixTree.speculate: neither request_id nor pattern; give one")
+        request_id = NO_REQUEST if request_id is None else _checked_id(request_id)
+        array = None if pattern is None else _as_tokens("pattern", pattern)
+        return [Draft(tokens, score) for score, tokens in self._tree.speculate(request_id, array, args)]
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError if counts, edges or links do not agree with the sequences. Slow: for tests."""
+        if (failed := self._tree.check()) != 0:
+            raise RuntimeError(f"SuffixTree: check {failed} failed; this is a bug")
+
+
+def batch_speculate(
+    trees: Sequence[SuffixTree],
+    request_ids: NDArray[np.int64],
+    args: Sequence[SpeculationArgs],
+    drafts: DraftBuffers,
+    *,
+    patterns: NDArray[np.integer] | None = None,
+    starts: NDArray[np.int64] | None = None,
+    stops: NDArray[np.int64] | None = None,
+) -> None:
+    """Drafts for request i from trees[i], in one call without copies, into row i of `drafts` (Seer, Table 4).
+
+    Its pattern is patterns[starts[i]:stops[i]] of a buffer, int32 or int64, of any shape; without `patterns` it is the
+    end of the request's own sequence. A request_id of -1 is a request that the tree does not hold.
+    """
+    span = None
+    arrays = {"request_ids": request_ids}
+    if patterns is not None:
+        if starts is None or stops is None:
+            raise ValueError("starts, stops: are missing; patterns needs both")
+        _check_array("patterns", patterns, "i4 i8", None)
+        arrays |= {"starts": starts, "stops": stops}
+        span = (patterns, starts, stops)
+    for name, array in arrays.items():
+        _check_array(name, array, "i8", 1)
+    for name, length in {"args": len(args), **{name: len(array) for name, array in arrays.items()}}.items():
+        if length != len(trees):
+            raise ValueError(f"{name}: has {length} entries; give one for each of the {len(trees)} trees")
+    if not trees:
+        return
+    wanted = (len(trees), max(one.top_k for one in args), max(one.max_spec_tokens for one in args))
+    if any(have < want for have, want in zip(drafts.tokens.shape, wanted, strict=True)):
+        raise ValueError(f"drafts: is of shape {drafts.tokens.shape}; give at least {wanted}")
+    if span is not None and (span[1].min() < 0 or (span[2] < span[1]).any() or span[2].max() > span[0].size):
+        raise ValueError(f"starts, stops: give 0 <= starts <= stops <= {span[0].size}, the size of patterns")
+    natives = [tree._tree for tree in trees if isinstance(tree._tree, NativeSuffixTree)]
+    if len(natives) == len(trees):
+        return speculate(natives, request_ids, args, drafts, span)
+    drafts.lengths[:], drafts.scores[:] = 0, 0
+    for i, tree in enumerate(trees):
+        pattern = None if span is None else span[0].reshape(-1)[span[1][i] : span[2][i]]
+        for k, (score, tokens) in enumerate(tree._tree.speculate(int(request_ids[i]), pattern, args[i])):
+            drafts.tokens[i, k, : len(tokens)] = tokens
+            drafts.lengths[i, k], drafts.scores[i, k] = len(tokens), score
+    return None
+
+
+def _as_tokens(name: str, tokens: Tokens) -> NDArray[np.integer]:
+    array = np.ascontiguousarray(tokens)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    _check_array(name, array, "i4 i8", 1)
+    return array
+
+
+def _check_array(name: str, array: NDArray[Any], kinds: str, dimensions: int | None) -> None:
+    if array.dtype.str[1:] not in kinds.split() or dimensions not in (None, array.ndim) or not array.flags.c_contiguous:
+        names = " or ".join({"i4": "int32", "i8": "int64", "f8": "float64"}[kind] for kind in kinds.split())
+        shape = "" if dimensions is None else f" of {dimensions} dimensions"
+        raise ValueError(f"{name}: is {array.dtype} of shape {array.shape}; give a contiguous array of {names}{shape}")
+
+
+def _checked_id(request_id: int) -> int:
+    if type(request_id) is not int or not 0 <= request_id < 2**63:
+        check_value("request_id", request_id, WholeNumber)
+    return request_id
