@@ -17,6 +17,7 @@ from engines.json_files import read_json
 DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native"]
 Preemption = Literal["auto", "swap", "recompute"]
+DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix"]
 RopeType = Literal["default", "linear", "llama3"]
 Attention = Literal["auto", "flash_attn", "triton", "native", "sdpa"]
 
@@ -244,12 +245,15 @@ class EngineConfig:
     """Most disk space that a rank fills with KV for which host memory has no room."""
     kv_disk_folder: str | None = None
     """An existing folder on that disk. While the folder cannot be written to, KV is recomputed instead."""
-    drafter: Literal["none", "ngram"] = "none"
+    drafter: DrafterName = "none"
     """What guesses next tokens, so that one pass can draw several tokens of a sequence. "ngram" copies what followed an
-    earlier occurrence of a sequence's last two to four tokens. Only guesses that equal the draws count: tokens do not
-    depend on it."""
+    earlier occurrence of a sequence's last two to four tokens. "suffix" does so for the longest end that has occurred,
+    and takes the most frequent continuation; "grouped_suffix" looks in all sequences of the prompt, also those that
+    have ended. Only guesses that equal the draws count: tokens do not depend on it."""
     max_draft_tokens: Count = 8
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
+    draft_tree_bytes: Annotated[int, Meta(ge=2**16, le=2**40)] = 64 * 2**20
+    """Most host memory of the suffix trees of a rank; the trees that were used longest ago are dropped."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whichever sequences share a pass, however prompts are chunked,
     and whatever is preempted. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""

@@ -30,6 +30,7 @@ from engines.rollout.placement import Arguments, Placement
 from engines.rollout.steps import roll_out_static
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.world import RolloutWorld
+from engines.speculation.policy import DraftPolicy
 from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64
 
 
@@ -55,6 +56,7 @@ class LLM:
         layout_policy: LayoutPolicy | None = None,
         pace: Pace | None = None,
         hidden_stop: HiddenStop | None = None,
+        draft_policy: DraftPolicy | None = None,
         load: bool = True,
         **options: Any,
     ) -> None:
@@ -64,6 +66,8 @@ class LLM:
         `schedule`, and may use only groups of ranks that `world` has; only sequences are then accepted that fit in the
         KV cache of every layout that `world` was made for and that the model can be sharded into. `pace` sets how long
         each step lasts at least, `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
+        `draft_policy` makes the `SpeculationPolicy` of a replica from the time of a pass by its rows, which is measured
+        at first use; without it drafts are as long as the drafter and `max_draft_tokens` make them.
 
         Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is allocated. In a world,
         every rank raises, and all ranks must pass the same arguments.
@@ -76,6 +80,7 @@ class LLM:
             layout_policy=layout_policy,
             pace=pace,
             hidden_stop=hidden_stop,
+            draft_policy=draft_policy,
             load=load,
         )
         self._turn = Turn()
@@ -192,6 +197,8 @@ class LLM:
             params = one_per_prompt(sampling_params, len(prompts))
             uids = range(self._next_uid, self._next_uid + len(prompts)) if prompt_uids is None else prompt_uids
             states = make_states(token_lists, params, uids, run_seed=self.config.seed, policy_step=self.policy_version)
+            if self.config.drafter == "grouped_suffix":
+                states.sort(key=lambda state: state.key.sample_index)  # a group in lockstep has nothing to copy
             for index, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
                 self.replica.check(tokens, one, f"prompts[{index}]")
         if prompt_uids is None:

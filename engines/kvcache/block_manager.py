@@ -76,13 +76,13 @@ class BlockManager:
         return block
 
     def stretch(self, holder: object, num_tokens: int) -> int:
-        """Extends the holder's table towards `num_tokens` tokens, but only by free blocks of unknown content.
+        """Extends the holder's table towards `num_tokens` tokens, as far as free blocks last.
 
         Returns how many of these tokens the table covers.
         """
         missing = self.blocks_for(num_tokens) - len(self.table(holder))
         if missing > 0:
-            self.grow(holder, (len(self.table(holder)) + min(missing, len(self._free))) * self.block_size)
+            self.grow(holder, (len(self.table(holder)) + min(missing, self.num_free_blocks)) * self.block_size)
         return min(num_tokens, len(self.table(holder)) * self.block_size)
 
     def shrink(self, holder: object, num_tokens: int) -> None:

@@ -23,11 +23,13 @@ from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
 from engines.replica.mover import KVMover
 from engines.replica.replica import HiddenStop, Replica
+from engines.replica.row_times import RowTimes
 from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
 from engines.sequence import Detokenize
-from engines.speculation.ngram import NGramDrafter
+from engines.speculation.choose import choose_drafter
+from engines.speculation.policy import DraftPolicy
 
 
 class LocalEngine:
@@ -47,9 +49,10 @@ class LocalEngine:
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
         kv_store: KVStore | None = None,
+        draft_policy: DraftPolicy | None = None,
     ) -> None:
         """Allocates the memory; weights are loaded later. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
-        `Replica`; `kv_store`: see `KVMover`.
+        `Replica`; `kv_store`: see `KVMover`; `draft_policy`: see `LLM`.
 
         Raises ValueError when the model cannot be cut into these shards, the KV cache cannot hold a block, or there is
         no memory for it.
@@ -77,6 +80,7 @@ class LocalEngine:
         self._runner = ModelRunner(self.decoder, self.kv, config, max_model_len)
         swap_policy = SwapPolicy(config.preemption, self.decoder, self.kv, max_model_len, tensor_parallel)
         self.mover = KVMover(self.kv, model, shard, tensor_parallel, swap_policy, kv_store)
+        row_times = RowTimes(self.decoder, self.kv, config, max_model_len, tensor_parallel)
         self.replica = Replica(
             runner=self._runner,
             scheduler=Scheduler(config, BlockManager(self.num_kv_tokens // config.block_size, config.block_size)),
@@ -87,7 +91,7 @@ class LocalEngine:
             detokenize=detokenize,
             hidden_stop=hidden_stop,
             max_kv_tokens=max_kv_tokens,
-            drafter=NGramDrafter() if config.drafter == "ngram" else None,
+            drafter=choose_drafter(config, draft_policy, row_times),
         )
         self.has_weights = self.is_asleep = False
 

@@ -182,8 +182,9 @@ class Scheduler:
                 limits[place] = limit
         if not limits:
             return
-        drafts = drafter.propose([schedule.batch[place].sequence.state for place in limits], list(limits.values()))
-        for (place, limit), draft in zip(limits.items(), drafts, strict=True):
+        states = [schedule.batch[place].sequence.state for place in limits]
+        drafts = drafter.propose(states, list(limits.values()), sum(item.num_tokens for item in schedule.batch))
+        for (place, limit), (draft, _) in zip(limits.items(), drafts, strict=True):
             sequence = schedule.batch[place].sequence
             num_known = len(sequence.state.tokens)
             wanted = num_known + min(len(draft), limit, schedule.budget)

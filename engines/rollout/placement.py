@@ -30,6 +30,7 @@ from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.replica import HiddenStop
 from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace
+from engines.speculation.policy import DraftPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Arguments:
     layout_policy: LayoutPolicy | None
     pace: Pace | None
     hidden_stop: HiddenStop | None
+    draft_policy: DraftPolicy | None
     load: bool
 
     def start_world(self, device: str | torch.device | None) -> GroupCache | None:
@@ -68,6 +70,8 @@ class Arguments:
                 check_policy("pace", self.pace, method)
         if self.hidden_stop is not None and not callable(self.hidden_stop):
             raise ValueError(f"hidden_stop={self.hidden_stop!r}: give a function")
+        if self.draft_policy is not None and not callable(self.draft_policy):
+            raise ValueError(f"draft_policy={self.draft_policy!r}: give a function that makes a SpeculationPolicy")
         if not isinstance(self.load, bool):
             raise ValueError(f"load={self.load!r}: must be True or False")
         if self.layout is not None and not isinstance(self.layout, Layout):
@@ -129,7 +133,7 @@ class Placement:
         self._num_kv_tokens = {size: kv_capacity(self.model, self.config, size) for size in sorted(sizes)}
         """Tokens that the KV cache holds, by the sizes of replicas that this run may have."""
         self._capacity.check(self.layout)
-        self._hidden_stop = given.hidden_stop
+        self._hidden_stop, self._draft_policy = given.hidden_stop, given.draft_policy
         self.kv_store: KVStore | None = None
         """Where the engines made here store the KV of preempted sequences."""
         self.host_weights: HostWeights | None = None
@@ -147,6 +151,8 @@ class Placement:
         self.max_model_len = longest_sequence(self.config, self.model)
         self.tokenizer = load_tokenizer(source, self.model)
         self.layout = given.check(self._groups)
+        if given.draft_policy is not None and self.config.drafter == "none":
+            raise ValueError("draft_policy: EngineConfig.drafter='none' drafts nothing; give a drafter, or leave it out")
         hosts = self._groups.hosts if self._groups is not None else ("this host",)
         host = hosts[self._world.rank]
         self._kv_host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=hosts.count(host))
@@ -158,7 +164,7 @@ class Placement:
         values: dict[str, object] = {"layout": self.layout, "load": given.load}
         values |= {f"EngineConfig.{name}": value for name, value in asdict(self.config).items()}
         values |= {f"ModelConfig.{name}": value for name, value in asdict(self.model).items()}
-        for name in ("schedule", "layout_policy", "pace", "hidden_stop"):
+        for name in ("schedule", "layout_policy", "pace", "hidden_stop", "draft_policy"):
             values[name] = getattr(given, name) is not None
         return values
 
@@ -205,6 +211,7 @@ class Placement:
             hidden_stop=self._hidden_stop,
             max_kv_tokens=min(self._num_kv_tokens.values()),
             kv_store=self.kv_store,
+            draft_policy=self._draft_policy,
         )
 
     def rebuild(self, layout: Layout) -> LocalEngine:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engines.sequence import SequenceState
+
+
+class Draft(NamedTuple):
+    """Guessed tokens."""
+
+    tokens: list[int]
+    probabilities: list[float]
+    """For each token the drafter's estimate that it and all before it will be drawn; not increasing."""
+
+
+NO_DRAFT = Draft([], [])
 
 
 class Drafter(Protocol):
@@ -14,10 +25,11 @@ class Drafter(Protocol):
     A drafter learns of new tokens by reading the states. It must not modify them. `NGramDrafter` is one.
     """
 
-    def propose(self, states: list[SequenceState], limits: list[int]) -> list[list[int]]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
         """Returns a draft for each sequence: the tokens that may follow, at most as many as its limit, or none.
 
         It is called once per step, for all sequences that may take a draft in this step; limits are at least 1.
+        `num_tokens` are those of the pass without drafts, of all sequences.
         """
         ...
 
@@ -26,6 +38,10 @@ class Drafter(Protocol):
 
         A draft may be shorter than the proposed one. Its first `num_accepted` tokens are now tokens of the sequence.
         """
+        ...
+
+    def add_reference(self, state: SequenceState) -> None:
+        """Takes note of a sequence that has ended elsewhere, from which others of its group may copy."""
         ...
 
     def finish(self, state: SequenceState) -> None:

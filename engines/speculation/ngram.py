@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from engines.sequence import SequenceId, SequenceState
+from engines.speculation.drafter import Draft
 
 
 class NGramDrafter:
@@ -20,8 +21,9 @@ class NGramDrafter:
         self._max_n, self._min_n = max_n, min_n
         self._indices: dict[SequenceId, _Index] = {}
 
-    def propose(self, states: list[SequenceState], limits: list[int]) -> list[list[int]]:
-        return [self._propose(state, limit) for state, limit in zip(states, limits, strict=True)]
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+        drafts = [self._propose(state, limit) for state, limit in zip(states, limits, strict=True)]
+        return [Draft(draft, [1.0] * len(draft)) for draft in drafts]
 
     def _propose(self, state: SequenceState, limit: int) -> list[int]:
         index = self._indices.get(state.sequence_id)
@@ -35,6 +37,9 @@ class NGramDrafter:
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""
+
+    def add_reference(self, state: SequenceState) -> None:
+        """Sequences copy from themselves only."""
 
     def finish(self, state: SequenceState) -> None:
         self._indices.pop(state.sequence_id, None)

@@ -1,0 +1,100 @@
+"""How long a forward pass of this engine takes by its rows: measured at first use, to decide how much to draft."""
+
+from __future__ import annotations
+
+import struct
+import time
+from functools import partial
+
+import numpy as np
+import torch
+
+from engines.attention.batch import ForwardBatch
+from engines.config import EngineConfig
+from engines.kvcache.paged import PagedKVCache
+from engines.models.decoder import Decoder
+from engines.replica.swap import scratch_cache
+from engines.parallel.collectives import Communicator
+from engines.sampling.sampler import SamplingBatch, draw_natively, make_sampling_batch, sample
+
+_CONTEXT = 256  # tokens that each row attends to
+_ENOUGH_S = 0.2  # no pass is timed after one that takes longer; longer ones are extrapolated
+_TIMES = 3
+
+
+class RowTimes:
+    """Seconds of a pass over n rows, each a token of another sequence, with a draw at each row.
+
+    Between the measured numbers of rows it is interpolated, beyond them extrapolated. All ranks of the replica make the
+    first call together, and have the same numbers.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: PagedKVCache,
+        config: EngineConfig,
+        max_model_len: int,
+        tensor_parallel: Communicator,
+    ) -> None:
+        self._decoder, self._kv, self._group = decoder, kv, tensor_parallel
+        self._draw = None if decoder.library is None else partial(draw_natively, decoder.library)
+        self._most_rows = config.most_draws
+        self._context = min(_CONTEXT, max_model_len)
+        self._points: list[tuple[int, float]] = []
+
+    def __call__(self, rows: int) -> float:
+        if not self._points:
+            self._points = self._measure()
+        counts, seconds = zip(*self._points, strict=True)
+        if rows > counts[-1] and len(counts) > 1:
+            slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+            return float(seconds[-1] + slope * (rows - counts[-1]))
+        return float(np.interp(rows, counts, seconds))
+
+    @torch.no_grad()
+    def _measure(self) -> list[tuple[int, float]]:
+        scratch = scratch_cache(self._kv, self._context)
+        points: list[tuple[int, float]] = []
+        rows = 1
+        while rows <= self._most_rows and (not points or points[-1][1] < _ENOUGH_S):
+            points.append((rows, self._slowest(self._time(scratch, rows))))
+            rows = rows + 1 if rows < 4 else rows * 3 // 2
+        return points
+
+    def _time(self, scratch: PagedKVCache, rows: int) -> float:
+        batch, drawn = _decodes(scratch, rows, self._context), _draws(rows, self._decoder.device)
+        times = []
+        for _ in range(_TIMES):
+            start = time.perf_counter()
+            logits = self._decoder.forward(batch, scratch)
+            sample(logits, drawn, self._draw).tokens.cpu()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    def _slowest(self, seconds: float) -> float:
+        parts = self._group.all_gather_bytes(struct.pack("<d", seconds))
+        return max(struct.unpack("<d", part)[0] for part in parts)
+
+
+def _draws(rows: int, device: torch.device) -> SamplingBatch:
+    keys, ones = np.arange(rows), np.ones(rows)
+    off = {"top_k": np.full(rows, -1), "top_p": ones, "min_p": np.zeros(rows)}
+    return make_sampling_batch(keys=keys, positions=keys, temperature=ones, device=device, **off)
+
+
+def _decodes(kv: PagedKVCache, rows: int, context: int) -> ForwardBatch:
+    """The last token of each of `rows` sequences of `context` tokens, in blocks that all share."""
+    num_blocks, block_size = kv.keys[0].shape[:2]
+    device = kv.keys[0].device
+    table = torch.arange(-(-context // block_size), dtype=torch.int32).expand(rows, -1).contiguous()
+    return ForwardBatch(
+        tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+        positions=torch.full((rows,), context - 1, device=device),
+        cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        context_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slot_mapping=torch.full((rows,), context - 1, device=device),
+        logit_rows=torch.arange(rows, device=device),
+        seqlens_q=[1] * rows,
+    )

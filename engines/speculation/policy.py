@@ -1,0 +1,66 @@
+"""How many of its proposed tokens each sequence tries: the protocol of the decision, and a drafter that obeys it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from engines.sequence import SequenceId, SequenceState
+from engines.speculation.drafter import NO_DRAFT, Draft, Drafter
+
+RowSeconds = Callable[[int], float]
+"""Number of tokens, one row each -> seconds of a forward pass over them, with a draw at each."""
+
+
+class SpeculationPolicy(Protocol):
+    """Decides the lengths of drafts. It has no clock; all shards of a replica must decide alike."""
+
+    def wants(self, num_tokens: int, num_sequences: int) -> bool:
+        """Whether drafts are worth looking up for a pass of `num_tokens` tokens, of which these sequences decode."""
+        ...
+
+    def lengths(self, num_tokens: int, drafts: list[Draft]) -> list[int]:
+        """Returns how many tokens of each draft join a pass that has `num_tokens` tokens without them."""
+        ...
+
+    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+        """Learns from one draft: its tokens' estimated probabilities, as in `Draft`, and how many were drawn."""
+        ...
+
+
+DraftPolicy = Callable[[RowSeconds], SpeculationPolicy]
+"""Makes the policy of a replica, as a class that takes `RowSeconds` does."""
+
+
+class AdaptedDrafter:
+    """A drafter whose drafts are cut to the lengths that a policy chooses."""
+
+    def __init__(self, drafter: Drafter, policy: SpeculationPolicy) -> None:
+        self._drafter = drafter
+        self._policy = policy
+        self._proposed: dict[SequenceId, list[float]] = {}
+
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+        if not self._policy.wants(num_tokens, len(states)):
+            return [NO_DRAFT] * len(states)
+        drafts = self._drafter.propose(states, limits, num_tokens)
+        lengths = self._policy.lengths(num_tokens, drafts)
+        self._proposed = {
+            state.sequence_id: draft.probabilities for state, draft in zip(states, drafts, strict=True) if draft.tokens
+        }
+        return [
+            Draft(draft.tokens[:length], draft.probabilities[:length])
+            for draft, length in zip(drafts, lengths, strict=True)
+        ]
+
+    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
+        self._drafter.observe(states, drafts, num_accepted)
+        for state, draft, count in zip(states, drafts, num_accepted, strict=True):
+            self._policy.observe(self._proposed[state.sequence_id][: len(draft)], count)
+
+    def add_reference(self, state: SequenceState) -> None:
+        self._drafter.add_reference(state)
+
+    def finish(self, state: SequenceState) -> None:
+        self._drafter.finish(state)

@@ -1,0 +1,117 @@
+"""Drafts from suffix trees: of a sequence's own history, or of all that its group has generated (Seer §4.4).
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engines.sequence import SequenceState
+from engines.speculation.drafter import NO_DRAFT, Draft
+from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, batch_speculate
+
+_PROMPT = 0  # the request that is the prompt; sample i is request i + 1
+_Key = tuple[int, ...]
+
+
+@dataclass
+class _Group:
+    """A tree, and what is known of the sequences that it holds."""
+
+    tree: SuffixTree
+    known: dict[int, int] = field(default_factory=dict)
+    """Request -> the length of the sequence, prompt included, up to which its tokens are in the tree."""
+
+
+class SuffixDrafter:
+    """A tree for each sequence, or for each group: then a sequence copies from its prompt and from its siblings, also
+    from those that have ended. A group's prompt is in the tree once, and each sibling begins with the prompt's end.
+
+    All trees together have at most `max_bytes`: then the group that was used longest ago is dropped. A group that alone
+    exceeds them loses its oldest sequences (`SuffixTree`). Drafts are a function of the states and of the order of the
+    calls, the same on all shards of a replica.
+    """
+
+    def __init__(self, *, grouped: bool, max_draft_tokens: int, max_bytes: int, max_depth: int = 24) -> None:
+        self._grouped = grouped
+        self._max_bytes, self._max_depth = max_bytes, max_depth
+        self._args = [SpeculationArgs(max_spec_tokens=length) for length in range(1, max_draft_tokens + 1)]
+        self._groups: OrderedDict[_Key, _Group] = OrderedDict()  # the one used longest ago first
+        self._num_bytes = 0
+        self._buffers = DraftBuffers.empty(0, 1, max_draft_tokens)
+        self.num_evicted = 0
+        """Groups that were dropped because of `max_bytes`."""
+
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+        groups = [self._follow(state) for state in states]
+        if len(self._buffers.tokens) < len(states):
+            self._buffers = DraftBuffers.empty(2 * len(states), 1, len(self._args))
+        buffers = self._buffers
+        batch_speculate(
+            [group.tree for group in groups],
+            np.array([self._request(state) for state in states], np.int64),
+            [self._args[min(limit, len(self._args)) - 1] for limit in limits],
+            buffers,
+        )
+        lengths = buffers.lengths[: len(states), 0].tolist()
+        return [
+            Draft(buffers.tokens[row, 0, :length].tolist(), buffers.probabilities[row, 0, :length].tolist())
+            if length
+            else NO_DRAFT
+            for row, length in enumerate(lengths)
+        ]
+
+    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
+        """Nothing is learnt from it."""
+
+    def add_reference(self, state: SequenceState) -> None:
+        if self._grouped:
+            self._follow(state).tree.finish(self._request(state))
+
+    def finish(self, state: SequenceState) -> None:
+        """Of a group's sequence the tokens stay, as a reference for its siblings."""
+        key = self._key(state)
+        if self._grouped and key in self._groups:
+            self._follow(state).tree.finish(self._request(state))
+        elif key in self._groups:
+            self._num_bytes -= self._groups.pop(key).tree.num_bytes
+
+    def _key(self, state: SequenceState) -> _Key:
+        return (state.key.policy_step, state.group_id) if self._grouped else state.sequence_id
+
+    def _request(self, state: SequenceState) -> int:
+        return state.key.sample_index + 1
+
+    def _follow(self, state: SequenceState) -> _Group:
+        """Returns the sequence's group, whose tree has all of its tokens."""
+        key, request = self._key(state), self._request(state)
+        group = self._groups.get(key)
+        if group is None:
+            group = _Group(SuffixTree(max_depth=self._max_depth, max_bytes=self._max_bytes))
+            if self._grouped:
+                group.tree.append(_PROMPT, state.tokens[: state.num_prompt_tokens])
+            self._groups[key] = group
+            self._num_bytes += group.tree.num_bytes
+        known, length = group.known.get(request, 0), len(state.tokens)
+        if known > length or (known and not group.tree.length(request)):  # a step was taken back, or it was evicted
+            known = 0
+        if known == length:
+            return group
+        before = group.tree.num_bytes
+        if not known:
+            group.tree.remove(request)
+            known = max(0, state.num_prompt_tokens - self._max_depth) if self._grouped else 0
+        group.tree.append(request, state.tokens[known:])
+        group.known[request] = length
+        self._num_bytes += group.tree.num_bytes - before
+        self._groups.move_to_end(key)
+        while self._num_bytes > self._max_bytes and len(self._groups) > 1:
+            _, dropped = self._groups.popitem(last=False)
+            self._num_bytes -= dropped.tree.num_bytes
+            self.num_evicted += 1
+        return group

@@ -1,0 +1,321 @@
+"""What speculative drafting gains, and that it changes no token: a trained model that adds numbers, on this machine.
+
+    python experiments/drafting.py
+    python experiments/drafting.py --parts speedup --batches 1 --turns 5
+
+Makes the models if need be. Parts: `equal`, that each drafter draws the same tokens as none, in float64; `acceptance`,
+tokens per step by the number of references and paths (Seer, Table 2), replayed on the model's own groups; `speedup`, of
+a batch whose groups have generated all other samples before; `rollout`, of whole groups. Tables go to stderr, one JSON
+object to stdout. docs/drafting.md shows and explains a result. Tier: live.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from msgspec import Meta
+from tqdm import tqdm
+
+from algos.tasks.arithmetic import ArithmeticTask
+from engines import LLM, SamplingParams
+from engines.config import DrafterName, DType
+from engines.constraints import Count, NonNegative, check_fields
+from engines.sequence import SequenceState, Work
+from engines.speculation.policy import DraftPolicy
+from engines.speculation.suffix_tree import SpeculationArgs
+from experiments import launch
+from experiments.bench import harness
+from research.seer.acceptance import acceptance_length
+from research.seer.adaptive import MarginalGain, Thresholds
+
+Part = Literal["equal", "acceptance", "speedup", "rollout"]
+PARTS: tuple[Part, ...] = ("equal", "acceptance", "speedup", "rollout")
+REFERENCES, PATHS, PATH_TOKENS = (0, 1, 5, 15), (1, 2, 4), 8
+GROUP = 16
+Tokens = dict[tuple[int, int], list[int]]
+"""(prompt, sample) -> the tokens that it generated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingConfig:
+    """Measure drafting on the additions that the embedded model has learnt."""
+
+    models: Path = Path("runs/models")
+    """Folder of the models: tiny, and the same function at several times the cost. What is missing is made."""
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = PARTS
+    """What to measure."""
+    groups: Count = 20
+    """Prompts of the acceptance part, with 16 samples each."""
+    surprise: NonNegative = 1.6
+    """The higher of the two temperatures of the acceptance part; the other one is 1."""
+    batches: tuple[Count, ...] = (1, 8, 64)
+    """Batch sizes of the speedup part."""
+    widen: Annotated[int, Meta(ge=2)] = 16
+    """Width of the speedup part's model, in multiples of tiny's."""
+    rollout_widen: Annotated[int, Meta(ge=2)] = 8
+    """Width of the rollout part's model."""
+    turns: Count = 3
+    """Interleaved measurements of each variant; medians are reported."""
+    full: bool = False
+    """Also measure each drafter at every batch, and the rollouts 8 and 128 sequences at a time."""
+    seed: int = 0
+    """Seed of the sampling noise."""
+    output: Path | None = None
+    """Also write the JSON result to this file."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if self.output is not None and not self.output.parent.is_dir():
+            raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
+
+
+def main() -> dict[str, Any]:
+    with launch.told_once():
+        config = tyro.cli(DraftingConfig)
+    launch.share_cores()
+    measures: dict[Part, Callable[[DraftingConfig], dict[str, Any]]] = {
+        "equal": tokens_equal,
+        "acceptance": acceptance,
+        "speedup": speedup,
+        "rollout": rollout_speedup,
+    }
+    start = time.monotonic()
+    parts: dict[str, Any] = {}
+    for part in config.parts:
+        parts |= measures[part](config)
+    result = {
+        "experiment": "drafting",
+        "tier": "live",
+        "machine": harness.machine(),
+        "workload": {key: value for key, value in asdict(config).items() if key not in ("output", "models")},
+        "seconds": round(time.monotonic() - start, 1),
+        **parts,
+    }
+    if config.output is not None:
+        config.output.write_text(json.dumps(result, indent=2, default=str) + "\n")
+    return dict(json.loads(json.dumps(result, default=str)))
+
+
+def model(config: DraftingConfig, widen: int = 1) -> Path:
+    """The trained model, widened."""
+    from algos.warmstart import warm_start
+    from algos.warmstart_config import WarmStartConfig
+    from algos.widening import widen as make_wide
+
+    config.models.mkdir(parents=True, exist_ok=True)
+    tiny = warm_start(config.models / "tiny", WarmStartConfig())
+    target = config.models / f"tiny-x{widen}"
+    return tiny if widen == 1 else target if (target / "config.json").is_file() else make_wide(tiny, target, widen)
+
+
+def prompts(count: int, median_digits: float = 8.0) -> list[str]:
+    return [one.prompt for one in ArithmeticTask(median_digits=median_digits).held_out_problems(count)]
+
+
+def generate(llm: LLM, texts: list[str], params: SamplingParams) -> Tokens:
+    outputs = llm.generate(texts, params, prompt_uids=range(len(texts)))
+    return {(uid, one.index): one.token_ids for uid, output in enumerate(outputs) for one in output.outputs}
+
+
+# -- the same tokens
+
+
+def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
+    """Every drafter against none, in float64, at temperature 1 and greedily, with room for all and with too little."""
+    folder, texts = model(config), prompts(8)
+    found: dict[str, bool] = {}
+    for temperature in (1.0, 0.0):
+        params = SamplingParams(max_tokens=200, n=4, temperature=temperature)
+        plain: Tokens | None = None
+        for drafter in ("none", "ngram", "suffix", "grouped_suffix"):
+            for name, options in (("", {}), (", preempted", {"kv_cache_bytes": 3 * 2**20, "preemption": "recompute"})):
+                if drafter == "none" and options:
+                    continue
+                llm = LLM(folder, dtype="float64", drafter=drafter, max_num_seqs=16, seed=config.seed, **options)
+                tokens = generate(llm, texts, params)
+                llm.close()
+                plain = plain or tokens
+                found[f"{drafter}{name}, T={temperature:g}"] = tokens == plain
+    return {"tokens_equal": all(found.values()), "equal": found}
+
+
+# -- acceptance
+
+
+def acceptance(config: DraftingConfig) -> dict[str, Any]:
+    """Table 2 of Seer: {temperature: {references: {paths: tokens per step}}}."""
+    texts = prompts(config.groups)
+    found: dict[str, Any] = {}
+    for temperature in (1.0, config.surprise):
+        llm = LLM(model(config), max_num_seqs=64, seed=config.seed)
+        tokens = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP, temperature=temperature))
+        ids = llm.encode(texts)
+        llm.close()
+        groups = [[tokens[uid, sample] for sample in range(GROUP)] for uid in range(len(texts))]
+        table: dict[int, dict[int, float]] = {}
+        for count in tqdm(REFERENCES, desc=f"acceptance, T={temperature:g}", unit="row"):
+            table[count] = {}
+            for paths in PATHS:
+                args = SpeculationArgs(max_spec_tokens=PATH_TOKENS, top_k=paths)
+                length = acceptance_length(ids, groups, num_references=count, args=args)
+                table[count][paths] = harness.short(length)
+        found[f"{temperature:g}"] = table
+        rows = [["references", *(f"{paths} paths" for paths in PATHS)]]
+        rows += [[str(count), *(f"{one:.2f}" for one in row.values())] for count, row in table.items()]
+        print(f"tokens per step, T={temperature:g}", *("  ".join(row) for row in rows), sep="\n", file=sys.stderr)
+    return {"acceptance_length": found}
+
+
+# -- speedup of a batch with references
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A drafter, and how long its drafts are."""
+
+    drafter: DrafterName
+    policy: DraftPolicy | None = None
+    max_draft_tokens: int = 8
+
+
+PLAIN = "none"
+VARIANTS: dict[str, Variant] = {
+    PLAIN: Variant("none"),
+    "grouped": Variant("grouped_suffix", MarginalGain),
+    "grouped, thresholds": Variant("grouped_suffix", Thresholds),
+    "grouped, always 8": Variant("grouped_suffix"),
+    "suffix": Variant("suffix", MarginalGain),
+    "ngram": Variant("ngram", MarginalGain),
+}
+
+
+def dtype() -> DType:
+    from engines.models.projection import has_bfloat16_products
+
+    return "bfloat16" if has_bfloat16_products() else "float32"
+
+
+def make(stack: ExitStack, folder: Path, variant: Variant, **options: Any) -> LLM:
+    llm = LLM(
+        folder,
+        dtype=dtype(),
+        drafter=variant.drafter,
+        draft_policy=variant.policy,
+        max_draft_tokens=variant.max_draft_tokens,
+        **options,
+    )
+    stack.callback(llm.close)
+    return llm
+
+
+def speedup(config: DraftingConfig) -> dict[str, Any]:
+    """{drafter: {batch: ratio to plain}}: the last sample of each prompt, when its 15 siblings have ended."""
+    most = max(config.batches)
+    texts = prompts(most)
+    with ExitStack() as stack:
+        source = make(stack, model(config), Variant("none"), max_num_seqs=64, seed=config.seed)
+        params = SamplingParams(max_tokens=320, n=GROUP)
+        tokens = generate(source, texts, params)
+        ids = source.encode(texts)
+    rows, found = [], {}
+    with ExitStack() as stack:
+        folder = model(config, config.widen)
+        llms = {
+            name: make(stack, folder, variant, max_num_seqs=most, max_model_len=512, seed=config.seed)
+            for name, variant in VARIANTS.items()
+        }
+        for batch in config.batches:
+            chosen = llms if config.full or batch == 1 else {
+                name: llm for name, llm in llms.items() if name in (PLAIN, "grouped", "grouped, always 8")
+            }
+            timed = {name: partial(time_batch, llm, ids[:batch], tokens) for name, llm in chosen.items()}
+            turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
+            row = harness.compare(f"batch {batch}", {name: [one.seconds for one in some] for name, some in turns.items()})
+            per_step = {name: harness.short(statistics.fmean(one.tokens_per_step for one in turns[name])) for name in timed}
+            rows.append(row | {"tokens_per_step": per_step})
+            for name, ratio in row["ratios"].items():
+                found.setdefault(name, {})[batch] = harness.short(1 / ratio)
+    print(harness.table(rows), file=sys.stderr)
+    return {"speedup": found, "speedup_rows": rows}
+
+
+@dataclass(frozen=True)
+class Timed:
+    seconds: float
+    tokens_per_step: float
+    """Of a sequence."""
+
+
+def time_batch(llm: LLM, ids: list[list[int]], tokens: Tokens) -> Timed:
+    """Times the last sample of each prompt; a drafter knows the other samples of its group before."""
+    if llm.config.drafter == "grouped_suffix":
+        for uid, prompt in enumerate(ids):
+            for sample in range(GROUP - 1):
+                llm.replica.add_reference(_state(uid, sample, prompt, tokens[uid, sample]))
+    for uid, prompt in enumerate(ids):
+        llm.replica.submit(Work(state=_state(uid, GROUP - 1, prompt, [])))
+    num_tokens = num_rows = 0
+    start = time.perf_counter()
+    while llm.replica.has_work:
+        output = llm.replica.step()
+        num_rows += output.num_running
+        num_tokens += sum(len(one.completion.token_ids) for one in output.finished)
+    return Timed(time.perf_counter() - start, num_tokens / num_rows)
+
+
+def _state(uid: int, sample: int, prompt: list[int], generated: list[int]) -> SequenceState:
+    from engines.sequence import SequenceKey
+
+    return SequenceState(
+        key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=sample),
+        group_id=uid,
+        tokens=prompt + generated,
+        num_prompt_tokens=len(prompt),
+        params=SamplingParams(max_tokens=320),
+    )
+
+
+# -- speedup of a rollout
+
+
+def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
+    """Whole groups, four sequences at a time, against plain decoding in its best order."""
+    texts = prompts(16)
+    params = SamplingParams(max_tokens=320, n=8)
+    sizes = (4, 8, 128) if config.full else (4, 128)
+    names = (PLAIN, "grouped", "suffix") if config.full else (PLAIN, "grouped")
+    rows, found = [], {}
+    with ExitStack() as stack:
+        folder = model(config, config.rollout_widen)
+        for size in sizes:
+            timed = {}
+            for name in names:
+                llm = make(stack, folder, VARIANTS[name], max_num_seqs=size, max_model_len=512, seed=config.seed)
+                timed[name] = partial(time_rollout, llm, texts, params)
+            turns = harness.interleave(timed, config.turns, name=f"{size} at a time")
+            row = harness.compare(f"{size} at a time", turns)
+            rows.append(row)
+            found[size] = {name: harness.short(1 / ratio) for name, ratio in row["ratios"].items()}
+    print(harness.table(rows), file=sys.stderr)
+    return {"rollout_speedup": found[sizes[0]]["grouped"], "rollouts": found, "rollout_rows": rows}
+
+
+def time_rollout(llm: LLM, texts: list[str], params: SamplingParams) -> float:
+    """A new set of uids each time, so that no group has been seen before."""
+    start = time.perf_counter()
+    llm.generate(texts, params)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    launch.run(main)

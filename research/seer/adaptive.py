@@ -1,0 +1,164 @@
+"""How long drafts should be (Seer §4.4, "adaptive speculation range"; §5): two policies. Torch-free.
+
+The paper names thresholds by concurrency and gives neither their values nor the algorithm. `Thresholds` is one reading
+of it. `MarginalGain` is ours: it adds draft tokens, the likeliest first, as long as tokens per second rise. Both need
+the time of a pass by its rows, and have no clock: what they decide is a function of what they were given.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.constraints import Count, Positive, check_value
+from engines.speculation.drafter import Draft
+from engines.speculation.policy import RowSeconds
+
+
+class Calibration:
+    """How often a draft token is drawn, once all before it were, by the drafter's estimate of that: ten classes.
+
+    A drafter's estimate is a share of what it has seen; how far that carries over differs by drafter, text and
+    temperature. Until a class has been tried, the estimate counts as it is, with the weight of ten tries. Old tries
+    lose weight, since the text changes.
+    """
+
+    _CLASSES, _PRIOR, _MOST = 10, 10.0, 2000.0
+
+    def __init__(self) -> None:
+        middles = (np.arange(self._CLASSES) + 0.5) / self._CLASSES
+        self._tries = np.full(self._CLASSES, self._PRIOR)
+        self._hits = self._PRIOR * middles
+
+    def paths(self, drafts: list[Draft]) -> NDArray[np.float64]:
+        """Returns for each draft, [drafts, longest], the probability that each token and all before it are drawn; 0
+        beyond its end."""
+        lengths = np.array([len(draft.tokens) for draft in drafts])
+        paths = np.zeros((len(drafts), int(lengths.max())))
+        is_token = np.arange(paths.shape[1]) < lengths[:, None]
+        paths[is_token] = np.concatenate([draft.probabilities for draft in drafts])
+        paths[:, 1:] = paths[:, 1:] / np.maximum(paths[:, :-1], 1e-12)  # conditional ones
+        found = (self._hits / self._tries)[self._classes(paths)]
+        return np.cumprod(np.where(is_token, found, 0.0), axis=1)  # type: ignore[no-any-return]
+
+    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+        """Learns that of a draft with these estimates, as in `Draft`, the first `num_accepted` tokens were drawn."""
+        tried = np.array(probabilities[: num_accepted + 1])
+        tried[1:] /= np.maximum(tried[:-1], 1e-12)
+        classes = self._classes(tried)
+        np.add.at(self._tries, classes, 1.0)
+        np.add.at(self._hits, classes[:num_accepted], 1.0)
+        worn = self._tries > self._MOST
+        self._tries[worn] /= 2
+        self._hits[worn] /= 2
+
+    def _classes(self, conditional: NDArray[np.float64]) -> NDArray[np.int64]:
+        return np.minimum(self._CLASSES - 1, conditional * self._CLASSES).astype(np.int64)
+
+
+class _Table:
+    """The seconds of passes by their rows, each computed once; more rows never take less time."""
+
+    def __init__(self, seconds: RowSeconds) -> None:
+        self._compute = seconds
+        self._seconds = [0.0]
+
+    def upto(self, rows: int) -> list[float]:
+        """Returns the first `rows` + 1 entries, or more; entry i is of i rows."""
+        for count in range(len(self._seconds), rows + 1):
+            self._seconds.append(max(self._seconds[-1], self._compute(count)))
+        return self._seconds
+
+
+class MarginalGain:
+    """A `SpeculationPolicy`: the drafts that make the expected tokens per second of the pass as many as possible.
+
+    A pass of n tokens with k draft tokens takes `seconds(n + k)` and yields a token for each sequence, and each draft
+    token with the probability of its path (`Calibration`). A path's probabilities do not rise, so that the k likeliest
+    draft tokens are whole beginnings of drafts: all k are tried out, none included. Where k = 0 was best for some
+    passes, drafts are looked up in fewer and fewer of them, until the batch is smaller.
+    """
+
+    _PATIENCE, _MOST_SKIPPED = 8, 64
+
+    def __init__(self, seconds: RowSeconds, *, margin: float = 0.02) -> None:
+        """Drafts must promise a gain of more than `margin`. Raises ValueError for a negative one."""
+        check_value("MarginalGain.margin", margin, Positive)
+        self._table = _Table(seconds)
+        self._margin = margin
+        self._calibration = Calibration()
+        self._num_vain = 0
+        """Passes in a row for which no draft was worth it."""
+        self._num_skipped = 0
+        self._vain_tokens = 0
+        """Tokens of the smallest of these passes."""
+
+    def wants(self, num_tokens: int, num_sequences: int) -> bool:
+        if self._num_vain < self._PATIENCE or num_tokens < self._vain_tokens:
+            return True
+        self._num_skipped += 1
+        if self._num_skipped < min(self._MOST_SKIPPED, 2 ** (self._num_vain - self._PATIENCE)):
+            return False
+        self._num_skipped = 0
+        return True
+
+    def lengths(self, num_tokens: int, drafts: list[Draft]) -> list[int]:
+        if not any(draft.tokens for draft in drafts):
+            return [0] * len(drafts)
+        paths = self._calibration.paths(drafts)
+        flat = paths.ravel()
+        order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+        yields = len(drafts) + np.concatenate([[0.0], np.cumsum(flat[order])])
+        seconds = np.array(self._table.upto(num_tokens + len(order))[num_tokens:][: len(yields)])
+        rates = yields / seconds
+        best = int(rates.argmax())
+        if rates[best] <= (1 + self._margin) * rates[0]:
+            best = 0
+        self._num_vain = 0 if best else self._num_vain + 1
+        self._vain_tokens = num_tokens if self._num_vain <= 1 else min(self._vain_tokens, num_tokens)
+        rows = order[:best] // paths.shape[1]
+        return np.bincount(rows, minlength=len(drafts)).tolist()  # type: ignore[no-any-return]
+
+    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+        self._calibration.observe(probabilities, num_accepted)
+
+
+class Thresholds:
+    """A `SpeculationPolicy`: all drafts have one length, by the number of sequences and the acceptance so far.
+
+    The knee is the most rows whose pass takes at most `slack` times as long as a pass without drafts. The length is the
+    sequences' share of the rows below the knee, times the average acceptance rate; below 1 nothing is drafted.
+    """
+
+    _WEIGHT = 0.02  # of a new draft in the average
+    _RECOVERY = 0.002  # of the average in a pass without drafts, so that they are tried again
+
+    def __init__(self, seconds: RowSeconds, *, slack: float = 1.1, most: int = 16) -> None:
+        """Raises ValueError for a slack below 1 or a length below 1."""
+        check_value("Thresholds.slack", slack - 1, Positive)
+        check_value("Thresholds.most", most, Count)
+        self._table = _Table(seconds)
+        self._slack, self._most = slack, most
+        self._acceptance = 1.0
+
+    def wants(self, num_tokens: int, num_sequences: int) -> bool:
+        if self._length(num_tokens, num_sequences) >= 1:
+            return True
+        self._acceptance = min(1.0, self._acceptance + self._RECOVERY)
+        return False
+
+    def _length(self, num_tokens: int, num_sequences: int) -> int:
+        most = num_tokens + self._most * num_sequences
+        seconds = self._table.upto(most)
+        knee = bisect_right(seconds, self._slack * seconds[num_tokens], hi=most + 1) - 1
+        return int(self._acceptance * min(self._most, (knee - num_tokens) // num_sequences))
+
+    def lengths(self, num_tokens: int, drafts: list[Draft]) -> list[int]:
+        most = self._length(num_tokens, len(drafts))
+        return [min(most, len(draft.tokens)) for draft in drafts]
+
+    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+        self._acceptance += self._WEIGHT * (num_accepted / len(probabilities) - self._acceptance)
+
