@@ -21,6 +21,7 @@ from engines.native.library import choose_library
 from engines.parallel.layout import nested_layout
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduled
+from engines.rollout.telemetry import chrome_trace
 from engines.sequence import Completion, SequenceId, SequenceState, Work
 from engines.speculation.ngram import NGramDrafter
 from engines.speculation.verify import num_accepted
@@ -264,6 +265,28 @@ def test_rejected_drafts_change_nothing_for_anyone(qwen3: str, truth: Truth, opt
         assert tables[0] == tables[1]
         assert plain.blocks._block_of.keys() == drafted.blocks._block_of.keys(), "other contents are known"
     assert not llms[1].replica.has_work
+
+
+@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed"])
+def test_the_prefix_cache_learns_the_same(qwen3: str, truth: Truth, kind: str) -> None:
+    llms = [make_llm(qwen3, one, truth, block_size=3) for one in ("none", kind)]
+    for llm in llms:
+        submitted(llm, make_states()).finish()
+    known = [llm.replica.scheduler.blocks._block_of.keys() for llm in llms]
+    assert known[0] == known[1] and len(known[0]) > 100
+
+
+def test_steps_are_recorded_with_their_drafts(qwen3: str) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    plain, drafted = (make_llm(qwen3, kind) for kind in ("none", "ngram"))
+    outputs = [[one.outputs[0].token_ids for one in llm.generate(PROMPTS, params)] for llm in (plain, drafted)]
+    assert outputs[0] == outputs[1]
+    assert sum(record.num_drafted + record.num_accepted for record in plain.step_records) == 0
+    drawn = sum(record.num_accepted for record in drafted.step_records)
+    assert 20 < drawn <= sum(record.num_drafted for record in drafted.step_records)
+    first = next(record for record in drafted.step_records if record.num_accepted)
+    (arguments,) = (event["args"] for event in chrome_trace([first])["traceEvents"] if event["ph"] == "X")
+    assert (arguments["drafted"], arguments["accepted"]) == (first.num_drafted, first.num_accepted)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
