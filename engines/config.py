@@ -246,8 +246,8 @@ class EngineConfig:
     """An existing folder on that disk. While the folder cannot be written to, KV is recomputed instead."""
     drafter: Literal["none", "ngram"] = "none"
     """What guesses next tokens, so that one pass can draw several tokens of a sequence. "ngram" copies what followed an
-    earlier occurrence of a sequence's last two to four tokens. Only guesses that equal the draws count: tokens do not
-    depend on it."""
+    earlier occurrence of a sequence's last two to four tokens. Only guesses that equal the draws count, so tokens stay
+    the same, as far as batches of other sizes round alike."""
     max_draft_tokens: Count = 8
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
     batch_invariant: bool = False
