@@ -249,7 +249,8 @@ class EngineConfig:
     """What guesses next tokens, so that one pass can draw several tokens of a sequence. "ngram" copies what followed an
     earlier occurrence of a sequence's last two to four tokens. "suffix" does so for the longest end that has occurred,
     and takes the most frequent continuation; "grouped_suffix" looks in all sequences of the prompt, also those that
-    have ended. Only guesses that equal the draws count: tokens do not depend on it."""
+    have ended. Only guesses that equal the draws count, so tokens stay the same, as far as batches of other sizes round
+    alike."""
     max_draft_tokens: Count = 8
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
     draft_tree_bytes: Annotated[int, Meta(ge=2**16, le=2**40)] = 64 * 2**20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from engines.replica.moves import KVMoves, Mover, Runner
 from engines.replica.scheduler import Scheduled, Scheduler, Sequence
@@ -199,20 +200,20 @@ class Replica:
         leaving: list[Sequence] = []
         try:
             scheduled = self._schedule()
-            drawn = self._runner.run(scheduled) if scheduled else []
+            results = self._runner.run(scheduled) if scheduled else []
+            output.num_sampled, drawn = len(results), iter(results)
             lengths = [len(item.sequence.state.tokens) for item in scheduled]
-            for sequence, num_tokens, draft in scheduled:
-                sequence.num_computed += num_tokens
+            for (sequence, num_tokens, draft), length in zip(scheduled, lengths, strict=True):
+                context = sequence.num_computed = sequence.num_computed + num_tokens
                 output.num_tokens += num_tokens
-                output.num_context_tokens += sequence.num_computed
-                output.num_pairs += num_tokens * sequence.num_computed - num_tokens * (num_tokens - 1) // 2
-                if sequence.num_computed >= len(sequence.state.tokens):  # as `Scheduled.samples` before the pass
-                    row = output.num_sampled
-                    output.num_sampled += 1 + len(draft)
+                output.num_context_tokens += context
+                output.num_pairs += num_tokens * context - num_tokens * (num_tokens - 1) // 2
+                if context >= length:  # as `Scheduled.samples` before the pass
                     if draft:
-                        finished = self._verify(sequence, draft, drawn[row : output.num_sampled])
+                        finished = self._verify(sequence, draft, list(islice(drawn, 1 + len(draft))))
                     else:
-                        finished = self._append(sequence, *drawn[row])
+                        token, logprob = next(drawn)
+                        finished = self._append(sequence, token, logprob)
                     if finished is not None:
                         output.finished.append(finished)
                         ended.append(sequence)

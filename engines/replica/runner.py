@@ -110,14 +110,14 @@ class ModelRunner:
         first_draws = np.array([len(sequence.state.tokens) for sequence in sequences]) - 1
         num_seqs, num_tokens = len(sequences), int(lengths.sum())
         ends = np.cumsum(lengths)
-        if num_tokens == num_seqs:
-            rows, positions = np.arange(num_seqs), starts
-        else:
-            rows = np.repeat(np.arange(num_seqs), lengths)
+        rows, positions, row_slots = np.arange(num_seqs), starts, slots
+        if num_tokens != num_seqs:
+            rows = np.repeat(rows, lengths)
             positions = np.arange(num_tokens) - (ends - lengths - starts)[rows]
-        drawing = np.flatnonzero(positions >= first_draws[rows])
+            row_slots, first_draws = slots[rows], first_draws[rows]
+        drawing = np.flatnonzero(positions >= first_draws)
         num_drawn = len(drawing)
-        drawn_slots = slots[rows[drawing]]
+        drawn_slots = row_slots[drawing]
         tokens = _new_tokens(scheduled)
         if self._padded is not None and num_drawn == num_tokens and self._padded.fits(num_tokens):
             # Each token of a draft is a row of its own: a pass writes the KV of all rows before any row reads it.

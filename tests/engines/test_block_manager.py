@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 from engines.kvcache.block_manager import BlockManager, content_key
 
 OPERATION = st.tuples(
-    st.sampled_from(["grow", "grow", "release", "publish", "share", "forget"]), st.integers(0, 5), st.integers(1, 40)
+    st.sampled_from(["grow", "grow", "release", "publish", "share", "forget", "stretch", "shrink"]),
+    st.integers(0, 5),
+    st.integers(1, 40),
 )
 OPERATIONS = st.lists(OPERATION, max_size=60)
 
@@ -34,6 +36,22 @@ def test_against_a_plain_record_of_who_holds_what(
                 if block not in in_use():
                     now += 1
                     freed_at[block] = now
+        elif operation == "shrink":
+            if before:
+                manager.shrink(holder, number)
+                held[holder] = before[: -(-number // block_size)]
+                for block in reversed(before[len(held[holder]) :]):
+                    if block not in in_use():
+                        now += 1
+                        freed_at[block] = now
+        elif operation == "stretch":
+            unknown = set(range(num_blocks)) - in_use() - set(content)
+            covered = manager.stretch(holder, number)
+            added = manager.table(holder)[len(before) :]
+            assert len(added) == min(max(-(-number // block_size) - len(before), 0), len(unknown))
+            assert set(added) <= unknown and covered == min(number, (len(before) + len(added)) * block_size)
+            if added:
+                held[holder] = before + added
         elif operation == "publish":
             index, key = number % (len(before) + 1), b"%d" % (number % 5)
             if index < len(before):

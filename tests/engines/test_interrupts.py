@@ -13,6 +13,7 @@ import pytest
 from engines import LLM, RequestOutput, SamplingParams
 from engines.kvcache.tiers import TieredKVStore, make_disk_store
 from engines.sequence import KVPart, Work
+from tests.engines.test_drafts import NUM_DRAFT_TOKENS, ScriptedDrafter, truth_of
 from tests.engines.test_kv_store import CONTENT, SIZE, TOKEN, export, files_in, layers_of, make_store
 from tests.engines.test_swap import PART, TOKEN_BYTES, make_llm, stored_files
 from tests.interrupts import interrupts
@@ -20,7 +21,7 @@ from tests.states import make_state
 
 LOOP = [
     *(f"engines/replica/{name}.py" for name in ("replica", "scheduler", "mover", "slot_table", "runner", "staging")),
-    *("engines/kvcache/block_manager.py", "engines/replica/stop_strings.py"),
+    *("engines/kvcache/block_manager.py", "engines/replica/stop_strings.py", "engines/speculation/ngram.py"),
 ]
 STORES = [f"engines/kvcache/{name}.py" for name in ("tiers", "files", "store")]
 PROMPTS = [[5, 6, 7] * 6, [8] * 20, [3, 4] * 10]
@@ -28,7 +29,7 @@ PARAMS = SamplingParams(max_tokens=14, n=2, ignore_eos=True)
 
 
 def work(uid: int) -> Work:
-    return Work(state=make_state(uid, [5, 6, uid], PARAMS))
+    return Work(state=make_state(uid, [5, 6, uid] * 3, PARAMS))
 
 
 def finish(llm: LLM) -> dict[int, list[int]]:
@@ -52,13 +53,17 @@ def check_replica(llm: LLM) -> None:
     scheduler.blocks.check_integrity()
 
 
+@pytest.mark.parametrize("drafter", ["none", "ngram", "truth"])
 @pytest.mark.parametrize("what", ["submit", "pause", "step"])
-def test_of_a_replica_s_call_at_every_line(qwen3: str, what: str) -> None:
+def test_of_a_replica_s_call_at_every_line(qwen3: str, what: str, drafter: str) -> None:
     """`submit` leaves the sequence out, `pause` all of them in, and `step` as they were; the others go on."""
-    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**19, max_model_len=64)
+    options: dict[str, Any] = {} if drafter == "none" else {"drafter": "ngram", "max_draft_tokens": NUM_DRAFT_TOKENS}
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**19, max_model_len=90, **options)
     for uid in range(3):
         llm.replica.submit(work(uid))
     expected = finish(llm)
+    if drafter == "truth":
+        llm.replica._drafter = ScriptedDrafter("truth", truth_of(llm, [work(uid).state for uid in range(3)]))
     call: Callable[[], Any] = {
         "submit": lambda: llm.replica.submit(work(2)), "pause": llm.replica.pause, "step": llm.replica.step,
     }[what]  # fmt: skip
@@ -77,6 +82,8 @@ def test_of_a_replica_s_call_at_every_line(qwen3: str, what: str) -> None:
                 llm.replica.submit(work(2))
             assert finish(llm) == expected
         llm.replica.clear()
+    if drafter == "truth":
+        assert llm.replica._drafter.num_accepted > 100  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("files", "step"), [(["engines/llm.py"], 5), (LOOP, 211), (STORES, 11)])
