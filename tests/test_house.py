@@ -19,8 +19,8 @@ MAY_IMPORT = {
 
 
 ROOMS = (
-    *("fleet", "rollout", "coordination", "replica", "models", "sampling", "attention", "kvcache", "memory"),
-    *("control", "parallel", "native"),
+    *("fleet", "rollout", "coordination", "replica", "speculation", "models", "sampling", "attention", "kvcache"),
+    *("memory", "control", "parallel", "native"),
 )
 """Of `engines`: each imports from those after it alone, and from the values that stand beside them."""
 
@@ -72,6 +72,7 @@ def test_no_room_imports_from_one_above() -> None:
         "engines.rollout.worker_core",
         "engines.fleet.launcher",
         "engines.coordination.policies",
+        "engines.speculation.suffix_tree",
     ],
 )
 def test_planners_load_no_torch(module: str) -> None:
