@@ -1,6 +1,6 @@
-// The suffix tree of `suffix_tree.py`, whose docstring defines what it holds and what a draft is. `plain_suffix_tree.py`
-// is the same in Python. A node stands where paths part or where a suffix ends, and nowhere else: all paths along an edge
-// have the same count, and the tree's shape depends on its content alone.
+// The suffix tree of `suffix_tree.py`, whose docstring defines what it holds and what a draft is; the same in Python is
+// `plain_suffix_tree.py`. A node stands where paths part or a suffix ends, and nowhere else. Therefore all paths along an
+// edge have the same count, and the tree's shape depends on its content alone.
 
 #include <algorithm>
 #include <cstdint>
@@ -207,7 +207,10 @@ class Tree {
         std::for_each(gone, touched.end(), [&](Index n) { nodes_.release(n); });
         touched.erase(gone, touched.end());
         for (const Index n : touched)  // the most frequent child may be another one
-            for (Index one = nodes_[n].first, next; one != NONE; one = next) next = nodes_[one].next, nodes_.promote(one);
+            for (Index one = nodes_[n].first, next; one != NONE; one = next) {
+                next = nodes_[one].next;
+                nodes_.promote(one);
+            }
         for (Index& n : touched)
             if (is_needless(n)) merge(n), n = ROOT;
         refer_elsewhere(s, touched);
@@ -285,13 +288,13 @@ Place Tree::match(int64_t id, const Index* pattern, Index size, const Arguments&
     const Sequence* own = s == NONE ? nullptr : &sequences_[s];
     const Index length = own ? Index(own->tokens.size()) : 0;
     Index high = std::min({arguments.pattern_max, pattern ? size : length, depth_ - 1}), low = arguments.pattern_min;
-    if (pattern && (high > length || !std::equal(pattern + size - high, pattern + size, own->tokens.end() - high)))
-        own = nullptr;  // the pattern is not the end of the sequence, where suffixes are known
+    const bool is_end = own && high <= length &&
+                        (!pattern || std::equal(pattern + size - high, pattern + size, own->tokens.end() - high));
     Place found{NONE, 0, 0};
     while (low <= high) {
         const Index middle = low + (high - low) / 2;
         Place at;
-        if (own) {
+        if (is_end) {  // the nodes of the suffixes are known
             const Index n = own->ends[length - middle];
             at = {n, nodes_[n].length, middle};
         } else {
