@@ -1,5 +1,5 @@
-// The nodes of a suffix tree. The children of a node are a list, which the most frequent one heads. If they are more than
-// one, they are also in a hash table.
+// The nodes of a suffix tree. The children of a node are a list, which the most frequent one heads. Children with
+// siblings are also in a hash table.
 #pragma once
 
 #include <cstddef>
