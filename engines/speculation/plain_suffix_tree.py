@@ -1,4 +1,4 @@
-"""The suffix tree of `suffix_tree.cpp` in Python, with the same results: used where there is no C++ compiler, and slow."""
+"""The suffix tree of `suffix_tree.cpp` in Python, with the same results: slow, for machines without a compiler."""
 
 from __future__ import annotations
 

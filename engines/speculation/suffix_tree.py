@@ -1,15 +1,16 @@
 """Drafts from what a group has generated before: a suffix tree with counts (Seer §4.4; Oliaro et al. 2024). Torch-free.
 
 A tree holds the sequences of one group. Each suffix of each sequence, cut to `max_depth` tokens, is a path from the
-root, and each node knows how often its path occurs. A draft continues the longest suffix of a pattern which the tree
-can continue. The pattern is mostly the end of a sequence of the tree itself: then the nodes of its suffixes are known.
+root, and each node has the number of occurrences of its path. A draft continues the longest suffix of a pattern that
+the tree can continue. The pattern is mostly the end of a sequence of the tree, whose suffixes' nodes are known.
 
-The probability of a token is its share of the continuations of its context. An occurrence at the end of a sequence has
-no continuation and does not count. A context is at most `max_depth` - 1 tokens long: longer drafts drop its first ones.
+The probability of a token is its share of the continuations of its context; an occurrence at the end of a sequence has
+none. A context has at most `max_depth` - 1 tokens: a longer draft drops its first tokens, and goes on.
 
-Append takes O(max_depth) per token. For a pattern of p tokens and a draft of s, a draft takes O(p + s) if the pattern is
-the end of the request's own sequence (p compares), O(p log p + s) if not; with top_k > 1, the children of all nodes on
-the way are read. The tree in C++ holds Python's lock while it works. `experiments/bench/suffix_tree.py` measures.
+Appending takes O(max_depth) per token, removing O(num_tokens + max_depth x tokens removed). A draft of s tokens after a
+pattern of p takes O(p + s) if the pattern is the end of the request's sequence (p compares of neighbours in memory),
+else O(p log p + s); a beam search reads all children of the nodes that it extends. A call in C++ holds Python's lock.
+`experiments/bench/suffix_tree.py` measures.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from engines.constraints import Fraction, WholeNumber, check_fields, check_value
 from engines.speculation.native_suffix_tree import NativeSuffixTree, load, speculate
 from engines.speculation.plain_suffix_tree import PlainSuffixTree
 
-MOST_TOKENS = 2**30
 UNBOUNDED = 2**62
 NO_REQUEST = -1
+INTEGERS = (np.int32, np.int64)
 
 Size = Annotated[int, Meta(ge=1, le=1024, description="an integer of 1 to 1024")]
 Depth = Annotated[int, Meta(ge=2, le=1024, description="an integer of 2 to 1024")]
@@ -98,8 +99,11 @@ class DraftBuffers:
         )
 
     def __post_init__(self) -> None:
-        for name, kinds, dimensions in (("tokens", "i4 i8", 3), ("lengths", "i4", 2), ("scores", "f8", 2)):
+        fields = {"tokens": (INTEGERS, 3), "lengths": ((np.int32,), 2), "scores": ((np.float64,), 2)}
+        for name, (kinds, dimensions) in fields.items():
             _check_array(f"DraftBuffers.{name}", getattr(self, name), kinds, dimensions)
+            if not getattr(self, name).flags.writeable:
+                raise ValueError(f"DraftBuffers.{name}: is read-only; give an array that can be written")
         for name in ("lengths", "scores"):
             if (shape := getattr(self, name).shape) != self.tokens.shape[:2]:
                 raise ValueError(f"DraftBuffers.{name}: has shape {shape}; give {self.tokens.shape[:2]}, as tokens has")
@@ -145,8 +149,6 @@ class SuffixTree:
     def append(self, request_id: int, tokens: Tokens) -> None:
         """Appends to the request's sequence, which begins here if the tree does not hold it."""
         array = _as_tokens("tokens", tokens)
-        if self.num_tokens + len(array) > MOST_TOKENS:
-            raise ValueError(f"tokens: {len(array)} more than the tree's {self.num_tokens} exceed 2^30; set max_bytes")
         if not self._tree.append(_checked_id(request_id), array):
             wrong = array[(array < 0) | (array >= 2**31)][0]
             raise ValueError(f"tokens: {wrong} is no token; give numbers of 0 to 2^31 - 1")
@@ -156,7 +158,7 @@ class SuffixTree:
         self._tree.finish(_checked_id(request_id))
 
     def remove(self, request_id: int) -> None:
-        """Removes the request's sequence: the counts are then as if it had never been there. Does nothing without it."""
+        """Removes the request's sequence, so that all is as if it had never been there. Does nothing without it."""
         self._tree.remove(_checked_id(request_id))
 
     def speculate(
@@ -198,11 +200,11 @@ def batch_speculate(
     if patterns is not None:
         if starts is None or stops is None:
             raise ValueError("starts, stops: are missing; patterns needs both")
-        _check_array("patterns", patterns, "i4 i8", None)
+        _check_array("patterns", patterns, INTEGERS, None)
         arrays |= {"starts": starts, "stops": stops}
         span = (patterns, starts, stops)
     for name, array in arrays.items():
-        _check_array(name, array, "i8", 1)
+        _check_array(name, array, (np.int64,), 1)
     for name, length in {"args": len(args), **{name: len(array) for name, array in arrays.items()}}.items():
         if length != len(trees):
             raise ValueError(f"{name}: has {length} entries; give one for each of the {len(trees)} trees")
@@ -216,7 +218,7 @@ def batch_speculate(
     natives = [tree._tree for tree in trees if isinstance(tree._tree, NativeSuffixTree)]
     if len(natives) == len(trees):
         return speculate(natives, request_ids, args, drafts, span)
-    drafts.lengths[:], drafts.scores[:] = 0, 0
+    drafts.lengths[: len(trees)], drafts.scores[: len(trees)] = 0, 0
     for i, tree in enumerate(trees):
         pattern = None if span is None else span[0].reshape(-1)[span[1][i] : span[2][i]]
         for k, (score, tokens) in enumerate(tree._tree.speculate(int(request_ids[i]), pattern, args[i])):
@@ -226,16 +228,17 @@ def batch_speculate(
 
 
 def _as_tokens(name: str, tokens: Tokens) -> NDArray[np.integer]:
-    array = np.ascontiguousarray(tokens)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    _check_array(name, array, "i4 i8", 1)
+    try:
+        array = np.ascontiguousarray(tokens if len(tokens) else np.zeros(0, np.int64))
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={str(tokens)[:100]}: is no list of tokens; give integers") from None
+    _check_array(name, array, INTEGERS, 1)
     return array
 
 
-def _check_array(name: str, array: NDArray[Any], kinds: str, dimensions: int | None) -> None:
-    if array.dtype.str[1:] not in kinds.split() or dimensions not in (None, array.ndim) or not array.flags.c_contiguous:
-        names = " or ".join({"i4": "int32", "i8": "int64", "f8": "float64"}[kind] for kind in kinds.split())
+def _check_array(name: str, array: NDArray[Any], kinds: Sequence[type], dimensions: int | None) -> None:
+    if array.dtype not in kinds or dimensions not in (None, array.ndim) or not array.flags.c_contiguous:
+        names = " or ".join(kind.__name__ for kind in kinds)
         shape = "" if dimensions is None else f" of {dimensions} dimensions"
         raise ValueError(f"{name}: is {array.dtype} of shape {array.shape}; give a contiguous array of {names}{shape}")
 
