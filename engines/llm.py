@@ -30,8 +30,8 @@ from engines.rollout.placement import Arguments, Placement
 from engines.rollout.steps import roll_out_static
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.world import RolloutWorld
-from engines.speculation.policy import DraftPolicy
 from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64
+from engines.speculation.policy import DraftPolicy
 
 
 class LLM:

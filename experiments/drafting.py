@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -235,13 +235,19 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
             for name, variant in VARIANTS.items()
         }
         for batch in config.batches:
-            chosen = llms if config.full or batch == 1 else {
-                name: llm for name, llm in llms.items() if name in (PLAIN, "grouped", "grouped, always 8")
-            }
+            chosen = (
+                llms
+                if config.full or batch == 1
+                else {name: llm for name, llm in llms.items() if name in (PLAIN, "grouped", "grouped, always 8")}
+            )
             timed = {name: partial(time_batch, llm, ids[:batch], tokens) for name, llm in chosen.items()}
             turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
-            row = harness.compare(f"batch {batch}", {name: [one.seconds for one in some] for name, some in turns.items()})
-            per_step = {name: harness.short(statistics.fmean(one.tokens_per_step for one in turns[name])) for name in timed}
+            row = harness.compare(
+                f"batch {batch}", {name: [one.seconds for one in some] for name, some in turns.items()}
+            )
+            per_step = {
+                name: harness.short(statistics.fmean(one.tokens_per_step for one in turns[name])) for name in timed
+            }
             rows.append(row | {"tokens_per_step": per_step})
             for name, ratio in row["ratios"].items():
                 found.setdefault(name, {})[batch] = harness.short(1 / ratio)

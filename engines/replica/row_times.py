@@ -13,8 +13,8 @@ from engines.attention.batch import ForwardBatch
 from engines.config import EngineConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.decoder import Decoder
-from engines.replica.swap import scratch_cache
 from engines.parallel.collectives import Communicator
+from engines.replica.swap import scratch_cache
 from engines.sampling.sampler import SamplingBatch, draw_natively, make_sampling_batch, sample
 
 _CONTEXT = 256  # tokens that each row attends to
@@ -85,7 +85,7 @@ def _draws(rows: int, device: torch.device) -> SamplingBatch:
 
 def _decodes(kv: PagedKVCache, rows: int, context: int) -> ForwardBatch:
     """The last token of each of `rows` sequences of `context` tokens, in blocks that all share."""
-    num_blocks, block_size = kv.keys[0].shape[:2]
+    block_size = kv.keys[0].shape[1]
     device = kv.keys[0].device
     table = torch.arange(-(-context // block_size), dtype=torch.int32).expand(rows, -1).contiguous()
     return ForwardBatch(

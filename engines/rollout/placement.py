@@ -152,7 +152,9 @@ class Placement:
         self.tokenizer = load_tokenizer(source, self.model)
         self.layout = given.check(self._groups)
         if given.draft_policy is not None and self.config.drafter == "none":
-            raise ValueError("draft_policy: EngineConfig.drafter='none' drafts nothing; give a drafter, or leave it out")
+            raise ValueError(
+                "draft_policy: EngineConfig.drafter='none' drafts nothing; give a drafter, or leave it out"
+            )
         hosts = self._groups.hosts if self._groups is not None else ("this host",)
         host = hosts[self._world.rank]
         self._kv_host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=hosts.count(host))

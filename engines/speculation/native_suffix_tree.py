@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.native.build import build
-from engines.speculation.plain_suffix_tree import Path as Draft
+from engines.speculation.drafter import Draft
 
 if TYPE_CHECKING:
     from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs
@@ -91,12 +91,14 @@ class NativeSuffixTree:
     def speculate(self, request_id: int, pattern: NDArray[np.integer] | None, args: SpeculationArgs) -> list[Draft]:
         paths, longest = args.top_k, args.max_spec_tokens
         tokens, lengths = (ctypes.c_int32 * (paths * longest))(), (ctypes.c_int32 * paths)()
-        scores, one = (ctypes.c_double * paths)(), ctypes.c_int64 * 1
+        probabilities, one = (ctypes.c_double * (paths * longest))(), ctypes.c_int64 * 1
         buffer = (None, 8, None, None) if pattern is None else (*_buffer(pattern), one(0), one(len(pattern)))
         request = ((ctypes.c_void_p * 1)(self.handle), one(request_id), 1)
-        status = self._library.speculate(*request, *buffer, args.packed, tokens, 4, lengths, scores, paths, longest)
+        outputs = (tokens, 4, lengths, probabilities, paths, longest)
+        status = self._library.speculate(*request, *buffer, args.packed, *outputs)
         _raise_without_memory(status)
-        return [(scores[k], tokens[k * longest : k * longest + lengths[k]]) for k in range(paths) if lengths[k]]
+        spans = [slice(k * longest, k * longest + lengths[k]) for k in range(paths) if lengths[k]]
+        return [Draft(tokens[span], probabilities[span]) for span in spans]
 
 
 def speculate(
@@ -110,7 +112,12 @@ def speculate(
     handles = (ctypes.c_void_p * len(trees))(*[tree.handle for tree in trees])
     buffer = (None, 8, None, None) if span is None else (*_buffer(span[0]), _address(span[1]), _address(span[2]))
     packed = b"".join([one.packed for one in args])
-    outputs = (*_buffer(drafts.tokens), _address(drafts.lengths), _address(drafts.scores), *drafts.tokens.shape[1:])
+    outputs = (
+        *_buffer(drafts.tokens),
+        _address(drafts.lengths),
+        _address(drafts.probabilities),
+        *drafts.tokens.shape[1:],
+    )
     status = load().speculate(handles, _address(request_ids), len(trees), *buffer, packed, *outputs)
     _raise_without_memory(status)
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 NODE_BYTES, TOKEN_BYTES, SEQUENCE_BYTES = 48, 8, 128
 """Of the C++ tree, so that both evict at the same time."""
 
-Path = tuple[float, list[int]]
 """Score and tokens."""
 
 
@@ -134,7 +133,7 @@ class PlainSuffixTree:
             if span is not node:
                 node.sequence, node.start = span.sequence, span.start + span.length + start - node.length
 
-    def speculate(self, request_id: int, pattern: NDArray[np.integer] | None, args: SpeculationArgs) -> list[Path]:
+    def speculate(self, request_id: int, pattern: NDArray[np.integer] | None, args: SpeculationArgs) -> list[Draft]:
         own = self._sequences.get(request_id)
         tokens = pattern.tolist() if pattern is not None else own.tokens if own else []
         for size in range(min(args.pattern_lookup_max, len(tokens), self._depth - 1), args.pattern_lookup_min - 1, -1):
@@ -143,20 +142,22 @@ class PlainSuffixTree:
                 return self._search(context, args)
         return []
 
-    def _search(self, context: list[int], args: SpeculationArgs) -> list[Path]:
-        paths: list[Path] = [(1.0, [])]
+    def _search(self, context: list[int], args: SpeculationArgs) -> list[Draft]:
+        paths = [Draft([], [])]
         for drafted in range(args.max_spec_tokens):
-            candidates: list[tuple[float, int, int, list[int]]] = []
-            for rank, (score, path) in enumerate(paths):
+            candidates: list[tuple[float, int, int, Draft]] = []
+            for rank, draft in enumerate(paths):
+                path, (*_, score) = draft.tokens, [1.0, *draft.probabilities]
                 before = len(candidates)
                 if len(path) == drafted:
                     for token, count, among in self._continuations(context + path):
                         longer = score * (count / among)
                         if count >= args.min_count and longer >= args.min_probability:
-                            candidates.append((-longer, rank, token, [*path, token]))
+                            longer_draft = Draft([*path, token], [*draft.probabilities, longer])
+                            candidates.append((-longer, rank, token, longer_draft))
                 if len(candidates) == before and path:
-                    candidates.append((-score, rank, -1, path))
-            paths = [(-score, path) for score, _, _, path in sorted(candidates)[: args.top_k]]
+                    candidates.append((-score, rank, -1, draft))
+            paths = [draft for *_, draft in sorted(candidates)[: args.top_k]]
         return paths
 
     def _continuations(self, context: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -39,6 +39,11 @@ struct Path {  // of a beam search: `rank` is that of its first `length` - 1 tok
     }
 };
 
+struct Drafted {  // a token of a path, and the probability of the path up to it
+    Index token;
+    double probability;
+};
+
 constexpr int64_t MOST_TOKENS = 1 << 30;  // a node per token and as many above them have an Index
 constexpr int64_t NODE_BYTES = sizeof(Node) + 2 * sizeof(Index), TOKEN_BYTES = 2 * sizeof(Index), SEQUENCE_BYTES = 128;
 
@@ -71,7 +76,7 @@ class Tree {
     }
     Index speculate(int64_t id, const Index* pattern, Index size, const Arguments& arguments);
     const Path& path(Index rank) const { return paths_[rank]; }
-    const Index* draft(Index rank, const Arguments& arguments) const { return &drafts_[rank * arguments.max_tokens]; }
+    const Drafted* draft(Index rank, const Arguments& arguments) const { return &drafts_[rank * arguments.max_tokens]; }
     int check() const;
 
  private:
@@ -84,7 +89,7 @@ class Tree {
     std::unordered_map<int64_t, Index> slots_;
     // Of one call of `speculate`; kept so that most calls allocate nothing. Tokens are [paths, max_tokens].
     std::vector<Path> paths_, candidates_;
-    std::vector<Index> drafts_, longer_;
+    std::vector<Drafted> drafts_, longer_;
 
     // -- memory
 
@@ -331,7 +336,7 @@ Index Tree::speculate(int64_t id, const Index* pattern, Index size, const Argume
             const Path& path = candidates_[i];
             std::copy_n(drafts_.begin() + path.rank * width, path.length - !path.done, longer_.begin() + i * width);
             if (path.done) continue;
-            longer_[i * width + path.length - 1] = path.token, grown++;
+            longer_[i * width + path.length - 1] = {path.token, path.score}, grown++;
         }
         paths_.swap(candidates_), drafts_.swap(longer_);
     }
@@ -427,7 +432,7 @@ extern "C" int suffix_tree_append(Tree* tree, int64_t id, const void* tokens, in
 extern "C" int suffix_tree_speculate(Tree* const* trees, const int64_t* ids, int64_t size, const void* patterns,
                                      int64_t width, const int64_t* starts, const int64_t* stops,
                                      const Arguments* arguments, void* tokens, int64_t token_width, int32_t* lengths,
-                                     double* scores, int64_t num_paths, int64_t num_tokens) {
+                                     double* probabilities, int64_t num_paths, int64_t num_tokens) {
     std::vector<Index> pattern;
     const auto read = [&](const auto* from, int64_t start, int64_t stop) {
         pattern.assign(1, NONE);  // so that it has an address
@@ -442,13 +447,16 @@ extern "C" int suffix_tree_speculate(Tree* const* trees, const int64_t* ids, int
         Tree& tree = *trees[i];
         const Index* from = patterns == nullptr ? nullptr : pattern.data() + 1;
         const Index found = tree.speculate(ids[i], from, Index(pattern.size()) - 1, arguments[i]);
-        std::fill_n(lengths + i * num_paths, num_paths, 0), std::fill_n(scores + i * num_paths, num_paths, 0.0);
+        std::fill_n(lengths + i * num_paths, num_paths, 0);
         for (Index k = 0; k < found; k++) {
             const int64_t row = i * num_paths + k;
-            scores[row] = tree.path(k).score, lengths[row] = tree.path(k).length;
-            const Index* path = tree.draft(k, arguments[i]);
-            if (token_width == 4) std::copy_n(path, lengths[row], static_cast<int32_t*>(tokens) + row * num_tokens);
-            if (token_width == 8) std::copy_n(path, lengths[row], static_cast<int64_t*>(tokens) + row * num_tokens);
+            lengths[row] = tree.path(k).length;
+            const Drafted* path = tree.draft(k, arguments[i]);
+            for (int64_t j = 0, to = row * num_tokens; j < lengths[row]; j++, to++) {
+                if (token_width == 4) static_cast<int32_t*>(tokens)[to] = path[j].token;
+                if (token_width == 8) static_cast<int64_t*>(tokens)[to] = path[j].token;
+                probabilities[to] = path[j].probability;
+            }
         }
     };
     return guarded([&] {

@@ -19,13 +19,14 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
 from engines.constraints import Fraction, WholeNumber, check_fields, check_value
+from engines.speculation.drafter import Draft
 from engines.speculation.native_suffix_tree import NativeSuffixTree, load, speculate
 from engines.speculation.plain_suffix_tree import PlainSuffixTree
 
@@ -72,14 +73,6 @@ class SpeculationArgs:
         return struct.pack("5i4xd", self.max_spec_tokens, *lookup, self.top_k, self.min_count, self.min_probability)
 
 
-class Draft(NamedTuple):
-    """A path that may follow the pattern."""
-
-    tokens: list[int]
-    score: float
-    """Its probability: the product of those of its tokens."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftBuffers:
     """Memory into which `batch_speculate` writes: of a caller, which uses it again and again."""
@@ -88,25 +81,27 @@ class DraftBuffers:
     """[requests, paths, tokens], int32 or int64; beyond the length of a path they keep what they held."""
     lengths: NDArray[np.int32]
     """[requests, paths]; 0 where there is no such path."""
-    scores: NDArray[np.float64]
-    """[requests, paths]; the best path is the first one."""
+    probabilities: NDArray[np.float64]
+    """[requests, paths, tokens]: of the path up to each token. The best path is the first one."""
 
     @classmethod
     def empty(cls, requests: int, paths: int, tokens: int) -> DraftBuffers:
         shape = (requests, paths)
         return cls(
-            tokens=np.zeros((*shape, tokens), np.int32), lengths=np.zeros(shape, np.int32), scores=np.zeros(shape)
+            tokens=np.zeros((*shape, tokens), np.int32),
+            lengths=np.zeros(shape, np.int32),
+            probabilities=np.zeros((*shape, tokens)),
         )
 
     def __post_init__(self) -> None:
-        fields = {"tokens": (INTEGERS, 3), "lengths": ((np.int32,), 2), "scores": ((np.float64,), 2)}
+        fields = {"tokens": (INTEGERS, 3), "lengths": ((np.int32,), 2), "probabilities": ((np.float64,), 3)}
         for name, (kinds, dimensions) in fields.items():
             _check_array(f"DraftBuffers.{name}", getattr(self, name), kinds, dimensions)
             if not getattr(self, name).flags.writeable:
                 raise ValueError(f"DraftBuffers.{name}: is read-only; give an array that can be written")
-        for name in ("lengths", "scores"):
-            if (shape := getattr(self, name).shape) != self.tokens.shape[:2]:
-                raise ValueError(f"DraftBuffers.{name}: has shape {shape}; give {self.tokens.shape[:2]}, as tokens has")
+        for name, wanted in (("lengths", self.tokens.shape[:2]), ("probabilities", self.tokens.shape)):
+            if (shape := getattr(self, name).shape) != wanted:
+                raise ValueError(f"DraftBuffers.{name}: has shape {shape}; give {wanted}, as tokens has")
 
 
 class SuffixTree:
@@ -172,7 +167,7 @@ class SuffixTree:
             raise ValueError("SuffixTree.speculate: neither request_id nor pattern; give one")
         request_id = NO_REQUEST if request_id is None else _checked_id(request_id)
         array = None if pattern is None else _as_tokens("pattern", pattern)
-        return [Draft(tokens, score) for score, tokens in self._tree.speculate(request_id, array, args)]
+        return self._tree.speculate(request_id, array, args)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if counts, edges or links do not agree with the sequences. Slow: for tests."""
@@ -218,12 +213,12 @@ def batch_speculate(
     natives = [tree._tree for tree in trees if isinstance(tree._tree, NativeSuffixTree)]
     if len(natives) == len(trees):
         return speculate(natives, request_ids, args, drafts, span)
-    drafts.lengths[: len(trees)], drafts.scores[: len(trees)] = 0, 0
+    drafts.lengths[: len(trees)] = 0
     for i, tree in enumerate(trees):
         pattern = None if span is None else span[0].reshape(-1)[span[1][i] : span[2][i]]
-        for k, (score, tokens) in enumerate(tree._tree.speculate(int(request_ids[i]), pattern, args[i])):
-            drafts.tokens[i, k, : len(tokens)] = tokens
-            drafts.lengths[i, k], drafts.scores[i, k] = len(tokens), score
+        for k, (tokens, probabilities) in enumerate(tree._tree.speculate(int(request_ids[i]), pattern, args[i])):
+            drafts.tokens[i, k, : len(tokens)], drafts.probabilities[i, k, : len(tokens)] = tokens, probabilities
+            drafts.lengths[i, k] = len(tokens)
     return None
 
 

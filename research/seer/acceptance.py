@@ -39,14 +39,16 @@ def tokens_per_step(prompt: list[int], target: list[int], references: Items[list
 def acceptance_length(
     prompts: Items[list[int]], groups: Items[Items[list[int]]], *, num_references: int, args: SpeculationArgs
 ) -> float:
-    """Returns the mean over all sequences of all groups, each with the next `num_references` of its group as references.
+    """Returns tokens per step over all sequences, each with the next `num_references` of its group as references.
 
-    Longer sequences count more: it is the number of tokens by that of steps. Raises ValueError for a group of too few.
+    Raises ValueError for a group of too few.
     """
     num_tokens = num_steps = 0.0
     for prompt, group in zip(prompts, groups, strict=True):
         if num_references >= len(group):
-            raise ValueError(f"num_references={num_references}: a group of {len(group)} has {len(group) - 1}; give fewer")
+            raise ValueError(
+                f"num_references={num_references}: a group of {len(group)} has {len(group) - 1}; give fewer"
+            )
         for place, target in enumerate(group):
             others = [group[(place + 1 + number) % len(group)] for number in range(num_references)]
             num_tokens += len(target)

@@ -41,7 +41,7 @@ class Calibration:
         paths[is_token] = np.concatenate([draft.probabilities for draft in drafts])
         paths[:, 1:] = paths[:, 1:] / np.maximum(paths[:, :-1], 1e-12)  # conditional ones
         found = (self._hits / self._tries)[self._classes(paths)]
-        return np.cumprod(np.where(is_token, found, 0.0), axis=1)  # type: ignore[no-any-return]
+        return np.where(is_token, found, 0.0).cumprod(axis=1)
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
         """Learns that of a draft with these estimates, as in `Draft`, the first `num_accepted` tokens were drawn."""
@@ -119,7 +119,7 @@ class MarginalGain:
         self._num_vain = 0 if best else self._num_vain + 1
         self._vain_tokens = num_tokens if self._num_vain <= 1 else min(self._vain_tokens, num_tokens)
         rows = order[:best] // paths.shape[1]
-        return np.bincount(rows, minlength=len(drafts)).tolist()  # type: ignore[no-any-return]
+        return np.bincount(rows, minlength=len(drafts)).tolist()
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
         self._calibration.observe(probabilities, num_accepted)
@@ -161,4 +161,3 @@ class Thresholds:
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
         self._acceptance += self._WEIGHT * (num_accepted / len(probabilities) - self._acceptance)
-

@@ -66,24 +66,25 @@ class Oracle:
         size, tokens = len(context), [*self.sequences.values()]
         return Counter(one[i + size] for one in tokens for i in range(len(one) - size) if one[i : i + size] == context)
 
-    def speculate(self, pattern: list[int], args: SpeculationArgs) -> list[tuple[list[int], float]]:
+    def speculate(self, pattern: list[int], args: SpeculationArgs) -> list[tuple[list[int], list[float]]]:
         longest = min(args.pattern_lookup_max, len(pattern), self.depth - 1)
         for size in range(longest, args.pattern_lookup_min - 1, -1):
             if max(self.after(pattern[-size:]).values(), default=0) >= args.min_count:
                 return self.beam(pattern[-size:], args)
         return []
 
-    def beam(self, context: list[int], args: SpeculationArgs) -> list[tuple[list[int], float]]:
-        beams: list[tuple[list[int], float]] = [([], 1.0)]
+    def beam(self, context: list[int], args: SpeculationArgs) -> list[tuple[list[int], list[float]]]:
+        beams: list[tuple[list[int], list[float]]] = [([], [])]
         for length in range(1, args.max_spec_tokens + 1):
-            longer: list[tuple[list[int], float]] = []
-            for tokens, score in beams:
+            longer: list[tuple[list[int], list[float]]] = []
+            for tokens, scores in beams:
+                score = scores[-1] if scores else 1.0
                 follow = self.after(context + tokens) if len(tokens) == length - 1 else Counter[int]()
                 shares = {one: score * (follow[one] / follow.total()) for one in sorted(follow)}
                 keep = {one for one in shares if follow[one] >= args.min_count and shares[one] >= args.min_probability}
-                longer += [([*tokens, one], shares[one]) for one in shares if one in keep]
-                longer += [(tokens, score)] if not keep and tokens else []
-            beams = sorted(longer, key=lambda beam: -beam[1])[: args.top_k]  # stable: ranks, then tokens break ties
+                longer += [([*tokens, one], [*scores, shares[one]]) for one in shares if one in keep]
+                longer += [(tokens, scores)] if not keep and tokens else []
+            beams = sorted(longer, key=lambda beam: -beam[1][-1])[: args.top_k]  # stable: ranks, then tokens break ties
         return beams
 
 
@@ -180,13 +181,13 @@ def test_drafts(kernels: str) -> None:
     tree, args = make(kernels, 4), SpeculationArgs()
     tree.append(0, [1, 2, 3, 4, 5, 6, 7])
     assert tree.speculate(args, request_id=0) == [], "the end of a sequence is no match of itself"
-    assert tree.speculate(args, pattern=[9, 2, 3]) == [([4, 5, 6, 7], 1.0)], "longer than the tree is deep"
+    assert tree.speculate(args, pattern=[9, 2, 3]) == [([4, 5, 6, 7], [1.0] * 4)], "longer than the tree is deep"
     tree.append(1, [8, 2, 3, 5])
     tree.append(2, [9, 3, 4])
     both = SpeculationArgs(top_k=2)
-    assert tree.speculate(both, pattern=[2, 3]) == [([4, 5, 6, 7], 0.5), ([5], 0.5)]
-    assert tree.speculate(args, pattern=[3])[0].score == 2 / 3
-    assert tree.speculate(SpeculationArgs(min_count=2), pattern=[2, 3]) == [([4], 2 / 3)], "by the shorter match"
+    assert tree.speculate(both, pattern=[2, 3]) == [([4, 5, 6, 7], [0.5] * 4), ([5], [0.5])]
+    assert tree.speculate(args, pattern=[3])[0].probabilities[0] == 2 / 3
+    assert tree.speculate(SpeculationArgs(min_count=2), pattern=[2, 3]) == [([4], [2 / 3])], "by the shorter match"
     assert tree.speculate(SpeculationArgs(min_probability=0.6), pattern=[2, 3]) == []
     assert tree.speculate(SpeculationArgs(pattern_lookup_min=2), pattern=[9, 9, 3, 9]) == []
     assert tree.speculate(args, request_id=7) == [] == tree.speculate(args, pattern=[])
@@ -198,7 +199,7 @@ def test_a_deep_tree() -> None:
     tree.append(0, [5] * 4000)
     tree.check_integrity()
     (draft,) = tree.speculate(SpeculationArgs(max_spec_tokens=1000, pattern_lookup_max=1000), request_id=0)
-    assert draft == ([5] * 1000, 1.0)
+    assert draft == ([5] * 1000, [1.0] * 1000)
     tree.remove(0)
     tree.check_integrity()
 
@@ -215,7 +216,7 @@ def test_batch(kernels: str, dtype: type) -> None:
     args = [SpeculationArgs(max_spec_tokens=row + 1, top_k=1 + row % 3) for row in range(6)]
     many, ids = [trees[row % 3] for row in range(6)], np.array([0, 1, 2, -1, 4, 5])
     drafts = DraftBuffers(
-        tokens=np.full((7, 4, 9), -7, dtype), lengths=np.zeros((7, 4), np.int32), scores=np.ones((7, 4))
+        tokens=np.full((7, 4, 9), -7, dtype), lengths=np.ones((7, 4), np.int32), probabilities=-np.ones((7, 4, 9))
     )
     starts = np.arange(6) * 40
     batch_speculate(many, ids, args, drafts, patterns=buffer, starts=starts, stops=starts + sizes)
@@ -223,16 +224,15 @@ def test_batch(kernels: str, dtype: type) -> None:
     for row in range(6):
         expected = many[row].speculate(args[row], request_id=row, pattern=buffer[row, : sizes[row]])
         assert drafts.lengths[row].tolist() == [*(len(one.tokens) for one in expected), *[0] * (4 - len(expected))]
-        assert drafts.scores[row].tolist() == [*(one.score for one in expected), *[0] * (4 - len(expected))]
         for k, one in enumerate(expected):
             assert drafts.tokens[row, k].tolist() == [*one.tokens, *[-7] * (9 - len(one.tokens))]
+            assert drafts.probabilities[row, k].tolist() == [*one.probabilities, *[-1] * (9 - len(one.tokens))]
         found += len(expected)
     assert found > 6
     own = DraftBuffers.empty(6, 3, 6)
     batch_speculate(many, np.arange(6), args, own)
-    for name in ("lengths", "scores"):
-        assert (getattr(own, name) == getattr(drafts, name)[:6, :3]).all()
-    assert (drafts.tokens[6] == -7).all() and (drafts.scores[6] == 1).all(), "of a row beyond the batch"
+    assert (own.lengths == drafts.lengths[:6, :3]).all()
+    assert (drafts.tokens[6] == -7).all() and (drafts.lengths[6] == 1).all(), "of a row beyond the batch"
     batch_speculate([], np.zeros(0, np.int64), [], own)
 
 
@@ -342,9 +342,11 @@ def test_malformed_batches(changed: dict[str, Any], words: str) -> None:
         batch_speculate([SuffixTree()] * 2, drafts=DraftBuffers.empty(2, 1, 8), **given)
 
 
-@pytest.mark.parametrize("name", ["tokens", "lengths", "scores"])
+@pytest.mark.parametrize("name", ["tokens", "lengths", "probabilities"])
 def test_malformed_buffers(name: str) -> None:
-    right = {"tokens": np.zeros((2, 1, 8), np.int64), "lengths": np.zeros((2, 1), np.int32), "scores": np.zeros((2, 1))}
+    shape = (2, 1, 8)
+    right = {"tokens": np.zeros(shape, np.int64), "lengths": np.zeros(shape[:2], np.int32)}
+    right["probabilities"] = np.zeros(shape)
     fixed = right[name].copy()
     fixed.flags.writeable = False
     wrong = {"is uint8": right[name].astype(np.uint8), "is read-only": fixed}
