@@ -138,10 +138,9 @@ def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
         params = SamplingParams(max_tokens=200, n=4, temperature=temperature)
         plain: Tokens | None = None
         for drafter in ("none", "ngram", "suffix", "grouped_suffix"):
-            for name, options in (("", {}), (", preempted", {"kv_cache_bytes": 3 * 2**20, "preemption": "recompute"})):
-                if drafter == "none" and options:
-                    continue
-                llm = LLM(folder, dtype="float64", drafter=drafter, max_num_seqs=16, seed=config.seed, **options)
+            for name, num_bytes in (("", 64 * 2**20), (", preempted", 4 * 2**20)):
+                options: dict[str, Any] = {"kv_cache_bytes": num_bytes, "preemption": "recompute", "seed": config.seed}
+                llm = LLM(folder, dtype="float64", drafter=drafter, max_num_seqs=16, max_model_len=320, **options)
                 tokens = generate(llm, texts, params)
                 llm.close()
                 plain = plain or tokens
@@ -227,7 +226,8 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
         params = SamplingParams(max_tokens=320, n=GROUP)
         tokens = generate(source, texts, params)
         ids = source.encode(texts)
-    rows, found = [], {}
+    rows: list[harness.Row] = []
+    found: dict[str, dict[int, float]] = {}
     with ExitStack() as stack:
         folder = model(config, config.widen)
         llms = {
@@ -242,13 +242,10 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
             )
             timed = {name: partial(time_batch, llm, ids[:batch], tokens) for name, llm in chosen.items()}
             turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
-            row = harness.compare(
-                f"batch {batch}", {name: [one.seconds for one in some] for name, some in turns.items()}
-            )
-            per_step = {
-                name: harness.short(statistics.fmean(one.tokens_per_step for one in turns[name])) for name in timed
-            }
-            rows.append(row | {"tokens_per_step": per_step})
+            seconds = {name: [one.seconds for one in some] for name, some in turns.items()}
+            per_step = {name: statistics.fmean(one.tokens_per_step for one in turns[name]) for name in timed}
+            row = harness.compare(f"batch {batch}", seconds)
+            rows.append(row | {f"tokens a step, {name}": harness.short(one) for name, one in per_step.items()})
             for name, ratio in row["ratios"].items():
                 found.setdefault(name, {})[batch] = harness.short(1 / ratio)
     print(harness.table(rows), file=sys.stderr)
@@ -300,7 +297,8 @@ def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
     params = SamplingParams(max_tokens=320, n=8)
     sizes = (4, 8, 128) if config.full else (4, 128)
     names = (PLAIN, "grouped", "suffix") if config.full else (PLAIN, "grouped")
-    rows, found = [], {}
+    rows: list[harness.Row] = []
+    found: dict[int, dict[str, float]] = {}
     with ExitStack() as stack:
         folder = model(config, config.rollout_widen)
         for size in sizes:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.speculation.drafter import Draft
+
 if TYPE_CHECKING:
     from engines.speculation.suffix_tree import SpeculationArgs
 
 NODE_BYTES, TOKEN_BYTES, SEQUENCE_BYTES = 48, 8, 128
 """Of the C++ tree, so that both evict at the same time."""
-
-"""Score and tokens."""
 
 
 class PlainSuffixTree:
@@ -147,7 +147,7 @@ class PlainSuffixTree:
         for drafted in range(args.max_spec_tokens):
             candidates: list[tuple[float, int, int, Draft]] = []
             for rank, draft in enumerate(paths):
-                path, (*_, score) = draft.tokens, [1.0, *draft.probabilities]
+                path, score = draft.tokens, [1.0, *draft.probabilities][-1]
                 before = len(candidates)
                 if len(path) == drafted:
                     for token, count, among in self._continuations(context + path):
