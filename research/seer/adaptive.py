@@ -8,13 +8,17 @@ the time of a pass by its rows, and have no clock: what they decide is a functio
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from engines.constraints import Count, Positive, check_value
+from engines.constraints import Count, NonNegative, check_value
 from engines.speculation.drafter import Draft
 from engines.speculation.policy import RowSeconds
+
+Slack = Annotated[float, Meta(ge=1, description="at least 1")]
 
 
 class Calibration:
@@ -85,7 +89,7 @@ class MarginalGain:
 
     def __init__(self, seconds: RowSeconds, *, margin: float = 0.02) -> None:
         """Drafts must promise a gain of more than `margin`. Raises ValueError for a negative one."""
-        check_value("MarginalGain.margin", margin, Positive)
+        check_value("MarginalGain.margin", margin, NonNegative)
         self._table = _Table(seconds)
         self._margin = margin
         self._calibration = Calibration()
@@ -137,7 +141,7 @@ class Thresholds:
 
     def __init__(self, seconds: RowSeconds, *, slack: float = 1.1, most: int = 16) -> None:
         """Raises ValueError for a slack below 1 or a length below 1."""
-        check_value("Thresholds.slack", slack - 1, Positive)
+        check_value("Thresholds.slack", slack, Slack)
         check_value("Thresholds.most", most, Count)
         self._table = _Table(seconds)
         self._slack, self._most = slack, most

@@ -1,0 +1,107 @@
+"""The policies of draft lengths against brute force, and what they have learnt against counts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from engines.speculation.drafter import NO_DRAFT, Draft
+from research.seer.adaptive import Calibration, MarginalGain, Thresholds
+
+
+def stairs(rows: int) -> float:
+    """A pass is bound by memory up to 8 rows, and by arithmetic from there on."""
+    return 1.0 + 0.002 * rows + max(0, rows - 8) * 0.1
+
+
+def random_drafts(rng: random.Random, count: int) -> list[Draft]:
+    drafts = []
+    for _ in range(count):
+        shares = [rng.choice([1.0, 0.9, 0.75, 0.5, 0.25]) for _ in range(rng.randint(0, 4))]
+        drafts.append(Draft([7] * len(shares), list(itertools.accumulate(shares, lambda a, b: a * b))))
+    return drafts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_marginal_gain_against_all_lengths(seed: int) -> None:
+    rng = random.Random(seed)
+    drafts, others = random_drafts(rng, rng.randint(1, 4)), rng.randint(0, 6)
+    num_tokens = len(drafts) + others
+    policy = MarginalGain(stairs)
+    for _ in range(rng.randint(0, 30)):
+        probabilities = [0.9, 0.45]
+        policy.observe(probabilities, rng.randint(0, 2))
+    paths = policy._calibration.paths(drafts) if any(draft.tokens for draft in drafts) else np.zeros((len(drafts), 0))
+
+    def rate(lengths: tuple[int, ...]) -> float:
+        expected = len(drafts) + sum(paths[row, :length].sum() for row, length in enumerate(lengths))
+        return float(expected / stairs(num_tokens + sum(lengths)))
+
+    choices = list(itertools.product(*(range(len(draft.tokens) + 1) for draft in drafts)))
+    best, plain = max(map(rate, choices)), rate((0,) * len(drafts))
+    found = policy.lengths(num_tokens, drafts)
+    assert all(0 <= length <= len(draft.tokens) for length, draft in zip(found, drafts, strict=True))
+    if best > 1.02 * plain:
+        assert rate(tuple(found)) == pytest.approx(best, rel=1e-12)
+    else:
+        assert not any(found)
+
+
+def test_calibration_learns_how_often_tokens_are_drawn() -> None:
+    """Half of all tokens that seem certain are drawn, and all of those that seem to be at 0.55."""
+    calibration, rng = Calibration(), random.Random(0)
+    before = calibration.paths([Draft([1, 2], [1.0, 0.55])])[0]
+    assert before == pytest.approx([0.95, 0.95 * 0.55])
+    for _ in range(4000):
+        calibration.observe([1.0, 0.55], 2 if rng.random() < 0.5 else 0)
+    assert calibration.paths([Draft([1, 2], [1.0, 0.55]), NO_DRAFT])[0] == pytest.approx([0.5, 0.5], abs=0.03)
+    for _ in range(4000):  # the text changes: the past does not weigh more than the present
+        calibration.observe([1.0], 1)
+    assert calibration.paths([Draft([1], [1.0])])[0] == pytest.approx([1.0], abs=0.2)
+
+
+def test_where_nothing_is_worth_it_drafts_are_seldom_looked_up_until_the_batch_is_smaller() -> None:
+    policy = MarginalGain(lambda rows: float(rows))  # each row costs as much as a whole pass of one
+    looked_up = []
+    for step in range(400):
+        if policy.wants(64, 64):
+            looked_up.append(step)
+            assert policy.lengths(64, [Draft([1], [0.9])] * 64) == [0] * 64
+    assert looked_up[:8] == list(range(8)) and 8 < len(looked_up) < 25
+    assert policy.wants(63, 63)
+
+
+def test_a_pass_that_costs_nothing_more_takes_all_drafts() -> None:
+    policy = MarginalGain(lambda rows: 1.0)
+    drafts = [Draft([1, 2, 3], [0.5, 0.25, 0.1]), NO_DRAFT, Draft([4], [0.2])]
+    assert policy.wants(3, 3) and policy.lengths(3, drafts) == [3, 0, 1]
+    assert policy.lengths(3, [NO_DRAFT] * 3) == [0] * 3
+
+
+def test_thresholds() -> None:
+    """Up to 8 rows cost about the same; 4 sequences share them, one token of draft each."""
+    policy = Thresholds(stairs, slack=1.1)
+    long = Draft([1] * 9, [1.0] * 9)
+    assert policy.wants(4, 4) and policy.lengths(4, [long] * 4) == [1] * 4
+    assert policy.lengths(1, [long]) == [7]
+    assert not policy.wants(8, 8)
+    for _ in range(200):
+        policy.observe([1.0] * 4, 1)  # a quarter is accepted
+    assert policy.lengths(1, [long]) == [1] and not policy.wants(4, 4)
+    assert any(policy.wants(4, 4) for _ in range(1000)), "it is tried again"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MarginalGain(stairs, margin=-0.1), r"MarginalGain.margin=-0.1: must be at least 0"),
+        (lambda: Thresholds(stairs, slack=0.9), r"Thresholds.slack=0.9: must be at least 1"),
+        (lambda: Thresholds(stairs, most=0), r"Thresholds.most=0: must be"),
+    ],
+)
+def test_what_they_refuse(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
