@@ -54,13 +54,13 @@ def make_states(params: Callable[[SamplingParams], SamplingParams] = lambda one:
 class ScriptedDrafter:
     """Knows all tokens, and proposes what its kind makes of them. Checks that it is called as its protocol says."""
 
-    def __init__(self, kind: str, truth: Truth) -> None:
-        self._kind, self._truth = kind, truth
+    def __init__(self, kind: str, truth: Truth, most: int = NUM_DRAFT_TOKENS) -> None:
+        self._kind, self._truth, self._most = kind, truth, most
         self.known: set[SequenceId] = set()
         self.num_drafted = self.num_accepted = 0
 
     def propose(self, states: list[SequenceState], limits: list[int]) -> list[list[int]]:
-        assert states and all(1 <= limit <= NUM_DRAFT_TOKENS for limit in limits)
+        assert states and all(1 <= limit <= self._most for limit in limits)
         ids = [state.sequence_id for state in states]
         assert len({*ids}) == len(ids)
         self.known |= {*ids}
@@ -296,8 +296,7 @@ def test_right_drafts_save_steps(qwen3: str, num_draft_tokens: int) -> None:
     llm = LLM(
         qwen3, dtype="float64", kv_cache_bytes=2**24, drafter="ngram", max_draft_tokens=num_draft_tokens,
     )  # fmt: skip
-    drafter = ScriptedDrafter("truth", truth_of(make_llm(qwen3), states))
-    drafter.propose = lambda states, limits: [drafter._propose(*one) for one in zip(states, limits, strict=True)]  # type: ignore[method-assign]
+    drafter = ScriptedDrafter("truth", truth_of(make_llm(qwen3), states), num_draft_tokens)
     llm.replica._drafter = drafter
     for state in states:
         llm.replica.submit(Work(state=state))
