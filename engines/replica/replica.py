@@ -203,11 +203,12 @@ class Replica:
             results = self._runner.run(scheduled) if scheduled else []
             output.num_sampled, drawn = len(results), iter(results)
             lengths = [len(item.sequence.state.tokens) for item in scheduled]
+            sum_tokens = sum_context = sum_pairs = 0
             for (sequence, num_tokens, draft), length in zip(scheduled, lengths, strict=True):
                 context = sequence.num_computed = sequence.num_computed + num_tokens
-                output.num_tokens += num_tokens
-                output.num_context_tokens += context
-                output.num_pairs += num_tokens * context - num_tokens * (num_tokens - 1) // 2
+                sum_tokens += num_tokens
+                sum_context += context
+                sum_pairs += num_tokens * context - num_tokens * (num_tokens - 1) // 2
                 if context >= length:  # as `Scheduled.samples` before the pass
                     if draft:
                         finished = self._verify(sequence, draft, list(islice(drawn, 1 + len(draft))))
@@ -219,6 +220,7 @@ class Replica:
                         ended.append(sequence)
                     elif len(sequence.state.tokens) >= sequence.release_len:
                         leaving.append(sequence)
+            output.num_tokens, output.num_context_tokens, output.num_pairs = sum_tokens, sum_context, sum_pairs
             if self._drafter is not None:
                 self._observe(self._drafter, scheduled, lengths, output)
             for sequence in ended:

@@ -107,15 +107,15 @@ class ModelRunner:
         num_known = np.array([sequence.num_table_blocks for sequence in sequences])
         for row in np.flatnonzero(num_known * block_size < contexts).tolist():
             self._slots.follow(sequences[row])
-        first_draws = np.array([len(sequence.state.tokens) for sequence in sequences]) - 1
+        known = np.array([len(sequence.state.tokens) for sequence in sequences])
         num_seqs, num_tokens = len(sequences), int(lengths.sum())
         ends = np.cumsum(lengths)
-        rows, positions, row_slots = np.arange(num_seqs), starts, slots
+        rows, positions, next_positions, row_slots = np.arange(num_seqs), starts, contexts, slots
         if num_tokens != num_seqs:
             rows = np.repeat(rows, lengths)
             positions = np.arange(num_tokens) - (ends - lengths - starts)[rows]
-            row_slots, first_draws = slots[rows], first_draws[rows]
-        drawing = np.flatnonzero(positions >= first_draws)
+            next_positions, row_slots, known = positions + 1, slots[rows], known[rows]
+        drawing = np.flatnonzero(next_positions >= known)
         num_drawn = len(drawing)
         drawn_slots = row_slots[drawing]
         tokens = _new_tokens(scheduled)
@@ -148,7 +148,7 @@ class ModelRunner:
         np.multiply(table[rows, block], np.int64(block_size), out=arrays["slot_mapping"])
         arrays["slot_mapping"] += offset
         arrays["logit_rows"][:] = drawing
-        np.add(positions[drawing], 1, out=arrays["drawn_positions"])
+        arrays["drawn_positions"][:] = next_positions[drawing]
         tensors = dict(self._staging.move())
         positions_drawn = tensors.pop("drawn_positions")
         return _Pass(
