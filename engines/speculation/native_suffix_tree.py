@@ -75,7 +75,8 @@ class NativeSuffixTree:
         return self._library.length(self.handle, request_id)
 
     def append(self, request_id: int, tokens: NDArray[np.integer]) -> bool:
-        status = self._library.append(self.handle, request_id, *_buffer(tokens), len(tokens))
+        # A copy's address is cheaper to have than an array's.
+        status = self._library.append(self.handle, request_id, tokens.tobytes(), tokens.itemsize, len(tokens))
         _raise_without_memory(status)
         return status != BAD_TOKEN
 
@@ -92,7 +93,9 @@ class NativeSuffixTree:
         paths, longest = args.top_k, args.max_spec_tokens
         tokens, lengths = (ctypes.c_int32 * (paths * longest))(), (ctypes.c_int32 * paths)()
         probabilities, one = (ctypes.c_double * (paths * longest))(), ctypes.c_int64 * 1
-        buffer = (None, 8, None, None) if pattern is None else (*_buffer(pattern), one(0), one(len(pattern)))
+        buffer: tuple[Any, ...] = (None, 8, None, None)
+        if pattern is not None:
+            buffer = (pattern.tobytes(), pattern.itemsize, one(0), one(len(pattern)))
         request = ((ctypes.c_void_p * 1)(self.handle), one(request_id), 1)
         outputs = (tokens, 4, lengths, probabilities, paths, longest)
         status = self._library.speculate(*request, *buffer, args.packed, *outputs)

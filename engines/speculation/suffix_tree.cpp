@@ -191,6 +191,11 @@ class Tree {
     // -- removal
 
     void erase(Index s) {
+        slots_.erase(sequences_[s].id);
+        if (slots_.empty()) {  // gives all memory back
+            nodes_ = {}, sequences_ = {}, unused_ = {}, slots_ = {};
+            return;
+        }
         std::vector<bool> seen(nodes_.size());
         std::vector<Index> touched;
         touched.reserve(nodes_.num_used());
@@ -201,11 +206,6 @@ class Tree {
                 if (!seen[n]) touched.push_back(n);
                 seen[n] = true;
             }
-        }
-        slots_.erase(sequences_[s].id);
-        if (slots_.empty()) {  // gives all memory back
-            nodes_ = {}, sequences_ = {}, unused_ = {}, slots_ = {};
-            return;
         }
         const auto gone = std::partition(touched.begin(), touched.end(), [&](Index n) { return nodes_[n].count > 0; });
         std::for_each(gone, touched.end(), [&](Index n) { nodes_.unlink(n); });
@@ -219,8 +219,8 @@ class Tree {
         for (Index& n : touched)
             if (is_needless(n)) merge(n), n = ROOT;
         refer_elsewhere(s, touched);
-        unused_.push_back(s);
         sequences_[s] = Sequence{};
+        unused_.push_back(s);
     }
     // Edges that are spans of `s` become spans of others: where a suffix of another one ends, and above by the child.
     void refer_elsewhere(Index s, const std::vector<Index>& touched) {

@@ -75,10 +75,10 @@ class SpeculationArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftBuffers:
-    """Memory into which `batch_speculate` writes: of a caller, which uses it again and again."""
+    """Arrays that `batch_speculate` writes into: the caller keeps them for many calls."""
 
     tokens: NDArray[np.integer]
-    """[requests, paths, tokens], int32 or int64; beyond the length of a path they keep what they held."""
+    """[requests, paths, tokens], int32 or int64; tokens after the end of a path stay as they were."""
     lengths: NDArray[np.int32]
     """[requests, paths]; 0 where there is no such path."""
     probabilities: NDArray[np.float64]
@@ -105,11 +105,11 @@ class DraftBuffers:
 
 
 class SuffixTree:
-    """The tree of one group. `kernels` "auto" uses C++ where it compiles, "python" the slow twin."""
+    """The tree of one group. `kernels`: "auto" uses C++ where it compiles, "python" the slow twin in Python."""
 
     def __init__(self, *, max_depth: int = 24, max_bytes: int | None = None, kernels: Kernels = "auto") -> None:
-        """With `max_bytes`, whole sequences are evicted so that `num_bytes` never exceeds it: finished ones first, then
-        the oldest, the one that grows last. Raises ValueError for "native" without a compiler."""
+        """`num_bytes` never exceeds `max_bytes`: whole sequences are evicted, finished ones first, then the oldest, and
+        the growing one last, which then begins anew. Raises ValueError for "native" without a compiler."""
         for name, value, hint in (("max_depth", max_depth, Depth), ("max_bytes", max_bytes, Bound)):
             check_value(f"SuffixTree.{name}", value, hint)
         check_value("SuffixTree.kernels", kernels, Kernels)
@@ -124,12 +124,12 @@ class SuffixTree:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return self._tree.num_tokens
 
     @property
     def num_bytes(self) -> int:
-        """Of nodes, tokens and sequences in use. What is allocated may be up to twice as much."""
+        """Bytes of the nodes, tokens and sequences in use. Up to twice as much may be allocated."""
         return self._tree.num_bytes
 
     @property
@@ -149,11 +149,11 @@ class SuffixTree:
             raise ValueError(f"tokens: {wrong} is no token; give numbers of 0 to 2^31 - 1")
 
     def finish(self, request_id: int) -> None:
-        """Marks a request, which will not grow, as one of the first to evict. Does nothing if it was evicted."""
+        """Marks a request that has ended as one of the first to evict. Does nothing if the tree does not hold it."""
         self._tree.finish(_checked_id(request_id))
 
     def remove(self, request_id: int) -> None:
-        """Removes the request's sequence, so that all is as if it had never been there. Does nothing without it."""
+        """Removes the request's sequence, as if it had never been added. Does nothing if the tree does not hold it."""
         self._tree.remove(_checked_id(request_id))
 
     def speculate(
@@ -161,7 +161,8 @@ class SuffixTree:
     ) -> list[Draft]:
         """Returns up to `top_k` drafts after the pattern, the best first (ties: the smaller token first).
 
-        The pattern is by default the end of the request's sequence. If there are both, the request speeds the match up.
+        The pattern is by default the end of the request's sequence. If both are given, the draft is the pattern's, and
+        is found faster if the pattern is that end.
         """
         if request_id is None and pattern is None:
             raise ValueError("SuffixTree.speculate: neither request_id nor pattern; give one")
@@ -185,10 +186,10 @@ def batch_speculate(
     starts: NDArray[np.int64] | None = None,
     stops: NDArray[np.int64] | None = None,
 ) -> None:
-    """Drafts for request i from trees[i], in one call without copies, into row i of `drafts` (Seer, Table 4).
+    """Writes the drafts of request i from trees[i] into row i of `drafts`, in one call without copies (Seer, Table 4).
 
-    Its pattern is patterns[starts[i]:stops[i]] of a buffer, int32 or int64, of any shape; without `patterns` it is the
-    end of the request's own sequence. A request_id of -1 is a request that the tree does not hold.
+    The request's pattern is patterns.flat[starts[i]:stops[i]], int32 or int64. Without `patterns` it is the end of the
+    request's sequence. A request that no tree holds has the request_id -1.
     """
     span = None
     arrays = {"request_ids": request_ids}

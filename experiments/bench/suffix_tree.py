@@ -98,14 +98,13 @@ def _turn(config: SuffixTreeBench, stream: NDArray[np.int32]) -> dict[str, float
     seconds["draft, own"] = _timed(lambda: [tree.speculate(one, request_id=index) for index in own]) / config.calls
     for name, args in (("draft, foreign", one), ("4 paths, foreign", four)):
         seconds[name] = _timed(partial(_draft_all, tree, args, foreign)) / config.calls
+    ids, starts = np.arange(config.batch) % config.sequences, PATTERN * (np.arange(config.batch) % config.calls)
     drafts = DraftBuffers.empty(config.batch, 1, config.draft)
-    batch = [[tree] * config.batch, np.arange(config.batch) % config.sequences, [one] * config.batch, drafts]
-    starts = PATTERN * (np.arange(config.batch) % config.calls)
-    span = {"patterns": foreign, "starts": starts, "stops": starts + PATTERN}
-    for name, given in (("batch, own", {}), ("batch, foreign", span)):
-        seconds[name] = _timed(lambda given=given: batch_speculate(*batch, **given)) / config.batch  # type: ignore[misc]
-    step = stream[:1]
-    seconds["append, one token a call"] = _timed(lambda: [tree.append(index, step) for index in own]) / config.calls
+    batch = partial(batch_speculate, [tree] * config.batch, ids, [one] * config.batch, drafts)
+    seconds["batch, own"] = _timed(batch) / config.batch
+    found = partial(batch, patterns=foreign, starts=starts, stops=starts + PATTERN)
+    seconds["batch, foreign"] = _timed(found) / config.batch
+    seconds["append, one token a call"] = _timed(partial(_append_all, tree, own, stream)) / config.calls
     seconds["remove a sequence"] = _timed(lambda: tree.remove(0))
     return seconds
 
@@ -115,6 +114,11 @@ def _fill(config: SuffixTreeBench, tree: SuffixTree, sequences: list[NDArray[np.
     for start in range(0, len(sequences[0]), config.chunk):
         for index, sequence in enumerate(sequences):
             tree.append(index, sequence[start : start + config.chunk])
+
+
+def _append_all(tree: SuffixTree, request_ids: list[int], stream: NDArray[np.int32]) -> None:
+    for position, request_id in enumerate(request_ids):
+        tree.append(request_id, stream[position : position + 1])
 
 
 def _draft_all(tree: SuffixTree, args: SpeculationArgs, patterns: NDArray[np.int32]) -> None:
