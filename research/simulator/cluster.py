@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 
 from engines.config import EngineConfig
-from engines.constraints import NonNegative, check_fields
+from engines.constraints import Fraction, NonNegative, check_fields
 from engines.control import messages
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
@@ -36,7 +37,7 @@ from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
-from engines.rollout.worker_core import WorkerCore
+from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
 from engines.sequence import Finished, SequenceId, SequenceState
 from research.simulator.events import EventQueue
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
@@ -53,6 +54,10 @@ class Overheads:
     """From the sending of a message to the moment in which its receiver, if idle, acts on it."""
     gap_s: NonNegative = 0.0
     """From the end of a step to the start of the replica's next one."""
+    jitter: Fraction = 0.0
+    """Most by which each single one of these differs from its mean, as a share of the mean."""
+    seed: int = 0
+    """Of the jitter. In a real cluster, too, milliseconds decide where a waiting sequence finds room first."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -72,7 +77,7 @@ class ClusterConfig:
     pool_tokens: int = 2**62
     """Tokens of KV that host memory keeps for sequences that move or are preempted."""
     swap_cost: Mapping[int, SwapCost] = field(default_factory=dict)
-    """By TP size; where there is none, preempted sequences are recomputed."""
+    """By TP size, for `preemption="auto"`; where there is none, preempted sequences are recomputed."""
     timeout_s: float = 60.0
     records_steps: bool = True
 
@@ -82,8 +87,7 @@ class SimulatedRollout:
     """The result of a simulated rollout."""
 
     finish_times: dict[SequenceId, float]
-    """Virtual seconds from the rollout's start to each sequence's end, in the order of the ends. Times of steps and
-    decisions count from the start of the simulation, one message earlier."""
+    """Virtual seconds to each sequence's end, in the order of the ends. All times count from the rollout's start."""
     steps: list[StepRecord]
     decisions: list[Decision]
     num_preempted: int
@@ -112,7 +116,11 @@ class Cluster:
         """
         self.config = config
         self.lengths = lengths
-        self.queue = EventQueue()
+        # Ranks take their places before time 0, at which a rollout begins: long enough that a first step is reported.
+        self.queue = EventQueue(now=-REPORT_EVERY_S - 2 * config.overheads.message_s)
+        self._random = Random(config.overheads.seed)
+        self._arrivals: dict[tuple[int, ...], float] = {}
+        """When the last message of each way arrives: the next one does not overtake it."""
         self.pool = KVPool(capacity_tokens=config.pool_tokens)
         self._steps: list[StepRecord] = []
         num_ranks = 1 + max(rank for spec in config.layout.replicas for rank in spec.ranks)
@@ -144,7 +152,6 @@ class Cluster:
         self._finish_times: dict[SequenceId, float] = {}
         self._lengths_of_ended: dict[SequenceId, int] = {}
         self._is_complete = False
-        self._began = 0.0
         self._is_submitted = False
         self._num_preempted = 0
 
@@ -169,7 +176,7 @@ class Cluster:
                 rank.take_place(None, self._layout.epoch)
         while self.queue.run_next():
             pass  # all replicas stand by before a rollout begins, as in a live world
-        self._began = self.queue.now
+        self.queue.now = 0.0
         self._take(BeginPhase(phase=0, policy_version=0))
         self._is_submitted = True
         self._on_finished = on_finished
@@ -187,8 +194,7 @@ class Cluster:
         )
 
     def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
-        time = self.queue.now + delay_s + self.config.overheads.message_s
-        self.queue.at(time, (_TO_CORE, event.rank), lambda: self._take(event))
+        self._at_arrival((_TO_CORE, event.rank), delay_s, lambda: self._take(event))
 
     def _take(self, event: Request | messages.Event) -> None:
         for output in self.core.on_event(event, self.queue.now):
@@ -200,7 +206,7 @@ class Cluster:
                 case PhaseComplete():
                     self._is_complete = True
                 case Failed():
-                    raise RuntimeError(f"simulated rollout, at {self.queue.now - self._began:g} s: {output.reason}")
+                    raise RuntimeError(f"simulated rollout, at {self.queue.now:g} s: {output.reason}")
                 case _ if isinstance(output, messages.Command):
                     self._send(output)
         if self._is_submitted and not self.core.num_unfinished and not self.core.regrouping:
@@ -209,11 +215,20 @@ class Cluster:
 
     def _send(self, command: messages.Command) -> None:
         rank = self._ranks[command.rank]
-        time = self.queue.now + self.config.overheads.message_s
-        self.queue.at(time, (_TO_WORKER, command.rank), lambda: rank.hear(command))
+        self._at_arrival((_TO_WORKER, command.rank), 0.0, lambda: rank.hear(command))
+
+    def _at_arrival(self, way: tuple[int, ...], delay_s: float, action: Callable[[], None]) -> None:
+        time = self.queue.now + delay_s + self.vary(self.config.overheads.message_s)
+        self._arrivals[way] = time = max(time, self._arrivals.get(way, time))
+        self.queue.at(time, way, action)
+
+    def vary(self, seconds: float) -> float:
+        """A time that jitters around this mean."""
+        jitter = self.config.overheads.jitter
+        return seconds * (1 + jitter * (2 * self._random.random() - 1)) if jitter else seconds
 
     def _deliver(self, finished: Finished) -> None:
-        self._finish_times[finished.state.sequence_id] = self.queue.now - self._began
+        self._finish_times[finished.state.sequence_id] = self.queue.now
         self._lengths_of_ended[finished.state.sequence_id] = finished.state.num_generated
         self._on_finished(finished)
         finished.state.cut(finished.state.num_prompt_tokens)  # so that memory is in proportion to what runs
@@ -245,7 +260,7 @@ class Cluster:
         return Replica(
             runner=SimulatedRunner(),
             scheduler=Scheduler(config.engine, blocks),
-            mover=SimulatedMover(self.pool, config.swap_cost.get(tp_size)),
+            mover=SimulatedMover(self.pool, config.engine.preemption, config.swap_cost.get(tp_size)),
             max_model_len=config.max_model_len,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(),
@@ -356,7 +371,7 @@ class _Rank:
     def _end_step(self, output: StepOutput, seconds: float) -> None:
         for event in self._core.on_step(output, seconds, self._cluster.queue.now):
             self._cluster.send_event(event)
-        self._begin_turn(self._cluster.config.overheads.gap_s)
+        self._begin_turn(self._cluster.vary(self._cluster.config.overheads.gap_s))
 
     def _transfer_s(self) -> float:
         """What the KV that has moved since the last call takes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
+from engines.config import Preemption
 from engines.kvcache.cost import SwapCost
 from engines.replica.moves import KVMoves
 from engines.replica.scheduler import CachedKV, Scheduled, Sequence
@@ -67,10 +68,11 @@ class KVPool:
 class SimulatedMover:
     """Answers `engines.replica.mover.Mover`: the rules of `KVMover`, with entries that hold no bytes."""
 
-    def __init__(self, pool: KVPool, swap_cost: SwapCost | None) -> None:
-        """Without a cost model, preempted sequences are always recomputed."""
+    def __init__(self, pool: KVPool, preemption: Preemption, swap_cost: SwapCost | None) -> None:
+        """Without a cost model, preempted sequences are recomputed when `preemption` is "auto"."""
         self.moves = KVMoves()
         self._pool = pool
+        self._preemption = preemption
         self._swap_cost = swap_cost
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
@@ -80,9 +82,10 @@ class SimulatedMover:
         return handles
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
-        if self._swap_cost is None or not cached.num_tokens:
-            return None
-        if self._swap_cost.cheaper(cached.num_tokens, cached.num_common) == "recompute":
+        way: str = self._preemption
+        if way == "auto" and self._swap_cost is not None:
+            way = self._swap_cost.cheaper(cached.num_tokens, cached.num_common)
+        if way != "swap" or not cached.num_tokens:
             return None
         handle = self._store(cached, policy_version)
         self.moves.num_swapped_out += handle is not None
