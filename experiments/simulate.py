@@ -81,23 +81,27 @@ class SimulateConfig:
     """Draw the replicas' timelines there."""
     traces: Path | None = None
     """Write a Chrome trace for each policy into this folder."""
+    wandb: Literal["auto", "off"] = "auto"
+    """auto: a run for each policy, by wandb's own settings and environment; offline if nobody is logged in."""
 
     def __post_init__(self) -> None:
         check_fields(self, "")
         self.profile()
         if self.gpus % self.tensor_parallel_size:
             raise ValueError(
-                f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; give one"
+                f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; change --gpus"
             )
         if self.prompt + self.cap > self.num_kv_tokens():
             raise ValueError(
                 f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the {self.num_kv_tokens()} "
-                f"tokens of KV that a replica holds; give a larger tensor_parallel_size or a lower cap"
+                f"tokens of KV that a replica holds; give a larger --tensor-parallel-size or a lower --cap"
             )
         for name in ("figure", "traces"):
             path = getattr(self, name)
             if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+                raise ValueError(
+                    f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it, or give another --{name}"
+                )
         if self.figure is not None and self.figure.suffix not in (".png", ".pdf", ".svg"):
             raise ValueError(f"figure={str(self.figure)!r}: must end in .png, .pdf or .svg")
         if self.traces is not None and self.traces.exists() and not self.traces.is_dir():
@@ -108,7 +112,10 @@ class SimulateConfig:
         return self.profile().kv_tokens_capacity() // BLOCK_SIZE * BLOCK_SIZE
 
     def profile(self) -> LatencyProfile:
-        return profile(f"{self.device}-{self.model}-tp{self.tensor_parallel_size}")
+        try:
+            return profile(f"{self.device}-{self.model}-tp{self.tensor_parallel_size}")
+        except ValueError as error:
+            raise ValueError(f"{error}; these are --device, --model and --tensor-parallel-size") from None
 
 
 def main() -> dict[str, Any]:
@@ -133,10 +140,13 @@ def main() -> dict[str, Any]:
     }
     _print_table(results)
     _draw(config, runs)
+    workload = {key: value for key, value in asdict(config).items() if key not in ("figure", "traces", "wandb")}
+    if config.wandb != "off":
+        _track(workload, results)
     return {
         "experiment": "simulate",
         "tier": "sim",
-        "workload": {key: value for key, value in asdict(config).items() if key not in ("figure", "traces")},
+        "workload": workload,
         "tokens": sum(lengths.values()),
         "floor": round(floor, 3),
         "seconds": seconds,
@@ -218,6 +228,14 @@ def _draw(config: SimulateConfig, runs: dict[PolicyName, SimulatedRollout]) -> N
         config.traces.mkdir(exist_ok=True)
         for name, run in runs.items():
             write_chrome_trace(config.traces / f"{name}.json", run.steps)
+
+
+def _track(workload: dict[str, Any], results: dict[str, dict[str, float]]) -> None:
+    from experiments.tracking import start_run
+
+    for name, values in results.items():
+        with start_run(f"simulate-{name}", {**workload, "policies": [name]}) as run:
+            run.summary.update(values)
 
 
 if __name__ == "__main__":
