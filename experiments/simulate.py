@@ -63,6 +63,8 @@ class SimulateConfig:
     """Tokens of the longest response."""
     correlation: Fraction = 0.5
     """Correlation between the logarithms of the lengths of two responses of a group."""
+    gpus_per_host: Count = 8
+    """GPUs of a host: KV that a sequence takes to another host crosses the network."""
     slots: Count = 128
     """Most sequences that a replica runs at once."""
     policies: Annotated[tuple[PolicyName, ...], Meta(min_length=1, description="one or more policies")] = (
@@ -90,6 +92,11 @@ class SimulateConfig:
         if self.gpus % self.tensor_parallel_size:
             raise ValueError(
                 f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; change --gpus"
+            )
+        if self.gpus_per_host % self.tensor_parallel_size:
+            raise ValueError(
+                f"gpus_per_host={self.gpus_per_host}: is no multiple of tensor_parallel_size="
+                f"{self.tensor_parallel_size}, so a replica would be on two hosts; change --gpus-per-host"
             )
         if self.prompt + self.cap > self.num_kv_tokens():
             raise ValueError(
@@ -180,6 +187,7 @@ def _roll_out(
         pace=ProfilePace(device=one.device, shape=one.shape),
         num_kv_tokens={config.tensor_parallel_size: config.num_kv_tokens()},
         max_model_len=config.prompt + config.cap,
+        gpus_per_host=config.gpus_per_host,
         overheads=Overheads(message_s=config.message_s, gap_s=config.gap_s),
     )
     params = SamplingParams(max_tokens=config.cap)

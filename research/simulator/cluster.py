@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engines.config import EngineConfig
-from engines.constraints import NonNegative, check_fields
+from engines.constraints import Count, NonNegative, WholeNumber, check_fields
 from engines.control import messages
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
@@ -69,12 +69,29 @@ class ClusterConfig:
     """Tokens that a replica's KV cache holds, by its TP size."""
     max_model_len: int
     overheads: Overheads = Overheads()
-    pool_tokens: int = 2**62
-    """Tokens of KV that host memory keeps for sequences that move or are preempted."""
+    gpus_per_host: Count | None = None
+    """Ranks of a host, which are neighbours; None: all ranks are on one host."""
+    pool_tokens: WholeNumber = 2**62
+    """Tokens of KV that the memory of each host keeps for sequences that move or are preempted."""
+    disk_tokens: WholeNumber = 0
+    """Tokens of KV that the disk of each host keeps, where its memory is full."""
     swap_cost: Mapping[int, SwapCost] = field(default_factory=dict)
     """By TP size; where there is none, preempted sequences are recomputed."""
     timeout_s: float = 60.0
     records_steps: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def host_of(self, spec: ReplicaSpec) -> int:
+        """Raises ValueError for a replica whose ranks are on two hosts."""
+        hosts = {0 if self.gpus_per_host is None else rank // self.gpus_per_host for rank in spec.ranks}
+        if len(hosts) > 1:
+            raise ValueError(
+                f"layout: replica {spec.id} has ranks on {len(hosts)} hosts of gpus_per_host={self.gpus_per_host}; "
+                f"give replicas whose ranks are on one"
+            )
+        return hosts.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +130,13 @@ class Cluster:
         self.config = config
         self.lengths = lengths
         self.queue = EventQueue()
-        self.pool = KVPool(capacity_tokens=config.pool_tokens)
+        self.pool = KVPool(memory_tokens=config.pool_tokens, disk_tokens=config.disk_tokens)
         self._steps: list[StepRecord] = []
         num_ranks = 1 + max(rank for spec in config.layout.replicas for rank in spec.ranks)
 
         def check(layout: Layout) -> None:
             for spec in layout.replicas:
+                config.host_of(spec)
                 if config.num_kv_tokens.get(spec.tp_size, 0) < config.engine.block_size:
                     raise ValueError(
                         f"layout: replica {spec.id} of {spec.tp_size} GPUs has no room for weights and a block of KV; "
@@ -238,14 +256,15 @@ class Cluster:
 
     # -- places
 
-    def replica(self, tp_size: int) -> Replica:
-        """A live replica with a runner and a mover that only count."""
-        config = self.config
+    def replica(self, spec: ReplicaSpec) -> tuple[Replica, SimulatedMover]:
+        """A live replica with a runner and a mover that only count; and this mover."""
+        config, tp_size = self.config, spec.tp_size
+        mover = SimulatedMover(self.pool, config.swap_cost.get(tp_size), config.host_of(spec))
         blocks = BlockManager(config.num_kv_tokens[tp_size] // config.engine.block_size, config.engine.block_size)
-        return Replica(
+        replica = Replica(
             runner=SimulatedRunner(),
             scheduler=Scheduler(config.engine, blocks),
-            mover=SimulatedMover(self.pool, config.swap_cost.get(tp_size)),
+            mover=mover,
             max_model_len=config.max_model_len,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(),
@@ -253,6 +272,7 @@ class Cluster:
             hidden_stop=lambda state: state.num_generated >= self.lengths[state.sequence_id],
             max_kv_tokens=min(config.num_kv_tokens.values()) // config.engine.block_size * config.engine.block_size,
         )
+        return replica, mover
 
     def regroup(self, ranks: Iterable[int], layout: Layout) -> None:
         """These ranks have left their places; a replica of the layout forms when all its ranks have left theirs."""
@@ -284,16 +304,15 @@ class _Rank:
         self._inbox: deque[messages.Command] = deque()
         self._spec: ReplicaSpec | None = None
         self._replica: Replica | None = None
+        self._mover: SimulatedMover | None = None
         self._epoch = 0
         self._is_free = True
         """Whether no turn or step of it is scheduled."""
-        self._moved_tokens = 0
 
     def take_place(self, spec: ReplicaSpec | None, epoch: int) -> None:
         cluster = self._cluster
         self._spec, self._epoch = spec, epoch
-        self._replica = None if spec is None else cluster.replica(spec.tp_size)
-        self._moved_tokens = 0
+        self._replica, self._mover = (None, None) if spec is None else cluster.replica(spec)
         self._core.take_place(epoch, None if spec is None else spec.id, self._replica, cluster.queue.now)
         if spec is None:
             event = self._core.event(messages.RankIdle)
@@ -360,8 +379,7 @@ class _Rank:
 
     def _transfer_s(self) -> float:
         """What the KV that has moved since the last call takes."""
-        if self._replica is None or self._spec is None:
+        if self._mover is None or self._spec is None:
             return 0.0
-        moved = self._replica.kv_moves.moved_tokens
-        num_tokens, self._moved_tokens = moved - self._moved_tokens, moved
-        return self._cluster.config.pace.transfer(self._spec, num_tokens, "host")
+        pace = self._cluster.config.pace
+        return sum(pace.transfer(self._spec, count, path) for path, count in self._mover.take_moved().items())

@@ -44,6 +44,7 @@ def test_one_workload_under_all_policies(tmp_path: Path) -> None:
         (["--policies"], "policies=(): must be one or more policies"),
         (["--figure", "timelines.foo"], "figure='timelines.foo': must end in .png, .pdf or .svg"),
         (["--traces", "README.md"], "traces='README.md': is a file; give a folder"),
+        (["--gpus-per-host", "3", "--tensor-parallel-size", "2"], "a replica would be on two hosts"),
         (["--wandb", "on"], "--wandb"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -13,11 +14,12 @@ from engines.kvcache.cost import CopyCost, PrefillCost, SwapCost
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Path
-from engines.sequence import SamplingParams, SequenceKey, SequenceState
+from engines.sequence import KVHandle, KVPart, SamplingParams, SequenceKey, SequenceState
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads
 from research.simulator.datasheets import H100, LLAMA_8B
 from research.simulator.hindsight import LongestFirst, floor_seconds
 from research.simulator.pace import ProfilePace
+from research.simulator.runner import KVPool
 from research.workloads.lengths import LogNormalLengths
 
 
@@ -194,8 +196,8 @@ def test_a_cache_holds_whole_blocks_only() -> None:
     }
 
 
-@pytest.mark.parametrize("pool_tokens", [2**62, 300])
-def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int) -> None:
+@pytest.mark.parametrize(("pool_tokens", "disk_tokens"), [(2**62, 0), (300, 0), (300, 2**62)])
+def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int, disk_tokens: int) -> None:
     """A full pool refuses, and those sequences are recomputed; all end at their lengths, and the pool is empty then."""
     lengths = long_tail(30, seed=2)
     swap = SwapCost(
@@ -203,10 +205,55 @@ def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int)
         copy=CopyCost(bytes_per_token=1, out_bandwidth=1e6, in_bandwidth=1e6, latency=0.0),
     )
     options = {"num_kv_tokens": {1: 1_100}, "swap_cost": {1: swap}, "pool_tokens": pool_tokens}
+    options["disk_tokens"] = disk_tokens
     simulated = cluster(2, OnDemand(), lengths, **options)
     done = simulated.roll_out(states(30))
     num_swapped = sum(step.num_swapped_out for step in done.steps)
-    assert num_swapped > 0 and (num_swapped == done.num_preempted) == (pool_tokens > 300)
+    assert num_swapped > 0 and (num_swapped == done.num_preempted) == (pool_tokens + disk_tokens > 300)
     assert sum(step.num_swapped_in for step in done.steps) == num_swapped
     assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
     assert simulated.pool.num_tokens == 0
+
+
+class PathPace(FlatPace):
+    """A token of KV takes 1 us to the memory of the host, 1 ms to its disk and 10 ms to another host."""
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
+        return {"host": 1e-6, "disk": 1e-3, "network": 1e-2}[path] * num_tokens
+
+
+def test_kv_from_another_host_crosses_the_network() -> None:
+    """A sequence of 16 + 100 tokens goes to the other replica after 20, 40, 60 and 80 of them."""
+    options = {"pace": PathPace(), "engine": {"prefix_caching": False}}
+    near, far = (
+        cluster(2, Moving(), [100], gpus_per_host=count, **options).roll_out(states(1)).makespan for count in (None, 1)
+    )
+    num_loaded = sum(16 + done - 1 for done in (20, 40, 60, 80))
+    assert far - near == pytest.approx(num_loaded * (1e-2 - 1e-6), rel=1e-9)
+
+
+def test_a_full_host_moves_its_oldest_kv_to_its_disk() -> None:
+    pool = KVPool(memory_tokens=100, disk_tokens=80)
+    moved: Counter[Path] = Counter()
+
+    def store(num_tokens: int, host: int = 0) -> KVHandle | None:
+        location = pool.add(num_tokens, host, moved)
+        pool.check_integrity()
+        parts = (KVPart(first_head=0, num_heads=1, location=location or "", num_bytes=0),)
+        return KVHandle(num_tokens=num_tokens, policy_version=0, dtype="bfloat16", parts=parts) if location else None
+
+    oldest, older, newest = store(60), store(40), store(30)
+    assert oldest and older and newest and moved == {"host": 130, "disk": 60}
+    assert [pool.path(one, 0) for one in (oldest, older, newest)] == ["disk", "host", "host"]
+    assert pool.path(oldest, 1) == pool.path(newest, 1) == "network"
+    assert store(90) is None, "the older one, of 40, has no room on the disk, nor has the new one"
+    assert store(90, host=1) is not None
+    pool.drop(oldest)
+    assert pool.path(oldest, 0) is None and store(120) is None
+    assert store(70) is not None and moved == {"host": 130 + 90 + 70, "disk": 60 + 40}
+    assert [pool.path(one, 0) for one in (older, newest)] == ["disk", "host"]
+
+
+def test_a_replica_is_on_one_host() -> None:
+    with pytest.raises(ValueError, match=r"layout: replica 1 has ranks on 2 hosts of gpus_per_host=3"):
+        cluster(4, Static(), [10], tp_size=2, gpus_per_host=3)
