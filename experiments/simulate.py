@@ -23,7 +23,7 @@ from tqdm import tqdm
 from engines.config import EngineConfig
 from engines.constraints import Count, Fraction, NonNegative, Positive, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
-from engines.parallel.layout import nested_layout
+from engines.parallel.layout import contiguous_layout
 from engines.rollout.telemetry import busy_share, write_chrome_trace
 from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
 from experiments import launch
@@ -182,7 +182,7 @@ def _roll_out(
 ) -> SimulatedRollout:
     one = config.profile()
     cluster = ClusterConfig(
-        layout=nested_layout(range(config.gpus), config.tensor_parallel_size),
+        layout=contiguous_layout(range(config.gpus), config.tensor_parallel_size),
         engine=EngineConfig(max_num_seqs=config.slots, block_size=BLOCK_SIZE),
         pace=ProfilePace(device=one.device, shape=one.shape),
         num_kv_tokens={config.tensor_parallel_size: config.num_kv_tokens()},

@@ -31,6 +31,11 @@ def test_one_workload_under_all_policies(tmp_path: Path) -> None:
         assert {one["tid"] for one in slices} == {0, 1, 2, 3}
 
 
+def test_replicas_of_several_gpus_lie_within_a_host() -> None:
+    sizes = ["--gpus", "16", "--tensor-parallel-size", "4", "--policies", "on-demand"]
+    assert run_main("simulate", [*SMALL, *OFF, *sizes])["policies"]["on-demand"]["makespan"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
