@@ -18,11 +18,13 @@ from engines.control import messages
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.coordination.requests import (
+    AddReplica,
     BeginPhase,
     Deliver,
     DiscardKV,
     Failed,
     PhaseComplete,
+    ReplicaDropped,
     Request,
     RequestEndPhase,
     SubmitSequences,
@@ -59,6 +61,23 @@ class Overheads:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutsideReplica:
+    """A replica of one rank outside the layout. Times are virtual seconds from the start of the rollout."""
+
+    join_s: NonNegative = 0.0
+    """When it is ready, with the weights of the rollout."""
+    death_s: NonNegative | None = None
+    """When it ends without a word."""
+    detection_s: NonNegative = 0.02
+    """From its end until the coordinator notices it; a live one polls every 0.02 s."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.death_s is not None and self.death_s < self.join_s:
+            raise ValueError(f"OutsideReplica.death_s={self.death_s}: is before join_s={self.join_s}; give a later one")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The cluster and the engine that are simulated."""
 
@@ -77,6 +96,8 @@ class ClusterConfig:
     """Tokens of KV that the disk of each host keeps, where its memory is full."""
     swap_cost: Mapping[int, SwapCost] = field(default_factory=dict)
     """By TP size; where there is none, preempted sequences are recomputed."""
+    outside: tuple[OutsideReplica, ...] = ()
+    """Their ids and ranks follow the ranks of the layout."""
     timeout_s: float = 60.0
     records_steps: bool = True
 
@@ -132,7 +153,7 @@ class Cluster:
         self.queue = EventQueue()
         self.pool = KVPool(memory_tokens=config.pool_tokens, disk_tokens=config.disk_tokens)
         self._steps: list[StepRecord] = []
-        num_ranks = 1 + max(rank for spec in config.layout.replicas for rank in spec.ranks)
+        num_ranks = 1 + max((rank for spec in config.layout.replicas for rank in spec.ranks), default=-1)
 
         def check(layout: Layout) -> None:
             for spec in layout.replicas:
@@ -143,7 +164,10 @@ class Cluster:
                         f"give replicas of {sorted(config.num_kv_tokens)}"
                     )
 
+        specs = [ReplicaSpec(id=rank, ranks=(rank,)) for rank in range(num_ranks, num_ranks + len(config.outside))]
         check(config.layout)
+        check(Layout(epoch=0, replicas=tuple(specs)))
+        self._outside = dict(zip(specs, config.outside, strict=True))
         self.core = RolloutCore(
             layout=config.layout,
             world_size=num_ranks,
@@ -158,7 +182,8 @@ class Cluster:
         """Of the regroup to `_layout`, from `_old`."""
         self._unplaced: set[int] = set()
         """Ranks that have left a replica and wait for the others of their next one."""
-        self._ranks = [_Rank(self, rank) for rank in range(num_ranks)]
+        self._num_ranks = num_ranks
+        self._ranks = [_Rank(self, rank) for rank in range(num_ranks + len(config.outside))]
         self._finish_times: dict[SequenceId, float] = {}
         self._lengths_of_ended: dict[SequenceId, int] = {}
         self._is_complete = False
@@ -182,7 +207,7 @@ class Cluster:
         """
         for spec in self._layout.replicas:
             self._form(spec, self._layout.epoch)
-        for rank in self._ranks:
+        for rank in self._ranks[: self._num_ranks]:
             if self._layout.replica_of(rank.number) is None:
                 rank.take_place(None, self._layout.epoch)
         while self.queue.run_next():
@@ -191,6 +216,8 @@ class Cluster:
         self._take(BeginPhase(phase=0, policy_version=0))
         self._is_submitted = True
         self._on_finished = on_finished
+        for spec, outside in self._outside.items():
+            self._schedule(spec, outside)
         self._take(SubmitSequences(states=tuple(states)))
         while not self._is_complete:
             if not self.queue.run_next():
@@ -204,6 +231,22 @@ class Cluster:
             lengths=self._lengths_of_ended,
         )
 
+    def _schedule(self, spec: ReplicaSpec, outside: OutsideReplica) -> None:
+        rank = self._ranks[spec.id]
+        lost = messages.ReplicaLost(
+            replica_id=spec.id, rank=rank.number, phase=-1, epoch=0, seq=0, reason="its process ended"
+        )
+
+        def join() -> None:
+            self._take(AddReplica(spec=spec))
+            rank.take_place(spec, 0)
+
+        self.queue.at(self._began + outside.join_s, (_TO_CORE, rank.number), join)
+        if outside.death_s is not None:
+            death = self._began + outside.death_s
+            self.queue.at(death, (_TO_WORKER, rank.number), rank.die)
+            self.queue.at(death + outside.detection_s, (_TO_CORE, rank.number), lambda: self._take(lost))
+
     def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
         time = self.queue.now + delay_s + self.config.overheads.message_s
         self.queue.at(time, (_TO_CORE, event.rank), lambda: self._take(event))
@@ -215,6 +258,8 @@ class Cluster:
                     self._deliver(output.finished)
                 case DiscardKV():
                     self.pool.drop(output.kv)
+                case ReplicaDropped():
+                    self._ranks[output.replica_id].die()
                 case PhaseComplete():
                     self._is_complete = True
                 case Failed():
@@ -227,6 +272,8 @@ class Cluster:
 
     def _send(self, command: messages.Command) -> None:
         rank = self._ranks[command.rank]
+        if command.rank >= self._num_ranks:  # a copy, as in a live run: what it generates is lost with it
+            command = messages.decode_command(messages.encode(command))
         time = self.queue.now + self.config.overheads.message_s
         self.queue.at(time, (_TO_WORKER, command.rank), lambda: rank.hear(command))
 
@@ -308,6 +355,7 @@ class _Rank:
         self._epoch = 0
         self._is_free = True
         """Whether no turn or step of it is scheduled."""
+        self._is_dead = False
 
     def take_place(self, spec: ReplicaSpec | None, epoch: int) -> None:
         cluster = self._cluster
@@ -334,6 +382,10 @@ class _Rank:
         if self._replica is not None:
             self._replica.scheduler.blocks.check_integrity()
 
+    def die(self) -> None:
+        """Ends it: it obeys nothing and sends nothing any more."""
+        self._is_dead = True
+
     def hear(self, command: messages.Command) -> None:
         """A command has come: it is obeyed at the next turn, which is now where nothing runs."""
         self._inbox.append(command)
@@ -347,6 +399,8 @@ class _Rank:
 
     def _turn(self) -> None:
         """Between two steps: obeys, then starts a step."""
+        if self._is_dead:
+            return
         cluster = self._cluster
         self._is_free = True
         delay_s = 0.0
@@ -373,6 +427,8 @@ class _Rank:
         cluster.queue.at(start + seconds, (_STEP_END, self.number), lambda: self._end_step(output, seconds))
 
     def _end_step(self, output: StepOutput, seconds: float) -> None:
+        if self._is_dead:
+            return
         for event in self._core.on_step(output, seconds, self._cluster.queue.now):
             self._cluster.send_event(event)
         self._begin_turn(self._cluster.config.overheads.gap_s)

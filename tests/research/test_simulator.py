@@ -15,7 +15,7 @@ from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Path
 from engines.sequence import KVHandle, KVPart, SamplingParams, SequenceKey, SequenceState
-from research.simulator.cluster import Cluster, ClusterConfig, Overheads
+from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, Overheads
 from research.simulator.datasheets import H100, LLAMA_8B
 from research.simulator.hindsight import LongestFirst, floor_seconds
 from research.simulator.pace import ProfilePace
@@ -53,7 +53,7 @@ def states(count: int, num_prompt_tokens: int = 16, max_tokens: int = 1000) -> l
 def cluster(num_ranks: int, policy, lengths: list[int], tp_size: int = 1, layout_policy=None, **options) -> Cluster:
     engine = {"max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 4096, **options.pop("engine", {})}
     config = ClusterConfig(
-        layout=nested_layout(range(num_ranks), tp_size),
+        layout=nested_layout(range(num_ranks), tp_size) if num_ranks else Layout(epoch=0, replicas=()),
         engine=EngineConfig(**engine),
         pace=options.pop("pace", FlatPace()),
         num_kv_tokens=options.pop("num_kv_tokens", {1: 100_000, 2: 250_000, 4: 500_000}),
@@ -99,12 +99,7 @@ class Moving:
         return None
 
 
-@pytest.mark.parametrize("policy", [Static, OnDemand, Moving])
-@pytest.mark.parametrize("num_kv_tokens", [9_000, 1_100])
-def test_every_sequence_ends_once_at_its_length_and_nothing_is_lost(policy, num_kv_tokens: int) -> None:
-    """Whatever is preempted or moved: tokens, blocks and stored KV add up after every event."""
-    lengths = long_tail(40, seed=1)
-    simulated = cluster(3, policy(), lengths, num_kv_tokens={1: num_kv_tokens})
+def check_after_every_event(simulated: Cluster) -> None:
     run_next = simulated.queue.run_next
 
     def run_and_check() -> bool:
@@ -113,6 +108,15 @@ def test_every_sequence_ends_once_at_its_length_and_nothing_is_lost(policy, num_
         return has_run
 
     simulated.queue.run_next = run_and_check  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("policy", [Static, OnDemand, Moving])
+@pytest.mark.parametrize("num_kv_tokens", [9_000, 1_100])
+def test_every_sequence_ends_once_at_its_length_and_nothing_is_lost(policy, num_kv_tokens: int) -> None:
+    """Whatever is preempted or moved: tokens, blocks and stored KV add up after every event."""
+    lengths = long_tail(40, seed=1)
+    simulated = cluster(3, policy(), lengths, num_kv_tokens={1: num_kv_tokens})
+    check_after_every_event(simulated)
     done = simulated.roll_out(states(40))
     assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
     assert list(done.finish_times.values()) == sorted(done.finish_times.values())
@@ -257,3 +261,39 @@ def test_a_full_host_moves_its_oldest_kv_to_its_disk() -> None:
 def test_a_replica_is_on_one_host() -> None:
     with pytest.raises(ValueError, match=r"layout: replica 1 has ranks on 2 hosts of gpus_per_host=3"):
         cluster(4, Static(), [10], tp_size=2, gpus_per_host=3)
+
+
+@pytest.mark.parametrize("policy", [OnDemand, Moving])
+def test_replicas_join_and_die(policy) -> None:
+    """Beside two of the layout: all sequences end once, at their lengths; a dead replica steps no more."""
+    lengths = long_tail(40, seed=3)
+    outside = (
+        OutsideReplica(join_s=0.5, death_s=2.0),
+        OutsideReplica(death_s=1.0, detection_s=1.5),
+        OutsideReplica(join_s=1.2),
+    )
+    simulated = cluster(2, policy(), lengths, outside=outside, num_kv_tokens={1: 2_000})
+    check_after_every_event(simulated)
+    done = simulated.roll_out(states(40))
+    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
+    assert list(done.finish_times.values()) == sorted(done.finish_times.values())
+    assert sorted(one.replica_id for one in done.decisions if one.action == "drop" and one.sequence_ids) == [2, 3]
+    starts = {number: [step.start for step in done.steps if step.replica_id == number] for number in range(5)}
+    assert min(starts[2]) >= 0.5 and max(starts[2]) < 2.0 and max(starts[3]) < 1.0 and min(starts[4]) >= 1.2
+
+
+@pytest.mark.parametrize("join_s", [0.6, 5.0])
+def test_what_a_dead_replica_generated_is_generated_again(join_s: float) -> None:
+    """The sequence begins anew when its replica's end is noticed, at 0.75 s, and another one is there."""
+    outside = (OutsideReplica(death_s=0.5, detection_s=0.25), OutsideReplica(join_s=join_s))
+    done = cluster(0, OnDemand(), [100], outside=outside).roll_out(states(1))
+    alone = cluster(1, OnDemand(), [100]).roll_out(states(1)).makespan
+    assert alone > 0.5
+    assert done.makespan == pytest.approx(max(0.75, join_s) + alone, rel=1e-12)
+
+
+def test_impossible_replicas_outside() -> None:
+    with pytest.raises(ValueError, match=r"OutsideReplica\.death_s=1\.0: is before join_s=2\.0"):
+        OutsideReplica(join_s=2.0, death_s=1.0)
+    with pytest.raises(ValueError, match="layout: replica 2 of 1 GPUs has no room"):
+        cluster(2, Static(), [5], tp_size=2, num_kv_tokens={2: 1000}, outside=(OutsideReplica(),))
