@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import multiprocessing
 import os
 import statistics
@@ -341,9 +342,10 @@ def _result(
         "median_error": short(statistics.median(one["makespan_error"] for one in scores.values())),
         "worst_error": short(max(one["makespan_error"] for one in scores.values())),
     }
+    text = json.dumps(result, indent=2, default=str)
     if config.output is not None:
-        config.output.write_text(msgspec.json.format(msgspec.json.encode(result)).decode() + "\n")
-    return result
+        config.output.write_text(text + "\n")
+    return dict(json.loads(text))
 
 
 def _parts(name: str, *, what: str, simulated: dict[str, list[Run]], paced: dict[str, list[Run]]) -> str:

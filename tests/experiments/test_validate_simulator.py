@@ -12,11 +12,11 @@ def test_moves_and_a_regroup() -> None:
     assert result["replay_equal"] and result["num_replayed"] > 100 and result["log_equal"]
     assert set(result["makespan_error"]) == set(result["a_a"]) == {"moves 0.4x", "regroup 0.4x"}
     assert result["policies"] == {
-        "moves 0.4x": "InChunks of experiments/validate_simulator.py",
+        "moves 0.4x": "InChunks of experiments/validation_cells.py",
         "regroup 0.4x": "OnDemand of engines/coordination/policies.py",
     }
     for name in result["policies"]:
-        assert 0 < result["finish_error"][name] and 0 < result["makespan_error"][name]
+        assert result["finish_error"][name] > 0 and result["makespan_error"][name] > 0
         assert len(result["preempted"][name]["paced"]) == 2
 
 

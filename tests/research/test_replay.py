@@ -17,6 +17,7 @@ from engines.fleet import fleet as fleet_module
 from engines.fleet.fleet import Fleet
 from engines.parallel.layout import Layout, nested_layout
 from engines.rollout import world
+from engines.rollout.pace import ShortestStep
 from research.simulator.replay import play, recording
 from tests.states import make_state
 from tests.worlds import join, run_world
@@ -102,7 +103,8 @@ def test_paced_rollouts_with_moves_and_regroups(logs: dict[str, Any]) -> None:
 
 
 def test_a_replica_outside_that_is_killed(qwen3: str) -> None:
-    with recording(fleet_module), Fleet(qwen3, num_replicas=2, min_step_s=0.02, patience_s=5.0, **OPTIONS) as fleet:
+    pace = ShortestStep(step_s=0.02)
+    with recording(fleet_module), Fleet(qwen3, num_replicas=2, pace=pace, patience_s=5.0, **OPTIONS) as fleet:
         killed: list[int] = []
 
         def kill_one(_: Any) -> None:
