@@ -23,7 +23,7 @@ from tqdm import tqdm
 from engines.config import EngineConfig
 from engines.constraints import Count, Fraction, NonNegative, Positive, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
-from engines.parallel.layout import nested_layout
+from engines.parallel.layout import contiguous_layout
 from engines.rollout.telemetry import busy_share, write_chrome_trace
 from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
 from experiments import launch
@@ -63,6 +63,8 @@ class SimulateConfig:
     """Tokens of the longest response."""
     correlation: Fraction = 0.5
     """Correlation between the logarithms of the lengths of two responses of a group."""
+    gpus_per_host: Count = 8
+    """GPUs of a host: KV that a sequence takes to another host crosses the network."""
     slots: Count = 128
     """Most sequences that a replica runs at once."""
     policies: Annotated[tuple[PolicyName, ...], Meta(min_length=1, description="one or more policies")] = (
@@ -81,23 +83,32 @@ class SimulateConfig:
     """Draw the replicas' timelines there."""
     traces: Path | None = None
     """Write a Chrome trace for each policy into this folder."""
+    wandb: Literal["auto", "off"] = "auto"
+    """auto: a run for each policy, by wandb's own settings and environment; offline if nobody is logged in."""
 
     def __post_init__(self) -> None:
         check_fields(self, "")
         self.profile()
         if self.gpus % self.tensor_parallel_size:
             raise ValueError(
-                f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; give one"
+                f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; change --gpus"
+            )
+        if self.gpus_per_host % self.tensor_parallel_size:
+            raise ValueError(
+                f"gpus_per_host={self.gpus_per_host}: is no multiple of tensor_parallel_size="
+                f"{self.tensor_parallel_size}, so a replica would be on two hosts; change --gpus-per-host"
             )
         if self.prompt + self.cap > self.num_kv_tokens():
             raise ValueError(
                 f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the {self.num_kv_tokens()} "
-                f"tokens of KV that a replica holds; give a larger tensor_parallel_size or a lower cap"
+                f"tokens of KV that a replica holds; give a larger --tensor-parallel-size or a lower --cap"
             )
         for name in ("figure", "traces"):
             path = getattr(self, name)
             if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+                raise ValueError(
+                    f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it, or give another --{name}"
+                )
         if self.figure is not None and self.figure.suffix not in (".png", ".pdf", ".svg"):
             raise ValueError(f"figure={str(self.figure)!r}: must end in .png, .pdf or .svg")
         if self.traces is not None and self.traces.exists() and not self.traces.is_dir():
@@ -108,7 +119,10 @@ class SimulateConfig:
         return self.profile().kv_tokens_capacity() // BLOCK_SIZE * BLOCK_SIZE
 
     def profile(self) -> LatencyProfile:
-        return profile(f"{self.device}-{self.model}-tp{self.tensor_parallel_size}")
+        try:
+            return profile(f"{self.device}-{self.model}-tp{self.tensor_parallel_size}")
+        except ValueError as error:
+            raise ValueError(f"{error}; these are --device, --model and --tensor-parallel-size") from None
 
 
 def main() -> dict[str, Any]:
@@ -133,10 +147,13 @@ def main() -> dict[str, Any]:
     }
     _print_table(results)
     _draw(config, runs)
+    workload = {key: value for key, value in asdict(config).items() if key not in ("figure", "traces", "wandb")}
+    if config.wandb != "off":
+        _track(workload, results)
     return {
         "experiment": "simulate",
         "tier": "sim",
-        "workload": {key: value for key, value in asdict(config).items() if key not in ("figure", "traces")},
+        "workload": workload,
         "tokens": sum(lengths.values()),
         "floor": round(floor, 3),
         "seconds": seconds,
@@ -165,11 +182,12 @@ def _roll_out(
 ) -> SimulatedRollout:
     one = config.profile()
     cluster = ClusterConfig(
-        layout=nested_layout(range(config.gpus), config.tensor_parallel_size),
+        layout=contiguous_layout(range(config.gpus), config.tensor_parallel_size),
         engine=EngineConfig(max_num_seqs=config.slots, block_size=BLOCK_SIZE),
         pace=ProfilePace(device=one.device, shape=one.shape),
         num_kv_tokens={config.tensor_parallel_size: config.num_kv_tokens()},
         max_model_len=config.prompt + config.cap,
+        gpus_per_host=config.gpus_per_host,
         overheads=Overheads(message_s=config.message_s, gap_s=config.gap_s),
     )
     params = SamplingParams(max_tokens=config.cap)
@@ -218,6 +236,14 @@ def _draw(config: SimulateConfig, runs: dict[PolicyName, SimulatedRollout]) -> N
         config.traces.mkdir(exist_ok=True)
         for name, run in runs.items():
             write_chrome_trace(config.traces / f"{name}.json", run.steps)
+
+
+def _track(workload: dict[str, Any], results: dict[str, dict[str, float]]) -> None:
+    from experiments.tracking import start_run
+
+    for name, values in results.items():
+        with start_run(f"simulate-{name}", {**workload, "policies": [name]}) as run:
+            run.summary.update(values)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
-from engines.constraints import Count, NonNegative, Positive, WholeNumber, check_value
+from engines.constraints import Count, Positive, WholeNumber, check_value
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
-from engines.fleet.launcher import ReplicaLauncher, ReplicaOrders
+from engines.fleet.launcher import PaceData, ReplicaLauncher, ReplicaOrders
 from engines.fleet.weights import PublishedWeights
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
@@ -32,6 +32,7 @@ from engines.replica.engine import kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
+from engines.rollout.pace import Pace
 from engines.sequence import Finished, SequenceState
 
 _GRACE_S = 5.0  # time for replicas to end by themselves
@@ -57,14 +58,15 @@ class Fleet:
         kv_store_bytes: int = 2**30,
         timeout_s: float = 60.0,
         patience_s: float = 10.0,
-        min_step_s: float = 0.0,
+        pace: Pace | None = None,
         **options: Any,
     ) -> None:
         """`model` is a Hugging Face checkpoint with the weights of the first phase; `options` are the fields of
         `EngineConfig`. The policy must use `view.replicas`, as there is no layout. `publish` writes to a new folder in
         `weights_folder` (by default the temporary folder). A replica is dropped after `patience_s` seconds without any
-        message, or `timeout_s` without a due answer or step; see `ReplicaLauncher` and `ReplicaOrders`. Raises
-        FileNotFoundError or ValueError, naming field, value and fix, before anything is made.
+        message, or `timeout_s` without a due answer or step; see `ReplicaLauncher` and `ReplicaOrders`. With a `pace`,
+        a dataclass, steps and transfers take at least its seconds. Raises FileNotFoundError or ValueError, naming
+        field, value and fix, before anything is made.
         """
         _check_numbers(
             num_replicas=num_replicas,
@@ -72,11 +74,12 @@ class Fleet:
             kv_store_bytes=kv_store_bytes,
             timeout_s=timeout_s,
             patience_s=patience_s,
-            min_step_s=min_step_s,
         )
         _check_folders(weights_folder=weights_folder, log_folder=log_folder)
         schedule_policy = OnDemand() if schedule_policy is None else schedule_policy
         check_policy("schedule_policy", schedule_policy, "next")
+        for method in ("step", "transfer", "switch") if pace is not None else ():
+            check_policy("Fleet.pace", pace, method)
         where = usable_device("Fleet", device)
         config, self._limits = _plan(model, engine_config("Fleet", options), where, max(1, num_replicas))
         if config.kv_host_bytes is not None:
@@ -95,7 +98,7 @@ class Fleet:
             kv_store_bytes=kv_store_bytes,
             interval_s=min(1.0, patience_s / 5),
             patience_s=patience_s,
-            min_step_s=min_step_s,
+            pace=None if pace is None else PaceData.of(pace),
         )
         with ExitStack() as undo:
             self._weights = PublishedWeights(model, weights_folder)
@@ -275,7 +278,7 @@ def _plan(
 
 def _check_numbers(**numbers: object) -> None:
     for name, number in numbers.items():
-        hint = {"num_threads": Count, "timeout_s": Positive, "patience_s": Positive, "min_step_s": NonNegative}
+        hint = {"num_threads": Count, "timeout_s": Positive, "patience_s": Positive}
         check_value(f"Fleet.{name}", number, hint.get(name, WholeNumber))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import operator
 import os
 import signal
 import subprocess
@@ -10,7 +12,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import IO
 
@@ -19,9 +21,36 @@ import msgspec
 from engines.config import EngineConfig
 from engines.parallel.layout import ReplicaSpec
 from engines.rollout.coordinator import Exit
+from engines.rollout.pace import Pace
 
 _TAIL_BYTES = 2000
 _KILL_S = 10.0  # a process that takes longer to die is stuck in the kernel
+
+
+class PaceData(msgspec.Struct, frozen=True, kw_only=True):
+    """A pace as data, for a process that trusts the sender: it imports the class."""
+
+    kind: str
+    """module:class"""
+    fields: msgspec.Raw
+
+    @classmethod
+    def of(cls, pace: Pace) -> PaceData:
+        """Raises ValueError for a pace that another process could not make from this data."""
+        kind = type(pace)
+        with contextlib.suppress(AttributeError, OverflowError, TypeError, ValueError):
+            data = cls(kind=f"{kind.__module__}:{kind.__qualname__}", fields=msgspec.Raw(msgspec.json.encode(pace)))
+            if is_dataclass(pace) and kind.__module__ != "__main__" and data.make() == pace:
+                return data
+        raise ValueError(
+            f"Fleet.pace={pace!r}: other processes cannot make it; give a dataclass with fields of plain values, "
+            f"defined at the top level of a module that they can import"
+        )
+
+    def make(self) -> Pace:
+        module, _, name = self.kind.partition(":")
+        pace: Pace = msgspec.json.decode(self.fields, type=operator.attrgetter(name)(importlib.import_module(module)))
+        return pace
 
 
 class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +69,7 @@ class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     interval_s: float = 1.0
     patience_s: float = 10.0
-    min_step_s: float = 0.0
-    """Shortest time of a step in seconds, to slow a replica down in tests and paced runs."""
+    pace: PaceData | None = None
 
 
 @dataclass(kw_only=True)

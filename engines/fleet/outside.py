@@ -28,7 +28,6 @@ from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import peer_of
-from engines.rollout.pace import ShortestStep
 from engines.rollout.worker import Worker
 
 FAILED, ORPHANED = 1, 3  # exit codes
@@ -86,7 +85,7 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
         layout=Layout(epoch=0, replicas=(orders.spec,)),
         engine=engine,
         rebuild=_refuse_regroup,
-        pace=ShortestStep(step_s=orders.min_step_s),
+        pace=None if orders.pace is None else orders.pace.make(),
         load_from=load_from,
     )
     while not worker.is_shut_down:

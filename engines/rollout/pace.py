@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from engines.constraints import NonNegative, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ class Pace(Protocol):
 class ShortestStep:
     """A `Pace` by which a step takes at least `step_s` seconds, and everything else its own time."""
 
-    step_s: float
+    step_s: NonNegative
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
         return self.step_s

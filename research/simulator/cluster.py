@@ -11,18 +11,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 
 from engines.config import EngineConfig
-from engines.constraints import NonNegative, check_fields
+from engines.constraints import Count, Fraction, NonNegative, WholeNumber, check_fields
 from engines.control import messages
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.coordination.requests import (
+    AddReplica,
     BeginPhase,
     Deliver,
     DiscardKV,
     Failed,
     PhaseComplete,
+    ReplicaDropped,
     Request,
     RequestEndPhase,
     SubmitSequences,
@@ -36,7 +39,7 @@ from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
-from engines.rollout.worker_core import WorkerCore
+from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
 from engines.sequence import Finished, SequenceId, SequenceState
 from research.simulator.events import EventQueue
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
@@ -53,9 +56,30 @@ class Overheads:
     """From the sending of a message to the moment in which its receiver, if idle, acts on it."""
     gap_s: NonNegative = 0.0
     """From the end of a step to the start of the replica's next one."""
+    jitter: Fraction = 0.0
+    """Most by which each single one of these differs from its mean, as a share of the mean."""
+    seed: int = 0
+    """Of the jitter. In a real cluster, too, milliseconds decide where a waiting sequence finds room first."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideReplica:
+    """A replica of one rank outside the layout. Times are virtual seconds from the start of the rollout."""
+
+    join_s: NonNegative = 0.0
+    """When it is ready, with the weights of the rollout."""
+    death_s: NonNegative | None = None
+    """When it ends without a word."""
+    detection_s: NonNegative = 0.02
+    """From its end until the coordinator notices it; a live one polls every 0.02 s."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.death_s is not None and self.death_s < self.join_s:
+            raise ValueError(f"OutsideReplica.death_s={self.death_s}: is before join_s={self.join_s}; give a later one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +93,31 @@ class ClusterConfig:
     """Tokens that a replica's KV cache holds, by its TP size."""
     max_model_len: int
     overheads: Overheads = Overheads()
-    pool_tokens: int = 2**62
-    """Tokens of KV that host memory keeps for sequences that move or are preempted."""
+    gpus_per_host: Count | None = None
+    """Ranks of a host, which are neighbours; None: all ranks are on one host."""
+    pool_tokens: WholeNumber = 2**62
+    """Tokens of KV that the memory of each host keeps for sequences that move or are preempted."""
+    disk_tokens: WholeNumber = 0
+    """Tokens of KV that the disk of each host keeps, where its memory is full."""
     swap_cost: Mapping[int, SwapCost] = field(default_factory=dict)
-    """By TP size; where there is none, preempted sequences are recomputed."""
+    """By TP size, for `preemption="auto"`; where there is none, preempted sequences are recomputed."""
+    outside: tuple[OutsideReplica, ...] = ()
+    """Their ids and ranks follow the ranks of the layout."""
     timeout_s: float = 60.0
     records_steps: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def host_of(self, spec: ReplicaSpec) -> int:
+        """Raises ValueError for a replica whose ranks are on two hosts."""
+        hosts = {0 if self.gpus_per_host is None else rank // self.gpus_per_host for rank in spec.ranks}
+        if len(hosts) > 1:
+            raise ValueError(
+                f"layout: replica {spec.id} has ranks on {len(hosts)} hosts of gpus_per_host={self.gpus_per_host}; "
+                f"give replicas whose ranks are on one"
+            )
+        return hosts.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +125,7 @@ class SimulatedRollout:
     """The result of a simulated rollout."""
 
     finish_times: dict[SequenceId, float]
-    """Virtual seconds from the rollout's start to each sequence's end, in the order of the ends. Times of steps and
-    decisions count from the start of the simulation, one message earlier."""
+    """Virtual seconds to each sequence's end, in the order of the ends. All times count from the rollout's start."""
     steps: list[StepRecord]
     decisions: list[Decision]
     num_preempted: int
@@ -112,20 +154,28 @@ class Cluster:
         """
         self.config = config
         self.lengths = lengths
-        self.queue = EventQueue()
-        self.pool = KVPool(capacity_tokens=config.pool_tokens)
+        # Ranks take their places before time 0, at which a rollout begins: long enough that a first step is reported.
+        self.queue = EventQueue(now=-REPORT_EVERY_S - 2 * config.overheads.message_s)
+        self._random = Random(config.overheads.seed)
+        self._arrivals: dict[tuple[int, ...], float] = {}
+        """When the last message of each way arrives: the next one does not overtake it."""
+        self.pool = KVPool(memory_tokens=config.pool_tokens, disk_tokens=config.disk_tokens)
         self._steps: list[StepRecord] = []
-        num_ranks = 1 + max(rank for spec in config.layout.replicas for rank in spec.ranks)
+        num_ranks = 1 + max((rank for spec in config.layout.replicas for rank in spec.ranks), default=-1)
 
         def check(layout: Layout) -> None:
             for spec in layout.replicas:
+                config.host_of(spec)
                 if config.num_kv_tokens.get(spec.tp_size, 0) < config.engine.block_size:
                     raise ValueError(
                         f"layout: replica {spec.id} of {spec.tp_size} GPUs has no room for weights and a block of KV; "
                         f"give replicas of {sorted(config.num_kv_tokens)}"
                     )
 
+        specs = [ReplicaSpec(id=rank, ranks=(rank,)) for rank in range(num_ranks, num_ranks + len(config.outside))]
         check(config.layout)
+        check(Layout(epoch=0, replicas=tuple(specs)))
+        self._outside = dict(zip(specs, config.outside, strict=True))
         self.core = RolloutCore(
             layout=config.layout,
             world_size=num_ranks,
@@ -140,11 +190,11 @@ class Cluster:
         """Of the regroup to `_layout`, from `_old`."""
         self._unplaced: set[int] = set()
         """Ranks that have left a replica and wait for the others of their next one."""
-        self._ranks = [_Rank(self, rank) for rank in range(num_ranks)]
+        self._num_ranks = num_ranks
+        self._ranks = [_Rank(self, rank) for rank in range(num_ranks + len(config.outside))]
         self._finish_times: dict[SequenceId, float] = {}
         self._lengths_of_ended: dict[SequenceId, int] = {}
         self._is_complete = False
-        self._began = 0.0
         self._is_submitted = False
         self._num_preempted = 0
 
@@ -164,15 +214,17 @@ class Cluster:
         """
         for spec in self._layout.replicas:
             self._form(spec, self._layout.epoch)
-        for rank in self._ranks:
+        for rank in self._ranks[: self._num_ranks]:
             if self._layout.replica_of(rank.number) is None:
                 rank.take_place(None, self._layout.epoch)
         while self.queue.run_next():
             pass  # all replicas stand by before a rollout begins, as in a live world
-        self._began = self.queue.now
+        self.queue.now = 0.0
         self._take(BeginPhase(phase=0, policy_version=0))
         self._is_submitted = True
         self._on_finished = on_finished
+        for spec, outside in self._outside.items():
+            self._schedule(spec, outside)
         self._take(SubmitSequences(states=tuple(states)))
         while not self._is_complete:
             if not self.queue.run_next():
@@ -186,9 +238,23 @@ class Cluster:
             lengths=self._lengths_of_ended,
         )
 
+    def _schedule(self, spec: ReplicaSpec, outside: OutsideReplica) -> None:
+        rank = self._ranks[spec.id]
+        lost = messages.ReplicaLost(
+            replica_id=spec.id, rank=rank.number, phase=-1, epoch=0, seq=0, reason="its process ended"
+        )
+
+        def join() -> None:
+            self._take(AddReplica(spec=spec))
+            rank.take_place(spec, 0)
+
+        self.queue.at(outside.join_s, (_TO_CORE, rank.number), join)
+        if outside.death_s is not None:
+            self.queue.at(outside.death_s, (_TO_WORKER, rank.number), rank.die)
+            self.queue.at(outside.death_s + outside.detection_s, (_TO_CORE, rank.number), lambda: self._take(lost))
+
     def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
-        time = self.queue.now + delay_s + self.config.overheads.message_s
-        self.queue.at(time, (_TO_CORE, event.rank), lambda: self._take(event))
+        self._at_arrival((_TO_CORE, event.rank), delay_s, lambda: self._take(event))
 
     def _take(self, event: Request | messages.Event) -> None:
         for output in self.core.on_event(event, self.queue.now):
@@ -197,10 +263,12 @@ class Cluster:
                     self._deliver(output.finished)
                 case DiscardKV():
                     self.pool.drop(output.kv)
+                case ReplicaDropped():
+                    self._ranks[output.replica_id].die()
                 case PhaseComplete():
                     self._is_complete = True
                 case Failed():
-                    raise RuntimeError(f"simulated rollout, at {self.queue.now - self._began:g} s: {output.reason}")
+                    raise RuntimeError(f"simulated rollout, at {self.queue.now:g} s: {output.reason}")
                 case _ if isinstance(output, messages.Command):
                     self._send(output)
         if self._is_submitted and not self.core.num_unfinished and not self.core.regrouping:
@@ -209,11 +277,22 @@ class Cluster:
 
     def _send(self, command: messages.Command) -> None:
         rank = self._ranks[command.rank]
-        time = self.queue.now + self.config.overheads.message_s
-        self.queue.at(time, (_TO_WORKER, command.rank), lambda: rank.hear(command))
+        if command.rank >= self._num_ranks:  # a copy, as in a live run: what it generates is lost with it
+            command = messages.decode_command(messages.encode(command))
+        self._at_arrival((_TO_WORKER, command.rank), 0.0, lambda: rank.hear(command))
+
+    def _at_arrival(self, way: tuple[int, ...], delay_s: float, action: Callable[[], None]) -> None:
+        time = self.queue.now + delay_s + self.vary(self.config.overheads.message_s)
+        self._arrivals[way] = time = max(time, self._arrivals.get(way, time))
+        self.queue.at(time, way, action)
+
+    def vary(self, seconds: float) -> float:
+        """A time that jitters around this mean."""
+        jitter = self.config.overheads.jitter
+        return seconds * (1 + jitter * (2 * self._random.random() - 1)) if jitter else seconds
 
     def _deliver(self, finished: Finished) -> None:
-        self._finish_times[finished.state.sequence_id] = self.queue.now - self._began
+        self._finish_times[finished.state.sequence_id] = self.queue.now
         self._lengths_of_ended[finished.state.sequence_id] = finished.state.num_generated
         self._on_finished(finished)
         finished.state.cut(finished.state.num_prompt_tokens)  # so that memory is in proportion to what runs
@@ -240,14 +319,16 @@ class Cluster:
 
     # -- places
 
-    def replica(self, tp_size: int) -> Replica:
-        """A live replica with a runner and a mover that only count."""
-        config = self.config
+    def replica(self, spec: ReplicaSpec) -> tuple[Replica, SimulatedMover]:
+        """A live replica with a runner and a mover that only count; and this mover."""
+        config, tp_size = self.config, spec.tp_size
+        swap_cost = config.swap_cost.get(tp_size)
+        mover = SimulatedMover(self.pool, config.engine.preemption, swap_cost, config.host_of(spec))
         blocks = BlockManager(config.num_kv_tokens[tp_size] // config.engine.block_size, config.engine.block_size)
-        return Replica(
+        replica = Replica(
             runner=SimulatedRunner(),
             scheduler=Scheduler(config.engine, blocks),
-            mover=SimulatedMover(self.pool, config.swap_cost.get(tp_size)),
+            mover=mover,
             max_model_len=config.max_model_len,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(),
@@ -255,6 +336,7 @@ class Cluster:
             hidden_stop=lambda state: state.num_generated >= self.lengths[state.sequence_id],
             max_kv_tokens=min(config.num_kv_tokens.values()) // config.engine.block_size * config.engine.block_size,
         )
+        return replica, mover
 
     def regroup(self, ranks: Iterable[int], layout: Layout) -> None:
         """These ranks have left their places; a replica of the layout forms when all its ranks have left theirs."""
@@ -286,16 +368,16 @@ class _Rank:
         self._inbox: deque[messages.Command] = deque()
         self._spec: ReplicaSpec | None = None
         self._replica: Replica | None = None
+        self._mover: SimulatedMover | None = None
         self._epoch = 0
         self._is_free = True
         """Whether no turn or step of it is scheduled."""
-        self._moved_tokens = 0
+        self._is_dead = False
 
     def take_place(self, spec: ReplicaSpec | None, epoch: int) -> None:
         cluster = self._cluster
         self._spec, self._epoch = spec, epoch
-        self._replica = None if spec is None else cluster.replica(spec.tp_size)
-        self._moved_tokens = 0
+        self._replica, self._mover = (None, None) if spec is None else cluster.replica(spec)
         self._core.take_place(epoch, None if spec is None else spec.id, self._replica, cluster.queue.now)
         if spec is None:
             event = self._core.event(messages.RankIdle)
@@ -317,6 +399,10 @@ class _Rank:
         if self._replica is not None:
             self._replica.scheduler.blocks.check_integrity()
 
+    def die(self) -> None:
+        """Ends it: it obeys nothing and sends nothing any more."""
+        self._is_dead = True
+
     def hear(self, command: messages.Command) -> None:
         """A command has come: it is obeyed at the next turn, which is now where nothing runs."""
         self._inbox.append(command)
@@ -330,6 +416,8 @@ class _Rank:
 
     def _turn(self) -> None:
         """Between two steps: obeys, then starts a step."""
+        if self._is_dead:
+            return
         cluster = self._cluster
         self._is_free = True
         delay_s = 0.0
@@ -356,14 +444,15 @@ class _Rank:
         cluster.queue.at(start + seconds, (_STEP_END, self.number), lambda: self._end_step(output, seconds))
 
     def _end_step(self, output: StepOutput, seconds: float) -> None:
+        if self._is_dead:
+            return
         for event in self._core.on_step(output, seconds, self._cluster.queue.now):
             self._cluster.send_event(event)
-        self._begin_turn(self._cluster.config.overheads.gap_s)
+        self._begin_turn(self._cluster.vary(self._cluster.config.overheads.gap_s))
 
     def _transfer_s(self) -> float:
         """What the KV that has moved since the last call takes."""
-        if self._replica is None or self._spec is None:
+        if self._mover is None or self._spec is None:
             return 0.0
-        moved = self._replica.kv_moves.moved_tokens
-        num_tokens, self._moved_tokens = moved - self._moved_tokens, moved
-        return self._cluster.config.pace.transfer(self._spec, num_tokens, "host")
+        pace = self._cluster.config.pace
+        return sum(pace.transfer(self._spec, count, path) for path, count in self._mover.take_moved().items())

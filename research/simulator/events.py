@@ -13,8 +13,8 @@ class EventQueue:
     scheduled; only those of one rank run in the order in which they were scheduled.
     """
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, *, now: float) -> None:
+        self.now = now
         """The time of the action that runs, in seconds."""
         self._heap: list[tuple[float, tuple[int, ...], int, Callable[[], None]]] = []
         self._count = 0

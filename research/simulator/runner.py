@@ -6,12 +6,14 @@ prefix cache tells sequences apart as it does in a live run.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 
+from engines.config import Preemption
 from engines.kvcache.cost import SwapCost
 from engines.replica.moves import KVMoves
 from engines.replica.scheduler import CachedKV, Scheduled, Sequence
+from engines.rollout.pace import Path
 from engines.sequence import KVHandle, KVPart, SequenceKey
 
 VOCAB_SIZE = 2**62
@@ -32,46 +34,104 @@ class SimulatedRunner:
         return [(token_of(item.sequence.state.key), 0.0) for item in scheduled if item.samples]
 
 
-@dataclass(kw_only=True)
-class KVPool:
-    """The stored KV of a run: which entries there are, and how many tokens they have."""
+class _Tier:
+    """Entries in the memory of a host or on its disk, oldest first, each with its tokens."""
 
-    capacity_tokens: int
-    num_tokens: int = 0
-    num_made: int = 0
-    _entries: dict[str, int] = field(default_factory=dict)
+    def __init__(self, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.num_tokens = 0
+        self.entries: dict[str, int] = {}
 
-    def add(self, num_tokens: int) -> str | None:
-        """The location of a new entry; None when there is no room."""
+    def put(self, location: str, num_tokens: int) -> bool:
+        """Returns False, and stores nothing, when there is no room."""
         if self.num_tokens + num_tokens > self.capacity_tokens:
-            return None
-        self.num_made += 1
+            return False
         self.num_tokens += num_tokens
-        location = str(self.num_made)
-        self._entries[location] = num_tokens
-        return location
+        self.entries[location] = num_tokens
+        return True
 
-    def has(self, handle: KVHandle) -> bool:
-        return all(part.location in self._entries for part in handle.parts)
+    def pop(self, location: str) -> int:
+        """Returns the number of the entry's tokens; 0 when it is not here."""
+        num_tokens = self.entries.pop(location, 0)
+        self.num_tokens -= num_tokens
+        return num_tokens
+
+
+class KVPool:
+    """The stored KV of a run: which entries each host has in its memory and on its disk, as in `TieredKVStore`."""
+
+    def __init__(self, *, memory_tokens: int, disk_tokens: int = 0) -> None:
+        """Both are of each host."""
+        self.num_made = 0
+        self._memory = defaultdict[int, _Tier](lambda: _Tier(memory_tokens))
+        self._disk = defaultdict[int, _Tier](lambda: _Tier(disk_tokens))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(tier.num_tokens for tier in (*self._memory.values(), *self._disk.values()))
+
+    def add(self, num_tokens: int, host: int, moved: Counter[Path]) -> str | None:
+        """Returns the location of a new entry, None when there is no room; adds to `moved` the tokens by their path.
+
+        The oldest entries make room in the memory, and go to the disk.
+        """
+        memory, disk = self._memory[host], self._disk[host]
+        location = f"{host}/{self.num_made}"
+        self.num_made += 1
+        while num_tokens <= memory.capacity_tokens:
+            if memory.put(location, num_tokens):
+                moved["host"] += num_tokens
+                return location
+            oldest = next(iter(memory.entries))
+            if not disk.put(oldest, memory.entries[oldest]):
+                break
+            moved["disk"] += memory.pop(oldest)
+        if disk.put(location, num_tokens):
+            moved["disk"] += num_tokens
+            return location
+        return None
+
+    def path(self, handle: KVHandle, host: int) -> Path | None:
+        """Returns the path of the entry to a replica of this host; None when there is no entry."""
+        (part,) = handle.parts
+        there = _host_of(part)
+        if part.location in self._memory[there].entries:
+            return "host" if there == host else "network"
+        if part.location in self._disk[there].entries:
+            return "disk" if there == host else "network"
+        return None
 
     def drop(self, handle: KVHandle) -> None:
         """An entry that is gone already is no error."""
         for part in handle.parts:
-            self.num_tokens -= self._entries.pop(part.location, 0)
+            for tiers in (self._memory, self._disk):
+                tiers[_host_of(part)].pop(part.location)
 
     def check_integrity(self) -> None:
         """Asserts that the tokens of all entries add up."""
-        assert self.num_tokens == sum(self._entries.values()) <= self.capacity_tokens
+        for tier in (*self._memory.values(), *self._disk.values()):
+            assert tier.num_tokens == sum(tier.entries.values()) <= tier.capacity_tokens
+
+
+def _host_of(part: KVPart) -> int:
+    return int(part.location.partition("/")[0])
 
 
 class SimulatedMover:
     """Answers `engines.replica.mover.Mover`: the rules of `KVMover`, with entries that hold no bytes."""
 
-    def __init__(self, pool: KVPool, swap_cost: SwapCost | None) -> None:
-        """Without a cost model, preempted sequences are always recomputed."""
+    def __init__(self, pool: KVPool, preemption: Preemption, swap_cost: SwapCost | None, host: int) -> None:
+        """Without a cost model, preempted sequences are recomputed when `preemption` is "auto"."""
         self.moves = KVMoves()
-        self._pool = pool
+        self._moved: Counter[Path] = Counter()
+        self._pool, self._host = pool, host
+        self._preemption = preemption
         self._swap_cost = swap_cost
+
+    def take_moved(self) -> Counter[Path]:
+        """Returns the tokens whose KV has moved since the last call, by their path."""
+        moved, self._moved = self._moved, Counter()
+        return moved
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         handles = [self._store(cached, policy_version) for cached in leaving]
@@ -80,9 +140,10 @@ class SimulatedMover:
         return handles
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
-        if self._swap_cost is None or not cached.num_tokens:
-            return None
-        if self._swap_cost.cheaper(cached.num_tokens, cached.num_common) == "recompute":
+        way: str = self._preemption
+        if way == "auto" and self._swap_cost is not None:
+            way = self._swap_cost.cheaper(cached.num_tokens, cached.num_common)
+        if way != "swap" or not cached.num_tokens:
             return None
         handle = self._store(cached, policy_version)
         self.moves.num_swapped_out += handle is not None
@@ -96,7 +157,7 @@ class SimulatedMover:
             self._pool.drop(handle)
 
     def _store(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
-        location = self._pool.add(cached.num_tokens)
+        location = self._pool.add(cached.num_tokens, self._host, self._moved)
         if location is None:
             return None
         self.moves.moved_tokens += cached.num_tokens
@@ -107,14 +168,16 @@ class SimulatedMover:
         handle, num_there = one.kv, one.num_computed
         assert handle is not None
         num_tokens = min(handle.num_tokens, len(one.state.tokens) - 1)
-        usable = num_tokens >= 1 and handle.policy_version == policy_version and self._pool.has(handle)
+        path = self._pool.path(handle, self._host)
+        usable = path is not None and num_tokens >= 1 and handle.policy_version == policy_version
         if one.is_swapped_out:
             self.moves.num_swapped_in += usable
         else:
             self.moves.num_imported += usable
             self.moves.num_recomputed += not usable
         self._pool.drop(handle)
-        if not usable or num_tokens <= num_there:
+        if path is None or not usable or num_tokens <= num_there:
             return num_there
         self.moves.moved_tokens += num_tokens - num_there
+        self._moved[path] += num_tokens - num_there
         return num_tokens

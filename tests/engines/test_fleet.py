@@ -32,16 +32,21 @@ from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand
 from engines.coordination.requests import RequestAbort, RequestMove, SubmitSequences
 from engines.coordination.views import Dispatch, ScheduleView
+from engines.fleet import fleet as fleet_module
 from engines.fleet.fleet import Fleet
 from engines.fleet.launcher import ReplicaLauncher, ReplicaOrders
 from engines.fleet.outside import FAILED, ORPHANED, make_engine
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.replica.replica import StepOutput
 from engines.rollout import coordinator as coordinator_module
 from engines.rollout.coordinator import Coordinator, Exit
+from engines.rollout.pace import ShortestStep
 from engines.rollout.worker import NO_WEIGHTS, Worker
 from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
 from engines.sequence import Completion, Finished, SequenceState, Work
+from research.simulator.datasheets import H100, LLAMA_8B
+from research.simulator.pace import ProfilePace
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
 from tests.pairs import QueueClient, queue_pair
@@ -92,7 +97,7 @@ def alone(qwen3: str, retrained: Path) -> dict[int, list[list[int]]]:
 
 
 def test_phases_deaths_and_a_newcomer(qwen3: str, retrained: Path, alone: dict[int, list[list[int]]]) -> None:
-    with Fleet(qwen3, num_replicas=2, min_step_s=0.05, patience_s=5.0, **OPTIONS) as fleet:
+    with Fleet(qwen3, num_replicas=2, pace=ShortestStep(step_s=0.05), patience_s=5.0, **OPTIONS) as fleet:
         fleet.wait_for_replicas(2)
         pids = set(fleet.launcher.pids().values())
         assert tokens_of(fleet.roll_out(states(0))) == alone[0]
@@ -118,7 +123,7 @@ def test_phases_deaths_and_a_newcomer(qwen3: str, retrained: Path, alone: dict[i
 
 
 def test_all_are_lost_and_one_comes(qwen3: str, alone: dict[int, list[list[int]]]) -> None:
-    with Fleet(qwen3, num_replicas=1, min_step_s=0.05, **OPTIONS) as fleet:
+    with Fleet(qwen3, num_replicas=1, pace=ShortestStep(step_s=0.05), **OPTIONS) as fleet:
         fleet.wait_for_replicas(1)
 
         def replace(_: Finished) -> None:
@@ -131,7 +136,7 @@ def test_all_are_lost_and_one_comes(qwen3: str, alone: dict[int, list[list[int]]
 
 
 def test_all_are_lost_and_none_comes(qwen3: str) -> None:
-    with Fleet(qwen3, num_replicas=2, min_step_s=0.2, timeout_s=15.0, **OPTIONS) as fleet:
+    with Fleet(qwen3, num_replicas=2, pace=ShortestStep(step_s=0.2), timeout_s=15.0, **OPTIONS) as fleet:
         fleet.wait_for_replicas(2)
         fleet.coordinator.core._outbox.timeout_s = 1.0  # both are there: no more need for patience
 
@@ -147,6 +152,26 @@ def test_all_are_lost_and_none_comes(qwen3: str) -> None:
         killer.join()
         for replica_id in range(2):
             assert f"lost before: replica {replica_id} (rank {replica_id}): its process was killed" in str(error.value)
+
+
+def test_replicas_keep_the_pace(qwen3: str, alone: dict[int, list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence at a time: each token that a replica reports has taken a step of at least the profile's seconds."""
+    reports: list[messages.StepReported] = []
+
+    class Recording(RolloutCore):
+        def on_event(self, event: Any, now: float) -> Any:
+            reports.extend([event] if isinstance(event, messages.StepReported) else [])
+            return super().on_event(event, now)
+
+    monkeypatch.setattr(fleet_module, "RolloutCore", Recording)
+    pace = ProfilePace(device=H100, shape=LLAMA_8B, scale=2.0)
+    shortest_s = pace.step(ReplicaSpec(id=0, ranks=(0,)), StepOutput(num_running=1, num_tokens=1, num_context_tokens=1))
+    with Fleet(qwen3, num_replicas=2, pace=pace, **OPTIONS | {"max_num_seqs": 1}) as fleet:
+        assert tokens_of(fleet.roll_out(states(0))) == alone[0]
+    tokens = [sum(count for _, count in one.progress) for one in reports]
+    assert sum(tokens) > 20
+    for one, num_tokens in zip(reports, tokens, strict=True):
+        assert one.seconds >= 0.999 * num_tokens * shortest_s
 
 
 SMALL = OPTIONS | {"kv_cache_bytes": 2**16}
@@ -209,7 +234,7 @@ def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list
     policy = Faulty()
     held = []
     with Fleet(
-        qwen3, num_replicas=2, schedule_policy=policy, min_step_s=0.02, **(OPTIONS | {"max_num_seqs": 2})
+        qwen3, num_replicas=2, schedule_policy=policy, pace=ShortestStep(step_s=0.02), **(OPTIONS | {"max_num_seqs": 2})
     ) as fleet:
         fleet.wait_for_replicas(2)
         pids = set(fleet.launcher.pids().values())
@@ -249,6 +274,23 @@ def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list
     assert held[-1] == held[0], "threads, open files"
 
 
+class NoDataclass:
+    """A pace without fields that could be sent."""
+
+    def step(self, *_: object) -> float:
+        return 0.0
+
+    transfer = switch = step
+
+
+def local_pace() -> ShortestStep:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Local(ShortestStep):
+        pass
+
+    return Local(step_s=1.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -259,7 +301,7 @@ def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list
         ({"max_model_len": 10**6}, r"EngineConfig.max_model_len=1000000: the model's context"),
         ({"patience_s": 0}, r"Fleet.patience_s=0: must be"),
         ({"timeout_s": -1.0}, r"Fleet.timeout_s=-1.0: must be"),
-        ({"min_step_s": -1.0}, r"Fleet.min_step_s=-1.0: must be"),
+        ({"pace": local_pace()}, r"Fleet.pace=.*Local\(step_s=1.0\): other processes cannot make it"),
         ({"num_threads": 0}, r"Fleet.num_threads=0: must be"),
         ({"kv_store_bytes": -1}, r"Fleet.kv_store_bytes=-1: must be an integer of at least 0"),
         ({"kv_store_bytes": 2**70}, r"Fleet.kv_store_bytes=\d+: must be"),
@@ -268,7 +310,8 @@ def test_after_an_error_the_next_rollout_works(qwen3: str, alone: dict[int, list
         ({"device": "abacus"}, r"Fleet.device='abacus'"),
         ({"patience_s": True}, r"Fleet.patience_s=True: must be"),
         ({"timeout_s": "60"}, r"Fleet.timeout_s='60': must be"),
-        ({"min_step_s": None}, r"Fleet.min_step_s=None: must be"),
+        ({"pace": NoDataclass()}, r"Fleet.pace=<.*>: other processes cannot make it; give a dataclass with"),
+        ({"pace": 3}, r"Fleet.pace=3: give an object with the method `step`"),
         ({"log_folder": 5}, r"Fleet.log_folder=5: must be a path"),
         ({"weights_folder": Path("/proc")}, r"Fleet.weights_folder='/proc': cannot be written to"),
         ({"model": 5}, r"model=5: give the path"),
@@ -385,7 +428,7 @@ def test_a_rollout_keeps_the_weights_that_it_began_with(
     qwen3: str, retrained: Path, alone: dict[int, list[list[int]]]
 ) -> None:
     """What is published under way is for the next one, though it names the same version."""
-    with Fleet(qwen3, num_replicas=1, min_step_s=0.1, **OPTIONS) as fleet:
+    with Fleet(qwen3, num_replicas=1, pace=ShortestStep(step_s=0.1), **OPTIONS) as fleet:
         fleet.wait_for_replicas(1)
         first = fleet.publish(checkpoint_tensors(retrained), version=1)
         published = []

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.worlds import refused_by, run_main
+from tests.worlds import ROOT, refused_by, run_main
 
 SMALL = ["--gpus", "4", "--groups", "6", "--group-size", "4", "--median", "100", "--cap", "600", "--slots", "4"]
+OFF = ["--wandb", "off"]
 
 
 def test_one_workload_under_all_policies(tmp_path: Path) -> None:
     figure, traces = tmp_path / "timelines.png", tmp_path / "traces"
-    result = run_main("simulate", [*SMALL, "--figure", str(figure), "--traces", str(traces)])
+    result = run_main("simulate", [*SMALL, *OFF, "--figure", str(figure), "--traces", str(traces)])
     assert result["tier"] == "sim" and result["workload"]["groups"] == 6
     assert set(result["policies"]) == set(result["seconds"]) == {"static", "on-demand", "longest-first"}
     for policy in result["policies"].values():
@@ -27,11 +31,16 @@ def test_one_workload_under_all_policies(tmp_path: Path) -> None:
         assert {one["tid"] for one in slices} == {0, 1, 2, 3}
 
 
+def test_replicas_of_several_gpus_lie_within_a_host() -> None:
+    sizes = ["--gpus", "16", "--tensor-parallel-size", "4", "--policies", "on-demand"]
+    assert run_main("simulate", [*SMALL, *OFF, *sizes])["policies"]["on-demand"]["makespan"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--model", "32b"], "does not fit: weights take 65.5 GB per rank"),
-        (["--device", "abacus"], "profile='abacus-8b-tp1': no such latency profile"),
+        (["--device", "abacus"], "as in 'h100-8b-tp1'; these are --device, --model and --tensor-parallel-size"),
         (["--tensor-parallel-size", "8"], "gpus=4: is no multiple of tensor_parallel_size=8"),
         (["--cap", "2000000"], "cap=2000000: with prompt=512 a sequence can need more than the"),
         (["--gap-s", "-1"], "gap_s=-1.0: must be at least 0"),
@@ -40,8 +49,22 @@ def test_one_workload_under_all_policies(tmp_path: Path) -> None:
         (["--policies"], "policies=(): must be one or more policies"),
         (["--figure", "timelines.foo"], "figure='timelines.foo': must end in .png, .pdf or .svg"),
         (["--traces", "README.md"], "traces='README.md': is a file; give a folder"),
+        (["--gpus-per-host", "3", "--tensor-parallel-size", "2"], "a replica would be on two hosts"),
+        (["--wandb", "on"], "--wandb"),
     ],
 )
 def test_what_it_refuses(options: list[str], message: str) -> None:
     device = ["--device", "a40"] if options[0] == "--model" else []
-    assert message in refused_by("simulate", [*SMALL, *device, *options])
+    assert message in refused_by("simulate", [*SMALL, *OFF, *device, *options])
+
+
+def test_each_policy_is_a_run_of_wandb(tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    env = {**kept, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    command = [sys.executable, str(ROOT / "experiments/simulate.py"), *SMALL, "--policies", "static", "on-demand"]
+    subprocess.run(command, check=True, env=env, cwd=tmp_path, timeout=240)
+    runs = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert len(runs) == 2
+    for name in (b"simulate-static", b"simulate-on-demand"):
+        (mine,) = [run for run in runs if name in run]
+        assert all(key in mine for key in (b"makespan", b"tail", b"idle_share", b"preempted", b"of_floor"))

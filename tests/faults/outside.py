@@ -17,6 +17,7 @@ from engines.control.ends import Lost, Notice
 from engines.control.transport import Client
 from engines.fleet.fleet import Fleet
 from engines.models.loader import checkpoint_tensors
+from engines.rollout.pace import ShortestStep
 from tests.faults.channel import Faults, FaultyServer
 from tests.faults.leftovers import assert_nothing_left
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
@@ -39,7 +40,7 @@ def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str,
     # By the seed's own value, so that one alone gets the engine that it had among others.
     for number, batch in groupby(seeds, lambda seed: seed // SCHEDULES_PER_FLEET):
         rng = random.Random(f"fleet/{number}")
-        min_step_s = rng.choice([0.0, 0.003, 0.01])
+        step_s = rng.choice([0.0, 0.003, 0.01])
         with Fleet(
             oracle.checkpoint(0),
             num_replicas=3,
@@ -47,7 +48,7 @@ def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str,
             timeout_s=TIMEOUT_S,
             kv_store_bytes=rng.choice([2**30, 2**18]),
             schedule_policy=random_policy(rng),
-            min_step_s=min_step_s,
+            pace=ShortestStep(step_s=step_s),
             **engine_options(rng),
         ) as fleet:
             for seed in batch:

@@ -6,6 +6,7 @@ import pytest
 
 from engines.parallel.layout import ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
+from engines.rollout.pace import ShortestStep
 from research.simulator.datasheets import H100, QWEN_0_5B, QWEN_32B
 from research.simulator.latency import profile
 from research.simulator.links import HostLinks, Link
@@ -67,3 +68,5 @@ def test_only_sizes_that_split_the_heads() -> None:
     assert set(ProfilePace(device=H100, shape=QWEN_0_5B).profiles) == {1, 2}
     with pytest.raises(ValueError, match=r"ProfilePace\.scale=0\.0: must be above 0"):
         ProfilePace(device=H100, shape=QWEN_0_5B, scale=0.0)
+    with pytest.raises(ValueError, match=r"ShortestStep\.step_s=-1\.0: must be at least 0"):
+        ShortestStep(step_s=-1.0)

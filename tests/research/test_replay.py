@@ -17,7 +17,8 @@ from engines.fleet import fleet as fleet_module
 from engines.fleet.fleet import Fleet
 from engines.parallel.layout import Layout, nested_layout
 from engines.rollout import world
-from tests.replay import RecordingCore, play
+from engines.rollout.pace import ShortestStep
+from research.simulator.replay import play, recording
 from tests.states import make_state
 from tests.worlds import join, run_world
 
@@ -51,11 +52,11 @@ class Slow:
 
 def roll_out(model: str) -> dict[str, Any]:
     """On rank 0 a log, for rollouts on demand with random moves, and with regroups beside them."""
-    world.RolloutCore = RecordingCore  # type: ignore[misc]
     groups = join(timeout_s=120)
     logs: dict[str, Any] = {}
     for name, policy in (("moves", None), ("moves and regroups", Regroups())):
-        llm = LLM(model, world=groups, schedule=OnDemand(), layout_policy=policy, pace=Slow(), **OPTIONS)
+        with recording(world):
+            llm = LLM(model, world=groups, schedule=OnDemand(), layout_policy=policy, pace=Slow(), **OPTIONS)
         assert llm.rollout is not None
         coordinator, rng = llm.rollout.coordinator, random.Random(name)
 
@@ -101,9 +102,9 @@ def test_paced_rollouts_with_moves_and_regroups(logs: dict[str, Any]) -> None:
         assert play(log, make_core) > 50
 
 
-def test_a_replica_outside_that_is_killed(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "RolloutCore", RecordingCore)
-    with Fleet(qwen3, num_replicas=2, min_step_s=0.02, patience_s=5.0, **OPTIONS) as fleet:
+def test_a_replica_outside_that_is_killed(qwen3: str) -> None:
+    pace = ShortestStep(step_s=0.02)
+    with recording(fleet_module), Fleet(qwen3, num_replicas=2, pace=pace, patience_s=5.0, **OPTIONS) as fleet:
         killed: list[int] = []
 
         def kill_one(_: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -13,11 +14,12 @@ from engines.kvcache.cost import CopyCost, PrefillCost, SwapCost
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Path
-from engines.sequence import SamplingParams, SequenceKey, SequenceState
-from research.simulator.cluster import Cluster, ClusterConfig, Overheads
+from engines.sequence import KVHandle, KVPart, SamplingParams, SequenceKey, SequenceState
+from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, Overheads
 from research.simulator.datasheets import H100, LLAMA_8B
 from research.simulator.hindsight import LongestFirst, floor_seconds
 from research.simulator.pace import ProfilePace
+from research.simulator.runner import KVPool
 from research.workloads.lengths import LogNormalLengths
 
 
@@ -51,7 +53,7 @@ def states(count: int, num_prompt_tokens: int = 16, max_tokens: int = 1000) -> l
 def cluster(num_ranks: int, policy, lengths: list[int], tp_size: int = 1, layout_policy=None, **options) -> Cluster:
     engine = {"max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 4096, **options.pop("engine", {})}
     config = ClusterConfig(
-        layout=nested_layout(range(num_ranks), tp_size),
+        layout=nested_layout(range(num_ranks), tp_size) if num_ranks else Layout(epoch=0, replicas=()),
         engine=EngineConfig(**engine),
         pace=options.pop("pace", FlatPace()),
         num_kv_tokens=options.pop("num_kv_tokens", {1: 100_000, 2: 250_000, 4: 500_000}),
@@ -97,12 +99,7 @@ class Moving:
         return None
 
 
-@pytest.mark.parametrize("policy", [Static, OnDemand, Moving])
-@pytest.mark.parametrize("num_kv_tokens", [9_000, 1_100])
-def test_every_sequence_ends_once_at_its_length_and_nothing_is_lost(policy, num_kv_tokens: int) -> None:
-    """Whatever is preempted or moved: tokens, blocks and stored KV add up after every event."""
-    lengths = long_tail(40, seed=1)
-    simulated = cluster(3, policy(), lengths, num_kv_tokens={1: num_kv_tokens})
+def check_after_every_event(simulated: Cluster) -> None:
     run_next = simulated.queue.run_next
 
     def run_and_check() -> bool:
@@ -111,6 +108,15 @@ def test_every_sequence_ends_once_at_its_length_and_nothing_is_lost(policy, num_
         return has_run
 
     simulated.queue.run_next = run_and_check  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("policy", [Static, OnDemand, Moving])
+@pytest.mark.parametrize("num_kv_tokens", [9_000, 1_100])
+def test_every_sequence_ends_once_at_its_length_and_nothing_is_lost(policy, num_kv_tokens: int) -> None:
+    """Whatever is preempted or moved: tokens, blocks and stored KV add up after every event."""
+    lengths = long_tail(40, seed=1)
+    simulated = cluster(3, policy(), lengths, num_kv_tokens={1: num_kv_tokens})
+    check_after_every_event(simulated)
     done = simulated.roll_out(states(40))
     assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
     assert list(done.finish_times.values()) == sorted(done.finish_times.values())
@@ -194,8 +200,8 @@ def test_a_cache_holds_whole_blocks_only() -> None:
     }
 
 
-@pytest.mark.parametrize("pool_tokens", [2**62, 300])
-def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int) -> None:
+@pytest.mark.parametrize(("pool_tokens", "disk_tokens"), [(2**62, 0), (300, 0), (300, 2**62)])
+def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int, disk_tokens: int) -> None:
     """A full pool refuses, and those sequences are recomputed; all end at their lengths, and the pool is empty then."""
     lengths = long_tail(30, seed=2)
     swap = SwapCost(
@@ -203,10 +209,91 @@ def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int)
         copy=CopyCost(bytes_per_token=1, out_bandwidth=1e6, in_bandwidth=1e6, latency=0.0),
     )
     options = {"num_kv_tokens": {1: 1_100}, "swap_cost": {1: swap}, "pool_tokens": pool_tokens}
+    options["disk_tokens"] = disk_tokens
     simulated = cluster(2, OnDemand(), lengths, **options)
     done = simulated.roll_out(states(30))
     num_swapped = sum(step.num_swapped_out for step in done.steps)
-    assert num_swapped > 0 and (num_swapped == done.num_preempted) == (pool_tokens > 300)
+    assert num_swapped > 0 and (num_swapped == done.num_preempted) == (pool_tokens + disk_tokens > 300)
     assert sum(step.num_swapped_in for step in done.steps) == num_swapped
     assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
     assert simulated.pool.num_tokens == 0
+
+
+class PathPace(FlatPace):
+    """A token of KV takes 1 us to the memory of the host, 1 ms to its disk and 10 ms to another host."""
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
+        return {"host": 1e-6, "disk": 1e-3, "network": 1e-2}[path] * num_tokens
+
+
+def test_kv_from_another_host_crosses_the_network() -> None:
+    """A sequence of 16 + 100 tokens goes to the other replica after 20, 40, 60 and 80 of them."""
+    options = {"pace": PathPace(), "engine": {"prefix_caching": False}}
+    near, far = (
+        cluster(2, Moving(), [100], gpus_per_host=count, **options).roll_out(states(1)).makespan for count in (None, 1)
+    )
+    num_loaded = sum(16 + done - 1 for done in (20, 40, 60, 80))
+    assert far - near == pytest.approx(num_loaded * (1e-2 - 1e-6), rel=1e-9)
+
+
+def test_a_full_host_moves_its_oldest_kv_to_its_disk() -> None:
+    pool = KVPool(memory_tokens=100, disk_tokens=80)
+    moved: Counter[Path] = Counter()
+
+    def store(num_tokens: int, host: int = 0) -> KVHandle | None:
+        location = pool.add(num_tokens, host, moved)
+        pool.check_integrity()
+        parts = (KVPart(first_head=0, num_heads=1, location=location or "", num_bytes=0),)
+        return KVHandle(num_tokens=num_tokens, policy_version=0, dtype="bfloat16", parts=parts) if location else None
+
+    oldest, older, newest = store(60), store(40), store(30)
+    assert oldest and older and newest and moved == {"host": 130, "disk": 60}
+    assert [pool.path(one, 0) for one in (oldest, older, newest)] == ["disk", "host", "host"]
+    assert pool.path(oldest, 1) == pool.path(newest, 1) == "network"
+    assert store(90) is None, "the older one, of 40, has no room on the disk, nor has the new one"
+    assert store(90, host=1) is not None
+    pool.drop(oldest)
+    assert pool.path(oldest, 0) is None and store(120) is None
+    assert store(70) is not None and moved == {"host": 130 + 90 + 70, "disk": 60 + 40}
+    assert [pool.path(one, 0) for one in (older, newest)] == ["disk", "host"]
+
+
+def test_a_replica_is_on_one_host() -> None:
+    with pytest.raises(ValueError, match=r"layout: replica 1 has ranks on 2 hosts of gpus_per_host=3"):
+        cluster(4, Static(), [10], tp_size=2, gpus_per_host=3)
+
+
+@pytest.mark.parametrize("policy", [OnDemand, Moving])
+def test_replicas_join_and_die(policy) -> None:
+    """Beside two of the layout: all sequences end once, at their lengths; a dead replica steps no more."""
+    lengths = long_tail(40, seed=3)
+    outside = (
+        OutsideReplica(join_s=0.5, death_s=2.0),
+        OutsideReplica(death_s=1.0, detection_s=1.5),
+        OutsideReplica(join_s=1.2),
+    )
+    simulated = cluster(2, policy(), lengths, outside=outside, num_kv_tokens={1: 2_000})
+    check_after_every_event(simulated)
+    done = simulated.roll_out(states(40))
+    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
+    assert list(done.finish_times.values()) == sorted(done.finish_times.values())
+    assert sorted(one.replica_id for one in done.decisions if one.action == "drop" and one.sequence_ids) == [2, 3]
+    starts = {number: [step.start for step in done.steps if step.replica_id == number] for number in range(5)}
+    assert min(starts[2]) >= 0.5 and max(starts[2]) < 2.0 and max(starts[3]) < 1.0 and min(starts[4]) >= 1.2
+
+
+@pytest.mark.parametrize("join_s", [0.6, 5.0])
+def test_what_a_dead_replica_generated_is_generated_again(join_s: float) -> None:
+    """The sequence begins anew when its replica's end is noticed, at 0.75 s, and another one is there."""
+    outside = (OutsideReplica(death_s=0.5, detection_s=0.25), OutsideReplica(join_s=join_s))
+    done = cluster(0, OnDemand(), [100], outside=outside).roll_out(states(1))
+    alone = cluster(1, OnDemand(), [100]).roll_out(states(1)).makespan
+    assert alone > 0.5
+    assert done.makespan == pytest.approx(max(0.75, join_s) + alone, rel=1e-12)
+
+
+def test_impossible_replicas_outside() -> None:
+    with pytest.raises(ValueError, match=r"OutsideReplica\.death_s=1\.0: is before join_s=2\.0"):
+        OutsideReplica(join_s=2.0, death_s=1.0)
+    with pytest.raises(ValueError, match="layout: replica 2 of 1 GPUs has no room"):
+        cluster(2, Static(), [5], tp_size=2, num_kv_tokens={2: 1000}, outside=(OutsideReplica(),))

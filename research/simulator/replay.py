@@ -1,8 +1,13 @@
-"""Records what a live coordinator's core was given and what it returned, and plays it to a fresh core."""
+"""Records what a live coordinator's core was given and what it returned, and plays it to a fresh core. Torch-free.
+
+A live rollout's decisions are a function of its events, so that any decision can be looked at again, step by step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -27,6 +32,17 @@ class RecordingCore(RolloutCore):
         outputs = super().on_event(event, now)
         self.log.append((now, kind, content, [b":".join(_encode(one)) for one in outputs]))
         return outputs
+
+
+@contextmanager
+def recording(module: ModuleType) -> Iterator[None]:
+    """The cores that this module makes meanwhile (`engines.rollout.world`, `engines.fleet.fleet`) keep a log."""
+    plain = module.RolloutCore
+    module.RolloutCore = RecordingCore  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.RolloutCore = plain  # type: ignore[attr-defined]
 
 
 def play(log: Log, make_core: Callable[[], RolloutCore]) -> int:

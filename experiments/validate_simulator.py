@@ -1,0 +1,356 @@
+"""Simulated against paced rollouts: the same workload, policy and pace, in virtual time and by real processes.
+
+    torchrun --standalone --nproc-per-node 4 experiments/validate_simulator.py
+
+Each cell is a policy with a size of the KV cache, in multiples of what the running sequences need at their mean
+length. Real processes roll it out under a pace (`ProfilePace`), in turns; rank 0 then simulates it. One more cell
+measures the time between two steps, which the simulator takes as an input; it is not scored. Where sequences wait for
+room, a millisecond decides which replica has it first, and two paced rollouts differ, too. So both sides are medians:
+of the turns, and of simulations whose messages and gaps jitter. Prints a table to stderr and one JSON object to stdout.
+docs/simulator.md shows and explains a result.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import tyro
+from msgspec import Meta
+from tqdm import tqdm
+
+from engines import LLM, SamplingParams
+from engines.config import EngineConfig
+from engines.constraints import Count, NonNegative, Positive, check_fields
+from engines.coordination.core import RolloutCore
+from engines.coordination.policies import OnDemand, SchedulePolicy
+from engines.parallel.collectives import TorchGroup
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.replica.replica import StepOutput
+from engines.rollout import world as rollout_world
+from engines.rollout.generation import make_states
+from engines.rollout.pace import Pace
+from engines.rollout.pace import Path as KVPath
+from engines.rollout.telemetry import StepRecord
+from engines.rollout.worker_core import REPORT_EVERY_S
+from engines.sequence import Finished, SequenceId
+from experiments import launch
+from experiments.bench.harness import machine, short
+from experiments.bench.models import checkpoint
+from experiments.validation_cells import (
+    KINDS,
+    MAX_MODEL_LEN,
+    Cell,
+    Kind,
+    Run,
+    Steps,
+    cells,
+    describe,
+    engine_options,
+    score,
+)
+from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
+from research.simulator.latency import profile
+from research.simulator.pace import ProfilePace
+from research.simulator.replay import play, recording
+
+PROFILE = "h100-8b-tp1"
+TOKEN_SCALE = 16
+"""Tokens of the profile per token here."""
+SIMULATIONS = 9
+"""Of each cell, with other jitter."""
+HOUSE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig:
+    """Compare simulated with paced rollouts."""
+
+    turns: Annotated[int, Meta(ge=2, description="at least 2")] = 2
+    """Paced rollouts of each cell; the simulations are compared with their median, and they with each other (A/A)."""
+    scale: Positive = 3.0
+    """Seconds here per second of the latency profile; larger where this machine is too slow to follow."""
+    batch: Count = 192
+    """Sequences of a cell."""
+    kinds: tuple[Kind, ...] = KINDS
+    """Cells to run."""
+    rooms: tuple[float, ...] = (2.0, 1.0, 0.4)
+    """Sizes of a replica's KV cache, in multiples of what its running sequences need at their mean length."""
+    message_s: NonNegative = 0.0005
+    """Seconds from sending a control message to acting on it, in the simulation."""
+    output: Path | None = None
+    """Also write the JSON result to this file."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if self.batch % 4:
+            raise ValueError(f"batch={self.batch}: must be a multiple of 4, the size of a group of the mixed cells")
+
+
+@dataclass
+class PricedSteps:
+    """A `Pace` that keeps the seconds that another one returned for each step, with its transfers."""
+
+    pace: Pace
+    seconds: list[float] = field(default_factory=list)
+    _in_step: bool = False
+    """Whether the next transfer belongs to the last step, and not to a command."""
+
+    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        self.seconds.append(self.pace.step(spec, output))
+        self._in_step = True
+        return self.seconds[-1]
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: KVPath) -> float:
+        seconds = self.pace.transfer(spec, num_tokens, path)
+        if self._in_step:
+            self.seconds[-1] += seconds
+        self._in_step = False
+        return seconds
+
+    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
+        return self.pace.switch(before, after, num_kv_tokens)
+
+
+class Paced:
+    """Rolls cells out with real processes. All ranks make and call it together."""
+
+    def __init__(self, model: str, groups: GroupCache, pace: ProfilePace) -> None:
+        self._model, self._groups, self._pace = model, groups, pace
+        self.kv_bytes_per_token = 0
+        self.num_replayed = 0
+        """Commands that fresh cores returned again."""
+
+    def roll_out(self, cell: Cell, policy: SchedulePolicy, pace: Pace | None) -> Run:
+        world, lengths = self._groups.world, cell.lengths()
+        priced = PricedSteps(pace) if pace is not None else None
+        layout_policy = cell.layout_policy(world.size)
+        with recording(rollout_world):
+            llm = LLM(
+                self._model,
+                world=self._groups,
+                layout=nested_layout(range(world.size), 1),
+                schedule=policy,
+                layout_policy=layout_policy,
+                pace=priced,
+                hidden_stop=lambda state: state.num_generated >= lengths[state.sequence_id],
+                **engine_options(cell, self.kv_bytes_per_token),
+            )
+        ends: dict[SequenceId, float] = {}
+
+        def hear(finished: Finished) -> None:
+            ends[finished.state.sequence_id] = time.monotonic()
+
+        params = SamplingParams(max_tokens=cell.cap, ignore_eos=True, n=cell.group_size)
+        time.sleep(2 * REPORT_EVERY_S)  # a world is mostly older than that when a rollout begins
+        llm.generate(
+            cell.prompts(),
+            params,
+            prompt_uids=range(cell.num_prompts),
+            on_finished=hear,
+        )
+        assert llm.rollout is not None
+        steps = self._gather(llm.rollout.step_records, priced.seconds if priced is not None else [])
+        self._replay(llm, cell)
+        llm.close()
+        ends = msgspec.msgpack.decode(
+            world.broadcast_bytes(msgspec.msgpack.encode(list(ends.items()))), type=list[tuple[SequenceId, float]]
+        )
+        return describe(steps, dict(ends), world.size)
+
+    def _gather(self, steps: list[StepRecord], priced: list[float]) -> Steps:
+        """Returns the steps of all replicas, each replica's from its first rank. Unpaced steps have a price of 0."""
+        mine = list(itertools.zip_longest(priced, steps, fillvalue=0.0))
+        first: dict[tuple[int, int], int] = {}
+        found: Steps = []
+        for rank, part in enumerate(self._groups.world.all_gather_bytes(msgspec.msgpack.encode(mine))):
+            for pair in msgspec.msgpack.decode(part, type=Steps):
+                if first.setdefault((pair[1].epoch, pair[1].replica_id), rank) == rank:
+                    found.append(pair)
+        return found
+
+    def _replay(self, llm: LLM, cell: Cell) -> None:
+        """Plays the log of the rollout to a fresh core and policies; AssertionError where they decide otherwise."""
+        assert llm.rollout is not None
+        if llm.rollout.coordinator is None:
+            return
+        num_ranks = self._groups.world.size
+        self.num_replayed += play(
+            llm.rollout.coordinator.core.log,  # type: ignore[attr-defined]
+            lambda: RolloutCore(
+                layout=nested_layout(range(num_ranks), 1),
+                world_size=num_ranks,
+                schedule_policy=cell.schedule_policy(),
+                layout_policy=cell.layout_policy(num_ranks),
+                timeout_s=self._groups.timeout_s,
+            ),
+        )
+
+
+def simulate(
+    cell: Cell, policy: SchedulePolicy, pace: Pace, overheads: Overheads, num_ranks: int
+) -> tuple[Run, SimulatedRollout]:
+    config = ClusterConfig(
+        layout=nested_layout(range(num_ranks), 1),
+        engine=EngineConfig(**engine_options(cell, 1)),
+        pace=pace,
+        num_kv_tokens={tp_size: tp_size * cell.num_kv_tokens for tp_size in (1, 2)},
+        max_model_len=MAX_MODEL_LEN,
+        overheads=overheads,
+    )
+    cluster = Cluster(
+        config, schedule_policy=policy, lengths=cell.lengths(), layout_policy=cell.layout_policy(num_ranks)
+    )
+    params = [SamplingParams(max_tokens=cell.cap, ignore_eos=True, n=cell.group_size)] * cell.num_prompts
+    states = make_states(cell.prompts(), params, range(cell.num_prompts), run_seed=0, policy_step=0)
+    done = cluster.roll_out(states)
+    return describe([(step.seconds, step) for step in done.steps], done.finish_times, num_ranks), done
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """All cores of this machine compute meanwhile."""
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=_spin, daemon=True) for _ in os.sched_getaffinity(0)]
+    for one in others:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in others:
+            one.kill()
+            one.join()
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def main() -> dict[str, Any] | None:
+    with launch.told_once():
+        config = tyro.cli(ValidateConfig)
+    launch.start_under_torchrun(4)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = TorchGroup()
+    num_ranks = world.size
+    if num_ranks % 2:
+        raise ValueError(f"ranks={num_ranks}: must be even, since a regroup makes replicas of two; start it with 4")
+    layouts = [nested_layout(range(num_ranks), size, epoch=size - 1) for size in (1, 2)]
+    groups = GroupCache(world, layouts)
+    one = profile(PROFILE)
+    pace = ProfilePace(device=one.device, shape=one.shape, scale=config.scale, token_scale=TOKEN_SCALE)
+    calibration = Cell(kind="on demand", room=1.5, num_prompts=config.batch, median=60.0)
+    chosen = cells(config.kinds, config.rooms, config.batch)
+    paced: dict[str, list[Run]] = {}
+    policies = {cell.name: cell.schedule_policy() for cell in chosen}
+    with checkpoint("0.8m", max_positions=MAX_MODEL_LEN, dtype="float32", world=world) as model:
+        real = Paced(model, groups, pace)
+        real.kv_bytes_per_token = _kv_bytes_per_token(model)
+        real.roll_out(chosen[0], policies[chosen[0].name], None)  # live, by the same policy object; it also warms up
+        gap_s = real.roll_out(calibration, OnDemand(), pace).mean_gap
+        for _turn in range(config.turns):
+            for cell in tqdm(chosen, unit="cell", disable=world.rank > 0):
+                paced.setdefault(cell.name, []).append(real.roll_out(cell, policies[cell.name], pace))
+    replayed = real.num_replayed
+    dist.destroy_process_group()
+    if world.rank:
+        return None
+    means = {"message_s": config.message_s, "gap_s": max(0.0, gap_s), "jitter": 1.0}
+    overheads = [Overheads(**means, seed=seed) for seed in range(SIMULATIONS)]
+    roll = partial(simulate, pace=pace, num_ranks=num_ranks)
+    logs = {cell.name: [roll(cell, policies[cell.name], overheads=one) for one in overheads] for cell in chosen}
+    with busy_cores():
+        log_equal = all(
+            roll(cell, cell.schedule_policy(), overheads=overheads[0])[1] == logs[cell.name][0][1] for cell in chosen
+        )
+    simulated = {name: [run for run, _ in pairs] for name, pairs in logs.items()}
+    return _result(config, simulated, paced, gap_s, replayed, log_equal, policies)
+
+
+def _kv_bytes_per_token(model: str) -> int:
+    from engines.config import ModelConfig
+
+    return ModelConfig.from_pretrained(model).kv_bytes_per_token(4)
+
+
+def _result(
+    config: ValidateConfig,
+    simulated: dict[str, list[Run]],
+    paced: dict[str, list[Run]],
+    gap_s: float,
+    num_replayed: int,
+    log_equal: bool,
+    policies: dict[str, SchedulePolicy],
+) -> dict[str, Any]:
+    scores = {name: score(run, paced[name]) for name, run in simulated.items()}
+    columns: dict[str, Callable[[str], str]] = {
+        "cell": str,
+        "paced s": lambda name: f"{scores[name]['makespan']:.2f}",
+        "sim s": lambda name: f"{scores[name]['simulated']:.2f}",
+        "error": lambda name: f"{scores[name]['makespan_error']:.2%}",
+        "A/A": lambda name: f"{scores[name]['a_a']:.2%}",
+        "finish": lambda name: f"{scores[name]['finish_error']:.2%}",
+        "A/A finish": lambda name: f"{scores[name]['a_a_finish']:.2%}",
+        "preempted": lambda name: (
+            "/".join(str(run.num_preempted) for run in paced[name]) + f"/{scores[name]['preempted']:.4g}"
+        ),
+        **{what: partial(_parts, what=what, simulated=simulated, paced=paced) for what in ("busy", "gap", "idle")},
+    }
+    lines = [list(columns), *([column(name) for column in columns.values()] for name in simulated)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.rjust, line, widths)), file=sys.stderr)
+    result = {
+        "experiment": "validate_simulator",
+        "tier": "paced and sim",
+        "machine": machine(),
+        "workload": {key: value for key, value in asdict(config).items() if key != "output"},
+        "policies": {
+            name: f"{type(policy).__name__} of {Path(inspect.getfile(type(policy))).relative_to(HOUSE)}"
+            for name, policy in policies.items()
+        },
+        "gap_ms": short(1e3 * gap_s),
+        "replay_equal": num_replayed > 0,
+        "num_replayed": num_replayed,
+        "log_equal": log_equal,
+        "leap_equal": None,
+        "makespan_error": {name: short(one["makespan_error"]) for name, one in scores.items()},
+        "finish_error": {name: short(one["finish_error"]) for name, one in scores.items()},
+        "a_a": {name: short(one["a_a"]) for name, one in scores.items()},
+        "preempted": {
+            name: {"paced": [run.num_preempted for run in paced[name]], "sim": scores[name]["preempted"]}
+            for name in scores
+        },
+        "median_error": short(statistics.median(one["makespan_error"] for one in scores.values())),
+        "worst_error": short(max(one["makespan_error"] for one in scores.values())),
+    }
+    text = json.dumps(result, indent=2, default=str)
+    if config.output is not None:
+        config.output.write_text(text + "\n")
+    return dict(json.loads(text))
+
+
+def _parts(name: str, *, what: str, simulated: dict[str, list[Run]], paced: dict[str, list[Run]]) -> str:
+    return "/".join(f"{statistics.fmean(getattr(run, what) for run in runs[name]):.2f}" for runs in (paced, simulated))
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,186 @@
+"""What `validate_simulator.py` rolls out, and how a simulated rollout is compared with a paced one."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from engines.config import Preemption
+from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy, Static
+from engines.coordination.views import Dispatch, LayoutView, ScheduleView
+from engines.parallel.layout import Layout, nested_layout
+from engines.rollout.telemetry import StepRecord
+from engines.sequence import SequenceId
+from research.workloads.lengths import LogNormalLengths
+
+SLOTS = 16
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 480
+Kind = Literal["static", "on demand", "moves", "regroup", "mixed"]
+KINDS: tuple[Kind, ...] = ("static", "on demand", "moves", "regroup", "mixed")
+
+
+class InChunks:
+    """A chunk of 40 tokens at a time, on the replica with the fewest sequences but the last one: its KV moves along."""
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        for sequence in view.waiting.values():
+            others = [one for one in view.replicas.values() if one.spec.id != sequence.last_replica_id]
+            roomy = [one for one in others if one.room_for(sequence, 40)]
+            if roomy:
+                best = min(roomy, key=lambda one: (one.num_assigned, one.spec.id))
+                return Dispatch(sequence_id=sequence.sequence_id, replica_id=best.spec.id, max_new_tokens=40)
+        return None
+
+
+class Widen:
+    """Replicas of one rank become replicas of two when a third of the sequences is left."""
+
+    def __init__(self, num_sequences: int, num_ranks: int) -> None:
+        self._left, self._layout = num_sequences // 3, nested_layout(range(num_ranks), 2, epoch=1)
+
+    def decide(self, view: LayoutView) -> Layout | None:
+        return self._layout if not view.layout.epoch and view.num_unfinished <= self._left else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A workload under a policy."""
+
+    kind: Kind
+    room: float
+    """KV cache of a replica, in multiples of `demand`."""
+    num_prompts: int
+    group_size: int = 1
+    num_prompt_tokens: int = 16
+    median: float = 80.0
+    cap: int = 300
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.room:g}x"
+
+    @property
+    def preemption(self) -> Preemption:
+        return "swap" if self.kind == "regroup" else "recompute"
+
+    def lengths(self) -> dict[SequenceId, int]:
+        drawn = LogNormalLengths(median=self.median, sigma=0.8, cap=self.cap).draw(self.num_sequences, seed=1)
+        ids = itertools.product([0], range(self.num_prompts), range(self.group_size))
+        return dict(zip(ids, drawn, strict=True))
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.group_size
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens of KV of a replica of one rank: at least those of the longest sequence."""
+        demand = SLOTS * (self.num_prompt_tokens + statistics.fmean(self.lengths().values()))
+        longest = self.num_prompt_tokens + self.cap
+        return -(-max(round(self.room * demand), longest) // BLOCK_SIZE) * BLOCK_SIZE
+
+    def prompts(self) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(2, 256, (self.num_prompts, self.num_prompt_tokens), generator=generator).tolist()
+
+    def schedule_policy(self) -> SchedulePolicy:
+        kinds: dict[Kind, Callable[[], SchedulePolicy]] = {"static": Static, "moves": InChunks}
+        return kinds.get(self.kind, OnDemand)()
+
+    def layout_policy(self, num_ranks: int) -> LayoutPolicy | None:
+        return Widen(self.num_sequences, num_ranks) if self.kind == "regroup" else None
+
+
+def cells(kinds: tuple[Kind, ...], rooms: tuple[float, ...], batch: int) -> list[Cell]:
+    mixed = {"num_prompts": batch // 4, "group_size": 4, "num_prompt_tokens": 160, "median": 40.0, "cap": 120}
+    return [
+        Cell(kind=kind, room=room, **(mixed if kind == "mixed" else {"num_prompts": batch}))
+        for kind in kinds
+        for room in rooms
+    ]
+
+
+def engine_options(cell: Cell, kv_bytes_per_token: int) -> dict[str, Any]:
+    return {
+        "max_num_seqs": SLOTS,
+        "block_size": BLOCK_SIZE,
+        "max_num_batched_tokens": 512,
+        "max_model_len": MAX_MODEL_LEN,
+        "kv_cache_bytes": cell.num_kv_tokens * kv_bytes_per_token,
+        "preemption": cell.preemption,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A rollout, paced or simulated. Times count from the start of its first step."""
+
+    finish_times: dict[SequenceId, float]
+    num_preempted: int
+    busy: float
+    """Seconds in steps, as the pace has them; the mean over ranks, as `gap` and `idle`."""
+    gap: float
+    """From the end of a step, as the pace has it, to the start of the next one, where a replica has work."""
+    idle: float
+    """The rest of the makespan."""
+    mean_gap: float
+
+    @property
+    def makespan(self) -> float:
+        return max(self.finish_times.values())
+
+
+Steps = list[tuple[float, StepRecord]]
+"""Each step, and the seconds that the pace returned for it."""
+
+
+def describe(steps: Steps, finish_times: dict[SequenceId, float], num_ranks: int) -> Run:
+    """`finish_times` are on the clock of the steps. A hole longer than half a median step has no work: idle time."""
+    start = min(step.start for _, step in steps)
+    half = statistics.median(step.seconds for _, step in steps) / 2
+    ordered = sorted(steps, key=lambda pair: (pair[1].epoch, pair[1].replica_id, pair[1].start))
+    gaps = [
+        (step.tp_size, after.start - step.start - priced)
+        for (priced, step), (_, after) in itertools.pairwise(ordered)
+        if (step.epoch, step.replica_id) == (after.epoch, after.replica_id)
+        and after.start - step.start - step.seconds < half
+    ]
+    makespan = max(finish_times.values()) - start
+    busy = sum(priced * step.tp_size for priced, step in steps) / num_ranks
+    gap = sum(tp_size * seconds for tp_size, seconds in gaps) / num_ranks
+    return Run(
+        finish_times={id_: moment - start for id_, moment in finish_times.items()},
+        num_preempted=sum(step.num_preempted for _, step in steps),
+        busy=busy,
+        gap=gap,
+        idle=makespan - busy - gap,
+        mean_gap=statistics.fmean(seconds for _, seconds in gaps),
+    )
+
+
+def score(simulated: list[Run], paced: list[Run]) -> dict[str, float]:
+    makespan, mine = (statistics.median(run.makespan for run in runs) for runs in (paced, simulated))
+    return {
+        "makespan": makespan,
+        "simulated": mine,
+        "makespan_error": abs(mine - makespan) / makespan,
+        "finish_error": _distance(simulated, paced) / makespan,
+        "a_a": (max(run.makespan for run in paced) - min(run.makespan for run in paced)) / makespan,
+        "a_a_finish": _distance(paced[:1], paced[-1:]) / makespan,
+        "preempted": statistics.median(run.num_preempted for run in simulated),
+    }
+
+
+def _distance(some: list[Run], others: list[Run]) -> float:
+    """The median over the sequences of the distance between their median finish times."""
+    ends = [
+        {id_: statistics.median(run.finish_times[id_] for run in runs) for id_ in runs[0].finish_times}
+        for runs in (some, others)
+    ]
+    return statistics.median(abs(end - ends[1][id_]) for id_, end in ends[0].items())

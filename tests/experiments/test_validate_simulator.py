@@ -1,0 +1,26 @@
+"""`validate_simulator.py` as users run it. How near the simulation comes is no test: it depends on the machine."""
+
+from __future__ import annotations
+
+from tests.worlds import refused_by, run_main
+
+SMALL = ["--batch", "24", "--scale", "0.5", "--rooms", "0.4"]
+
+
+def test_moves_and_a_regroup() -> None:
+    result = run_main("validate_simulator", [*SMALL, "--kinds", "moves", "regroup"], num_ranks=4)
+    assert result["replay_equal"] and result["num_replayed"] > 100 and result["log_equal"]
+    assert set(result["makespan_error"]) == set(result["a_a"]) == {"moves 0.4x", "regroup 0.4x"}
+    assert result["policies"] == {
+        "moves 0.4x": "InChunks of experiments/validation_cells.py",
+        "regroup 0.4x": "OnDemand of engines/coordination/policies.py",
+    }
+    for name in result["policies"]:
+        assert result["finish_error"][name] > 0 and result["makespan_error"][name] > 0
+        assert len(result["preempted"][name]["paced"]) == 2
+
+
+def test_what_it_refuses() -> None:
+    assert "batch=6: must be a multiple of 4" in refused_by("validate_simulator", ["--batch", "6"])
+    assert "turns=1: must be at least 2" in refused_by("validate_simulator", ["--turns", "1"])
+    assert "ranks=3: must be even" in refused_by("validate_simulator", SMALL, num_ranks=3)
