@@ -17,6 +17,7 @@ from engines.json_files import read_json
 DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native"]
 Preemption = Literal["auto", "swap", "recompute"]
+DraftBytes = Annotated[int, Meta(ge=2**16, le=2**40, description="at least 65536")]
 DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix"]
 RopeType = Literal["default", "linear", "llama3"]
 Attention = Literal["auto", "flash_attn", "triton", "native", "sdpa"]
@@ -253,7 +254,7 @@ class EngineConfig:
     alike."""
     max_draft_tokens: Count = 8
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
-    draft_tree_bytes: Annotated[int, Meta(ge=2**16, le=2**40)] = 64 * 2**20
+    draft_tree_bytes: DraftBytes = 64 * 2**20
     """Most host memory of the suffix trees of a rank; the trees that were used longest ago are dropped."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whichever sequences share a pass, however prompts are chunked,

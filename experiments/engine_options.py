@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from engines.config import EngineConfig
+from engines.config import DraftBytes, EngineConfig
 from engines.constraints import Count, WholeNumber
 from engines.sequence import is_int64
 
@@ -50,6 +50,7 @@ class EngineOptions(EngineConfig):
     kv_cache_bytes: Annotated[Count | Literal["auto"], *_mib("kv-cache-mib", "auto")] = EngineConfig.kv_cache_bytes
     kv_host_bytes: Annotated[WholeNumber | None, *_mib("kv-host-mib", "None")] = EngineConfig.kv_host_bytes
     kv_disk_bytes: Annotated[WholeNumber, *_mib("kv-disk-mib")] = EngineConfig.kv_disk_bytes
+    draft_tree_bytes: Annotated[DraftBytes, *_mib("draft-tree-mib")] = EngineConfig.draft_tree_bytes
     seed: tyro.conf.Suppress[int] = EngineConfig.seed  # each command has one of its own
 
     def __post_init__(self) -> None:
@@ -63,6 +64,6 @@ class EngineOptions(EngineConfig):
         """The options under their names, and in the units, of the command line."""
         options = asdict(self)
         del options["seed"]
-        for name in ("kv_cache", "kv_host", "kv_disk"):
+        for name in ("kv_cache", "kv_host", "kv_disk", "draft_tree"):
             options[f"{name}_mib"] = _bytes_in_mib(options.pop(f"{name}_bytes"))
         return options

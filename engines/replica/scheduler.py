@@ -168,7 +168,8 @@ class Scheduler:
         schedule.batch = _in_order(schedule.batch)
 
     def add_drafts(self, schedule: Schedule, drafter: Drafter) -> None:
-        """Adds drafts to decodes, as far as the token budget and free blocks of unknown content last.
+        """Adds drafts to decodes, as far as the token budget and free blocks last. While a sequence waits, drafts leave
+        blocks of known content alone, since it may find its first tokens there.
 
         So drafts take nothing from other sequences. `settle` must follow for each sequence that got one.
         """
@@ -188,7 +189,8 @@ class Scheduler:
             sequence = schedule.batch[place].sequence
             num_known = len(sequence.state.tokens)
             wanted = num_known + min(len(draft), limit, schedule.budget)
-            if num_drafted := self.blocks.stretch(sequence, wanted) - num_known:
+            covered = self.blocks.stretch(sequence, wanted, even_known=not self.waiting)
+            if num_drafted := covered - num_known:
                 schedule.batch[place] = Scheduled(sequence, 1 + num_drafted, tuple(draft[:num_drafted]))
                 schedule.budget -= num_drafted
         schedule.batch = _in_order(schedule.batch)

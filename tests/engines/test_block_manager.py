@@ -27,6 +27,16 @@ def test_against_a_plain_record_of_who_holds_what(
     def in_use() -> set[int]:
         return {block for blocks in held.values() for block in blocks}
 
+    def lose(added: list[int], free: set[int]) -> None:
+        """Contents are lost of the oldest blocks, and only where nothing else was free."""
+        kept = free - set(added)
+        lost = [block for block in added if block in content]
+        if lost:
+            assert all(block in content for block in kept)
+            assert all(freed_at[a] < freed_at[b] for a in lost for b in kept)
+        for block in lost:
+            del content[block]
+
     for operation, holder, number in operations:
         before = held.get(holder, [])
         if operation == "release":
@@ -45,11 +55,14 @@ def test_against_a_plain_record_of_who_holds_what(
                         now += 1
                         freed_at[block] = now
         elif operation == "stretch":
-            unknown = set(range(num_blocks)) - in_use() - set(content)
-            covered = manager.stretch(holder, number)
+            even_known = number % 2 == 0
+            free = set(range(num_blocks)) - in_use()
+            usable = free if even_known else free - set(content)
+            covered = manager.stretch(holder, number, even_known=even_known)
             added = manager.table(holder)[len(before) :]
-            assert len(added) == min(max(-(-number // block_size) - len(before), 0), len(unknown))
-            assert set(added) <= unknown and covered == min(number, (len(before) + len(added)) * block_size)
+            assert len(added) == min(max(-(-number // block_size) - len(before), 0), len(usable))
+            assert set(added) <= usable and covered == min(number, (len(before) + len(added)) * block_size)
+            lose(added, free)
             if added:
                 held[holder] = before + added
         elif operation == "publish":
@@ -79,13 +92,7 @@ def test_against_a_plain_record_of_who_holds_what(
             if need <= len(free):
                 added = manager.grow(holder, number)
                 assert len(added) == need and set(added) <= free
-                kept = free - set(added)
-                lost = [block for block in added if block in content]
-                if lost:  # the oldest ones, and only where nothing else was free
-                    assert all(block in content for block in kept)
-                    assert all(freed_at[a] < freed_at[b] for a in lost for b in kept)
-                for block in lost:
-                    del content[block]
+                lose(added, free)
                 if need:
                     held[holder] = before + added
             else:

@@ -20,6 +20,7 @@ from engines.models.decoder import Decoder
 from engines.models.loader import checkpoint_tensors
 from engines.sampling.noise import gumbel
 from engines.sequence import Completion, SequenceKey, SequenceState, Work
+from research.seer.adaptive import MarginalGain, Thresholds
 from tests.engines.test_parity import engine_logits
 from tests.states import make_state
 
@@ -39,6 +40,11 @@ SWITCHES = {
     "no prefix cache, preemption": {"prefix_caching": False, "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "drafts": {"drafter": "ngram"},
     "drafts, preemption": {"drafter": "ngram", "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
+    "drafts of a suffix tree": {"drafter": "suffix", "max_draft_tokens": 3},
+    "drafts of a group": {"drafter": "grouped_suffix", "max_num_seqs": 5, "draft_policy": MarginalGain},
+    "drafts of a group, preemption": {
+        "drafter": "grouped_suffix", "draft_policy": Thresholds, "kv_cache_bytes": TIGHT_KV, "max_model_len": 100,
+    },
     "preemption": {"kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "all at once": {
         "kv_cache_bytes": TIGHT_KV, "max_model_len": 100, "max_num_seqs": 9, "max_num_batched_tokens": 20,

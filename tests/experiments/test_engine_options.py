@@ -32,8 +32,9 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "preemption": (["preemption", "swap"], "swap"),
     "kv_host_bytes": (["kv-host-mib", "3"], 3 * 2**20),
     "kv_disk_bytes": (["kv-disk-mib", "5"], 5 * 2**20),
-    "drafter": (["drafter", "ngram"], "ngram"),
+    "drafter": (["drafter", "grouped_suffix"], "grouped_suffix"),
     "max_draft_tokens": (["max-draft-tokens", "3"], 3),
+    "draft_tree_bytes": (["draft-tree-mib", "2"], 2 * 2**20),
     "kv_disk_folder": (["kv-disk-folder", "/kv"], "/kv"),
 }
 """A value that is not the default, and how it is given."""

@@ -1,0 +1,105 @@
+"""Suffix drafters: what they copy from, that they follow the states, and their bound of memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engines.sequence import SequenceState
+from engines.speculation.drafter import Draft
+from engines.speculation.suffix import SuffixDrafter
+from tests.states import make_state
+
+
+def make(grouped: bool, max_bytes: int = 2**24, max_draft_tokens: int = 4) -> SuffixDrafter:
+    return SuffixDrafter(grouped=grouped, max_draft_tokens=max_draft_tokens, max_bytes=max_bytes)
+
+
+def one(drafter: SuffixDrafter, state: SequenceState, limit: int = 4) -> list[int]:
+    (draft,) = drafter.propose([state], [limit], 1)
+    assert len(draft.tokens) == len(draft.probabilities) <= limit
+    assert draft.probabilities == sorted(draft.probabilities, reverse=True)
+    return draft.tokens
+
+
+def sibling(state: SequenceState, index: int, generated: list[int]) -> SequenceState:
+    other = make_state(state.key.prompt_uid, state.tokens[: state.num_prompt_tokens], index=index)
+    other.tokens += generated
+    return other
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_sequence_copies_from_its_prompt_and_from_itself(grouped: bool) -> None:
+    drafter, state = make(grouped), make_state(0, [1, 2, 3, 4, 5, 6, 1, 2])
+    assert one(drafter, state) == [3, 4, 5, 6]
+    assert one(drafter, state, limit=2) == [3, 4]
+    state.tokens += [9, 8, 7, 9]
+    assert one(drafter, state)[:2] == [8, 7]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_only_a_group_copies_from_its_siblings(ended: bool) -> None:
+    first = make_state(0, [1, 2])
+    first.tokens += [5, 6, 7, 8]
+    second, stranger = sibling(first, 1, [5]), make_state(1, [1, 2])
+    stranger.tokens += [5]
+    for grouped, expected in ((True, [6, 7, 8]), (False, [])):
+        drafter = make(grouped)
+        drafter.propose([first], [4], 1)
+        if ended:
+            drafter.finish(first)
+        assert one(drafter, second) == expected and one(drafter, stranger) == []
+
+
+def test_the_last_tokens_of_an_ended_sequence_count() -> None:
+    """Between its last proposal and its end a sequence has got tokens."""
+    drafter, first = make(True), make_state(0, [1, 2])
+    one(drafter, first)
+    first.tokens += [5, 6, 7, 8]
+    drafter.finish(first)
+    assert one(drafter, sibling(first, 1, [5])) == [6, 7, 8]
+
+
+def test_references_from_elsewhere() -> None:
+    state = make_state(0, [1, 2])
+    for grouped, expected in ((True, [5, 6, 7]), (False, [])):
+        drafter = make(grouped)
+        drafter.add_reference(sibling(state, 3, [5, 6, 7]))
+        assert one(drafter, state) == expected
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_tokens_that_are_taken_back_and_generated_again(grouped: bool) -> None:
+    """As often as a step fails: drafts are those of a drafter that sees the sequence for the first time."""
+    rng, drafter = random.Random(0), make(grouped)
+    state = make_state(0, [1, 2, 3])
+    for _ in range(300):
+        if rng.random() < 0.2:
+            state.cut(rng.randint(state.num_prompt_tokens, len(state.tokens)))
+            drafter.finish(state)
+        state.tokens += [rng.randint(0, 2) for _ in range(rng.randint(1, 3))]
+        state.logprobs += [0.0] * (len(state.tokens) - state.num_prompt_tokens - len(state.logprobs))
+        state.versions += [0] * (len(state.logprobs) - len(state.versions))
+        assert drafter.propose([state], [4], 1) == make(grouped).propose([state], [4], 1)
+
+
+def test_the_group_that_was_used_longest_ago_goes_first() -> None:
+    drafter, rng = make(True, max_bytes=2**17), random.Random(0)
+    states = []
+    for uid in range(12):
+        states.append(make_state(uid, [rng.randrange(1000) for _ in range(400)]))
+        one(drafter, states[-1])
+        one(drafter, states[0])
+        states[0].tokens.append(uid)
+        assert drafter._num_bytes == sum(group.tree.num_bytes for group in drafter._groups.values()) <= 2**17
+    assert drafter.num_evicted > 3 and (0, 0) in drafter._groups and (0, 1) not in drafter._groups
+
+
+def test_a_batch_drafts_as_each_of_its_sequences_alone() -> None:
+    rng = random.Random(1)
+    states = [make_state(uid, [rng.randint(0, 3) for _ in range(30)]) for uid in range(20)]
+    limits = [rng.randint(1, 4) for _ in states]
+    found = make(True).propose(states, limits, 20)
+    alone = [make(True).propose([state], [limit], 1)[0] for state, limit in zip(states, limits, strict=True)]
+    assert found == alone and sum(map(bool, found)) == len(states) and found != [Draft([], [])] * 20
