@@ -20,7 +20,7 @@ from algos.tasks.task import Task
 from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from engines.constraints import Count, Positive, check_fields
-from experiments.engine_options import MIB, EngineOptions
+from experiments.engine_options import MIB, DraftLengths, EngineOptions
 
 Flat = tyro.conf.arg(name="")
 _WHOLE = "training does not apply it, so the ratios would be wrong"
@@ -45,6 +45,9 @@ class RolloutConfig:
     """Must stay off, as top_k."""
     min_p: Annotated[float, Meta(ge=0, le=0, description=f"0.0: {_WHOLE}")] = 0.0
     """Must stay off, as top_k."""
+    draft_lengths: DraftLengths = "marginal-gain"
+    """How long the drafts of `--rollout.drafter` are: where more tokens per second are expected, by thresholds of batch
+    size, or always as long as they can be."""
     engine: Annotated[EngineOptions, Flat] = field(default_factory=lambda: EngineOptions(kv_cache_bytes=256 * MIB))
 
     def __post_init__(self) -> None:
@@ -121,10 +124,12 @@ class TrainConfig:
         if self.held_out_data is not None and self.data is None:
             raise ValueError(f"held_out_data={self.held_out_data}: only --task gsm8k with --data reads it")
         engine, free = self.rollout.engine, "how much memory and disk is free"
+        lengths = self.rollout.draft_lengths
         for name, value, depends_on, chosen, fix in (
             ("dispatch", "on-demand", "timing", self.dispatch, "static"),
             ("rollout.preemption", "swap", free, engine.preemption, "recompute"),
             ("rollout.kv_cache_mib", "auto", free, engine.kv_cache_bytes, "a number"),
+            ("rollout.draft_lengths", lengths, "timing", None if self._drafts_alike else lengths, "fixed"),
         ):
             if self.deterministic and chosen == value:
                 raise ValueError(
@@ -138,6 +143,11 @@ class TrainConfig:
                 f"(rollout.prompts_per_step={self.rollout.prompts_per_step} x "
                 f"rollout.group_size={self.rollout.group_size}); lower it or raise those"
             )
+
+    @property
+    def _drafts_alike(self) -> bool:
+        """Whether drafts do not depend on how long passes take."""
+        return self.rollout.engine.drafter == "none" or self.rollout.draft_lengths == "fixed"
 
     @property
     def stem(self) -> str:

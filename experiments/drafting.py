@@ -188,6 +188,8 @@ class Variant:
 
 
 PLAIN = "none"
+FEWEST = 8
+"""Sequences that a turn of the speedup part generates at least."""
 VARIANTS: dict[str, Variant] = {
     PLAIN: Variant("none"),
     "grouped": Variant("grouped_suffix", MarginalGain),
@@ -218,9 +220,12 @@ def make(stack: ExitStack, folder: Path, variant: Variant, **options: Any) -> LL
 
 
 def speedup(config: DraftingConfig) -> dict[str, Any]:
-    """{drafter: {batch: ratio to plain}}: the last sample of each prompt, when its 15 siblings have ended."""
+    """{drafter: {batch: ratio to plain}}: the last sample of each prompt, when its 15 siblings have ended.
+
+    Small batches run one after the other, until eight sequences have ended.
+    """
     most = max(config.batches)
-    texts = prompts(most)
+    texts = prompts(max(most, FEWEST))
     with ExitStack() as stack:
         source = make(stack, model(config), Variant("none"), max_num_seqs=64, seed=config.seed)
         params = SamplingParams(max_tokens=320, n=GROUP)
@@ -240,7 +245,8 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
                 if config.full or batch == 1
                 else {name: llm for name, llm in llms.items() if name in (PLAIN, "grouped", "grouped, always 8")}
             )
-            timed = {name: partial(time_batch, llm, ids[:batch], tokens) for name, llm in chosen.items()}
+            used = ids[: max(batch, FEWEST)]
+            timed = {name: partial(time_batches, llm, used, tokens, batch) for name, llm in chosen.items()}
             turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
             seconds = {name: [one.seconds for one in some] for name, some in turns.items()}
             per_step = {name: statistics.fmean(one.tokens_per_step for one in turns[name]) for name in timed}
@@ -259,20 +265,21 @@ class Timed:
     """Of a sequence."""
 
 
-def time_batch(llm: LLM, ids: list[list[int]], tokens: Tokens) -> Timed:
-    """Times the last sample of each prompt; a drafter knows the other samples of its group before."""
+def time_batches(llm: LLM, ids: list[list[int]], tokens: Tokens, batch: int) -> Timed:
+    """Times the last sample of each prompt, `batch` at a time; a drafter knows the other samples of its group."""
     if llm.config.drafter == "grouped_suffix":
         for uid, prompt in enumerate(ids):
             for sample in range(GROUP - 1):
                 llm.replica.add_reference(_state(uid, sample, prompt, tokens[uid, sample]))
-    for uid, prompt in enumerate(ids):
-        llm.replica.submit(Work(state=_state(uid, GROUP - 1, prompt, [])))
     num_tokens = num_rows = 0
     start = time.perf_counter()
-    while llm.replica.has_work:
-        output = llm.replica.step()
-        num_rows += output.num_running
-        num_tokens += sum(len(one.completion.token_ids) for one in output.finished)
+    for first in range(0, len(ids), batch):
+        for uid in range(first, min(first + batch, len(ids))):
+            llm.replica.submit(Work(state=_state(uid, GROUP - 1, ids[uid], [])))
+        while llm.replica.has_work:
+            output = llm.replica.step()
+            num_rows += output.num_running
+            num_tokens += sum(len(one.completion.token_ids) for one in output.finished)
     return Timed(time.perf_counter() - start, num_tokens / num_rows)
 
 

@@ -11,8 +11,22 @@ from tyro.constructors import PrimitiveConstructorSpec
 from engines.config import DraftBytes, EngineConfig
 from engines.constraints import Count, WholeNumber
 from engines.sequence import is_int64
+from engines.speculation.policy import DraftPolicy
+from research.seer.adaptive import MarginalGain, Thresholds
 
 MIB = 2**20
+
+DraftLengths = Literal["marginal-gain", "thresholds", "fixed"]
+"""How long drafts are. marginal-gain: as long as tokens per second are expected to rise. thresholds: one length for all
+by the batch size and the acceptance so far. fixed: as the drafter makes them, up to `max_draft_tokens`. The first two
+measure once how long passes take."""
+
+
+def draft_policy(lengths: DraftLengths, engine: EngineConfig) -> DraftPolicy | None:
+    """Returns what `LLM` takes as `draft_policy`."""
+    if engine.drafter == "none" or lengths == "fixed":
+        return None
+    return MarginalGain if lengths == "marginal-gain" else Thresholds
 
 
 def _bytes_in_mib(value: Any) -> Any:

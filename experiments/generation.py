@@ -22,6 +22,7 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
+from experiments.engine_options import draft_policy
 from experiments.partial_output import PartialOutput, completion_line, write_all
 from experiments.prompts import Records, read_prompts
 from experiments.run_folder import POINTER, last_published
@@ -52,7 +53,8 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
         launch.end_on_signals(lambda: f"interrupted: {sink.tell()}")
         sink.open(resume=config.resume)
         engine = asdict(replace(config.engine, seed=config.run_seed))
-        llm = LLM(config.model, device=device, world=groups, layout=layout, **engine)
+        policy = draft_policy(config.draft_lengths, config.engine)
+        llm = LLM(config.model, device=device, world=groups, layout=layout, draft_policy=policy, **engine)
         launch.tell_engine(llm)
         prompts = _encode(llm, records, places, config.sampling)
         sink.begin(model_digest=_digest((llm.checksum(), llm.model_config, prompts)))

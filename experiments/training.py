@@ -45,6 +45,7 @@ from engines.rollout.telemetry import StepRecord, chrome_trace
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
+from experiments.engine_options import draft_policy
 from experiments.run_folder import (
     AFRESH,
     RunFolder,
@@ -217,6 +218,7 @@ class Run:
             world=groups,
             tensor_parallel_size=config.tensor_parallel_size,
             schedule=OnDemand() if config.is_on_demand and num_replicas > 1 else None,
+            draft_policy=draft_policy(rollout.draft_lengths, rollout.engine),
             load=False,
             **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
         )
@@ -375,12 +377,17 @@ class Run:
         mine = (moves, self.llm.step_records) if leads else (dict.fromkeys(moves, 0), [])
         heard = self.group.all_gather_bytes(msgspec.msgpack.encode(mine))
         everyone = [msgspec.msgpack.decode(one, type=tuple[dict[str, int], list[StepRecord]]) for one in heard]
+        steps = [step for _, part in everyone for step in part]
         if self.folder.is_writer:
-            steps = [step for _, part in everyone for step in part]
             self.folder.replace("rollout_steps.jsonl", "".join(json.dumps(asdict(step)) + "\n" for step in steps))
             marks = self.llm.rollout.marks if self.llm.rollout is not None else []
             self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, marks)))
-        return {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
+        metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
+        if self.llm.config.drafter != "none":
+            drafted = sum(step.num_drafted for step in steps)
+            accepted = sum(step.num_accepted for step in steps)
+            metrics |= {"rollout/num_drafted": float(drafted), "rollout/draft_acceptance": accepted / max(1, drafted)}
+        return metrics
 
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""
