@@ -1,0 +1,71 @@
+"""The measured time of a pass by its rows: once, the same on all ranks, and harmless to what runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines import LLM, SamplingParams
+from engines.config import EngineConfig
+from engines.parallel.collectives import SingleRank
+from engines.replica.row_times import RowTimes
+from research.seer.adaptive import MarginalGain
+from tests.worlds import join, run_world
+
+
+def make(llm: LLM) -> RowTimes:
+    engine = llm._engine
+    config = EngineConfig(drafter="suffix", max_num_seqs=8, max_draft_tokens=7)
+    return RowTimes(engine.decoder, engine.kv, config, llm.max_model_len, SingleRank())
+
+
+def test_it_is_measured_once_and_interpolated(qwen3: str) -> None:
+    llm = LLM(qwen3, kv_cache_bytes=2**20)
+    times = make(llm)
+    first = [times(rows) for rows in range(1, 200)]
+    points = dict(times._points)
+    assert {1, 2, 3, 4} <= points.keys() and max(points) <= 64 < max(points) * 3 // 2
+    assert all(times(rows) == pytest.approx(seconds) and seconds > 0 for rows, seconds in points.items())
+    for low, high in zip(times._points, times._points[1:], strict=False):
+        middle = (low[0] + high[0]) // 2
+        share = (middle - low[0]) / (high[0] - low[0])
+        assert times(middle) == pytest.approx((1 - share) * low[1] + share * high[1])
+    last, before = times._points[-1], times._points[-2]
+    slope = (last[1] - before[1]) / (last[0] - before[0])
+    assert times(190) == pytest.approx(last[1] + slope * (190 - last[0]))
+    assert first == [times(rows) for rows in range(1, 200)]
+
+
+def test_it_leaves_the_kv_cache_alone(qwen3: str) -> None:
+    llm = LLM(qwen3, kv_cache_bytes=2**20)
+    before = [keys.clone() for keys in llm._engine.kv.keys]
+    assert make(llm)(5) > 0
+    assert all((keys == old).all() for keys, old in zip(llm._engine.kv.keys, before, strict=True))
+
+
+def on_two_ranks(model: str) -> tuple[list[float], list[list[int]]]:
+    heard: list[list[float]] = []
+
+    class Hearing(MarginalGain):
+        def __init__(self, seconds) -> None:
+            super().__init__(seconds)
+            self.seconds = seconds
+
+        def lengths(self, num_tokens, drafts):
+            heard.append([self.seconds(rows) for rows in range(1, 30)])
+            return super().lengths(num_tokens, drafts)
+
+    llm = LLM(
+        model, world=join(), tensor_parallel_size=2, dtype="float64", drafter="suffix", draft_policy=Hearing,
+        kv_cache_bytes=2**20,
+    )  # fmt: skip
+    outputs = llm.generate([[5, 6, 7] * 5], SamplingParams(max_tokens=30, ignore_eos=True))
+    llm.close()
+    return heard[0], [output.outputs[0].token_ids for output in outputs]
+
+
+def test_the_shards_of_a_replica_have_the_same_times(qwen3: str) -> None:
+    first, second = run_world(on_two_ranks, 2, qwen3)
+    assert first == second
+    alone = LLM(qwen3, dtype="float64", kv_cache_bytes=2**20)
+    outputs = alone.generate([[5, 6, 7] * 5], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert first[1] == [output.outputs[0].token_ids for output in outputs]
