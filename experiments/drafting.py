@@ -56,8 +56,8 @@ class DraftingConfig:
     """What to measure."""
     groups: Count = 20
     """Prompts of the acceptance part, with 16 samples each."""
-    surprise: NonNegative = 1.6
-    """The higher of the two temperatures of the acceptance part; the other one is 1."""
+    temperatures: tuple[NonNegative, ...] = (1.0, 0.6)
+    """Sampling temperatures of the acceptance part."""
     batches: tuple[Count, ...] = (1, 8, 64)
     """Batch sizes of the speedup part."""
     widen: Annotated[int, Meta(ge=2)] = 16
@@ -155,7 +155,7 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
     """Table 2 of Seer: {temperature: {references: {paths: tokens per step}}}."""
     texts = prompts(config.groups)
     found: dict[str, Any] = {}
-    for temperature in (1.0, config.surprise):
+    for temperature in config.temperatures:
         llm = LLM(model(config), max_num_seqs=64, seed=config.seed)
         tokens = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP, temperature=temperature))
         ids = llm.encode(texts)
@@ -188,6 +188,7 @@ class Variant:
 
 
 PLAIN = "none"
+AT_ALL_BATCHES = (PLAIN, "grouped", "grouped, always 8", "grouped, never")
 FEWEST = 8
 """Sequences that a turn of the speedup part generates at least."""
 VARIANTS: dict[str, Variant] = {
@@ -195,6 +196,7 @@ VARIANTS: dict[str, Variant] = {
     "grouped": Variant("grouped_suffix", MarginalGain),
     "grouped, thresholds": Variant("grouped_suffix", Thresholds),
     "grouped, always 8": Variant("grouped_suffix"),
+    "grouped, never": Variant("grouped_suffix", partial(MarginalGain, margin=1e9)),
     "suffix": Variant("suffix", MarginalGain),
     "ngram": Variant("ngram", MarginalGain),
 }
@@ -243,7 +245,7 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
             chosen = (
                 llms
                 if config.full or batch == 1
-                else {name: llm for name, llm in llms.items() if name in (PLAIN, "grouped", "grouped, always 8")}
+                else {name: llm for name, llm in llms.items() if name in AT_ALL_BATCHES}
             )
             used = ids[: max(batch, FEWEST)]
             timed = {name: partial(time_batches, llm, used, tokens, batch) for name, llm in chosen.items()}
