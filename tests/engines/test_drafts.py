@@ -22,7 +22,7 @@ from engines.parallel.layout import nested_layout
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduled
 from engines.rollout.telemetry import chrome_trace
-from engines.sequence import Completion, SequenceId, SequenceState, Work
+from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
 from engines.speculation.drafter import Draft
 from engines.speculation.ngram import NGramDrafter
 from engines.speculation.verify import num_accepted
@@ -637,3 +637,24 @@ def test_the_rows_that_draw_are_planned_for(qwen3: str) -> None:
 def test_policies_that_are_refused(qwen3: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(qwen3, **options)
+
+
+def test_with_group_drafts_sample_0_of_all_prompts_comes_first(qwen3: str) -> None:
+    """Outputs keep the order of the prompts and of the samples."""
+    order: dict[str, list[tuple[int, int]]] = {}
+    tokens = {}
+    params = SamplingParams(max_tokens=6, n=3)
+    for drafter in ("none", "grouped_suffix"):
+        llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24, max_num_seqs=1, drafter=drafter)
+        ended: list[tuple[int, int]] = []
+
+        def hear(one: Finished, ended: list[tuple[int, int]] = ended) -> None:
+            ended.append((one.state.key.prompt_uid, one.state.key.sample_index))
+
+        outputs = llm.generate(PROMPTS[:4], params, on_finished=hear)
+        assert [[one.index for one in output.outputs] for output in outputs] == [[0, 1, 2]] * 4
+        tokens[drafter] = [[one.token_ids for one in output.outputs] for output in outputs]
+        order[drafter] = ended
+    assert tokens["none"] == tokens["grouped_suffix"]
+    assert order["none"] == [(uid, index) for uid in range(4) for index in range(3)]
+    assert order["grouped_suffix"] == [(uid, index) for index in range(3) for uid in range(4)]
