@@ -72,11 +72,16 @@ class DraftingConfig:
     """Seed of the sampling noise."""
     output: Path | None = None
     """Also write the JSON result to this file."""
+    figure: Path | None = None
+    """Draw acceptance and speed-up to this file."""
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        if self.output is not None and not self.output.parent.is_dir():
-            raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
+        for name, path in (("output", self.output), ("figure", self.figure)):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+        if self.figure is not None and self.figure.suffix not in (".png", ".pdf", ".svg"):
+            raise ValueError(f"figure={str(self.figure)!r}: must end in .png, .pdf or .svg")
 
 
 def main() -> dict[str, Any]:
@@ -97,10 +102,14 @@ def main() -> dict[str, Any]:
         "experiment": "drafting",
         "tier": "live",
         "machine": harness.machine(),
-        "workload": {key: value for key, value in asdict(config).items() if key not in ("output", "models")},
+        "workload": {key: value for key, value in asdict(config).items() if key not in ("output", "figure", "models")},
         "seconds": round(time.monotonic() - start, 1),
         **parts,
     }
+    if config.figure is not None and "acceptance_length" in parts:
+        from experiments.figures import draw_drafting
+
+        draw_drafting(config.figure, parts["acceptance_length"], parts.get("speedup", {}))
     if config.output is not None:
         config.output.write_text(json.dumps(result, indent=2, default=str) + "\n")
     return dict(json.loads(json.dumps(result, default=str)))

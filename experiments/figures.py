@@ -72,6 +72,35 @@ def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> 
     return path
 
 
+def draw_drafting(
+    path: Path, acceptance: Mapping[str, Mapping[int, Mapping[int, float]]], speedup: Mapping[str, Mapping[int, float]]
+) -> Path:
+    """Draws tokens per step over the number of references, a line per number of paths and a panel per temperature
+    (Seer, Table 2 and Fig. 12); and, as bars, the speed-up of each drafter by batch size."""
+    num_panels = len(acceptance) + bool(speedup)
+    figure, axes = plt.subplots(1, num_panels, figsize=(4 * num_panels, 3.2), layout="constrained", squeeze=False)
+    for ax, (temperature, table) in zip(axes[0], acceptance.items(), strict=False):
+        for paths in next(iter(table.values())):
+            label = f"{paths} path{'s' if paths > 1 else ''}"
+            ax.plot([str(count) for count in table], [row[paths] for row in table.values()], marker="o", label=label)
+        ax.set(title=f"temperature {temperature}", xlabel="references", ylabel="tokens per step", ylim=0)
+        ax.legend()
+    if speedup:
+        ax = axes[0][-1]
+        batches = sorted({batch for row in speedup.values() for batch in row})
+        width = 0.8 / len(speedup)
+        for place, (name, row) in enumerate(speedup.items()):
+            places = [batches.index(batch) + (place + 0.5) * width - 0.4 for batch in row]
+            ax.bar(places, list(row.values()), width, label=name)
+        ax.axhline(1.0, color="black", linewidth=0.8)
+        ax.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+        ax.set(ylabel="times as fast as without drafts")
+        ax.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pytest
 
-from experiments.figures import _reward
+from experiments.figures import _reward, draw_drafting
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 0.5, 1.0], [-3.0, -1.0, 0.5], [10.0, 400.0], [2.0, 2.0], []])
@@ -22,3 +24,13 @@ def test_every_reward_is_inside_the_picture(rewards: list[float]) -> None:
     assert list(shown["critic/rewards/mean"][0]) == rewards
     assert all(low <= value <= high for values, (low, high) in shown.values() for value in values)
     assert shown["val-core/pass@1"][1] == (0, 1.02), "its meaning is that of a share"
+
+
+def test_drafting(tmp_path: Path) -> None:
+    acceptance = {"1": {0: {1: 1.5, 2: 1.6}, 15: {1: 2.5, 2: 2.7}}}
+    speedups = {"both": {"suffix": {1: 1.2}, "grouped": {1: 3.0, 8: 1.5}}, "one": {}}
+    sizes = [
+        draw_drafting(tmp_path / f"{name}.png", acceptance, speedup).stat().st_size
+        for name, speedup in speedups.items()
+    ]
+    assert sizes[0] > sizes[1] > 5000
