@@ -41,8 +41,9 @@ class LLM:
     (`nested_layout`). Every rank makes the same LLM, calls `generate` with the same prompts, and gets all outputs.
     Replica i mod dp runs sequence i; with a `schedule` policy, sequences are dispatched to replicas that have room, and
     a `layout_policy` may regroup the ranks during the rollout. Sequences are in the order of their prompts, or, when a
-    group's drafts come from its samples that have ended, sample 0 of all prompts before sample 1. Ranks that share their groups with a trainer pass them
-    as `world`. Without it, an LLM with no `tensor_parallel_size`, `layout` or `schedule` runs on its own rank alone.
+    group's drafts come from its samples that have ended, sample 0 of all prompts before sample 1. Ranks that share
+    their groups with a trainer pass them as `world`. Without it, an LLM with no `tensor_parallel_size`, `layout` or
+    `schedule` runs on its own rank alone.
     """
 
     def __init__(
