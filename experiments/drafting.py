@@ -198,7 +198,7 @@ class Variant:
 
 PLAIN = "none"
 AT_ALL_BATCHES = (PLAIN, "grouped", "grouped, always 8", "grouped, never")
-FEWEST = 8
+FEWEST = 3
 """Sequences that a turn of the speedup part generates at least."""
 VARIANTS: dict[str, Variant] = {
     PLAIN: Variant("none"),
@@ -233,7 +233,7 @@ def make(stack: ExitStack, folder: Path, variant: Variant, **options: Any) -> LL
 def speedup(config: DraftingConfig) -> dict[str, Any]:
     """{drafter: {batch: ratio to plain}}: the last sample of each prompt, when its 15 siblings have ended.
 
-    Small batches run one after the other, until eight sequences have ended.
+    Small batches run one after the other, until some sequences have ended.
     """
     most = max(config.batches)
     texts = prompts(max(most, FEWEST))
@@ -258,7 +258,8 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
             )
             used = ids[: max(batch, FEWEST)]
             timed = {name: partial(time_batches, llm, used, tokens, batch) for name, llm in chosen.items()}
-            turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
+            is_first = batch == config.batches[0]
+            turns = harness.interleave(timed, config.turns, name=f"batch {batch}", warm_up=is_first)
             seconds = {name: [one.seconds for one in some] for name, some in turns.items()}
             per_step = {name: statistics.fmean(one.tokens_per_step for one in turns[name]) for name in timed}
             row = harness.compare(f"batch {batch}", seconds)
@@ -323,8 +324,9 @@ def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
             timed = {}
             for name in names:
                 llm = make(stack, folder, VARIANTS[name], max_num_seqs=size, max_model_len=512, seed=config.seed)
+                time_rollout(llm, texts[:1], params)
                 timed[name] = partial(time_rollout, llm, texts, params)
-            turns = harness.interleave(timed, config.turns, name=f"{size} at a time")
+            turns = harness.interleave(timed, config.turns, name=f"{size} at a time", warm_up=False)
             row = harness.compare(f"{size} at a time", turns)
             rows.append(row)
             found[size] = {name: harness.short(1 / ratio) for name, ratio in row["ratios"].items()}

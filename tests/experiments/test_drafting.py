@@ -1,0 +1,54 @@
+"""`drafting.py` as users run it, with a random model in the place of the trained one. Speeds are no test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from algos.publish import RECORD_FILE
+from algos.warmstart_config import WarmStartConfig
+from tests.worlds import refused_by, run_main
+
+
+@pytest.fixture
+def models(text_model: str, tmp_path: Path) -> Path:
+    """As if the warm start had been made there."""
+    shutil.copytree(text_model, tmp_path / "models" / "tiny")
+    record = {"warm_start": asdict(WarmStartConfig())}
+    (tmp_path / "models" / "tiny" / RECORD_FILE).write_text(json.dumps(record))
+    return tmp_path / "models"
+
+
+def test_parts(models: Path, tmp_path: Path) -> None:
+    figure, output = tmp_path / "drafting.png", tmp_path / "result.json"
+    small = ["--groups", "2", "--batches", "1", "--turns", "1", "--widen", "2", "--figure", str(figure)]
+    parts = ["--parts", "equal", "acceptance", "speedup"]
+    result = run_main("drafting", ["--models", str(models), "--output", str(output), *small, *parts])
+    assert result["tokens_equal"] is True and len(result["equal"]) == 16
+    assert json.loads(output.read_text()) == result and figure.stat().st_size > 5000
+    for table in result["acceptance_length"].values():
+        assert list(table) == ["0", "1", "5", "15"] and all(list(row) == ["1", "2", "4"] for row in table.values())
+        assert all(1 <= row["1"] <= row["2"] <= row["4"] for row in table.values())
+        assert all(row["15"] >= row["0"] for row in zip_columns(table))
+    assert set(result["speedup"]) >= {"grouped", "suffix", "ngram"} and "rollout_speedup" not in result
+
+
+def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
+    return [{count: row[paths] for count, row in table.items()} for paths in ("1", "2", "4")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--figure", "acceptance.foo"], "figure='acceptance.foo': must end in .png, .pdf or .svg"),
+        (["--output", "/nowhere/x.json"], "output='/nowhere/x.json': there is no folder '/nowhere'"),
+        (["--parts"], "parts=(): must be one or more parts"),
+        (["--widen", "1"], "widen=1: must be"),
+    ],
+)
+def test_what_it_refuses(options: list[str], message: str) -> None:
+    assert message in refused_by("drafting", options)
