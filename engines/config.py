@@ -256,8 +256,8 @@ class EngineConfig:
     draft_tree_bytes: Annotated[int, Meta(ge=2**16, le=2**40)] = 64 * 2**20
     """Most host memory of the suffix trees of a rank; the trees that were used longest ago are dropped."""
     draft_server: bool = False
-    """Whether "grouped_suffix" also looks in sequences of the prompt on other replicas of the torchrun world. Rank 0 runs
-    the server, which keeps tokens of at most `draft_tree_bytes`. Drafts then depend on time; tokens do not."""
+    """Whether "grouped_suffix" also looks in sequences of the prompt on other replicas of the torchrun world, by way of
+    a server on rank 0, whose tokens take at most `draft_tree_bytes`. Drafts then depend on time; tokens do not."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whichever sequences share a pass, however prompts are chunked,
     and whatever is preempted. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""

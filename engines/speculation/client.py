@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import secrets
 import threading
@@ -9,7 +10,6 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +110,9 @@ class DraftClient:
     def take(self) -> list[Grown]:
         """Returns the requests of other replicas that have grown since the last call."""
         grown = []
-        while not self._grown.empty():
-            grown.append(self._grown.get())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                grown.append(self._grown.get_nowait())
         return grown
 
     def close(self) -> None:
@@ -171,7 +172,7 @@ class _Link:
             is_connected = False
             try:
                 name = f"drafts-{secrets.token_hex(8)}"
-                with closing(Client(name, self._address, self._token, patience_s=self._times.patience_s)) as client:
+                with contextlib.closing(Client(name, self._address, self._token, patience_s=self._times.patience_s)) as client:
                     is_connected, pause_s = True, self._times.retry_s
                     self._serve(client)
             except (OSError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
