@@ -171,8 +171,8 @@ class _Link:
         while not self._has_ended:
             is_connected = False
             try:
-                name = f"drafts-{secrets.token_hex(8)}"
-                with contextlib.closing(Client(name, self._address, self._token, patience_s=self._times.patience_s)) as client:
+                name, patience_s = f"drafts-{secrets.token_hex(8)}", self._times.patience_s
+                with contextlib.closing(Client(name, self._address, self._token, patience_s=patience_s)) as client:
                     is_connected, pause_s = True, self._times.retry_s
                     self._serve(client)
             except (OSError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
