@@ -14,7 +14,7 @@ from msgspec import Meta
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 GroupId = Annotated[str, Meta(min_length=1, max_length=256)]
-RequestId = Annotated[int, Meta(ge=0, lt=2**63)]
+RequestId = Annotated[int, Meta(ge=0, lt=2**62)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
@@ -94,11 +95,15 @@ class Oracle:
         return None
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_store_against_brute_force(seed: int) -> None:
+def test_the_store_against_brute_force() -> None:
     """Updates are repeated, reordered, lost and cut anywhere; groups expire and are evicted."""
+    counts = sum((Counter(play_on_the_store(seed)) for seed in range(40)), Counter())
+    assert counts.keys() == {*COUNTED} - {"malformed"}
+
+
+def play_on_the_store(seed: int) -> dict[str, int]:
     rng = random.Random(seed)
-    max_bytes = rng.choice([3_000, 6_000, 10**6])
+    max_bytes = rng.choice([1_000, 2_000, 10**6])
     store, oracle = DraftStore(max_bytes=max_bytes), Oracle(max_bytes)
     truth = {(group, request): [rng.randrange(99) for _ in range(60)] for group in "abcd" for request in range(3)}
     now = 0.0
@@ -140,8 +145,7 @@ def test_the_store_against_brute_force(seed: int) -> None:
         assert store.tokens() == {name: one["requests"] for name, one in oracle.groups.items()}
         assert store.counts == oracle.counts
         assert store.num_bytes == oracle.num_bytes() <= max_bytes
-    assert oracle.counts["expired"] and oracle.counts["gap"] and oracle.counts["doubled"]
-    assert oracle.counts["evicted"] or max_bytes > 6_000
+    return oracle.counts
 
 
 def test_nothing_comes_twice_and_a_group_made_anew_has_another_version() -> None:
