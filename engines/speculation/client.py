@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import queue
 import secrets
 import threading
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,7 +123,8 @@ class DraftClient:
             link.join()
 
     def _link(self, group_id: str) -> _Link:
-        return self._links[zlib.crc32(group_id.encode()) % len(self._links)]
+        digest = hashlib.blake2b(group_id.encode(), digest_size=8).digest()
+        return self._links[int.from_bytes(digest, "little") % len(self._links)]
 
 
 class _Link:

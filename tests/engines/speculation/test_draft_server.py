@@ -242,7 +242,7 @@ def known_to(client: DraftClient) -> dict[str, dict[int, list[int]]]:
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_clients_converge_after_kills_and_restarts(num_servers: int) -> None:
     rng = random.Random(num_servers)
-    truth = {(f"g{i % 4}", i): [rng.randrange(1000) for _ in range(60)] for i in range(12)}
+    truth = {(f"g{i % 4}", i): [rng.randrange(1000) for _ in range(60)] for i in range(15)}
     with ExitStack() as stack:
         servers = [DraftServer(TOKEN) for _ in range(num_servers)]
         addresses = [server.address for server in servers]
@@ -252,7 +252,9 @@ def test_clients_converge_after_kills_and_restarts(num_servers: int) -> None:
                 client.register_group(f"g{group}")
         for end in range(5, 61, 5):
             for (group, request), tokens in truth.items():
-                clients[request % 3].give(group, request, [7, 7, *tokens[:end]], 2, has_ended=end == 60 and request > 8)
+                clients[request % 3].give(
+                    group, request, [7, 7, *tokens[:end]], 2, has_ended=end == 60 and request >= 12
+                )
             for client in clients:
                 client.flush()
             if end % 15 == 0:
