@@ -125,6 +125,7 @@ class TrainConfig:
             ("dispatch", "on-demand", "timing", self.dispatch, "static"),
             ("rollout.preemption", "swap", free, engine.preemption, "recompute"),
             ("rollout.kv_cache_mib", "auto", free, engine.kv_cache_bytes, "a number"),
+            ("rollout.draft_server", True, "timing", engine.draft_server, "no draft server"),
         ):
             if self.deterministic and chosen == value:
                 raise ValueError(

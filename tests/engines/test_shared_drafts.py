@@ -1,4 +1,4 @@
-"""Drafts that replicas share in a torchrun world: the same tokens, and drafts that only another replica could supply."""
+"""Drafts shared by replicas in a torchrun world: the same tokens, and drafts that only the other one could supply."""
 
 from __future__ import annotations
 
