@@ -123,9 +123,9 @@ class TrainConfig:
         engine, free = self.rollout.engine, "how much memory and disk is free"
         for name, value, depends_on, chosen, fix in (
             ("dispatch", "on-demand", "timing", self.dispatch, "static"),
+            ("rollout.draft_server", True, "timing", engine.draft_server, "no draft server"),
             ("rollout.preemption", "swap", free, engine.preemption, "recompute"),
             ("rollout.kv_cache_mib", "auto", free, engine.kv_cache_bytes, "a number"),
-            ("rollout.draft_server", True, "timing", engine.draft_server, "no draft server"),
         ):
             if self.deterministic and chosen == value:
                 raise ValueError(

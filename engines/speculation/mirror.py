@@ -119,11 +119,6 @@ class Mirror:
                         self._to_register.add(group_id)
         return grown
 
-    def tokens(self) -> dict[str, dict[int, list[int]]]:
-        """Returns a copy of all tokens, by group and request."""
-        groups = self._groups.items()
-        return {name: {key: one.tokens.tolist() for key, one in group.requests.items()} for name, group in groups}
-
     def _learn(self, update: UpdateCst) -> Grown | None:
         group = self._groups.get(update.group_id)
         if group is None:

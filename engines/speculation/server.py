@@ -129,11 +129,6 @@ class DraftStore:
                     answers.append(update)
         return [*answers, Fetched(versions=versions)]
 
-    def tokens(self) -> dict[str, dict[int, list[int]]]:
-        """Returns a copy of all tokens, by group and request."""
-        groups = self._groups.items()
-        return {name: {one: tokens.tolist() for one, tokens in group.requests.items()} for name, group in groups}
-
     def _use(self, group_id: str, now: float) -> _Group | None:
         group = self._groups.get(group_id)
         if group is not None:

@@ -15,6 +15,7 @@ from engines.sequence import Work
 from engines.speculation.drafter import Draft
 from engines.speculation.shared import SharedDrafter
 from engines.speculation.suffix import SuffixDrafter
+from tests.engines.speculation.test_draft_server import tokens_of
 from tests.engines.test_rollout_world import Flip
 from tests.states import make_state
 from tests.worlds import error_of, join, run_world
@@ -48,7 +49,7 @@ def generate(model: str) -> dict[str, Any]:
         results[case] = {
             "tokens": [[c.token_ids for c in one.outputs] for one in out],
             "epoch": llm.layout.epoch,
-            "groups": 0 if sharing.server is None else len(sharing.server._store.tokens()),
+            "groups": 0 if sharing.server is None else len(sharing.server._store._groups),
             "accepted": sum(record.num_accepted for record in llm.step_records),
         }
         llm.close()
@@ -97,7 +98,7 @@ def copy_from_the_other_replica(model: str, with_server: bool) -> int:
 def known_of(drafter: SuffixDrafter) -> list[int]:
     client = drafter._client
     assert client is not None
-    return client._links[0]._mirror.tokens().get("0:0", {}).get(1, [])
+    return tokens_of(client._links[0]._mirror).get("0:0", {}).get(1, [])
 
 
 def test_the_second_replica_accepts_what_the_first_has_generated(qwen3: str) -> None:
