@@ -408,11 +408,12 @@ def test_the_second_replica_copies_from_the_first(
     first.tokens += TEXT[10:]
     if has_ended:
         here.finish(first)
+    else:
+        propose(here, first)
     second.tokens += TEXT[:3]
-    assert propose(there, second)[0].tokens == []
-    wait_until(lambda: bool(propose(here, first) if not has_ended else True) and all(
-        known_to(client).get("0:0", {}).get(1) == TEXT for _ in range(1)
-    ))  # fmt: skip
+    assert propose(drafter_of(None), second)[0].tokens == []
+    propose(there, second)
+    wait_until(lambda: known_to(client).get("0:0", {}).get(1) == TEXT)
     second.tokens.append(TEXT[3])
     wait_until(lambda: propose(there, second)[0].tokens == TEXT[4:12])
     # The first one comes to the second replica: it is followed by its state, and not twice in the tree.
@@ -440,3 +441,22 @@ def test_tokens_arrive_again_after_a_group_was_dropped_here(
     there._groups.clear()  # as when other groups need the bytes
     wait_until(lambda: propose(there, second)[0].tokens == TEXT[3:11])
     assert known_to(client)["0:0"][1] == TEXT
+
+
+def test_a_running_sequence_follows_its_state_alone(pair: tuple[SuffixDrafter, SuffixDrafter, DraftClient]) -> None:
+    """The server may know more of it: when a step was taken back, or when a replica that ran it was lost."""
+    here, there, client = pair
+    longer, state = make_state(0, PROMPT, index=0), make_state(0, PROMPT, index=0)
+    longer.tokens += TEXT
+    here.finish(longer)
+    state.tokens += TEXT[:3]
+    propose(there, state)
+    wait_until(lambda: known_to(client).get("0:0", {}).get(1) == TEXT)
+    while not client._grown.empty():
+        assert propose(there, state)[0].tokens == []
+        assert there._groups[0, 0].tree.length(1) == 24 + 3
+    state.tokens += [*TEXT[3:], 77]
+    propose(there, state)
+    assert there._groups[0, 0].tree.length(1) == 24 + len(TEXT) + 1
+    there.finish(state)
+    wait_until(lambda: known_to(client)["0:0"][1] == [*TEXT, 77])
