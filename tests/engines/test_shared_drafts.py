@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -15,20 +14,20 @@ from engines.sequence import Work
 from engines.speculation.drafter import Draft
 from engines.speculation.shared import SharedDrafter
 from engines.speculation.suffix import SuffixDrafter
-from tests.engines.speculation.test_draft_server import tokens_of
+from tests.engines.speculation.test_draft_server import tokens_of, wait_until
 from tests.engines.test_rollout_world import Flip
 from tests.states import make_state
 from tests.worlds import error_of, join, run_world
 
 PROMPTS = [[7 * uid % 129 + 2, 5, 9, 30 + uid] for uid in range(4)]
-PARAMS = SamplingParams(max_tokens=60, n=4, temperature=0.5, ignore_eos=True)
+PARAMS = [SamplingParams(max_tokens=60, n=4, temperature=one, ignore_eos=True) for one in (0.0, 0.3, 0.7, 1.0)]
 OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**21, "max_num_seqs": 6}
 SHARED: dict[str, Any] = {"drafter": "grouped_suffix", "draft_server": True}
 CASES = ["DP2", "TP2", "DP2 closed", "TP2 closed", "DP2 on demand", "DP2 on demand closed", "DP2 on demand regroups"]
 
 
 def generate(model: str) -> dict[str, Any]:
-    """The tokens of each case, on each rank, with the number of groups that the server had."""
+    """The tokens of each case, and the drafted ones that this rank has accepted."""
     groups = join(timeout_s=120)
     results: dict[str, Any] = {}
     for case in CASES:
@@ -46,10 +45,12 @@ def generate(model: str) -> dict[str, Any]:
                 sharing.server.close()
 
         out = llm.generate(PROMPTS, PARAMS, on_finished=hear)
+        if sharing.server is not None and "closed" not in case:
+            wait_until(lambda sharing=sharing: len(sharing.server._store._groups) == len(PROMPTS))
+        groups.world.barrier()
         results[case] = {
             "tokens": [[c.token_ids for c in one.outputs] for one in out],
             "epoch": llm.layout.epoch,
-            "groups": 0 if sharing.server is None else len(sharing.server._store._groups),
             "accepted": sum(record.num_accepted for record in llm.step_records),
         }
         llm.close()
@@ -62,7 +63,6 @@ def test_the_same_tokens(qwen3: str) -> None:
     first, second = run_world(generate, 2, qwen3)
     for case in CASES:
         assert first[case]["tokens"] == second[case]["tokens"] == wanted, case
-        assert first[case]["groups"] == len(PROMPTS) or "closed" in case
         assert first[case]["accepted"] + second[case]["accepted"] > 0
     assert first["DP2 on demand regroups"]["epoch"] == 1
 
@@ -84,10 +84,7 @@ def copy_from_the_other_replica(model: str, with_server: bool) -> int:
             llm.replica.step()
         drafter = llm.replica._drafter
         assert isinstance(drafter, SuffixDrafter) and len(state.tokens) < 20
-        deadline = time.monotonic() + 60
-        while with_server and len(known_of(drafter)) < 60:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not with_server or len(known_of(drafter)) == 60)
         while llm.replica.has_work:
             accepted += llm.replica.step().num_accepted
     groups.world.barrier()
