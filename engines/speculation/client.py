@@ -30,15 +30,15 @@ class DraftTimes:
     """How often a client sends and fetches."""
 
     append_tokens: int = 16
-    """A sequence's tokens are sent when they are so many."""
+    """Number of a sequence's new tokens at which they are sent."""
     append_s: float = 0.05
-    """They are sent after so many seconds in any case."""
+    """Seconds after which they are sent, even if they are fewer."""
     fetch_s: float = 0.1
     """Seconds between two fetches of the other replicas' tokens."""
     ttl_seconds: int = 600
-    """A group that has been out of use for so long is forgotten, here and on the server."""
+    """Seconds without use after which a group is forgotten, here and on the server."""
     patience_s: float = 5.0
-    """Seconds after which a server that does not answer is taken for lost."""
+    """Seconds without an answer after which a server counts as lost."""
     retry_s: float = 1.0
     """Pause before the first attempt to connect again; each further one is twice as long, up to 30 s."""
 
@@ -89,11 +89,11 @@ class DraftClient:
         count = given.counts.get(request_id, 0)
         new = tokens[num_prompt_tokens + count :]
         if new or has_ended:
-            given.used = time.monotonic()
+            given.used = now = time.monotonic()
             given.counts[request_id] = count + len(new)
             update = UpdateCst(group_id=group_id, request_id=request_id, prev_token_count=count, new_tokens=new)
             link = self._link(group_id)
-            link.put(link.give, update, has_ended)
+            link.put(link.mirror.give, update, has_ended, now)
 
     def flush(self) -> None:
         """Hands what was given over to the threads."""
@@ -103,7 +103,7 @@ class DraftClient:
             for group_id in [one for one, given in self._given.items() if now - given.used > given.ttl_seconds]:
                 del self._given[group_id]
                 link = self._link(group_id)
-                link.put(link.forget, group_id)
+                link.put(link.mirror.forget, group_id)
         for link in self._links:
             link.flush()
 
@@ -128,11 +128,11 @@ class DraftClient:
 
 
 class _Link:
-    """The thread that talks to one server, and what it knows. Only `put`, `flush`, `stop` and `join` are for others."""
+    """The thread that talks to one server. Other threads call only `put`, `flush`, `stop` and `join`."""
 
     def __init__(self, address: str, token: bytes, times: DraftTimes, report: Callable[[Grown], None]) -> None:
         self._address, self._token, self._times, self._report = address, token, times, report
-        self._mirror = Mirror(append_tokens=times.append_tokens, append_s=times.append_s)
+        self.mirror = Mirror(append_tokens=times.append_tokens, append_s=times.append_s)
         self._pending: list[_Call] = []  # of the caller's thread
         self._todo: queue.SimpleQueue[list[_Call]] = queue.SimpleQueue()
         self._has_ended = self._has_warned = False
@@ -158,14 +158,8 @@ class _Link:
     # -- of the thread
 
     def register_group(self, group_id: str, ttl_seconds: int) -> None:
-        for grown in self._mirror.register_group(group_id, ttl_seconds):
+        for grown in self.mirror.register_group(group_id, ttl_seconds):
             self._report(grown)
-
-    def give(self, update: UpdateCst, has_ended: bool) -> None:
-        self._mirror.give(update, has_ended, time.monotonic())
-
-    def forget(self, group_id: str) -> None:
-        self._mirror.forget(group_id)
 
     def _run(self) -> None:
         pause_s = self._times.retry_s
@@ -185,20 +179,20 @@ class _Link:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _serve(self, client: Client) -> None:
-        """Exchanges tokens until the connection or this link ends. Raises ConnectionError when the server is lost."""
+        """Exchanges tokens until `stop`. Raises ConnectionError when the server is lost."""
         is_new, has_sent, due = True, False, 0.0
         while not self._has_ended:
-            if requests := self._mirror.updates(time.monotonic()):
+            if requests := self.mirror.updates(time.monotonic()):
                 client.send(encode(requests))
                 has_sent = True
             if time.monotonic() >= due:
-                fetch = self._mirror.fetch(everything=is_new)
+                fetch = self.mirror.fetch(everything=is_new)
                 if fetch.group_ids or has_sent:  # the answers to what was sent come before those to the fetch
                     client.send(encode([fetch]))
                     self._hear(client)
                 is_new = has_sent = False
                 due = time.monotonic() + self._times.fetch_s
-            self._obey(min(due, self._mirror.next_due))
+            self._obey(min(due, self.mirror.next_due))
 
     def _hear(self, client: Client) -> None:
         """Takes the answers up to those to the last fetch."""
@@ -210,7 +204,7 @@ class _Link:
                     raise ConnectionError(f"{self._address}: no answer for {self._times.patience_s:g} s")
                 continue
             answers = decode_answers(payload)
-            for grown in self._mirror.hear(answers, time.monotonic()):
+            for grown in self.mirror.hear(answers, time.monotonic()):
                 self._report(grown)
             if answers and isinstance(answers[-1], Fetched):
                 return

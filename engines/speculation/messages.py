@@ -22,7 +22,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
 
 class RegisterGroup(_Message, frozen=True, kw_only=True):
-    """The server keeps the group until nobody has used it for `ttl_seconds`."""
+    """The server keeps the group until `ttl_seconds` have passed since its last use by any client."""
 
     group_id: GroupId
     ttl_seconds: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -41,9 +41,9 @@ class DraftCacheInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What a client has of a group."""
 
     version: Count
-    """The last that the server named; 0 if there is none, and the server compares all counts."""
+    """The last one in `Fetched`; with 0 the server compares all counts."""
     token_counts: dict[RequestId, Count]
-    """Request -> the tokens that client and server both had."""
+    """Request -> number of its tokens that client and server both had."""
 
 
 class FetchCst(_Message, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class FetchCst(_Message, frozen=True, kw_only=True):
 
 
 class Expected(_Message, frozen=True, kw_only=True):
-    """The server has only the request's first `token_count` tokens, or no such group: send the others again."""
+    """The server has only the request's first `token_count` tokens; the client sends the others again."""
 
     group_id: GroupId
     request_id: RequestId

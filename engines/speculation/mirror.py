@@ -1,4 +1,4 @@
-"""What a draft client knows of its groups, and what it sends and learns. No clock, no thread, no socket. Torch-free."""
+"""What a draft client knows of its groups, sends and learns, without a clock, thread or socket. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ class _Group:
 
 
 class Mirror:
-    """A client's copy of the tokens of its groups, of its own sequences and of others': what is sent is what the server
-    lacks, whoever generated it."""
+    """A client's copy of its groups' tokens, from all replicas. The server gets what it lacks, from any of them."""
 
     def __init__(self, *, append_tokens: int, append_s: float) -> None:
         self._append_tokens, self._append_s = append_tokens, append_s
         self._groups: dict[str, _Group] = {}
         self._to_register: set[str] = set()
         self._unsent: dict[tuple[str, int], float] = {}
-        """(group, request) -> since when it has tokens that the server lacks; the oldest first."""
+        """(group, request) -> the time since which it has tokens to send; the oldest first."""
 
     def register_group(self, group_id: str, ttl_seconds: int) -> list[Grown]:
         """Returns what is known of the group already."""
@@ -61,7 +60,7 @@ class Mirror:
             self._unsent.pop((group_id, request_id), None)
 
     def give(self, update: UpdateCst, has_ended: bool, now: float) -> None:
-        """Takes tokens of a sequence of this replica. Tokens that are known stay as they were received first."""
+        """Takes tokens of a sequence of this replica. Tokens that are known already are skipped."""
         group = self._groups.get(update.group_id)
         if group is None:
             return
@@ -71,11 +70,11 @@ class Mirror:
 
     @property
     def next_due(self) -> float:
-        """When the oldest tokens that were not sent must be; infinite when all were sent."""
+        """Time at which the oldest unsent tokens must be sent; infinite when there are none."""
         return next(iter(self._unsent.values())) + self._append_s if self._unsent else math.inf
 
     def updates(self, now: float) -> list[Request]:
-        """Returns what is to be sent now: a request's tokens when they are enough, or old enough."""
+        """Returns what must be sent now: new groups, and the tokens of requests with enough of them, or old ones."""
         out: list[Request] = []
         for group_id in self._to_register:
             out.append(RegisterGroup(group_id=group_id, ttl_seconds=self._groups[group_id].ttl_seconds))
@@ -91,8 +90,8 @@ class Mirror:
         return out
 
     def fetch(self, *, everything: bool) -> FetchCst:
-        """Asks for the groups with a running sequence, or for all. `everything` compares all counts, too, as after a
-        server was lost."""
+        """Asks for the groups with a running sequence. With `everything`, as after a lost connection, it asks for all
+        groups, and the server compares all counts."""
         groups = {name: group for name, group in self._groups.items() if everything or group.running}
         infos = [
             DraftCacheInfo(
@@ -140,7 +139,7 @@ class Mirror:
             self._unsent.setdefault((expected.group_id, expected.request_id), now)
 
     def _merge(self, group: _Group, update: UpdateCst) -> bool:
-        """Whether some of the tokens were new."""
+        """Returns whether some of the tokens were new."""
         tokens = group.requests.setdefault(update.request_id, _Request()).tokens
         missing = len(tokens) - update.prev_token_count
         fresh = update.new_tokens[missing:] if missing >= 0 else []

@@ -1,4 +1,4 @@
-"""The grouped draft server (Seer §4.4): what all replicas have generated for each prompt, for all of them. Torch-free.
+"""The grouped draft server (Seer §4.4): replicas send it what they generate, and fetch what others did. Torch-free.
 
 It keeps tokens, not trees: each replica drafts from its own trees, so that no step waits for the server.
 """
@@ -30,8 +30,8 @@ from engines.speculation.messages import (
 )
 
 COUNTED: Final = ("malformed", "doubled", "gap", "evicted", "expired")
-"""Events of a store: payloads that are no list of requests; updates without a new token; updates that begin behind the
-known tokens; groups dropped because of the byte bound; groups that nobody has used for their TTL."""
+"""Events of a store: payloads that are no list of requests; updates without a new token; updates whose preceding tokens
+are missing; groups dropped because of the byte bound; groups dropped because their TTL had passed."""
 _GROUP_BYTES: Final = 512
 _REQUEST_BYTES: Final = 256
 _POLL_S: Final = 1.0
@@ -111,7 +111,7 @@ class DraftStore:
         return []
 
     def fetch_cst(self, group_ids: list[str], infos: list[DraftCacheInfo], now: float) -> list[Answer]:
-        """Returns what each client's group lacks, and what the server lacks of it; last `Fetched`."""
+        """Returns the tokens that the client lacks, `Expected` where the server has fewer, and last `Fetched`."""
         answers: list[Answer] = []
         versions: dict[str, int] = {}
         for group_id, info in zip(group_ids, infos, strict=True):

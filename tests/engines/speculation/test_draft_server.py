@@ -242,7 +242,7 @@ def known_to(client: DraftClient) -> dict[str, dict[int, list[int]]]:
     known: dict[str, dict[int, list[int]]] = {}
     for link in client._links:
         try:
-            known |= tokens_of(link._mirror)
+            known |= tokens_of(link.mirror)
         except RuntimeError:  # a dictionary has changed while it was read
             return {}
     return known
