@@ -362,7 +362,8 @@ def test_no_step_waits_for_a_server_that_does_not_answer() -> None:
         elif event == "c_call":
             calls.add(f"{argument.__module__ or ''}:{argument.__qualname__}")
 
-    with DraftServerOnce() as address, closing(DraftClient([address], TOKEN, SOON)) as client:
+    times = DraftTimes(patience_s=1.1)
+    with DraftServerOnce() as address, closing(DraftClient([address], TOKEN, times)) as client:
         alone, shared = drafter_of(None), drafter_of(client)
         states = [make_state(0, [1, 2, 3, 4, 5], index=index) for index in range(3)]
         for token in [9, 1, 2, 3, 9, 1, 2, 3, 9]:
