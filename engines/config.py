@@ -256,6 +256,9 @@ class EngineConfig:
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
     draft_tree_bytes: DraftBytes = 64 * 2**20
     """Most host memory of the suffix trees of a rank; the trees that were used longest ago are dropped."""
+    draft_server: bool = False
+    """Whether "grouped_suffix" also looks in sequences of the prompt on other replicas of the torchrun world, by way of
+    a server on rank 0, whose tokens take at most `draft_tree_bytes`. Drafts then depend on time; tokens do not."""
     batch_invariant: bool = False
     """Whether tokens and log-probs have the same bits whichever sequences share a pass, however prompts are chunked,
     and whatever is preempted. For one machine, number of threads and tensor-parallel size; on CPUs with a compiler."""
@@ -271,6 +274,10 @@ class EngineConfig:
             raise ValueError(
                 "EngineConfig.batch_invariant=True: needs kernels and attention both 'auto' or 'native', not "
                 f"{self.kernels!r} and {self.attention!r}: the bits of others depend on the batch"
+            )
+        if self.draft_server and self.drafter != "grouped_suffix":
+            raise ValueError(
+                f"EngineConfig.draft_server=True: is for drafter='grouped_suffix', not {self.drafter!r}; change one"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(

@@ -23,6 +23,7 @@ from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import HiddenStop, Replica
 from engines.replica.turn import Turn, alone
+from engines.rollout.drafts import DraftSharing
 from engines.rollout.generation import check_same_states, make_states, one_per_prompt, split_done
 from engines.rollout.journal import CompletionStore
 from engines.rollout.pace import Pace
@@ -93,6 +94,7 @@ class LLM:
         self.rollout: RolloutWorld | None = None
         self._kv_store: FileKVStore | TieredKVStore | None = None
         """KV of preempted sequences; coordinated rollouts (`rollout`) have their own store."""
+        self._drafts: DraftSharing | None = None
         self._own_groups = arguments.start_world(device)
         groups = world or self._own_groups
         self._world: Communicator = groups.world if groups is not None else SingleRank()
@@ -115,6 +117,9 @@ class LLM:
             token = self._world.broadcast_bytes(secrets.token_hex(16).encode() if self._world.rank == 0 else None)
             self._kv_store = placement.kv_store = placement.make_kv_store(token.decode())
             weakref.finalize(self, self._kv_store.close)
+        if self.config.draft_server and groups is not None:
+            self._drafts = DraftSharing(groups, max_bytes=self.config.draft_tree_bytes)
+            placement.connect_drafts = self._drafts.connect
         with together(self._world, "LLM"):
             placement.build(self.layout)
             if given.load:
@@ -314,8 +319,8 @@ class LLM:
 
     @alone
     def close(self) -> None:
-        """Closes the connections of coordinated rollouts, the host's copy of the weights, and the groups of ranks that
-        this LLM made.
+        """Closes the connections of coordinated rollouts and of drafts, the host's copy of the weights, and the groups
+        of ranks that this LLM made.
 
         All ranks call it together. The LLM cannot generate any more.
         """
@@ -325,6 +330,8 @@ class LLM:
         if self.rollout is not None:
             self.rollout.close()
             self.rollout = None
+        if self._drafts is not None:
+            self._drafts.close()
         if hasattr(self, "_placement"):  # false when the constructor has failed
             self._placement.close()
         if self._own_groups is not None:

@@ -127,6 +127,7 @@ class TrainConfig:
         lengths = self.rollout.draft_lengths
         for name, value, depends_on, chosen, fix in (
             ("dispatch", "on-demand", "timing", self.dispatch, "static"),
+            ("rollout.draft_server", True, "timing", engine.draft_server, "no draft server"),
             ("rollout.preemption", "swap", free, engine.preemption, "recompute"),
             ("rollout.kv_cache_mib", "auto", free, engine.kv_cache_bytes, "a number"),
             ("rollout.draft_lengths", lengths, "timing", None if self._drafts_alike else lengths, "fixed"),

@@ -261,6 +261,8 @@ def _plan(
 
     An accelerator's free memory is not checked here, where no engine runs: each replica checks it for itself.
     """
+    if config.draft_server:
+        raise ValueError("EngineConfig.draft_server=True: is for a torchrun world; leave it out of a Fleet's options")
     sizes = ModelConfig.from_pretrained(model)
     check_engine(config, sizes, device)
     mine = free_memory(device) if device.type == "cpu" else Memory(str(device), None)

@@ -28,7 +28,7 @@ from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
 from engines.sequence import Detokenize
-from engines.speculation.choose import choose_drafter
+from engines.speculation.choose import Connect, choose_drafter
 from engines.speculation.policy import DraftPolicy
 
 
@@ -50,9 +50,11 @@ class LocalEngine:
         max_kv_tokens: int | None = None,
         kv_store: KVStore | None = None,
         draft_policy: DraftPolicy | None = None,
+        connect_drafts: Connect | None = None,
     ) -> None:
         """Allocates the memory; weights are loaded later. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
-        `Replica`; `kv_store`: see `KVMover`; `draft_policy`: see `LLM`.
+        `Replica`; `kv_store`: see `KVMover`; `draft_policy`: see `LLM`; `connect_drafts`: see
+        `choose_drafter`.
 
         Raises ValueError when the model cannot be cut into these shards, the KV cache cannot hold a block, or there is
         no memory for it.
@@ -91,7 +93,7 @@ class LocalEngine:
             detokenize=detokenize,
             hidden_stop=hidden_stop,
             max_kv_tokens=max_kv_tokens,
-            drafter=choose_drafter(config, draft_policy, row_times),
+            drafter=choose_drafter(config, draft_policy, row_times, tensor_parallel, connect_drafts),
         )
         self.has_weights = self.is_asleep = False
 

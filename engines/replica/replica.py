@@ -251,7 +251,8 @@ class Replica:
             self.scheduler.add_loaded(schedule)
         if self._drafter is not None:
             # Each shard of the replica drafts for itself, and all must draft alike: a drafter is a function of the
-            # states. One that depends on time would have to run on the first shard, and send its drafts to the others.
+            # states. One that depends on time runs on the first shard, which sends its drafts to the others
+            # (`SharedDrafter`).
             self.scheduler.add_drafts(schedule, self._drafter)
         return schedule.batch
 

@@ -30,6 +30,7 @@ from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.replica import HiddenStop
 from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace
+from engines.speculation.choose import Connect
 from engines.speculation.policy import DraftPolicy
 
 
@@ -134,6 +135,8 @@ class Placement:
         """Tokens that the KV cache holds, by the sizes of replicas that this run may have."""
         self._capacity.check(self.layout)
         self._hidden_stop, self._draft_policy = given.hidden_stop, given.draft_policy
+        self.connect_drafts: Connect | None = None
+        """Makes a replica's client of the draft server; None without one."""
         self.kv_store: KVStore | None = None
         """Where the engines made here store the KV of preempted sequences."""
         self.host_weights: HostWeights | None = None
@@ -214,6 +217,7 @@ class Placement:
             max_kv_tokens=min(self._num_kv_tokens.values()),
             kv_store=self.kv_store,
             draft_policy=self._draft_policy,
+            connect_drafts=self.connect_drafts,
         )
 
     def rebuild(self, layout: Layout) -> LocalEngine:

@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from engines.config import EngineConfig
+from engines.speculation.client import DraftClient
 from engines.speculation.drafter import Drafter
 from engines.speculation.ngram import NGramDrafter
 from engines.speculation.policy import AdaptedDrafter, DraftPolicy, RowSeconds
+from engines.speculation.shared import SharedDrafter
 from engines.speculation.suffix import SuffixDrafter
 
+if TYPE_CHECKING:
+    from engines.parallel.collectives import Communicator
 
-def choose_drafter(config: EngineConfig, policy: DraftPolicy | None, seconds: RowSeconds) -> Drafter | None:
-    """Returns the drafter of a replica; None for "none"."""
+Connect = Callable[[bool], DraftClient | None]
+"""Returns a client of the draft servers; None on a shard that is not the replica's first, for which it gets False."""
+
+
+def choose_drafter(
+    config: EngineConfig,
+    policy: DraftPolicy | None,
+    seconds: RowSeconds,
+    shards: Communicator,
+    connect: Connect | None = None,
+) -> Drafter | None:
+    """Returns the drafter of a replica's shard; None for "none". All shards have `connect` where there is a draft
+    server."""
     drafter: Drafter
     if config.drafter == "none":
         return None
     if config.drafter == "ngram":
         drafter = NGramDrafter()
     else:
+        client = None if connect is None else connect(shards.rank == 0)
         drafter = SuffixDrafter(
             grouped=config.drafter == "grouped_suffix",
             max_draft_tokens=config.max_draft_tokens,
             max_bytes=config.draft_tree_bytes,
+            client=client,
         )
+        if connect is not None and shards.size > 1:
+            drafter = SharedDrafter(drafter if shards.rank == 0 else None, shards)
     return drafter if policy is None else AdaptedDrafter(drafter, policy(seconds))

@@ -5,6 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engines.sequence import SequenceState
+from engines.speculation.client import DraftClient
 from engines.speculation.drafter import NO_DRAFT, Draft
-from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, batch_speculate
+from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, Tokens, batch_speculate
 
 _PROMPT = 0  # the request that is the prompt; sample i is request i + 1
 _Key = tuple[int, ...]
@@ -24,8 +26,13 @@ class _Group:
     """A tree, and what is known of the sequences that it holds."""
 
     tree: SuffixTree
+    num_prompt_tokens: int
+    prompt_end: list[int]
+    """The prompt's last tokens, with which each sibling begins in the tree."""
     known: dict[int, int] = field(default_factory=dict)
     """Request -> the length of the sequence, prompt included, up to which its tokens are in the tree."""
+    running: set[int] = field(default_factory=set)
+    """Requests for which drafts were proposed and that have not left since."""
 
 
 class SuffixDrafter:
@@ -34,11 +41,21 @@ class SuffixDrafter:
 
     All trees together have at most `max_bytes`: then the group that was used longest ago is dropped. A group that alone
     exceeds them loses its oldest sequences (`SuffixTree`). Drafts are a function of the states and of the order of the
-    calls, the same on all shards of a replica.
+    calls, the same on all shards of a replica, unless a client brings the tokens that other replicas' sequences of the
+    groups have generated: these arrive at any time.
     """
 
-    def __init__(self, *, grouped: bool, max_draft_tokens: int, max_bytes: int, max_depth: int = 24) -> None:
-        self._grouped = grouped
+    def __init__(
+        self,
+        *,
+        grouped: bool,
+        max_draft_tokens: int,
+        max_bytes: int,
+        max_depth: int = 24,
+        client: DraftClient | None = None,
+    ) -> None:
+        assert grouped or client is None
+        self._grouped, self._client = grouped, client
         self._max_bytes, self._max_depth = max_bytes, max_depth
         self._args = [SpeculationArgs(max_spec_tokens=length) for length in range(1, max_draft_tokens + 1)]
         self._groups: OrderedDict[_Key, _Group] = OrderedDict()  # the one used longest ago first
@@ -49,6 +66,8 @@ class SuffixDrafter:
 
     def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
         groups = [self._follow(state) for state in states]
+        if self._client is not None:
+            self._exchange(self._client, states, groups)
         if len(self._buffers.tokens) < len(states):
             self._buffers = DraftBuffers.empty(2 * len(states), 1, len(self._args))
         buffers = self._buffers
@@ -75,11 +94,16 @@ class SuffixDrafter:
 
     def finish(self, state: SequenceState) -> None:
         """Of a group's sequence the tokens stay, as a reference for its siblings."""
-        key = self._key(state)
+        key, request = self._key(state), self._request(state)
         if self._grouped and key in self._groups:
-            self._follow(state).tree.finish(self._request(state))
+            group = self._follow(state)
+            group.tree.finish(request)
+            group.running.discard(request)
         elif key in self._groups:
             self._num_bytes -= self._groups.pop(key).tree.num_bytes
+        if self._client is not None:
+            self._client.give(_name(key), request, state.tokens, state.num_prompt_tokens, has_ended=True)
+            self._client.flush()
 
     def _key(self, state: SequenceState) -> _Key:
         return (state.key.policy_step, state.group_id) if self._grouped else state.sequence_id
@@ -87,26 +111,58 @@ class SuffixDrafter:
     def _request(self, state: SequenceState) -> int:
         return state.key.sample_index + 1
 
+    def _exchange(self, client: DraftClient, states: list[SequenceState], groups: list[_Group]) -> None:
+        """Gives the client what these sequences have generated, and takes what other replicas have."""
+        for state, own in zip(states, groups, strict=True):
+            own.running.add(self._request(state))
+            client.give(_name(self._key(state)), self._request(state), state.tokens, state.num_prompt_tokens)
+        client.flush()
+        for name, request, tokens in client.take():
+            group = self._groups.get(key := _key_of(name))
+            if group is None or request in group.running:  # one that has come here is followed by its state
+                continue
+            known = group.known.get(request, 0) if group.tree.length(request) else 0
+            start = max(known, group.num_prompt_tokens)
+            if not (new := tokens[start - group.num_prompt_tokens :]):
+                continue
+            if not known:
+                new = array("i", group.prompt_end) + new
+                start -= len(group.prompt_end)
+            self._append(key, request, new, start=start, begin=start)
+            group.tree.finish(request)
+
     def _follow(self, state: SequenceState) -> _Group:
         """Returns the sequence's group, whose tree has all of its tokens."""
         key, request = self._key(state), self._request(state)
         group = self._groups.get(key)
         if group is None:
-            group = _Group(SuffixTree(max_depth=self._max_depth, max_bytes=self._max_bytes))
+            prompt = state.tokens[: state.num_prompt_tokens]
+            tree = SuffixTree(max_depth=self._max_depth, max_bytes=self._max_bytes)
+            group = self._groups[key] = _Group(tree, len(prompt), prompt[-self._max_depth :])
             if self._grouped:
-                group.tree.append(_PROMPT, state.tokens[: state.num_prompt_tokens])
-            self._groups[key] = group
+                group.tree.append(_PROMPT, prompt)
             self._num_bytes += group.tree.num_bytes
-        known, length = group.known.get(request, 0), len(state.tokens)
-        if known > length or (known and not group.tree.length(request)):  # a step was taken back, or it was evicted
+            if self._client is not None:
+                self._client.register_group(_name(key))
+        begin = max(0, state.num_prompt_tokens - self._max_depth) if self._grouped else 0
+        self._append(key, request, state.tokens, begin=begin)
+        return group
+
+    def _append(self, key: _Key, request: int, tokens: Tokens, *, start: int = 0, begin: int = 0) -> None:
+        """Appends what the tree lacks of a sequence. `tokens` are its tokens from number `start` on; if the tree has
+        none of them, it gets those from number `begin` on."""
+        group = self._groups[key]
+        known, length = group.known.get(request, 0), start + len(tokens)
+        # A step was taken back, or the sequence was evicted.
+        if not start <= known <= length or not group.tree.length(request):
             known = 0
         if known == length:
-            return group
+            return
         before = group.tree.num_bytes
         if not known:
             group.tree.remove(request)
-            known = max(0, state.num_prompt_tokens - self._max_depth) if self._grouped else 0
-        group.tree.append(request, state.tokens[known:])
+            known = begin
+        group.tree.append(request, tokens[known - start :])
         group.known[request] = length
         self._num_bytes += group.tree.num_bytes - before
         self._groups.move_to_end(key)
@@ -114,4 +170,12 @@ class SuffixDrafter:
             _, dropped = self._groups.popitem(last=False)
             self._num_bytes -= dropped.tree.num_bytes
             self.num_evicted += 1
-        return group
+
+
+def _name(key: _Key) -> str:
+    """The group's id among all replicas."""
+    return ":".join(map(str, key))
+
+
+def _key_of(name: str) -> _Key:
+    return tuple(map(int, name.split(":")))

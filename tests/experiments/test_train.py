@@ -341,6 +341,10 @@ class TestBadInput:
             (["--rank-timeout-s", "1"], "rank_timeout_s=1.0: must be from 2 to 1e6"),
             (["--reward-limits.timeout-s", "inf"], "RewardConfig.timeout_s=inf"),
             (["--deterministic", "--dispatch", "on-demand"], "dispatch='on-demand': depends on timing"),
+            (
+                ["--deterministic", "--rollout.draft-server", "--rollout.drafter", "grouped_suffix"],
+                "rollout.draft_server=True: depends on timing",
+            ),
             (["--deterministic", "--rollout.preemption", "swap"], "rollout.preemption='swap': depends on how much"),
             (["--deterministic", "--rollout.drafter", "ngram"], "rollout.draft_lengths='marginal-gain': depends on"),
             (["--deterministic", "--rollout.kv-cache-mib", "auto"], "rollout.kv_cache_mib='auto': depends on how much"),

@@ -1,0 +1,50 @@
+"""The first shard's drafts on all shards of a replica, for a drafter whose drafts depend on time. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engines.sequence import SequenceState
+from engines.speculation.drafter import Draft, Drafter
+
+if TYPE_CHECKING:
+    from engines.parallel.collectives import Communicator
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Draft] | None).decode
+
+
+class SharedDrafter:
+    """Each `propose` is a broadcast from the first shard, the only one that has a drafter. The shards call alike."""
+
+    def __init__(self, drafter: Drafter | None, shards: Communicator) -> None:
+        self._drafter, self._shards = drafter, shards
+
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+        """Raises what the drafter raises; on the other shards RuntimeError."""
+        drafts: list[Draft] | None = None
+        if self._drafter is None:
+            drafts = _decode(self._shards.broadcast_bytes(None))
+            if drafts is None:
+                raise RuntimeError("the drafter on the replica's first rank has failed")
+            return drafts
+        try:
+            drafts = self._drafter.propose(states, limits, num_tokens)
+            return drafts
+        finally:  # also after an error: the others wait
+            self._shards.broadcast_bytes(_encode(drafts))
+
+    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
+        if self._drafter is not None:
+            self._drafter.observe(states, drafts, num_accepted)
+
+    def add_reference(self, state: SequenceState) -> None:
+        if self._drafter is not None:
+            self._drafter.add_reference(state)
+
+    def finish(self, state: SequenceState) -> None:
+        if self._drafter is not None:
+            self._drafter.finish(state)
