@@ -252,10 +252,11 @@ class EngineConfig:
     and takes the most frequent continuation; "grouped_suffix" looks in all sequences of the prompt, also those that
     have ended. Only guesses that equal the draws count, so tokens stay the same, as far as batches of other sizes round
     alike."""
-    max_draft_tokens: Count = 8
+    max_draft_tokens: Annotated[int, Meta(ge=1, le=1024, description="an integer of 1 to 1024")] = 8
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
     draft_tree_bytes: DraftBytes = 64 * 2**20
-    """Most host memory of the suffix trees of a rank; the trees that were used longest ago are dropped."""
+    """Most host memory that the suffix trees of a rank use (up to twice as much is allocated); the trees that were
+    used longest ago are dropped."""
     draft_server: bool = False
     """Whether "grouped_suffix" also looks in sequences of the prompt on other replicas of the torchrun world, by way of
     a server on rank 0, whose tokens take at most `draft_tree_bytes`. Drafts then depend on time; tokens do not."""

@@ -58,7 +58,7 @@ class DraftingConfig:
     """Prompts of the acceptance part, with 16 samples each."""
     temperatures: tuple[NonNegative, ...] = (1.0, 0.6)
     """Sampling temperatures of the acceptance part."""
-    batches: tuple[Count, ...] = (1, 8, 64)
+    batches: Annotated[tuple[Count, ...], Meta(min_length=1, description="one or more batch sizes")] = (1, 8, 64)
     """Batch sizes of the speedup part."""
     widen: Annotated[int, Meta(ge=2)] = 16
     """Width of the speedup part's model, in multiples of tiny's."""

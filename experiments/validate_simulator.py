@@ -88,9 +88,9 @@ class ValidateConfig:
     """Seconds here per second of the latency profile; larger where this machine is too slow to follow."""
     batch: Count = 192
     """Sequences of a cell."""
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: Annotated[tuple[Kind, ...], Meta(min_length=1, description="one or more kinds of cells")] = KINDS
     """Cells to run."""
-    rooms: tuple[float, ...] = (2.0, 1.0, 0.4)
+    rooms: Annotated[tuple[Positive, ...], Meta(min_length=1, description="one or more sizes")] = (2.0, 1.0, 0.4)
     """Sizes of a replica's KV cache, in multiples of what its running sequences need at their mean length."""
     message_s: NonNegative = 0.0005
     """Seconds from sending a control message to acting on it, in the simulation."""
@@ -101,6 +101,8 @@ class ValidateConfig:
         check_fields(self, "")
         if self.batch % 4:
             raise ValueError(f"batch={self.batch}: must be a multiple of 4, the size of a group of the mixed cells")
+        if self.output is not None and not self.output.parent.is_dir():
+            raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
 
 
 @dataclass

@@ -53,8 +53,7 @@ class LocalEngine:
         connect_drafts: Connect | None = None,
     ) -> None:
         """Allocates the memory; weights are loaded later. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
-        `Replica`; `kv_store`: see `KVMover`; `draft_policy`: see `LLM`; `connect_drafts`: see
-        `choose_drafter`.
+        `Replica`; `kv_store`: see `KVMover`; `draft_policy`: see `LLM`; `connect_drafts`: see `choose_drafter`.
 
         Raises ValueError when the model cannot be cut into these shards, the KV cache cannot hold a block, or there is
         no memory for it.
@@ -82,7 +81,9 @@ class LocalEngine:
         self._runner = ModelRunner(self.decoder, self.kv, config, max_model_len)
         swap_policy = SwapPolicy(config.preemption, self.decoder, self.kv, max_model_len, tensor_parallel)
         self.mover = KVMover(self.kv, model, shard, tensor_parallel, swap_policy, kv_store)
-        row_times = RowTimes(self.decoder, self.kv, config, max_model_len, tensor_parallel)
+        row_times = RowTimes(
+            self.decoder, self.kv, config, max_model_len, tensor_parallel, num_kv_tokens=self.num_kv_tokens
+        )
         self.replica = Replica(
             runner=self._runner,
             scheduler=Scheduler(config, BlockManager(self.num_kv_tokens // config.block_size, config.block_size)),

@@ -282,16 +282,18 @@ class Replica:
         """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe."""
         for sequence in returning:
             self._sequences[sequence.state.sequence_id] = sequence
+        self.scheduler.restart(self._sequences.values())
         if self._drafter is not None:
             for sequence in self._sequences.values():
                 self._drafter.finish(sequence.state)
-        self.scheduler.restart(self._sequences.values())
 
     def clear(self) -> None:
         """Drops all sequences, also after an interrupt at any point. Their stored KV stays where it is."""
-        self._restart()
-        self._sequences.clear()
-        self.scheduler.restart(())
+        try:
+            self._restart()
+        finally:
+            self._sequences.clear()
+            self.scheduler.restart(())
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Finished | None:
         state = sequence.state

@@ -20,6 +20,7 @@ from engines.sampling.sampler import SamplingBatch, draw_natively, make_sampling
 _CONTEXT = 256  # tokens that each row attends to
 _ENOUGH_S = 0.2  # no pass is timed after one that takes longer; longer ones are extrapolated
 _TIMES = 3
+_FEWEST = 4  # numbers of rows that are measured in any case
 
 
 class RowTimes:
@@ -36,10 +37,13 @@ class RowTimes:
         config: EngineConfig,
         max_model_len: int,
         tensor_parallel: Communicator,
+        *,
+        num_kv_tokens: int,
     ) -> None:
+        """Measures passes of at most the rows that the memory plan counts."""
         self._decoder, self._kv, self._group = decoder, kv, tensor_parallel
         self._draw = None if decoder.library is None else partial(draw_natively, decoder.library)
-        self._most_rows = config.most_draws
+        self._most_rows = min(config.most_draws, num_kv_tokens)
         self._context = min(_CONTEXT, max_model_len)
         self._points: list[tuple[int, float]] = []
 
@@ -57,7 +61,7 @@ class RowTimes:
         scratch = scratch_cache(self._kv, self._context)
         points: list[tuple[int, float]] = []
         rows = 1
-        while rows <= self._most_rows and (not points or points[-1][1] < _ENOUGH_S):
+        while rows <= self._most_rows and (len(points) < _FEWEST or points[-1][1] < _ENOUGH_S):
             points.append((rows, self._slowest(self._time(scratch, rows))))
             rows = rows + 1 if rows < 4 else rows * 3 // 2
         return points

@@ -33,16 +33,21 @@ class _Group:
     """Request -> the length of the sequence, prompt included, up to which its tokens are in the tree."""
     running: set[int] = field(default_factory=set)
     """Requests for which drafts were proposed and that have not left since."""
+    evicted: set[int] = field(default_factory=set)
+    """Requests that the tree has dropped: to append them again would drop others, in every step."""
+    turn: int = 0
+    """Number of the call of `propose` that used it last."""
 
 
 class SuffixDrafter:
     """A tree for each sequence, or for each group: then a sequence copies from its prompt and from its siblings, also
     from those that have ended. A group's prompt is in the tree once, and each sibling begins with the prompt's end.
 
-    All trees together have at most `max_bytes`: then the group that was used longest ago is dropped. A group that alone
-    exceeds them loses its oldest sequences (`SuffixTree`). Drafts are a function of the states and of the order of the
-    calls, the same on all shards of a replica, unless a client brings the tokens that other replicas' sequences of the
-    groups have generated: these arrive at any time.
+    At `max_bytes` of all trees together the groups used longest ago are dropped, but none that is used in this call or
+    was in the last one; if that does not help, sequences that find no room get no drafts. A group that alone exceeds
+    the bound loses its oldest sequences (`SuffixTree`), which get no drafts from then on. Drafts are a function of the
+    states and of the order of the calls, the same on all shards of a replica, unless a client brings the tokens that
+    other replicas' sequences of the groups have generated: these arrive at any time.
     """
 
     def __init__(
@@ -59,47 +64,48 @@ class SuffixDrafter:
         self._max_bytes, self._max_depth = max_bytes, max_depth
         self._args = [SpeculationArgs(max_spec_tokens=length) for length in range(1, max_draft_tokens + 1)]
         self._groups: OrderedDict[_Key, _Group] = OrderedDict()  # the one used longest ago first
-        self._num_bytes = 0
+        self._num_bytes = self._turn = 0
         self._buffers = DraftBuffers.empty(0, 1, max_draft_tokens)
         self.num_evicted = 0
         """Groups that were dropped because of `max_bytes`."""
 
     def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
-        groups = [self._follow(state) for state in states]
+        self._turn += 1
+        drafts = [NO_DRAFT] * len(states)
+        followed = [(place, group) for place, state in enumerate(states) if (group := self._follow(state)) is not None]
         if self._client is not None:
-            self._exchange(self._client, states, groups)
+            self._exchange(self._client, [states[place] for place, _ in followed], [group for _, group in followed])
         if len(self._buffers.tokens) < len(states):
             self._buffers = DraftBuffers.empty(2 * len(states), 1, len(self._args))
         buffers = self._buffers
         batch_speculate(
-            [group.tree for group in groups],
-            np.array([self._request(state) for state in states], np.int64),
-            [self._args[min(limit, len(self._args)) - 1] for limit in limits],
+            [group.tree for _, group in followed],
+            np.array([self._request(states[place]) for place, _ in followed], np.int64),
+            [self._args[min(limits[place], len(self._args)) - 1] for place, _ in followed],
             buffers,
         )
-        lengths = buffers.lengths[: len(states), 0].tolist()
-        return [
-            Draft(buffers.tokens[row, 0, :length].tolist(), buffers.probabilities[row, 0, :length].tolist())
-            if length
-            else NO_DRAFT
-            for row, length in enumerate(lengths)
-        ]
+        for row, (place, _) in enumerate(followed):
+            if length := int(buffers.lengths[row, 0]):
+                tokens, probabilities = buffers.tokens[row, 0, :length], buffers.probabilities[row, 0, :length]
+                drafts[place] = Draft(tokens.tolist(), probabilities.tolist())
+        return drafts
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""
 
     def add_reference(self, state: SequenceState) -> None:
-        if self._grouped:
-            self._follow(state).tree.finish(self._request(state))
+        if self._grouped and (group := self._follow(state)) is not None:
+            group.tree.finish(self._request(state))
 
     def finish(self, state: SequenceState) -> None:
         """Of a group's sequence the tokens stay, as a reference for its siblings."""
         key, request = self._key(state), self._request(state)
-        if self._grouped and key in self._groups:
-            group = self._follow(state)
+        group = self._groups.get(key)
+        if group is not None and self._grouped:
+            self._follow(state)
             group.tree.finish(request)
             group.running.discard(request)
-        elif key in self._groups:
+        elif group is not None:
             self._num_bytes -= self._groups.pop(key).tree.num_bytes
         if self._client is not None:
             self._client.give(_name(key), request, state.tokens, state.num_prompt_tokens, has_ended=True)
@@ -131,11 +137,13 @@ class SuffixDrafter:
             self._append(key, request, new, start=start, begin=start)
             group.tree.finish(request)
 
-    def _follow(self, state: SequenceState) -> _Group:
-        """Returns the sequence's group, whose tree has all of its tokens."""
+    def _follow(self, state: SequenceState) -> _Group | None:
+        """Returns the sequence's group, whose tree has all of its tokens; None where there is no room for them."""
         key, request = self._key(state), self._request(state)
         group = self._groups.get(key)
         if group is None:
+            if not self._make_room():
+                return None
             prompt = state.tokens[: state.num_prompt_tokens]
             tree = SuffixTree(max_depth=self._max_depth, max_bytes=self._max_bytes)
             group = self._groups[key] = _Group(tree, len(prompt), prompt[-self._max_depth :])
@@ -144,32 +152,39 @@ class SuffixDrafter:
             self._num_bytes += group.tree.num_bytes
             if self._client is not None:
                 self._client.register_group(_name(key))
+        group.turn = self._turn
+        self._groups.move_to_end(key)
         begin = max(0, state.num_prompt_tokens - self._max_depth) if self._grouped else 0
-        self._append(key, request, state.tokens, begin=begin)
-        return group
+        return group if self._append(key, request, state.tokens, begin=begin) else None
 
-    def _append(self, key: _Key, request: int, tokens: Tokens, *, start: int = 0, begin: int = 0) -> None:
+    def _append(self, key: _Key, request: int, tokens: Tokens, *, start: int = 0, begin: int = 0) -> bool:
         """Appends what the tree lacks of a sequence. `tokens` are its tokens from number `start` on; if the tree has
-        none of them, it gets those from number `begin` on."""
+        none of them, it gets those from number `begin` on. Returns False where there is no room."""
         group = self._groups[key]
         known, length = group.known.get(request, 0), start + len(tokens)
-        # A step was taken back, or the sequence was evicted.
-        if not start <= known <= length or not group.tree.length(request):
-            known = 0
+        if known and not group.tree.length(request):
+            group.evicted.add(request)
+        if request in group.evicted or not (known == length or self._make_room()):
+            return False
         if known == length:
-            return
+            return True
         before = group.tree.num_bytes
-        if not known:
+        if not start <= known <= length or not known:  # a step was taken back, or nothing is known
             group.tree.remove(request)
             known = begin
         group.tree.append(request, tokens[known - start :])
         group.known[request] = length
         self._num_bytes += group.tree.num_bytes - before
-        self._groups.move_to_end(key)
-        while self._num_bytes > self._max_bytes and len(self._groups) > 1:
+        self._make_room()
+        return True
+
+    def _make_room(self) -> bool:
+        """Drops groups that were not used lately, while all trees exceed the bound; returns whether they do not."""
+        while self._num_bytes > self._max_bytes and next(iter(self._groups.values())).turn < self._turn - 1:
             _, dropped = self._groups.popitem(last=False)
             self._num_bytes -= dropped.tree.num_bytes
             self.num_evicted += 1
+        return self._num_bytes <= self._max_bytes
 
 
 def _name(key: _Key) -> str:

@@ -26,15 +26,16 @@ class Calibration:
 
     A drafter's estimate is a share of what it has seen; how far that carries over differs by drafter, text and
     temperature. Until a class has been tried, the estimate counts as it is, with the weight of ten tries. Old tries
-    lose weight, since the text changes.
+    lose weight, since the text changes: by new tries, and by `forget`.
     """
 
     _CLASSES, _PRIOR, _MOST = 10, 10.0, 2000.0
 
     def __init__(self) -> None:
         middles = (np.arange(self._CLASSES) + 0.5) / self._CLASSES
+        self._prior = self._PRIOR * middles
         self._tries = np.full(self._CLASSES, self._PRIOR)
-        self._hits = self._PRIOR * middles
+        self._hits = self._prior.copy()
 
     def paths(self, drafts: list[Draft]) -> NDArray[np.float64]:
         """Returns for each draft, [drafts, longest], the probability that each token and all before it are drawn; 0
@@ -57,6 +58,11 @@ class Calibration:
         worn = self._tries > self._MOST
         self._tries[worn] /= 2
         self._hits[worn] /= 2
+
+    def forget(self, share: float) -> None:
+        """Takes back this share of what was learnt."""
+        self._tries += share * (self._PRIOR - self._tries)
+        self._hits += share * (self._prior - self._hits)
 
     def _classes(self, conditional: NDArray[np.float64]) -> NDArray[np.int64]:
         return np.minimum(self._CLASSES - 1, conditional * self._CLASSES).astype(np.int64)
@@ -82,10 +88,11 @@ class MarginalGain:
     A pass of n tokens with k draft tokens takes `seconds(n + k)` and yields a token for each sequence, and each draft
     token with the probability of its path (`Calibration`). A path's probabilities do not rise, so that the k likeliest
     draft tokens are whole beginnings of drafts: all k are tried out, none included. Where k = 0 was best for some
-    passes, drafts are looked up in fewer and fewer of them, until the batch is smaller.
+    passes, drafts are looked up in fewer and fewer of them, until the batch is smaller; and what was learnt is slowly
+    forgotten, so that they are tried again.
     """
 
-    _PATIENCE, _MOST_SKIPPED = 8, 64
+    _PATIENCE, _MOST_SKIPPED, _FORGOTTEN = 8, 64, 0.02
 
     def __init__(self, seconds: RowSeconds, *, margin: float = 0.02) -> None:
         """Drafts must promise a gain of more than `margin`. Raises ValueError for a negative one."""
@@ -120,6 +127,8 @@ class MarginalGain:
         best = int(rates.argmax())
         if rates[best] <= (1 + self._margin) * rates[0]:
             best = 0
+        if not best:
+            self._calibration.forget(self._FORGOTTEN)
         self._num_vain = 0 if best else self._num_vain + 1
         self._vain_tokens = num_tokens if self._num_vain <= 1 else min(self._vain_tokens, num_tokens)
         rows = order[:best] // paths.shape[1]

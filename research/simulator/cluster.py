@@ -1,8 +1,7 @@
 """A rollout on many GPUs in virtual time, decided by the objects that decide in a live one. Torch-free.
 
 `RolloutCore`, the policies, `WorkerCore`, `Replica`, `Scheduler` and `BlockManager` are the live ones. Simulated are
-passes and KV (`runner.py`), the time that they take (`pace.py`), and messages, which arrive a fixed time after being
-sent.
+passes and KV (`runner.py`), the time that they take (`pace.py`), and messages, which arrive some time after being sent.
 """
 
 from __future__ import annotations
@@ -210,7 +209,8 @@ class Cluster:
     ) -> SimulatedRollout:
         """Completes the sequences; each state is cut back to its prompt when it ends, after `on_finished`.
 
-        Raises RuntimeError, as a live rollout does, when the core fails.
+        Raises RuntimeError, as a live rollout does, when the core fails, and ValueError for an invalid layout of the
+        layout policy.
         """
         for spec in self._layout.replicas:
             self._form(spec, self._layout.epoch)
@@ -230,6 +230,8 @@ class Cluster:
             if not self.queue.run_next():
                 # Nothing will happen any more but that deadlines pass.
                 self.queue.at(self.queue.now + self.config.timeout_s + 1, (_TO_CORE,), lambda: self._take(Tick()))
+        if self.core.layout_error is not None:
+            raise ValueError(self.core.layout_error)
         return SimulatedRollout(
             finish_times=self._finish_times,
             steps=self._steps,

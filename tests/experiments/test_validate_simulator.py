@@ -22,5 +22,7 @@ def test_moves_and_a_regroup() -> None:
 
 def test_what_it_refuses() -> None:
     assert "batch=6: must be a multiple of 4" in refused_by("validate_simulator", ["--batch", "6"])
+    assert "kinds=(): must be one or more" in refused_by("validate_simulator", ["--kinds"])
+    assert "output='/nowhere/x': there is no folder" in refused_by("validate_simulator", ["--output", "/nowhere/x"])
     assert "turns=1: must be at least 2" in refused_by("validate_simulator", ["--turns", "1"])
     assert "ranks=3: must be even" in refused_by("validate_simulator", SMALL, num_ranks=3)

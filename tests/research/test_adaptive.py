@@ -74,6 +74,14 @@ def test_where_nothing_is_worth_it_drafts_are_seldom_looked_up_until_the_batch_i
     assert policy.wants(63, 63)
 
 
+def test_after_a_bad_phase_drafts_are_tried_again() -> None:
+    policy, draft = MarginalGain(lambda rows: 1 + 0.05 * rows), Draft([1, 2, 3], [0.99, 0.98, 0.97])
+    for _ in range(300):
+        policy.observe(draft.probabilities, 0)
+    assert policy.lengths(1, [draft]) == [0]
+    assert any(policy.lengths(1, [draft]) != [0] for _ in range(20_000) if policy.wants(1, 1))
+
+
 def test_a_pass_that_costs_nothing_more_takes_all_drafts() -> None:
     policy = MarginalGain(lambda rows: 1.0)
     drafts = [Draft([1, 2, 3], [0.5, 0.25, 0.1]), NO_DRAFT, Draft([4], [0.2])]

@@ -96,6 +96,38 @@ def test_the_group_that_was_used_longest_ago_goes_first() -> None:
     assert drafter.num_evicted > 3 and (0, 0) in drafter._groups and (0, 1) not in drafter._groups
 
 
+def test_running_groups_that_exceed_the_bound_are_not_built_again_and_again() -> None:
+    rng, drafter = random.Random(0), make(True, max_bytes=2**17)
+    states = [make_state(uid, [rng.randrange(50) for _ in range(400)]) for uid in range(12)]
+    drafter.propose(states, [4] * 12, 12)
+    trees = {key: group.tree for key, group in drafter._groups.items()}
+    assert 3 < len(trees) < 12 and drafter.num_evicted == 0
+    for _ in range(5):
+        for state in states:
+            state.tokens.append(rng.randrange(50))
+        drafts = drafter.propose(states, [4] * 12, 12)
+        assert all(
+            not draft.tokens for draft, state in zip(drafts, states, strict=True) if drafter._key(state) not in trees
+        )
+    assert {key: group.tree for key, group in drafter._groups.items()} == trees and drafter.num_evicted == 0
+    assert drafter._num_bytes < 2**17 + 2**16
+    drafter.propose(states[-1:], [4], 1)
+    assert drafter.propose(states[-1:], [4], 1) == make(True).propose(states[-1:], [4], 1), "the others are not used"
+
+
+def test_a_sequence_that_its_own_group_evicts_gets_no_drafts_from_then_on() -> None:
+    rng, drafter = random.Random(0), make(True, max_bytes=2**16)
+    first = make_state(0, [1, 2, 1, 2])
+    states = [sibling(first, index, [rng.randrange(50) for _ in range(300)]) for index in range(4)]
+    for _ in range(5):
+        drafter.propose(states, [4] * 4, 4)
+        for state in states:
+            state.tokens.append(1)
+    (group,) = drafter._groups.values()
+    assert group.evicted and group.tree.num_evictions == len(group.evicted) < 4
+    assert group.tree.num_bytes <= 2**16
+
+
 def test_a_batch_drafts_as_each_of_its_sequences_alone() -> None:
     rng = random.Random(1)
     states = [make_state(uid, [rng.randint(0, 3) for _ in range(30)]) for uid in range(20)]
