@@ -8,6 +8,7 @@ import pytest
 
 from engines import LLM, SamplingParams
 from engines.coordination.policies import OnDemand
+from engines.fleet.fleet import Fleet
 from engines.parallel.collectives import SingleRank
 from engines.replica.engine import LocalEngine
 from engines.sequence import Work
@@ -150,6 +151,11 @@ def test_drafts_come_through_a_broadcast_unchanged() -> None:
 def test_refusals(qwen3: str, drafter: str) -> None:
     with pytest.raises(ValueError, match=rf"EngineConfig\.draft_server=True: .*'grouped_suffix', not '{drafter}'"):
         LLM(qwen3, drafter=drafter, draft_server=True)  # type: ignore[arg-type]
+
+
+def test_a_fleet_refuses(qwen3: str) -> None:
+    with pytest.raises(ValueError, match=r"EngineConfig\.draft_server=True: is for a torchrun world"):
+        Fleet(qwen3, num_replicas=1, **OPTIONS, **SHARED)
 
 
 def test_one_process_has_nobody_to_share_with(qwen3: str) -> None:
