@@ -604,7 +604,7 @@ def test_what_is_accepted(draft: tuple[int, ...], drawn: list[int], expected: in
 def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"drafter": "psychic"}, r"EngineConfig\.drafter='psychic': must be one of \['none', 'ngram', 'suffix',"
     yield {"drafter": "suffix", "draft_tree_bytes": 1}, r"EngineConfig\.draft_tree_bytes=1: must be at least 65536"
-    yield {"max_draft_tokens": 0}, r"EngineConfig\.max_draft_tokens=0: must be an integer of at least 1"
+    yield {"max_draft_tokens": 0}, r"EngineConfig\.max_draft_tokens=0: must be an integer of 1 to 1024"
 
 
 @pytest.mark.parametrize(("options", "message"), bad_options())
@@ -658,3 +658,24 @@ def test_with_group_drafts_sample_0_of_all_prompts_comes_first(qwen3: str) -> No
     assert tokens["none"] == tokens["grouped_suffix"]
     assert order["none"] == [(uid, index) for uid in range(4) for index in range(3)]
     assert order["grouped_suffix"] == [(uid, index) for index in range(3) for uid in range(4)]
+
+
+def test_a_drafter_that_fails_in_finish_too(qwen3: str) -> None:
+    """As a tree without memory does. The LLM holds no sequence afterwards, and goes on with another drafter."""
+
+    class Failing(ScriptedDrafter):
+        def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+            raise MemoryError("no memory for a tree")
+
+        def finish(self, state: SequenceState) -> None:
+            raise MemoryError("no memory for a tree")
+
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24)
+    params = SamplingParams(max_tokens=8)
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, prompt_uids=range(12))]
+    llm.replica._drafter = Failing("truth", {})
+    with pytest.raises(MemoryError):
+        llm.generate(PROMPTS, params, prompt_uids=range(12))
+    llm.replica._drafter = None
+    again = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, prompt_uids=range(12))]
+    assert again == expected

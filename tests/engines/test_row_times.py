@@ -7,15 +7,17 @@ import pytest
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig
 from engines.parallel.collectives import SingleRank
+from engines.replica import row_times
 from engines.replica.row_times import RowTimes
+from engines.speculation.drafter import Draft
 from research.seer.adaptive import MarginalGain
 from tests.worlds import join, run_world
 
 
-def make(llm: LLM) -> RowTimes:
+def make(llm: LLM, num_kv_tokens: int = 10_000) -> RowTimes:
     engine = llm._engine
     config = EngineConfig(drafter="suffix", max_num_seqs=8, max_draft_tokens=7)
-    return RowTimes(engine.decoder, engine.kv, config, llm.max_model_len, SingleRank())
+    return RowTimes(engine.decoder, engine.kv, config, llm.max_model_len, SingleRank(), num_kv_tokens=num_kv_tokens)
 
 
 def test_it_is_measured_once_and_interpolated(qwen3: str) -> None:
@@ -33,6 +35,20 @@ def test_it_is_measured_once_and_interpolated(qwen3: str) -> None:
     slope = (last[1] - before[1]) / (last[0] - before[0])
     assert times(190) == pytest.approx(last[1] + slope * (190 - last[0]))
     assert first == [times(rows) for rows in range(1, 200)]
+
+
+def test_it_measures_no_more_rows_than_the_memory_plan_counts(qwen3: str) -> None:
+    times = make(LLM(qwen3, kv_cache_bytes=2**20), num_kv_tokens=10)
+    assert times(64) > 0 and max(rows for rows, _ in times._points) <= 10
+
+
+def test_without_memory_to_measure_in_nothing_is_drafted(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(row_times, "scratch_cache", refuse)
+    policy = MarginalGain(make(LLM(qwen3, kv_cache_bytes=2**20)))
+    assert policy.lengths(4, [Draft([1, 2, 3], [0.9, 0.8, 0.7])] * 4) == [0] * 4
 
 
 def test_it_leaves_the_kv_cache_alone(qwen3: str) -> None:

@@ -297,3 +297,9 @@ def test_impossible_replicas_outside() -> None:
         OutsideReplica(join_s=2.0, death_s=1.0)
     with pytest.raises(ValueError, match="layout: replica 2 of 1 GPUs has no room"):
         cluster(2, Static(), [5], tp_size=2, num_kv_tokens={2: 1000}, outside=(OutsideReplica(),))
+
+
+def test_a_layout_that_is_refused_is_an_error_as_in_a_live_run() -> None:
+    simulated = cluster(2, OnDemand(), [300, 300, *([20] * 10)], layout_policy=Widen(), num_kv_tokens={1: 100_000})
+    with pytest.raises(ValueError, match="layout: replica 0 of 2 GPUs has no room for weights and a block of KV"):
+        simulated.roll_out(states(12))
