@@ -41,9 +41,12 @@ SWITCHES = {
     "drafts": {"drafter": "ngram"},
     "drafts, preemption": {"drafter": "ngram", "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "drafts of a suffix tree": {"drafter": "suffix", "max_draft_tokens": 3},
-    "drafts of a group": {"drafter": "grouped_suffix", "max_num_seqs": 5, "draft_policy": MarginalGain},
+    "drafts of a group": {
+        "drafter": "grouped_suffix", "max_num_seqs": 5, "draft_policy": lambda _: MarginalGain(lambda rows: 9.0 + rows),
+    },
     "drafts of a group, preemption": {
-        "drafter": "grouped_suffix", "draft_policy": Thresholds, "kv_cache_bytes": TIGHT_KV, "max_model_len": 100,
+        "drafter": "grouped_suffix", "draft_policy": lambda _: Thresholds(lambda rows: 9.0 + rows, slack=3.0),
+        "kv_cache_bytes": TIGHT_KV, "max_model_len": 100,
     },
     "preemption": {"kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "all at once": {
