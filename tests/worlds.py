@@ -15,6 +15,7 @@ import importlib.util
 import io
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -149,9 +150,12 @@ def _tail(path: Path, num_characters: int = 4000) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """None that the kernel gives to clients: such a port may be taken before rank 0 listens on it."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 @functools.cache
