@@ -70,7 +70,7 @@ class LLM:
         KV cache of every layout that `world` was made for and that the model can be sharded into. `pace` sets how long
         each step lasts at least, `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
         `draft_policy` makes the `SpeculationPolicy` of a replica from the time of a pass by its rows, which is measured
-        at first use; without it drafts are as long as the drafter and `max_draft_tokens` make them.
+        when needed; without it drafts are as long as the drafter and `max_draft_tokens` make them.
 
         Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is allocated. In a world,
         every rank raises, and all ranks must pass the same arguments.

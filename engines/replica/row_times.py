@@ -1,4 +1,4 @@
-"""How long a forward pass of this engine takes by its rows: measured at first use, to decide how much to draft."""
+"""How long a forward pass of this engine takes by its rows: measured when asked, to decide how much to draft."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FEWEST = 4  # numbers of rows that are measured in any case
 class RowTimes:
     """Seconds of a pass over n rows, each a token of another sequence, with a draw at each row.
 
-    Between the measured numbers of rows it is interpolated, beyond them extrapolated. All ranks of the replica make the
-    first call together, and have the same numbers.
+    Between the measured numbers of rows it is interpolated, beyond the largest one extrapolated. A call measures what
+    is missing up to its rows, so that all ranks of the replica must make the same calls; they have the same numbers.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class RowTimes:
         self._most_rows = min(config.most_draws, num_kv_tokens)
         self._context = min(_CONTEXT, max_model_len)
         self._points: list[tuple[int, float]] = []
+        self._is_complete = False
 
     def __call__(self, rows: int) -> float:
-        if not self._points:
-            self._points = self._measure()
+        while not self._is_complete and (not self._points or self._points[-1][0] < rows):
+            self._measure_next()
         counts, seconds = zip(*self._points, strict=True)
         if rows > counts[-1] and len(counts) > 1:
             slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
@@ -59,19 +60,20 @@ class RowTimes:
         return float(np.interp(rows, counts, seconds))
 
     @torch.no_grad()
-    def _measure(self) -> list[tuple[int, float]]:
+    def _measure_next(self) -> None:
+        last, seconds = self._points[-1] if self._points else (0, 0.0)
+        rows = last + 1 if last < _FEWEST else last * 3 // 2
+        if rows > self._most_rows or (last >= _FEWEST and seconds >= _ENOUGH_S):
+            self._is_complete = True
+            return
         scratch: PagedKVCache | None = None
         with contextlib.suppress(RuntimeError):  # what torch's allocators raise: no memory is left to measure in
             scratch = scratch_cache(self._kv, self._context)
         if self._slowest(math.inf if scratch is None else 0.0) > 0:
-            return [(1, 1.0), (2, 2.0)]  # as if each row cost a pass: nothing is drafted
+            self._points, self._is_complete = [(1, 1.0), (2, 2.0)], True  # as if each row cost a pass: no drafts
+            return
         assert scratch is not None
-        points: list[tuple[int, float]] = []
-        rows = 1
-        while rows <= self._most_rows and (len(points) < _FEWEST or points[-1][1] < _ENOUGH_S):
-            points.append((rows, self._slowest(self._time(scratch, rows))))
-            rows = rows + 1 if rows < 4 else rows * 3 // 2
-        return points
+        self._points.append((rows, self._slowest(self._time(scratch, rows))))
 
     def _time(self, scratch: PagedKVCache, rows: int) -> float:
         batch, drawn = _decodes(scratch, rows, self._context), _draws(rows, self._decoder.device)

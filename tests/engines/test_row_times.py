@@ -37,6 +37,14 @@ def test_it_is_measured_once_and_interpolated(qwen3: str) -> None:
     assert first == [times(rows) for rows in range(1, 200)]
 
 
+def test_it_measures_only_as_far_as_it_is_asked(qwen3: str) -> None:
+    times = make(LLM(qwen3, kv_cache_bytes=2**20))
+    assert times(5) > 0 and [rows for rows, _ in times._points] == [1, 2, 3, 4, 6]
+    before = list(times._points)
+    assert times(9) > 0 and times(2) == before[1][1] and times._points[:5] == before
+    assert [rows for rows, _ in times._points] == [1, 2, 3, 4, 6, 9]
+
+
 def test_it_measures_no_more_rows_than_the_memory_plan_counts(qwen3: str) -> None:
     times = make(LLM(qwen3, kv_cache_bytes=2**20), num_kv_tokens=10)
     assert times(64) > 0 and max(rows for rows, _ in times._points) <= 10
