@@ -258,8 +258,7 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
             )
             used = ids[: max(batch, FEWEST)]
             timed = {name: partial(time_batches, llm, used, tokens, batch) for name, llm in chosen.items()}
-            is_first = batch == config.batches[0]
-            turns = harness.interleave(timed, config.turns, name=f"batch {batch}", warm_up=is_first)
+            turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
             seconds = {name: [one.seconds for one in some] for name, some in turns.items()}
             per_step = {name: statistics.fmean(one.tokens_per_step for one in turns[name]) for name in timed}
             row = harness.compare(f"batch {batch}", seconds)

@@ -186,6 +186,8 @@ class Scheduler:
         states = [schedule.batch[place].sequence.state for place in limits]
         drafts = drafter.propose(states, list(limits.values()), sum(item.num_tokens for item in schedule.batch))
         for (place, limit), (draft, _) in zip(limits.items(), drafts, strict=True):
+            if not draft:
+                continue
             sequence = schedule.batch[place].sequence
             num_known = len(sequence.state.tokens)
             wanted = num_known + min(len(draft), limit, schedule.budget)
