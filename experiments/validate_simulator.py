@@ -249,12 +249,12 @@ def main() -> dict[str, Any] | None:
     with launch.told_once():
         config = tyro.cli(ValidateConfig)
     launch.start_under_torchrun(4)
+    if launch.num_ranks() % 2:
+        raise ValueError(f"ranks={launch.num_ranks()}: must be even: a regroup makes replicas of two; start it with 4")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = TorchGroup()
     num_ranks = world.size
-    if num_ranks % 2:
-        raise ValueError(f"ranks={num_ranks}: must be even, since a regroup makes replicas of two; start it with 4")
     layouts = [nested_layout(range(num_ranks), size, epoch=size - 1) for size in (1, 2)]
     groups = GroupCache(world, layouts)
     one = profile(PROFILE)
