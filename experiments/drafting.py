@@ -30,7 +30,7 @@ from algos.tasks.arithmetic import ArithmeticTask
 from engines import LLM, SamplingParams
 from engines.config import DrafterName, DType
 from engines.constraints import Count, NonNegative, check_fields
-from engines.sequence import SequenceState, Work
+from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.policy import DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
 from experiments import launch
@@ -295,8 +295,6 @@ def time_batches(llm: LLM, ids: list[list[int]], tokens: Tokens, batch: int) -> 
 
 
 def _state(uid: int, sample: int, prompt: list[int], generated: list[int]) -> SequenceState:
-    from engines.sequence import SequenceKey
-
     return SequenceState(
         key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=sample),
         group_id=uid,
@@ -334,10 +332,11 @@ def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
 
 
 def time_rollout(llm: LLM, texts: list[str], params: SamplingParams) -> float:
-    """A new set of uids each time, so that no group has been seen before."""
+    """Seconds per token: each call has new uids, so that no group was seen before, and therefore other lengths."""
     start = time.perf_counter()
-    llm.generate(texts, params)
-    return time.perf_counter() - start
+    outputs = llm.generate(texts, params)
+    seconds = time.perf_counter() - start
+    return seconds / sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
 
 if __name__ == "__main__":
