@@ -254,6 +254,9 @@ class EngineConfig:
     alike."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=1024, description="an integer of 1 to 1024")] = 8
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
+    draft_paths: Annotated[int, Meta(ge=1, le=16, description="an integer of 1 to 16")] = 1
+    """Most guesses of a suffix drafter for a sequence in one forward pass, each of up to `max_draft_tokens` tokens. All
+    are computed side by side, and the one that agrees with the draws longest counts."""
     draft_tree_bytes: DraftBytes = 64 * 2**20
     """Most host memory that the suffix trees of a rank use (up to twice as much is allocated); the trees that were
     used longest ago are dropped."""
@@ -280,6 +283,11 @@ class EngineConfig:
             raise ValueError(
                 f"EngineConfig.draft_server=True: is for drafter='grouped_suffix', not {self.drafter!r}; change one"
             )
+        if self.draft_paths > 1 and self.drafter not in ("suffix", "grouped_suffix"):
+            raise ValueError(
+                f"EngineConfig.draft_paths={self.draft_paths}: is for drafter='suffix' and 'grouped_suffix', not "
+                f"{self.drafter!r}; give 1, or change the drafter"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"EngineConfig.max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
@@ -289,7 +297,7 @@ class EngineConfig:
     @property
     def most_draws(self) -> int:
         """Most tokens that are drawn in one forward pass."""
-        of_sequence = 1 if self.drafter == "none" else 1 + self.max_draft_tokens
+        of_sequence = 1 if self.drafter == "none" else self.draft_paths * (1 + self.max_draft_tokens)
         return min(self.max_num_seqs * of_sequence, self.max_num_batched_tokens)
 
     def _check_tiers(self) -> None:

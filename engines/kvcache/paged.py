@@ -39,6 +39,10 @@ class PagedKVCache:
         for tensor in (*self.keys, *self.values):
             tensor.zero_()
 
+    def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        for tensor in (*self.keys, *self.values):
+            tensor[targets] = tensor[sources]
+
     def release(self) -> None:
         """Releases the memory; the contents are lost."""
         for tensor in (*self.keys, *self.values):

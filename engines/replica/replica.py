@@ -5,7 +5,8 @@ Torch-free: only the runner and the mover handle tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -42,10 +43,10 @@ class StepOutput:
     """Pairs of a token of this pass and a token that it attends to, itself included."""
     num_sampled: int = 0
     """Tokens drawn: one for each sequence that decodes, and one for each draft token."""
-    num_drafted: int = 0
-    """Draft tokens in the forward pass."""
-    num_accepted: int = 0
-    """Draft tokens that are now tokens of their sequences."""
+    drafted: list[int] = field(default_factory=list)
+    """Draft tokens in the forward pass, by their place in the draft; those that two paths begin with count once."""
+    accepted: list[int] = field(default_factory=list)
+    """Draft tokens that are now tokens of their sequences, by their place in the draft."""
     num_preempted: int = 0
     """Sequences that lost their blocks before the forward pass."""
     num_swapped_out: int = 0
@@ -55,6 +56,14 @@ class StepOutput:
     finished: list[Finished] = field(default_factory=list)
     released: list[Work] = field(default_factory=list)
     """Unfinished sequences that used up their `max_new_tokens` here; with their KV where the replica has a store."""
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(self.drafted)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,14 +213,20 @@ class Replica:
             output.num_sampled, drawn = len(results), iter(results)
             lengths = [len(item.sequence.state.tokens) for item in scheduled]
             sum_tokens = sum_context = sum_pairs = 0
-            for (sequence, num_tokens, draft), length in zip(scheduled, lengths, strict=True):
+            for item, length in zip(scheduled, lengths, strict=True):
+                sequence, num_tokens, draft, forks = item
                 context = sequence.num_computed = sequence.num_computed + num_tokens
                 sum_tokens += num_tokens
                 sum_context += context
                 sum_pairs += num_tokens * context - num_tokens * (num_tokens - 1) // 2
                 if context >= length:  # as `Scheduled.samples` before the pass
                     if draft:
-                        finished = self._verify(sequence, draft, list(islice(drawn, 1 + len(draft))))
+                        finished = self._verify(item, drawn)
+                        for fork in forks:
+                            num_rows, context = length + len(fork.draft) - fork.start, length + len(fork.draft)
+                            sum_tokens += num_rows
+                            sum_context += context
+                            sum_pairs += num_rows * context - num_rows * (num_rows - 1) // 2
                     else:
                         token, logprob = next(drawn)
                         finished = self._append(sequence, token, logprob)
@@ -256,27 +271,44 @@ class Replica:
             self.scheduler.add_drafts(schedule, self._drafter)
         return schedule.batch
 
-    def _verify(self, sequence: Sequence, draft: tuple[int, ...], drawn: list[tuple[int, float]]) -> Finished | None:
-        """Appends the draws behind accepted draft tokens, up to the one that ends the sequence."""
-        finished = None
-        count = 1 + num_accepted(draft, [token for token, _ in drawn])
-        for token, logprob in drawn[:count]:
+    def _verify(self, item: Scheduled, drawn: Iterator[tuple[int, float]]) -> Finished | None:
+        """Takes the item's draws; appends those behind accepted draft tokens, up to the one that ends the sequence."""
+        sequence, finished, taken = item.sequence, None, None
+        draws = first = list(islice(drawn, 1 + len(item.draft)))
+        count = num_accepted(item.draft, [token for token, _ in draws])
+        last = len(sequence.state.tokens) - 1
+        for fork in item.forks:
+            own = [*first[: fork.start - last], *islice(drawn, last + 1 + len(fork.draft) - fork.start)]
+            accepted = num_accepted(fork.draft, [token for token, _ in own])
+            if accepted > count:
+                draws, count, taken = own, accepted, fork
+        for token, logprob in draws[: 1 + count]:
             finished = self._append(sequence, token, logprob)
             if finished is not None:
                 break
         sequence.num_computed = len(sequence.state.tokens) - 1
-        self.scheduler.settle(sequence)
+        self.scheduler.settle(item, taken)
         return finished
 
     @staticmethod
     def _observe(drafter: Drafter, scheduled: list[Scheduled], lengths: list[int], output: StepOutput) -> None:
         """Counts drafted and accepted tokens, for the output and for the drafter."""
         drafted = [(item, length) for item, length in zip(scheduled, lengths, strict=True) if item.draft]
+        if not drafted:
+            return
         states, drafts = [item.sequence.state for item, _ in drafted], [item.draft for item, _ in drafted]
-        accepted = [num_accepted(item.draft, item.sequence.state.tokens[length:]) for item, length in drafted]
-        output.num_drafted, output.num_accepted = sum(map(len, drafts)), sum(accepted)
-        if drafted:
-            drafter.observe(states, drafts, accepted)
+        accepted = []
+        counts = Counter[int]()
+        taken = Counter[int]()
+        for item, length in drafted:
+            appended = item.sequence.state.tokens[length:]
+            accepted.append(num_accepted(item.draft, appended))
+            counts.update(range(len(item.draft)))
+            for fork in item.forks:
+                counts.update(range(fork.num_common, len(fork.draft)))
+            taken.update(range(max([accepted[-1], *(num_accepted(fork.draft, appended) for fork in item.forks)])))
+        output.drafted, output.accepted = [counts[place] for place in range(1 + max(counts))], list(taken.values())
+        drafter.observe(states, drafts, accepted)
 
     def _restart(self, returning: Iterable[Sequence] = ()) -> None:
         """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe."""

@@ -13,7 +13,7 @@ from engines.config import EngineConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.decoder import Decoder
 from engines.replica.graphs import Graphs, PaddedDecodes
-from engines.replica.scheduler import Scheduled
+from engines.replica.scheduler import Scheduled, Sequence
 from engines.replica.slot_table import SlotTable
 from engines.replica.staging import Readback, Staging
 from engines.sampling.sampler import draw_natively, sample
@@ -72,7 +72,10 @@ class ModelRunner:
 
         Raises FloatingPointError when logits are not finite; it zeroes the KV cache first.
         """
-        what = self._build(scheduled)
+        has_forks = any(item.forks for item in scheduled)
+        if has_forks:
+            self._copy_last_blocks(scheduled)
+        what = self._build(scheduled, has_forks)
         logits = self._forward(what)
         if not len(what.slots):
             return []
@@ -81,6 +84,17 @@ class ModelRunner:
             self._kv.clear()  # NaN in a block would reach its later holders even where it is masked: 0 * NaN is NaN
             raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity")
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+    def _copy_last_blocks(self, scheduled: list[Scheduled]) -> None:
+        """Copies to each fork what its sequence's last block holds, where the sequence goes on in that block."""
+        pairs = [
+            (item.sequence.blocks[fork.num_shared], fork.blocks[fork.num_shared])
+            for item in scheduled
+            for fork in item.forks
+            if fork.num_shared * self._block_size < fork.start
+        ]
+        if pairs:
+            self._kv.copy_blocks(*map(list, zip(*pairs, strict=True)))
 
     def _forward(self, what: _Pass) -> Tensor:
         """Returns the logits of the rows that draw a token, [R, vocab_size]."""
@@ -97,11 +111,14 @@ class ModelRunner:
         assert self._padded is not None
         return self._decoder.hidden(self._padded.batch(size), self._kv)
 
-    def _build(self, scheduled: list[Scheduled]) -> _Pass:
+    def _build(self, scheduled: list[Scheduled], has_forks: bool) -> _Pass:
         sequences = [item.sequence for item in scheduled]
-        slots = np.array([sequence.slot for sequence in sequences])
         starts = np.array([sequence.num_computed for sequence in sequences])
         lengths = np.array([item.num_tokens for item in scheduled])
+        tables: dict[int, list[int]] = {}
+        if has_forks:
+            sequences, starts, lengths, tables = _with_forks(scheduled)
+        slots = np.array([sequence.slot for sequence in sequences])
         contexts = starts + lengths
         block_size = self._block_size
         num_known = np.array([sequence.num_table_blocks for sequence in sequences])
@@ -119,7 +136,7 @@ class ModelRunner:
         num_drawn = len(drawing)
         drawn_slots = row_slots[drawing]
         tokens = _new_tokens(scheduled)
-        if self._padded is not None and num_drawn == num_tokens and self._padded.fits(num_tokens):
+        if self._padded is not None and not has_forks and num_drawn == num_tokens and self._padded.fits(num_tokens):
             # Each token of a draft is a row of its own: a pass writes the KV of all rows before any row reads it.
             size = self._padded.fill(tokens, positions, drawn_slots, self._slots.take_changes())
             drawn_positions = self._padded.next_positions(num_drawn)
@@ -143,6 +160,8 @@ class ModelRunner:
         arrays["context_lens"][:] = contexts
         table = arrays["block_table"]
         table[:] = self._slots.block_table[slots, :width]
+        for row, blocks in tables.items():
+            table[row, : len(blocks)] = blocks
         arrays["positions"][:] = positions
         block, offset = np.divmod(positions, block_size)
         np.multiply(table[rows, block], np.int64(block_size), out=arrays["slot_mapping"])
@@ -156,14 +175,33 @@ class ModelRunner:
         )
 
 
+def _with_forks(
+    scheduled: list[Scheduled],
+) -> tuple[list[Sequence], np.ndarray, np.ndarray, dict[int, list[int]]]:
+    """Returns the pass's rows of a block table: their sequences, first positions and numbers of tokens, with the forks
+    of an item behind it; and the block tables of forks by the number of the row."""
+    sequences, starts, lengths, tables = [], [], [], {}
+    for sequence, num_tokens, _, forks in scheduled:
+        sequences += [sequence] * (1 + len(forks))
+        starts += [sequence.num_computed, *(fork.start for fork in forks)]
+        lengths.append(num_tokens)
+        for fork in forks:
+            tables[len(lengths)] = fork.blocks
+            lengths.append(len(sequence.state.tokens) + len(fork.draft) - fork.start)
+    return sequences, np.array(starts), np.array(lengths), tables
+
+
 def _new_tokens(scheduled: list[Scheduled]) -> list[int]:
     """Returns the tokens that the pass computes, sequence after sequence."""
     tokens: list[int] = []
-    for sequence, num_tokens, draft in scheduled:
+    for sequence, num_tokens, draft, forks in scheduled:
         start = sequence.num_computed
         if num_tokens == 1:
             tokens.append(sequence.state.tokens[start])
         else:
             tokens += sequence.state.tokens[start : start + num_tokens]
             tokens += draft
+        for fork in forks:
+            tokens += sequence.state.tokens[fork.start :]
+            tokens += fork.draft[max(0, fork.start - len(sequence.state.tokens)) :]
     return tokens

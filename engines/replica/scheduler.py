@@ -11,7 +11,8 @@ from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
 from engines.replica.stop_strings import StopSearch
 from engines.sequence import KVHandle, SequenceState
-from engines.speculation.drafter import Drafter
+from engines.speculation.drafter import Draft, Drafter
+from engines.speculation.verify import num_accepted
 
 
 class CachedKV(NamedTuple):
@@ -63,6 +64,26 @@ class Sequence:
         self.stop_search = None
 
 
+@dataclass(eq=False, kw_only=True)
+class Fork:
+    """Another path of a sequence's draft, over a block table that begins with the same blocks as the sequence's.
+
+    Its own blocks begin in the middle of the sequence's last one, or behind it. Where draft tokens that it shares with
+    the first path lie in a shared block, the rows of that path compute them, and draw behind them.
+    """
+
+    draft: tuple[int, ...]
+    """The whole path."""
+    num_common: int
+    """Leading tokens of `draft` that the first path has, too."""
+    num_shared: int
+    """Leading blocks of the sequence's table."""
+    start: int
+    """Position of the first token that is computed over this table: the sequence's last one, or one of the draft."""
+    blocks: list[int] = field(default_factory=list)
+    """Its block table. It belongs to the block manager and must not be modified."""
+
+
 class Scheduled(NamedTuple):
     """A sequence's next `num_tokens` tokens to compute, from `sequence.num_computed` on."""
 
@@ -70,6 +91,8 @@ class Scheduled(NamedTuple):
     num_tokens: int
     draft: tuple[int, ...] = ()
     """Guessed tokens behind the sequence's end, counted in `num_tokens`. After each of them a token is drawn, too."""
+    forks: tuple[Fork, ...] = ()
+    """Other paths, not counted in `num_tokens`. A token is drawn after each token that is computed for one of them."""
 
     @property
     def samples(self) -> bool:
@@ -171,7 +194,8 @@ class Scheduler:
         """Adds drafts to decodes, as far as the token budget and free blocks last. While a sequence waits, drafts leave
         blocks of known content alone, since it may find its first tokens there.
 
-        So drafts take nothing from other sequences. `settle` must follow for each sequence that got one.
+        So drafts take nothing from other sequences. Other paths come after the first paths of all sequences. `settle`
+        must follow for each sequence that got a draft.
         """
         most = min(self._config.max_draft_tokens, schedule.budget)
         limits: dict[int, int] = {}
@@ -185,23 +209,57 @@ class Scheduler:
             return
         states = [schedule.batch[place].sequence.state for place in limits]
         drafts = drafter.propose(states, list(limits.values()), sum(item.num_tokens for item in schedule.batch))
-        for (place, limit), (draft, _) in zip(limits.items(), drafts, strict=True):
-            if not draft:
+        others: list[tuple[int, Draft, int]] = []
+        for (place, limit), draft in zip(limits.items(), drafts, strict=True):
+            if not draft.tokens:
                 continue
             sequence = schedule.batch[place].sequence
             num_known = len(sequence.state.tokens)
-            wanted = num_known + min(len(draft), limit, schedule.budget)
+            wanted = num_known + min(len(draft.tokens), limit, schedule.budget)
             covered = self.blocks.stretch(sequence, wanted, even_known=not self.waiting)
             if num_drafted := covered - num_known:
-                schedule.batch[place] = Scheduled(sequence, 1 + num_drafted, tuple(draft[:num_drafted]))
+                schedule.batch[place] = Scheduled(sequence, 1 + num_drafted, tuple(draft.tokens[:num_drafted]))
                 schedule.budget -= num_drafted
+                others += [(place, path, limit) for path in draft.others]
+        for place, path, limit in others:
+            item = schedule.batch[place]
+            if fork := self._fork(item, tuple(path.tokens[:limit]), schedule.budget):
+                schedule.batch[place] = item._replace(forks=(*item.forks, fork))
+                schedule.budget -= len(item.sequence.state.tokens) + len(fork.draft) - fork.start
         schedule.batch = _in_order(schedule.batch)
 
-    def settle(self, sequence: Sequence) -> None:
-        """Publishes the blocks that accepted draft tokens have filled; releases those that only rejected ones needed.
+    def _fork(self, item: Scheduled, path: tuple[int, ...], budget: int) -> Fork | None:
+        """Returns another path of the item's draft, as far as budget and free blocks last; None if it adds nothing."""
+        sequence, size = item.sequence, self.blocks.block_size
+        num_known, num_common = len(sequence.state.tokens), num_accepted(path, item.draft)
+        num_shared = (num_known + num_common) // size
+        if num_known + len(path) - num_shared * size == 1:
+            num_shared -= 1  # several tokens: attention takes the sequences with one new token first
+        start = max(num_shared * size, num_known - 1)
+        path = path[: max(0, start + budget - num_known)]
+        fork = Fork(draft=path, num_common=num_common, num_shared=num_shared, start=start)
+        self.blocks.fork(sequence, fork, num_shared)
+        covered = self.blocks.stretch(fork, num_known + len(path), even_known=not self.waiting)
+        fork.draft = path[: max(0, covered - num_known)]
+        if len(fork.draft) <= num_common or num_known + len(fork.draft) - start < 2:
+            self.blocks.release(fork)
+            return None
+        fork.blocks = self.blocks.table(fork)
+        return fork
+
+    def settle(self, item: Scheduled, taken: Fork | None = None) -> None:
+        """Gives the sequence the blocks of the path that was `taken`, None for the first; publishes the blocks that
+        accepted draft tokens have filled; releases those that only rejected ones needed.
 
         Must be called after a pass with a draft, when `num_computed` counts the accepted tokens.
         """
+        sequence = item.sequence
+        if taken is not None:
+            sequence.blocks = self.blocks.take_over(sequence, taken)
+            sequence.num_table_blocks = min(sequence.num_table_blocks, taken.num_shared)
+        for fork in item.forks:
+            if fork is not taken:
+                self.blocks.release(fork)
         self._publish(Scheduled(sequence, 0))
         self.blocks.shrink(sequence, sequence.num_computed)
         sequence.num_table_blocks = min(sequence.num_table_blocks, len(sequence.blocks))

@@ -24,16 +24,24 @@ class StepRecord:
     """Sequences in the forward pass."""
     num_tokens: int
     """Tokens in the forward pass."""
-    num_drafted: int = 0
-    """Draft tokens in the forward pass."""
-    num_accepted: int = 0
-    """Draft tokens that are now tokens of their sequences."""
+    drafted: tuple[int, ...] = ()
+    """Draft tokens in the forward pass, by their place in the draft."""
+    accepted: tuple[int, ...] = ()
+    """Draft tokens that are now tokens of their sequences, by their place in the draft."""
     num_preempted: int = 0
     """Sequences that lost their KV blocks before the forward pass."""
     num_swapped_out: int = 0
     """Preempted sequences whose KV was stored; that of the others is recomputed."""
     num_swapped_in: int = 0
     """Sequences of the forward pass that resumed with stored KV."""
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(self.drafted)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ def choose_drafter(
         drafter = SuffixDrafter(
             grouped=config.drafter == "grouped_suffix",
             max_draft_tokens=config.max_draft_tokens,
+            num_paths=config.draft_paths,
             max_bytes=config.draft_tree_bytes,
             client=client,
         )

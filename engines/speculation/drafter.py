@@ -14,6 +14,13 @@ class Draft(NamedTuple):
     tokens: list[int]
     probabilities: list[float]
     """For each token the drafter's estimate that it and all before it will be drawn; not increasing."""
+    others: tuple[Draft, ...] = ()
+    """Other paths from the same place, less likely ones, which may begin with the same tokens; they have no others."""
+
+    def cut(self, length: int, lengths: Items[int] = ()) -> Draft:
+        """Returns the first tokens of the draft and of each other path, as many as given; for others, 0 by default."""
+        others = [one.cut(count) for one, count in zip(self.others, lengths, strict=False) if count]
+        return Draft(self.tokens[:length], self.probabilities[:length], tuple(others))
 
 
 NO_DRAFT = Draft([], [])
@@ -26,7 +33,7 @@ class Drafter(Protocol):
     """
 
     def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
-        """Returns a draft for each sequence: the tokens that may follow, at most as many as its limit, or none.
+        """Returns a draft for each sequence: the tokens that may follow, on each path at most its limit, or none.
 
         It is called once per step, for all sequences that may take a draft in this step; limits are at least 1.
         `num_tokens` are those of the pass without drafts, of all sequences.
@@ -36,7 +43,8 @@ class Drafter(Protocol):
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Is called after the pass for the sequences that had a draft in it.
 
-        A draft may be shorter than the proposed one. Its first `num_accepted` tokens are now tokens of the sequence.
+        A draft, of whose paths only the first is given, may be shorter than the proposed one. Its first `num_accepted`
+        tokens are now tokens of the sequence.
         """
         ...
 

@@ -14,18 +14,18 @@ RowSeconds = Callable[[int], float]
 
 
 class SpeculationPolicy(Protocol):
-    """Decides the lengths of drafts. It has no clock; all shards of a replica must decide alike."""
+    """Decides how many tokens and paths drafts have. It has no clock; all shards of a replica must decide alike."""
 
     def wants(self, num_tokens: int, num_sequences: int) -> bool:
         """Whether drafts are worth looking up for a pass of `num_tokens` tokens, of which these sequences decode."""
         ...
 
-    def lengths(self, num_tokens: int, drafts: list[Draft]) -> list[int]:
-        """Returns how many tokens of each draft join a pass that has `num_tokens` tokens without them."""
+    def shorten(self, num_tokens: int, drafts: list[Draft]) -> list[Draft]:
+        """Returns what of each draft joins a pass that has `num_tokens` tokens without them (`Draft.cut`)."""
         ...
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
-        """Learns from one draft: its tokens' estimated probabilities, as in `Draft`, and how many were drawn."""
+        """Learns from one path: its tokens' estimated probabilities, as in `Draft`, and how many were drawn."""
         ...
 
 
@@ -34,7 +34,7 @@ DraftPolicy = Callable[[RowSeconds], SpeculationPolicy]
 
 
 class AdaptedDrafter:
-    """A drafter whose drafts are cut to the lengths that a policy chooses."""
+    """A drafter whose drafts a policy shortens."""
 
     def __init__(self, drafter: Drafter, policy: SpeculationPolicy) -> None:
         self._drafter = drafter
@@ -45,14 +45,10 @@ class AdaptedDrafter:
         if not self._policy.wants(num_tokens, len(states)):
             return [NO_DRAFT] * len(states)
         drafts = self._drafter.propose(states, limits, num_tokens)
-        lengths = self._policy.lengths(num_tokens, drafts)
         self._proposed = {
             state.sequence_id: draft.probabilities for state, draft in zip(states, drafts, strict=True) if draft.tokens
         }
-        return [
-            Draft(draft.tokens[:length], draft.probabilities[:length])
-            for draft, length in zip(drafts, lengths, strict=True)
-        ]
+        return self._policy.shorten(num_tokens, drafts)
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         self._drafter.observe(states, drafts, num_accepted)

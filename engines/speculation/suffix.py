@@ -55,6 +55,7 @@ class SuffixDrafter:
         *,
         grouped: bool,
         max_draft_tokens: int,
+        num_paths: int = 1,
         max_bytes: int,
         max_depth: int = 24,
         client: DraftClient | None = None,
@@ -62,10 +63,12 @@ class SuffixDrafter:
         assert grouped or client is None
         self._grouped, self._client = grouped, client
         self._max_bytes, self._max_depth = max_bytes, max_depth
-        self._args = [SpeculationArgs(max_spec_tokens=length) for length in range(1, max_draft_tokens + 1)]
+        lengths = range(1, max_draft_tokens + 1)
+        self._args = [SpeculationArgs(max_spec_tokens=length, top_k=num_paths) for length in lengths]
+        self._num_paths = num_paths
         self._groups: OrderedDict[_Key, _Group] = OrderedDict()  # the one used longest ago first
         self._num_bytes = self._turn = 0
-        self._buffers = DraftBuffers.empty(0, 1, max_draft_tokens)
+        self._buffers = DraftBuffers.empty(0, num_paths, max_draft_tokens)
         self.num_evicted = 0
         """Groups that were dropped because of `max_bytes`."""
 
@@ -76,7 +79,7 @@ class SuffixDrafter:
         if self._client is not None:
             self._exchange(self._client, [states[place] for place, _ in followed], [group for _, group in followed])
         if len(self._buffers.tokens) < len(states):
-            self._buffers = DraftBuffers.empty(2 * len(states), 1, len(self._args))
+            self._buffers = DraftBuffers.empty(2 * len(states), self._num_paths, len(self._args))
         buffers = self._buffers
         batch_speculate(
             [group.tree for _, group in followed],
@@ -85,9 +88,8 @@ class SuffixDrafter:
             buffers,
         )
         for row, (place, _) in enumerate(followed):
-            if length := int(buffers.lengths[row, 0]):
-                tokens, probabilities = buffers.tokens[row, 0, :length], buffers.probabilities[row, 0, :length]
-                drafts[place] = Draft(tokens.tolist(), probabilities.tolist())
+            if paths := buffers.drafts(row):
+                drafts[place] = paths[0]._replace(others=tuple(paths[1:]))
         return drafts
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:

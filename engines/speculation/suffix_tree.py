@@ -93,6 +93,14 @@ class DraftBuffers:
             probabilities=np.zeros((*shape, tokens)),
         )
 
+    def drafts(self, row: int) -> list[Draft]:
+        """Returns the paths of a request, the best first."""
+        return [
+            Draft(self.tokens[row, path, :length].tolist(), self.probabilities[row, path, :length].tolist())
+            for path, length in enumerate(self.lengths[row].tolist())
+            if length
+        ]
+
     def __post_init__(self) -> None:
         fields = {"tokens": (INTEGERS, 3), "lengths": ((np.int32,), 2), "probabilities": ((np.float64,), 3)}
         for name, (kinds, dimensions) in fields.items():
@@ -217,7 +225,7 @@ def batch_speculate(
     drafts.lengths[: len(trees)] = 0
     for i, tree in enumerate(trees):
         pattern = None if span is None else span[0].reshape(-1)[span[1][i] : span[2][i]]
-        for k, (tokens, probabilities) in enumerate(tree._tree.speculate(int(request_ids[i]), pattern, args[i])):
+        for k, (tokens, probabilities, _) in enumerate(tree._tree.speculate(int(request_ids[i]), pattern, args[i])):
             drafts.tokens[i, k, : len(tokens)], drafts.probabilities[i, k, : len(tokens)] = tokens, probabilities
             drafts.lengths[i, k] = len(tokens)
     return None

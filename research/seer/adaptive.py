@@ -8,7 +8,7 @@ the time of a pass by its rows, and have no clock: what they decide is a functio
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from msgspec import Meta
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engines.constraints import Count, NonNegative, check_value
 from engines.speculation.drafter import Draft
 from engines.speculation.policy import RowSeconds
+from engines.speculation.verify import num_accepted
 
 Slack = Annotated[float, Meta(ge=1, description="at least 1")]
 
@@ -82,6 +83,16 @@ class _Table:
         return self._seconds
 
 
+class _Branch(NamedTuple):
+    """The beginning of another path of a draft."""
+
+    draft: int
+    path: int
+    length: int
+    gain: float
+    """Expected tokens beyond those of the paths before it."""
+
+
 class MarginalGain:
     """A `SpeculationPolicy`: the drafts that make the expected tokens per second of the pass as many as possible.
 
@@ -89,7 +100,8 @@ class MarginalGain:
     token with the probability of its path (`Calibration`). A path's probabilities do not rise, so that the k likeliest
     draft tokens are whole beginnings of drafts: all k are tried out, none included. Where k = 0 was best for some
     passes, drafts are looked up in fewer and fewer of them, until the batch is smaller; and what was learnt is slowly
-    forgotten, so that they are tried again.
+    forgotten, so that they are tried again. Another path of a draft is taken whole or not at all: it adds the
+    probabilities of the tokens that no path before it has, for a row per token and one more.
     """
 
     _PATIENCE, _MOST_SKIPPED, _FORGOTTEN = 8, 64, 0.02
@@ -115,15 +127,23 @@ class MarginalGain:
         self._num_skipped = 0
         return True
 
-    def lengths(self, num_tokens: int, drafts: list[Draft]) -> list[int]:
+    def shorten(self, num_tokens: int, drafts: list[Draft]) -> list[Draft]:
         if not any(draft.tokens for draft in drafts):
-            return [0] * len(drafts)
+            return drafts
         paths = self._calibration.paths(drafts)
-        flat = paths.ravel()
-        order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
-        yields = len(drafts) + np.concatenate([[0.0], np.cumsum(flat[order])])
-        seconds = np.array(self._table.upto(num_tokens + len(order))[num_tokens:][: len(yields)])
-        rates = yields / seconds
+        gains = paths.ravel()
+        order = np.argsort(-gains, kind="stable")[: np.count_nonzero(gains)]
+        owners, gains, rows = order // paths.shape[1], gains[order], np.ones(len(order), np.int64)
+        branches = self._branches(drafts)
+        if branches:
+            owners = np.concatenate([owners, -1 - np.arange(len(branches))])
+            gains = np.concatenate([gains, [one.gain for one in branches]])
+            rows = np.concatenate([rows, [1 + one.length for one in branches]])
+            order = np.argsort(-gains / rows, kind="stable")
+            owners, gains, rows = owners[order], gains[order], rows[order]
+        yields = len(drafts) + np.concatenate([[0.0], np.cumsum(gains)])
+        ends = num_tokens + np.concatenate([[0], np.cumsum(rows)])
+        rates = yields / np.array(self._table.upto(int(ends[-1])))[ends]
         best = int(rates.argmax())
         if rates[best] <= (1 + self._margin) * rates[0]:
             best = 0
@@ -131,8 +151,29 @@ class MarginalGain:
             self._calibration.forget(self._FORGOTTEN)
         self._num_vain = 0 if best else self._num_vain + 1
         self._vain_tokens = num_tokens if self._num_vain <= 1 else min(self._vain_tokens, num_tokens)
-        rows = order[:best] // paths.shape[1]
-        return np.bincount(rows, minlength=len(drafts)).tolist()
+        chosen = owners[:best]
+        lengths = np.bincount(chosen[chosen >= 0], minlength=len(drafts)).tolist()
+        others = [[0] * len(draft.others) for draft in drafts]
+        for number in (-1 - chosen[chosen < 0]).tolist():
+            others[branches[number].draft][branches[number].path] = branches[number].length
+        return [draft.cut(length, more) for draft, length, more in zip(drafts, lengths, others, strict=True)]
+
+    def _branches(self, drafts: list[Draft]) -> list[_Branch]:
+        """Returns for each other path the beginning with the most expected tokens per row."""
+        places = [(number, path) for number, draft in enumerate(drafts) for path in range(len(draft.others))]
+        if not places:
+            return []
+        found = []
+        chances = self._calibration.paths([drafts[number].others[path] for number, path in places])
+        for (number, path), probabilities in zip(places, chances, strict=True):
+            draft = drafts[number]
+            tokens = draft.others[path].tokens
+            shared = max(num_accepted(tokens, one.tokens) for one in (draft, *draft.others[:path]))
+            if shared < len(tokens):
+                gains = probabilities[shared : len(tokens)].cumsum()
+                length = shared + 1 + int((gains / np.arange(shared + 2, len(tokens) + 2)).argmax())
+                found.append(_Branch(number, path, length, float(gains[length - shared - 1])))
+        return found
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
         self._calibration.observe(probabilities, num_accepted)
@@ -142,7 +183,8 @@ class Thresholds:
     """A `SpeculationPolicy`: all drafts have one length, by the number of sequences and the acceptance so far.
 
     The knee is the most rows whose pass takes at most `slack` times as long as a pass without drafts. The length is the
-    sequences' share of the rows below the knee, times the average acceptance rate; below 1 nothing is drafted.
+    sequences' share of the rows below the knee, times the average acceptance rate; below 1 nothing is drafted. Other
+    paths of the same length take what is left of the share.
     """
 
     _WEIGHT = 0.02  # of a new draft in the average
@@ -162,15 +204,20 @@ class Thresholds:
         self._acceptance = min(1.0, self._acceptance + self._RECOVERY)
         return False
 
-    def _length(self, num_tokens: int, num_sequences: int) -> int:
+    def _num_rows(self, num_tokens: int, num_sequences: int) -> int:
+        """Returns a sequence's share of the rows below the knee."""
         most = num_tokens + self._most * num_sequences
         seconds = self._table.upto(most)
         knee = bisect_right(seconds, self._slack * seconds[num_tokens], hi=most + 1) - 1
-        return int(self._acceptance * min(self._most, (knee - num_tokens) // num_sequences))
+        return (knee - num_tokens) // num_sequences
 
-    def lengths(self, num_tokens: int, drafts: list[Draft]) -> list[int]:
-        most = self._length(num_tokens, len(drafts))
-        return [min(most, len(draft.tokens)) for draft in drafts]
+    def _length(self, num_tokens: int, num_sequences: int) -> int:
+        return int(self._acceptance * self._num_rows(num_tokens, num_sequences))
+
+    def shorten(self, num_tokens: int, drafts: list[Draft]) -> list[Draft]:
+        length = self._length(num_tokens, len(drafts))
+        others = [length] * ((self._num_rows(num_tokens, len(drafts)) - length) // (1 + length))
+        return [draft.cut(length, others) for draft in drafts]
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
         self._acceptance += self._WEIGHT * (num_accepted / len(probabilities) - self._acceptance)

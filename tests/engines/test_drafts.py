@@ -20,7 +20,7 @@ from engines.config import EngineConfig
 from engines.native.library import choose_library
 from engines.parallel.layout import nested_layout
 from engines.replica.replica import Replica, StepOutput
-from engines.replica.scheduler import Scheduled
+from engines.replica.scheduler import Fork, Scheduled
 from engines.rollout.telemetry import chrome_trace
 from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
 from engines.speculation.drafter import Draft
@@ -40,6 +40,7 @@ PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 12))] * RNG.rand
 KINDS_OF_SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 0.6, "top_k": 20}]
 PARAMS = [SamplingParams(max_tokens=40, **KINDS_OF_SAMPLING[uid % 4]) for uid in range(len(PROMPTS))]
 NUM_DRAFT_TOKENS = 5
+NUM_PATHS = 4
 FAR = 60
 """Tokens that the truth has more than a sequence may generate: drafts run past every end."""
 Truth = dict[SequenceId, list[int]]
@@ -68,8 +69,23 @@ class ScriptedDrafter:
         assert len({*ids}) == len(ids)
         self.known |= {*ids}
         self._lengths = {state.sequence_id: len(state.tokens) for state in states}
-        drafts = [self._propose(state, limit) for state, limit in zip(states, limits, strict=True)]
+        pairs = list(zip(states, limits, strict=True))
+        if self._kind == "paths":
+            return [self._propose_paths(state, limit) for state, limit in pairs]
+        drafts = [self._propose(state, limit) for state, limit in pairs]
         return [Draft(draft, [0.5] * len(draft)) for draft in drafts]
+
+    def _propose_paths(self, state: SequenceState, limit: int) -> Draft:
+        """Up to four, each right up to some place and wrong from there on: also equal ones, and empty ones."""
+        known = len(state.tokens)
+        right = self._truth[state.sequence_id][known:][:limit]
+        rng = random.Random(1000 * known + state.key.prompt_uid)
+        paths = []
+        for _ in range(rng.randint(1, NUM_PATHS)):
+            count, length = rng.randint(0, limit), rng.randint(0, limit)
+            path = right[:count] + [(token + rng.randint(1, 3)) % 131 for token in right[count:]]
+            paths.append(Draft(path[:length], [0.5] * length))
+        return paths[0]._replace(others=tuple(paths[1:]))
 
     def add_reference(self, state: SequenceState) -> None:
         raise AssertionError("there are no references here")
@@ -99,7 +115,7 @@ class ScriptedDrafter:
         self.known.discard(state.sequence_id)
 
 
-KINDS = ("ngram", "truth", "wrong", "random", "mixed")
+KINDS = ("ngram", "truth", "wrong", "random", "mixed", "paths")
 
 
 def drafting(llm: LLM, kind: str, truth: Truth) -> LLM:
@@ -110,6 +126,8 @@ def drafting(llm: LLM, kind: str, truth: Truth) -> LLM:
 
 def make_llm(model: str, kind: str = "none", truth: Truth | None = None, **options: Any) -> LLM:
     drafts = {} if kind == "none" else {"drafter": "ngram", "max_draft_tokens": NUM_DRAFT_TOKENS}
+    if kind == "paths":
+        drafts |= {"drafter": "suffix", "draft_paths": NUM_PATHS}
     llm = LLM(model, **{"dtype": "float64", "kv_cache_bytes": 2**24, **drafts, **options})
     return llm if kind == "none" else drafting(llm, kind, truth or {})
 
@@ -119,25 +137,45 @@ class Watch:
 
     def __init__(self, replica: Replica, config: EngineConfig) -> None:
         self._replica, self._config = replica, config
-        self._run = replica._runner.run
+        self._run, self._settle = replica._runner.run, replica.scheduler.settle
+        replica.scheduler.settle = self._watch_settle  # type: ignore[method-assign]
         replica._runner.run = self._watch  # type: ignore[method-assign]
         self.done: dict[SequenceId, Completion] = {}
         self.outputs: list[StepOutput] = []
-        self.num_drafted = self.num_accepted = 0
-        self._expected = (0, 0, 0, 0)
+        self.num_drafted = self.num_accepted = self.num_forks = self.num_taken = 0
+        self._expected: tuple[int, ...] = (0, 0, 0, 0)
 
     def _watch(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
         lengths = [item.num_tokens for item in scheduled]
         assert lengths == sorted(lengths, key=lambda length: length > 1) and len(lengths) <= self._config.max_num_seqs
-        assert sum(lengths) <= self._config.max_num_batched_tokens
+        block_size = self._config.block_size
         ends = [item.sequence.num_computed + item.num_tokens for item in scheduled]
         assert all(len(item.draft) <= NUM_DRAFT_TOKENS for item in scheduled)
         assert all(end < item.sequence.release_len for item, end in zip(scheduled, ends, strict=True))
         pairs = [sum(range(item.sequence.num_computed + 1, end + 1)) for item, end in zip(scheduled, ends, strict=True)]
         num_sampled = sum(1 + len(item.draft) for item in scheduled if item.samples)
-        assert num_sampled <= self._config.most_draws
         self._expected = (sum(lengths), sum(pairs), num_sampled, sum(len(item.draft) for item in scheduled))
+        for item in scheduled:
+            known, last = len(item.sequence.state.tokens), item.sequence.num_computed
+            for fork in item.forks:
+                self.num_forks += 1
+                end = known + len(fork.draft)
+                assert item.draft and len(item.draft) <= len(item.sequence.blocks) * self._config.block_size - known
+                assert last <= fork.start <= end - 2 and end < item.sequence.release_len
+                assert fork.num_common == num_accepted(fork.draft, item.draft) < len(fork.draft) <= NUM_DRAFT_TOKENS
+                shared = fork.num_shared
+                assert fork.blocks[:shared] == item.sequence.blocks[:shared] and fork.start >= shared * block_size
+                assert not set(fork.blocks[shared:]) & set(item.sequence.blocks)
+                rows = end - fork.start
+                of_forks = [rows, sum(range(fork.start + 1, end + 1)), rows, len(fork.draft) - fork.num_common]
+                self._expected = tuple(map(sum, zip(self._expected, of_forks, strict=True)))
+        assert self._expected[0] <= self._config.max_num_batched_tokens
+        assert self._expected[2] <= self._config.most_draws
         return self._run(scheduled)
+
+    def _watch_settle(self, item: Scheduled, taken: Fork | None = None) -> None:
+        self.num_taken += taken is not None
+        self._settle(item, taken)
 
     def step(self) -> StepOutput:
         self._expected = (0, 0, 0, 0)
@@ -241,7 +279,7 @@ def test_the_same_tokens(
         assert llm.replica.scheduler.num_preemptions > 3, "the KV cache was not small enough to test anything"
     if options != "budget for decodes only":
         assert watch.num_drafted > 10
-    if isinstance(llm.replica._drafter, ScriptedDrafter):
+    if isinstance(llm.replica._drafter, ScriptedDrafter) and kind != "paths":
         observed = llm.replica._drafter.num_drafted, llm.replica._drafter.num_accepted
         assert observed == (watch.num_drafted, watch.num_accepted)
     assert {
@@ -250,6 +288,7 @@ def test_the_same_tokens(
         "wrong": watch.num_accepted == 0,
         "random": watch.num_accepted < 0.2 * watch.num_drafted,
         "mixed": watch.num_drafted < 20 or 0.2 < watch.num_accepted / watch.num_drafted < 0.9,
+        "paths": watch.num_taken > 2 or options == "budget for decodes only",
     }[kind]
 
 
@@ -278,7 +317,7 @@ def test_rejected_drafts_change_nothing_for_anyone(qwen3: str, truth: Truth, opt
     assert not llms[1].replica.has_work
 
 
-@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed"])
+@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed", "paths"])
 def test_the_prefix_cache_learns_the_same(qwen3: str, truth: Truth, kind: str) -> None:
     llms = [make_llm(qwen3, one, truth, block_size=3) for one in ("none", kind)]
     for llm in llms:

@@ -41,6 +41,11 @@ SWITCHES = {
     "drafts": {"drafter": "ngram"},
     "drafts, preemption": {"drafter": "ngram", "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
     "drafts of a suffix tree": {"drafter": "suffix", "max_draft_tokens": 3},
+    "several drafts of a suffix tree": {"drafter": "suffix", "draft_paths": 2, "max_draft_tokens": 4},
+    "several drafts of a group": {
+        "drafter": "grouped_suffix", "draft_paths": 4, "max_num_seqs": 5, "kv_cache_bytes": TIGHT_KV,
+        "max_model_len": 100, "prefill_chunk_size": 7,
+    },
     "drafts of a group": {
         "drafter": "grouped_suffix", "max_num_seqs": 5, "draft_policy": lambda _: MarginalGain(lambda rows: 9.0 + rows),
     },

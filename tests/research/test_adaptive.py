@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engines.speculation.drafter import NO_DRAFT, Draft
+from engines.speculation.policy import SpeculationPolicy
 from research.seer.adaptive import Calibration, MarginalGain, Thresholds
 
 
@@ -25,6 +26,10 @@ def random_drafts(rng: random.Random, count: int) -> list[Draft]:
     return drafts
 
 
+def lengths(policy: SpeculationPolicy, num_tokens: int, drafts: list[Draft]) -> list[int]:
+    return [len(draft.tokens) for draft in policy.shorten(num_tokens, drafts)]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_marginal_gain_against_all_lengths(seed: int) -> None:
     rng = random.Random(seed)
@@ -36,13 +41,13 @@ def test_marginal_gain_against_all_lengths(seed: int) -> None:
         policy.observe(probabilities, rng.randint(0, 2))
     paths = policy._calibration.paths(drafts) if any(draft.tokens for draft in drafts) else np.zeros((len(drafts), 0))
 
-    def rate(lengths: tuple[int, ...]) -> float:
-        expected = len(drafts) + sum(paths[row, :length].sum() for row, length in enumerate(lengths))
-        return float(expected / stairs(num_tokens + sum(lengths)))
+    def rate(counts: tuple[int, ...]) -> float:
+        expected = len(drafts) + sum(paths[row, :count].sum() for row, count in enumerate(counts))
+        return float(expected / stairs(num_tokens + sum(counts)))
 
     choices = list(itertools.product(*(range(len(draft.tokens) + 1) for draft in drafts)))
     best, plain = max(map(rate, choices)), rate((0,) * len(drafts))
-    found = policy.lengths(num_tokens, drafts)
+    found = lengths(policy, num_tokens, drafts)
     assert all(0 <= length <= len(draft.tokens) for length, draft in zip(found, drafts, strict=True))
     if best > 1.02 * plain:
         assert rate(tuple(found)) == pytest.approx(best, rel=1e-12)
@@ -69,7 +74,7 @@ def test_where_nothing_is_worth_it_drafts_are_seldom_looked_up_until_the_batch_i
     for step in range(400):
         if policy.wants(64, 64):
             looked_up.append(step)
-            assert policy.lengths(64, [Draft([1], [0.9])] * 64) == [0] * 64
+            assert lengths(policy, 64, [Draft([1], [0.9])] * 64) == [0] * 64
     assert looked_up[:8] == list(range(8)) and 8 < len(looked_up) < 25
     assert policy.wants(63, 63)
 
@@ -78,27 +83,27 @@ def test_after_a_bad_phase_drafts_are_tried_again() -> None:
     policy, draft = MarginalGain(lambda rows: 1 + 0.05 * rows), Draft([1, 2, 3], [0.99, 0.98, 0.97])
     for _ in range(300):
         policy.observe(draft.probabilities, 0)
-    assert policy.lengths(1, [draft]) == [0]
-    assert any(policy.lengths(1, [draft]) != [0] for _ in range(20_000) if policy.wants(1, 1))
+    assert lengths(policy, 1, [draft]) == [0]
+    assert any(lengths(policy, 1, [draft]) != [0] for _ in range(20_000) if policy.wants(1, 1))
 
 
 def test_a_pass_that_costs_nothing_more_takes_all_drafts() -> None:
     policy = MarginalGain(lambda rows: 1.0)
     drafts = [Draft([1, 2, 3], [0.5, 0.25, 0.1]), NO_DRAFT, Draft([4], [0.2])]
-    assert policy.wants(3, 3) and policy.lengths(3, drafts) == [3, 0, 1]
-    assert policy.lengths(3, [NO_DRAFT] * 3) == [0] * 3
+    assert policy.wants(3, 3) and lengths(policy, 3, drafts) == [3, 0, 1]
+    assert lengths(policy, 3, [NO_DRAFT] * 3) == [0] * 3
 
 
 def test_thresholds() -> None:
     """Up to 8 rows cost about the same; 4 sequences share them, one token of draft each."""
     policy = Thresholds(stairs, slack=1.1)
     long = Draft([1] * 9, [1.0] * 9)
-    assert policy.wants(4, 4) and policy.lengths(4, [long] * 4) == [1] * 4
-    assert policy.lengths(1, [long]) == [7]
+    assert policy.wants(4, 4) and lengths(policy, 4, [long] * 4) == [1] * 4
+    assert lengths(policy, 1, [long]) == [7]
     assert not policy.wants(8, 8)
     for _ in range(200):
         policy.observe([1.0] * 4, 1)  # a quarter is accepted
-    assert policy.lengths(1, [long]) == [1] and not policy.wants(4, 4)
+    assert lengths(policy, 1, [long]) == [1] and not policy.wants(4, 4)
     assert any(policy.wants(4, 4) for _ in range(1000)), "it is tried again"
 
 

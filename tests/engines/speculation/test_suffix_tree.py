@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from engines.native import build
+from engines.speculation.drafter import Draft
 from engines.speculation.native_suffix_tree import NativeSuffixTree, load
 from engines.speculation.plain_suffix_tree import NODE_BYTES, SEQUENCE_BYTES, TOKEN_BYTES, PlainSuffixTree
 from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, batch_speculate
@@ -88,6 +89,10 @@ class Oracle:
         return beams
 
 
+def pairs(drafts: list[Draft]) -> list[tuple[list[int], list[float]]]:
+    return [(draft.tokens, draft.probabilities) for draft in drafts]
+
+
 def make(kernels: str, depth: int, max_bytes: int = 0) -> SuffixTree:
     """With any bound: users may give no smaller one than 64 KiB."""
     tree = SuffixTree(max_depth=depth)
@@ -129,7 +134,7 @@ def play(rng: random.Random) -> Counter[str]:
             pattern = rng.choice([None, foreign, own[-rng.randint(1, 9) :]])
             expected = oracle.speculate(own if pattern is None else pattern, args)
             for tree in trees:
-                assert tree.speculate(args, request_id=request_id, pattern=pattern) == expected
+                assert pairs(tree.speculate(args, request_id=request_id, pattern=pattern)) == expected
             name = "drafted" if expected else "no draft"
         else:
             for one in (oracle, *trees):
@@ -182,13 +187,15 @@ def test_drafts(kernels: str) -> None:
     tree, args = make(kernels, 4), SpeculationArgs()
     tree.append(0, [1, 2, 3, 4, 5, 6, 7])
     assert tree.speculate(args, request_id=0) == [], "the end of a sequence is no match of itself"
-    assert tree.speculate(args, pattern=[9, 2, 3]) == [([4, 5, 6, 7], [1.0] * 4)], "longer than the tree is deep"
+    assert pairs(tree.speculate(args, pattern=[9, 2, 3])) == [([4, 5, 6, 7], [1.0] * 4)], "longer than the tree is deep"
     tree.append(1, [8, 2, 3, 5])
     tree.append(2, [9, 3, 4])
     both = SpeculationArgs(top_k=2)
-    assert tree.speculate(both, pattern=[2, 3]) == [([4, 5, 6, 7], [0.5] * 4), ([5], [0.5])]
+    assert pairs(tree.speculate(both, pattern=[2, 3])) == [([4, 5, 6, 7], [0.5] * 4), ([5], [0.5])]
     assert tree.speculate(args, pattern=[3])[0].probabilities[0] == 2 / 3
-    assert tree.speculate(SpeculationArgs(min_count=2), pattern=[2, 3]) == [([4], [2 / 3])], "by the shorter match"
+    assert pairs(tree.speculate(SpeculationArgs(min_count=2), pattern=[2, 3])) == [([4], [2 / 3])], (
+        "by the shorter match"
+    )
     assert tree.speculate(SpeculationArgs(min_probability=0.6), pattern=[2, 3]) == []
     assert tree.speculate(SpeculationArgs(pattern_lookup_min=2), pattern=[9, 9, 3, 9]) == []
     assert tree.speculate(args, request_id=7) == [] == tree.speculate(args, pattern=[])
@@ -201,7 +208,7 @@ def test_a_deep_tree() -> None:
     tree.append(0, [5] * 4000)
     tree.check_integrity()
     (draft,) = tree.speculate(SpeculationArgs(max_spec_tokens=1000, pattern_lookup_max=1000), request_id=0)
-    assert draft == ([5] * 1000, [1.0] * 1000)
+    assert draft == Draft([5] * 1000, [1.0] * 1000)
     tree.remove(0)
     tree.check_integrity()
 
