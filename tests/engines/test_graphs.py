@@ -88,14 +88,14 @@ def test_every_number_of_rows_gives_the_unpadded_logits_and_writes_nothing_else(
         poison(llm)
         before = [cache.clone() for cache in (*kv.keys, *kv.values)]
         static, runner._padded = runner._padded, None
-        what = runner._build(scheduled)
+        what = runner._build(scheduled, has_forks=False)
         assert what.batch is not None
         # A part of the batch is gone with the next pass's arrays.
         slots, positions, written = what.slots.copy(), what.positions.clone(), what.batch.slot_mapping.clone()
         expected = runner._forward(what)
         after = [cache.clone() for cache in (*kv.keys, *kv.values)]
         runner._padded = static
-        what = runner._build(scheduled)
+        what = runner._build(scheduled, has_forks=False)
         logits = runner._forward(what)
         assert what.batch is None and what.padded_size == min(size for size in static.sizes if size >= num_rows)
         assert what.slots.tolist() == slots.tolist() and what.positions.tolist() == positions.tolist()
