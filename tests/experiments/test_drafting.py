@@ -37,6 +37,22 @@ def test_parts(models: Path, tmp_path: Path) -> None:
     assert set(result["speedup"]) >= {"grouped", "suffix", "ngram"} and "rollout_speedup" not in result
 
 
+def test_what_the_draft_server_gains(models: Path) -> None:
+    found = run_main("drafting", ["--models", str(models), "--parts", "server", "--server-groups", "2"])["server"]
+    assert found["tokens_equal"] is True
+    assert {count: list(row) for count, row in found["acceptance_length"].items()} == {
+        count: ["0.02", "0.1", "0.5"] for count in ("1", "16", "64")
+    }
+    assert all(length >= 1 for row in found["acceptance_length"].values() for length in row.values())
+    finest, default = (found["acceptance_length"][count][fetch_s] for count, fetch_s in (("1", "0.02"), ("16", "0.1")))
+    assert found["lost_at_default"] == pytest.approx(1 - default / finest, abs=1e-3)
+    runs = ["with server", "server killed", "without server"]
+    assert all(list(found[name]) == runs for name in ("longest_step_s", "median_step_s"))
+    windows = found["acceptance_after_restart"]
+    assert list(windows) == ["before", "gone", "after"] and all(list(row) == runs for row in windows.values())
+    assert windows["before"]["server killed"] >= 1 and (found["seconds_until_back"] or 0) >= 0
+
+
 def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
     return [{count: row[paths] for count, row in table.items()} for paths in ("1", "2", "4")]
 
@@ -49,6 +65,8 @@ def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
         (["--parts"], "parts=(): must be one or more parts"),
         (["--batches"], "batches=(): must be one or more batch sizes"),
         (["--widen", "1"], "widen=1: must be"),
+        (["--parts", "servers"], "invalid choice"),
+        (["--server-groups", "0"], "server_groups=0: must be"),
     ],
 )
 def test_what_it_refuses(options: list[str], message: str) -> None:
