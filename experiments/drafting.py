@@ -6,7 +6,8 @@
 Makes the models if need be. Parts: `equal`, that each drafter draws the same tokens as none, in float64; `acceptance`,
 tokens per step by the number of references and paths (Seer, Table 2), replayed on the model's own groups; `speedup`, of
 a batch whose groups have generated all other samples before; `rollout`, of whole groups; `server`, what replicas gain
-from each other. Tables go to stderr, one JSON object to stdout; docs/drafting.md shows and explains one. Tier: live.
+from each other; `drift`, acceptance while the model is trained. Tables go to stderr, one JSON object to stdout.
+docs/drafting.md shows and explains a result. Tier: live.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from engines.constraints import Count, NonNegative, check_fields
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.policy import DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
+from experiments import draft_drift as drift
 from experiments import draft_sharing as sharing
 from experiments import launch
 from experiments.bench import harness
 from research.seer.acceptance import acceptance_length
 from research.seer.adaptive import MarginalGain, Thresholds
 
-Part = Literal["equal", "acceptance", "speedup", "rollout", "server"]
+Part = Literal["equal", "acceptance", "speedup", "rollout", "server", "drift"]
 PARTS: tuple[Part, ...] = ("equal", "acceptance", "speedup", "rollout")
 REFERENCES, PATHS, PATH_TOKENS = (0, 1, 5, 15), (1, 2, 4), 8
 GROUP = 16
@@ -59,6 +61,8 @@ class DraftingConfig:
     """Prompts of the acceptance part, with 16 samples each."""
     server_groups: Count = 12
     """Prompts of the server part, with 16 samples each."""
+    drift_steps: Annotated[int, Meta(ge=2, description="an integer of at least 2")] = 20
+    """Training steps of the drift part."""
     temperatures: tuple[NonNegative, ...] = (1.0, 0.6)
     """Sampling temperatures of the acceptance part."""
     batches: Annotated[tuple[Count, ...], Meta(min_length=1, description="one or more batch sizes")] = (1, 8, 64)
@@ -97,6 +101,7 @@ def main() -> dict[str, Any]:
         "speedup": speedup,
         "rollout": rollout_speedup,
         "server": lambda config: {"server": sharing.measure(model(config), prompts(config.server_groups), config.seed)},
+        "drift": lambda config: drift.measure(model(config), config.drift_steps),
     }
     start = time.monotonic()
     parts: dict[str, Any] = {}
