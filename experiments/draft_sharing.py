@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
+import signal
 import statistics
 import sys
 import time
@@ -40,7 +41,7 @@ from experiments.bench.harness import short
 APPEND_TOKENS, FETCH_S = (1, 16, 64), (0.02, 0.1, 0.5)
 NUM_REPLICAS, GROUP, AT_A_TIME = 2, 16, 4
 WITH, KILLED, WITHOUT = "with server", "server killed", "without server"
-_MAX_LEN, _POLL_S = 512, 0.005
+_POLL_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,24 +94,20 @@ class _Replica:
     """One replica, in its own process."""
 
     def __init__(self, folder: Path, texts: list[str], index: int, seed: int, token: bytes, num_ended: Any) -> None:
-        """`num_ended` counts the sequences of all replicas."""
+        """`num_ended` is shared: of each replica, the sequences that have ended."""
         torch.set_num_threads(1)
         self._folder, self._index, self._seed, self._token, self._num_ended = folder, index, seed, token, num_ended
         self._model = ModelConfig.from_pretrained(folder)
         tokenizer = load_tokenizer(folder, self._model)
         self._prompts = [encode_prompt(tokenizer, text, "prompt") for text in texts]
 
-    def obey(self, pipe: Connection) -> None:
-        """Rolls out for each order, until the pipe is closed."""
-        while True:
-            order, rolled = pipe.recv(), Rolled([], {}, [])
-            with ExitStack() as stack:
-                engine = self._engine(order, rolled.heard, stack)
-                self._submit(engine, order.number)
-                pipe.send("ready")
-                pipe.recv()
-                self._roll_out(engine, rolled)
-            pipe.send(rolled)
+    def obey(self, order: Order) -> Rolled:
+        rolled = Rolled([], {}, [])
+        with ExitStack() as stack:
+            engine = self._engine(order, rolled.heard, stack)
+            self._submit(engine, order.number)
+            self._roll_out(engine, rolled)
+        return rolled
 
     def _engine(self, order: Order, heard: list[float], stack: ExitStack) -> LocalEngine:
         client = None
@@ -122,7 +119,7 @@ class _Replica:
             spec=ReplicaSpec(id=self._index, ranks=(self._index,)),
             max_tp_size=1,
             tensor_parallel=SingleRank(),
-            max_model_len=_MAX_LEN,
+            max_model_len=512,
             device=torch.device("cpu"),
             detokenize=None,
             connect_drafts=lambda _: client,
@@ -147,17 +144,21 @@ class _Replica:
             rolled.steps.append(Step(start, seconds, output.num_running, output.num_accepted, num_ended))
             for one in output.finished:
                 rolled.tokens[one.state.key.prompt_uid, one.state.key.sample_index] = one.completion.token_ids
-            with self._num_ended.get_lock():
-                self._num_ended.value += len(output.finished)
+            self._num_ended[self._index] = len(rolled.tokens)
 
 
 def _run_replica(pipe: Connection, *arguments: Any) -> None:
-    with suppress(EOFError):  # this experiment has ended
-        _Replica(*arguments).obey(pipe)
+    """Obeys the orders that come through the pipe, until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the process that then closes the pipe
+    replica = _Replica(*arguments)
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            pipe.send(replica.obey(pipe.recv()))
 
 
 def _run_server(pipe: Connection, token: bytes) -> None:
     """Serves at the port that comes through the pipe, until the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError), closing(DraftServer(token, port=pipe.recv())) as server:
         pipe.send(server.address)
         pipe.recv()
@@ -168,16 +169,12 @@ class Processes:
 
     def __init__(self, folder: Path, texts: list[str], seed: int) -> None:
         self._context, self._numbers = multiprocessing.get_context("spawn"), itertools.count()
-        self._num_ended, self._num_sequences = self._context.Value("q", 0), len(texts) * GROUP
+        self._num_ended, self._num_sequences = self._context.RawArray("q", NUM_REPLICAS), len(texts) * GROUP
         self._started: list[tuple[BaseProcess, Connection]] = []
         token = new_token()
-        try:
-            self._servers = [self._start(_run_server, token) for _ in range(2)]
-            rest = (seed, token, self._num_ended)
-            self._replicas = [self._start(_run_replica, folder, texts, one, *rest) for one in range(NUM_REPLICAS)]
-        except BaseException:
-            self.close()
-            raise
+        self._servers = [self._start(_run_server, token) for _ in range(2)]
+        rest = (seed, token, self._num_ended)
+        self._replicas = [self._start(_run_replica, folder, texts, one, *rest) for one in range(NUM_REPLICAS)]
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
         here, there = self._context.Pipe()
@@ -200,21 +197,17 @@ class Processes:
 
     def wait_for(self, share: float) -> None:
         """Returns when this share of the rollout's sequences has ended."""
-        while self._num_ended.value < share * self._num_sequences:
+        while sum(self._num_ended) < share * self._num_sequences:
             if not all(process.is_alive() for process, _ in self._replicas):
                 raise RuntimeError("a replica's process has ended; its error is above")
             time.sleep(_POLL_S)
 
     def roll_out(self, meanwhile: Callable[[], None] = lambda: None, **order: Any) -> list[Rolled]:
         """Returns what each replica did; `order`: fields of `Order`."""
-        self._num_ended.value = 0
+        self._num_ended[:] = [0] * NUM_REPLICAS
         number, pipes = next(self._numbers), [pipe for _, pipe in self._replicas]
         for pipe in pipes:
             pipe.send(Order(number=number, **order))
-        for pipe in pipes:
-            pipe.recv()
-        for pipe in pipes:
-            pipe.send("go")
         meanwhile()
         return [pipe.recv() for pipe in pipes]
 
