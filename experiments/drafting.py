@@ -5,8 +5,9 @@
 
 Makes the models if need be. Parts: `equal`, that each drafter draws the same tokens as none, in float64; `acceptance`,
 tokens per step by the number of references and paths (Seer, Table 2), replayed on the model's own groups; `speedup`, of
-a batch whose groups have generated all other samples before; `rollout`, of whole groups. Tables go to stderr, one JSON
-object to stdout. docs/drafting.md shows and explains a result. Tier: live.
+a batch whose groups have generated all other samples before; `rollout`, of whole groups; `server`, what replicas gain
+from each other; `drift`, acceptance while the model is trained. Tables go to stderr, one JSON object to stdout.
+docs/drafting.md shows and explains a result. Tier: live.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from engines.constraints import Count, NonNegative, check_fields
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.policy import DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
+from experiments import draft_drift as drift
+from experiments import draft_sharing as sharing
 from experiments import launch
 from experiments.bench import harness
 from research.seer.acceptance import acceptance_length
 from research.seer.adaptive import MarginalGain, Thresholds
 
-Part = Literal["equal", "acceptance", "speedup", "rollout"]
+Part = Literal["equal", "acceptance", "speedup", "rollout", "server", "drift"]
 PARTS: tuple[Part, ...] = ("equal", "acceptance", "speedup", "rollout")
 REFERENCES, PATHS, PATH_TOKENS = (0, 1, 5, 15), (1, 2, 4), 8
 GROUP = 16
@@ -53,10 +56,14 @@ class DraftingConfig:
 
     models: Path = Path("runs/models")
     """Folder of the models: tiny, and the same function at several times the cost. What is missing is made."""
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = PARTS
-    """What to measure."""
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] | None = None
+    """What to measure; by default equal, acceptance, speedup and rollout, with `--full` all."""
     groups: Count = 20
     """Prompts of the acceptance part, with 16 samples each."""
+    server_groups: Count = 12
+    """Prompts of the server part, with 16 samples each."""
+    drift_steps: Annotated[int, Meta(ge=2, description="an integer of at least 2")] = 20
+    """Training steps of the drift part."""
     temperatures: tuple[NonNegative, ...] = (1.0, 0.6)
     """Sampling temperatures of the acceptance part."""
     batches: Annotated[tuple[Count, ...], Meta(min_length=1, description="one or more batch sizes")] = (1, 8, 64)
@@ -68,7 +75,7 @@ class DraftingConfig:
     turns: Count = 3
     """Interleaved measurements of each variant; medians are reported."""
     full: bool = False
-    """Also measure each drafter at every batch, and the rollouts 8 and 128 sequences at a time."""
+    """Measure each drafter at every batch, and rollouts also 8 sequences at a time; without `--parts`, all parts."""
     seed: int = 0
     """Seed of the sampling noise."""
     output: Path | None = None
@@ -94,10 +101,12 @@ def main() -> dict[str, Any]:
         "acceptance": acceptance,
         "speedup": speedup,
         "rollout": rollout_speedup,
+        "server": lambda config: {"server": sharing.measure(model(config), prompts(config.server_groups), config.seed)},
+        "drift": lambda config: drift.measure(model(config), config.drift_steps),
     }
     start = time.monotonic()
     parts: dict[str, Any] = {}
-    for part in config.parts:
+    for part in config.parts or (measures if config.full else PARTS):
         parts |= measures[part](config)
     result = {
         "experiment": "drafting",
