@@ -24,7 +24,7 @@ from engines.config import EngineConfig
 from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.parallel.layout import contiguous_layout
-from engines.rollout.telemetry import busy_share, draft_metrics, write_chrome_trace
+from engines.rollout.telemetry import StepRecord, busy_share, draft_metrics, write_chrome_trace
 from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
 from experiments import launch
 from experiments.engine_options import DraftLengths, draft_policy
@@ -90,7 +90,7 @@ class SimulateConfig:
     """How long drafts are: where more tokens per second are expected, by thresholds of the batch size, or always as
     long as they can be."""
     figure: Path | None = None
-    """Draw the replicas' timelines there."""
+    """Draw the replicas' timelines there; and what drafts yield, in a second file beside it (`<name>_drafts`)."""
     traces: Path | None = None
     """Write a Chrome trace for each policy into this folder."""
     wandb: Literal["auto", "off"] = "auto"
@@ -257,9 +257,12 @@ def _print_table(results: dict[str, dict[str, float]]) -> None:
 
 def _draw(config: SimulateConfig, runs: dict[PolicyName, SimulatedRollout]) -> None:
     if config.figure is not None:
-        from experiments.figures import draw_timelines
+        from experiments.figures import draw_drafts, draw_timelines
 
-        draw_timelines(config.figure, {name: run.steps for name, run in runs.items()})
+        steps: dict[str, list[StepRecord]] = {name: run.steps for name, run in runs.items()}
+        draw_timelines(config.figure, steps)
+        if config.max_draft_tokens:
+            draw_drafts(config.figure.with_stem(f"{config.figure.stem}_drafts"), steps)
     if config.traces is not None:
         config.traces.mkdir(exist_ok=True)
         for name, run in runs.items():
