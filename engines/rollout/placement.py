@@ -19,7 +19,7 @@ from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.memory.plan import MemoryPlan
 from engines.models.host_weights import HostWeights
 from engines.models.loader import checkpoint_tensors
-from engines.models.tokenizer import detokenizer, load_tokenizer
+from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
 from engines.parallel.layout import Layout, nested_layout
@@ -162,6 +162,7 @@ class Placement:
         host = hosts[self._world.rank]
         self._kv_host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=hosts.count(host))
         check_engine(self.config, self.model, self.device)
+        check_draft_tokenizer(self.config, self.tokenizer)
         return free_memory(self.device, host)
 
     def _options(self, given: Arguments) -> dict[str, object]:
@@ -184,7 +185,8 @@ class Placement:
 
     @property
     def memory(self) -> MemoryPlan:
-        return self._capacity.plan(self.engine.spec.tp_size, self._world.rank)
+        spec, rank = self.engine.spec, self._world.rank
+        return self._capacity.plan(spec.tp_size, rank, drafts=rank == spec.ranks[0])
 
     def check(self, layout: Layout) -> None:
         """Raises ValueError for a layout that this run cannot regroup to."""
