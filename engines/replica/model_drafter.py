@@ -9,7 +9,7 @@ independent noise it is sum_i p_i q_i, which is below 1 even for q = p.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from engines.parallel.sharding import Shard
 from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduled, Sequence
 from engines.sequence import SequenceId, SequenceState
-from engines.speculation.drafter import NO_DRAFT, Draft
+from engines.speculation.drafter import Draft
 from engines.speculation.verify import num_accepted
 
 
@@ -37,11 +37,12 @@ from engines.speculation.verify import num_accepted
 class _Copy:
     """The drafter's own copy of a sequence: its known tokens, then guesses."""
 
+    target: SequenceState
     sequence: Sequence
     num_known: int
     """Tokens that the target has drawn, prompt included; the guesses come behind them."""
     limit: int = 0
-    """Most guesses that the target takes in this step."""
+    """Most guesses that are wanted in this step."""
     probabilities: list[float] = field(default_factory=list)
     """Of each guess: its probability in the small model, given the tokens before it."""
 
@@ -111,14 +112,10 @@ class ModelDrafter:
     def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
         """See `Drafter`. A sequence that lacks more tokens than a pass takes, or blocks, gets no draft."""
         with self._undisturbed():
-            busy = {state.sequence_id for state in states}
-            for sequence_id in self._copies.keys() & busy:
-                self._copies.move_to_end(sequence_id)
-            copies = [self._follow(state, limit, busy) for state, limit in zip(states, limits, strict=True)]
-            drawn = [copy for copy in copies if copy is not None]
-            while unfinished := [copy for copy in drawn if self._wants_guess(copy)]:
-                drawn = self._run(unfinished)
-            return [NO_DRAFT if copy is None else copy.draft() for copy in copies]
+            drawn = self._run(self._follow_each(states, limits))
+            while drawn:
+                drawn = self._run(drawn)
+            return [self._copies[state.sequence_id].draft() for state in states]
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""
@@ -150,34 +147,46 @@ class ModelDrafter:
             self._blocks.release(copy.sequence)
             self._free_slots.append(copy.sequence.slot)
 
-    def _follow(self, state: SequenceState, limit: int, busy: Container[SequenceId]) -> _Copy | None:
-        """Returns the sequence's copy, with the state's tokens and with blocks for `limit` guesses; None where too few
-        blocks are free, also when all sequences that are not `busy` are forgotten."""
+    def _follow_each(self, states: list[SequenceState], limits: list[int]) -> Iterator[_Copy]:
+        """Yields the sequences' copies, each with the state's tokens and with blocks for as many guesses as its limit;
+        the limit is 0 where too few blocks are free, even after all other sequences were forgotten."""
+        busy = {state.sequence_id for state in states}
+        for sequence_id in self._copies.keys() & busy:
+            self._copies.move_to_end(sequence_id)
+        for state, limit in zip(states, limits, strict=True):
+            copy = self._follow(state)
+            copy.limit = limit if self._make_room(copy, copy.num_known + limit - 1, busy) else 0
+            yield copy
+
+    def _follow(self, state: SequenceState) -> _Copy:
         copy = self._copies.get(state.sequence_id)
-        if copy is not None and len(state.tokens) < copy.num_known:  # a step was taken back
-            self._forget(state.sequence_id)
+        if copy is not None and (copy.target is not state or len(state.tokens) < copy.num_known):
+            self._forget(state.sequence_id)  # after an interrupt
             copy = None
         if copy is None:
             while not self._free_slots:
                 self._forget(next(iter(self._copies)))
             copy = self._copies[state.sequence_id] = self._enter(state)
-        sequence, num_known = copy.sequence, len(state.tokens)
-        tokens = sequence.state.tokens
+        tokens, num_known = copy.sequence.state.tokens, len(state.tokens)
         num_right = copy.num_known + num_accepted(tokens[copy.num_known :], state.tokens[copy.num_known :])
         if num_right < num_known:
             tokens[num_right:] = state.tokens[num_right:]
             copy.probabilities.clear()
-            sequence.num_computed = min(sequence.num_computed, num_right)
+            copy.sequence.num_computed = min(copy.sequence.num_computed, num_right)
         del copy.probabilities[: num_known - copy.num_known]
-        copy.num_known, copy.limit = num_known, limit
-        while not self._blocks.can_grow(sequence, num_known + limit - 1):
+        copy.num_known = num_known
+        return copy
+
+    def _make_room(self, copy: _Copy, num_tokens: int, busy: Container[SequenceId]) -> bool:
+        """Allocates blocks, those of sequences that are not `busy` if need be; returns whether they suffice."""
+        while not self._blocks.can_grow(copy.sequence, num_tokens):
             oldest = next(iter(self._copies))
             if oldest in busy:
-                return None
+                return False
             self._forget(oldest)
-        self._blocks.grow(sequence, num_known + limit - 1)  # the last guess is not computed
-        sequence.blocks = self._blocks.table(sequence)
-        return copy
+        self._blocks.grow(copy.sequence, num_tokens)
+        copy.sequence.blocks = self._blocks.table(copy.sequence)
+        return True
 
     def _enter(self, state: SequenceState) -> _Copy:
         """Returns a copy that shares the blocks of its prompt, as far as they have been computed."""
@@ -195,7 +204,7 @@ class ModelDrafter:
         self._blocks.share(sequence, shared)
         sequence.num_computed = len(shared) * size
         sequence.slot = self._free_slots.pop()
-        return _Copy(sequence=sequence, num_known=len(state.tokens))
+        return _Copy(target=state, sequence=sequence, num_known=len(state.tokens))
 
     def _wants_guess(self, copy: _Copy) -> bool:
         state = copy.sequence.state
@@ -203,17 +212,22 @@ class ModelDrafter:
         is_end = last in params.stop_token_ids or (last in self._eos and not params.ignore_eos)
         return len(copy.probabilities) < copy.limit and not is_end
 
-    def _run(self, copies: list[_Copy]) -> list[_Copy]:
-        """Runs a pass over what these copies lack, up to its most tokens; returns those that have one more guess."""
+    def _run(self, copies: Iterable[_Copy]) -> list[_Copy]:
+        """Runs a pass over what the copies that want a guess lack, up to its most tokens; returns those that got one.
+
+        The copies are taken one by one: each shares prompt blocks that those before it fill in this very pass.
+        """
         budget = self._config.max_num_batched_tokens
         batch: list[tuple[_Copy, Scheduled]] = []
         for copy in copies:
             sequence = copy.sequence
             num_tokens = min(len(sequence.state.tokens) - sequence.num_computed, budget)
-            if num_tokens:
+            if num_tokens and self._wants_guess(copy):
                 batch.append((copy, Scheduled(sequence, num_tokens)))
                 budget -= num_tokens
                 self._publish(sequence, sequence.num_computed + num_tokens)
+        if not batch:
+            return []
         batch.sort(key=lambda pair: pair[1].num_tokens > 1)  # single tokens first, as attention needs it
         drawn = [copy for copy, item in batch if item.samples]
         results = self._runner.run([item for _, item in batch])
