@@ -11,6 +11,7 @@ object to stdout. docs/drafting.md shows and explains a result. Tier: live.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -146,14 +147,16 @@ def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
     for temperature in (1.0, 0.0):
         params = SamplingParams(max_tokens=200, n=4, temperature=temperature)
         plain: Tokens | None = None
-        for drafter in ("none", "ngram", "suffix", "grouped_suffix"):
+        for drafter, paths in (("none", 1), ("ngram", 1), *itertools.product(("suffix", "grouped_suffix"), PATHS)):
             for name, num_bytes in (("", 64 * 2**20), (", preempted", 4 * 2**20)):
                 options: dict[str, Any] = {"kv_cache_bytes": num_bytes, "preemption": "recompute", "seed": config.seed}
-                llm = LLM(folder, dtype="float64", drafter=drafter, max_num_seqs=16, max_model_len=320, **options)
+                options |= {"drafter": drafter, "draft_paths": paths}
+                llm = LLM(folder, dtype="float64", max_num_seqs=16, max_model_len=320, **options)
                 tokens = generate(llm, texts, params)
                 llm.close()
                 plain = plain or tokens
-                found[f"{drafter}{name}, T={temperature:g}"] = tokens == plain
+                several = f", {paths} paths" if paths > 1 else ""
+                found[f"{drafter}{several}{name}, T={temperature:g}"] = tokens == plain
     return {"tokens_equal": all(found.values()), "equal": found}
 
 
@@ -194,6 +197,7 @@ class Variant:
     drafter: DrafterName
     policy: DraftPolicy | None = None
     max_draft_tokens: int = 8
+    draft_paths: int = 1
 
 
 PLAIN = "none"
@@ -203,6 +207,7 @@ FEWEST = 3
 VARIANTS: dict[str, Variant] = {
     PLAIN: Variant("none"),
     "grouped": Variant("grouped_suffix", MarginalGain),
+    "grouped, 4 paths": Variant("grouped_suffix", MarginalGain, draft_paths=4),
     "grouped, thresholds": Variant("grouped_suffix", Thresholds),
     "grouped, always 8": Variant("grouped_suffix"),
     "grouped, never": Variant("grouped_suffix", partial(MarginalGain, margin=1e9)),
@@ -224,6 +229,7 @@ def make(stack: ExitStack, folder: Path, variant: Variant, **options: Any) -> LL
         drafter=variant.drafter,
         draft_policy=variant.policy,
         max_draft_tokens=variant.max_draft_tokens,
+        draft_paths=variant.draft_paths,
         **options,
     )
     stack.callback(llm.close)

@@ -12,8 +12,8 @@ import torch
 
 from engines.config import Preemption
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy, Static
-from engines.coordination.views import Dispatch, LayoutView, ScheduleView
-from engines.parallel.layout import Layout, nested_layout
+from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
+from engines.parallel.layout import nested_layout
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SequenceId
 from research.workloads.lengths import LogNormalLengths
@@ -42,10 +42,11 @@ class Widen:
     """Replicas of one rank become replicas of two when a third of the sequences is left."""
 
     def __init__(self, num_sequences: int, num_ranks: int) -> None:
-        self._left, self._layout = num_sequences // 3, nested_layout(range(num_ranks), 2, epoch=1)
+        self._left = num_sequences // 3
+        self._change = LayoutChange(layout=nested_layout(range(num_ranks), 2, epoch=1))
 
-    def decide(self, view: LayoutView) -> Layout | None:
-        return self._layout if not view.layout.epoch and view.num_unfinished <= self._left else None
+    def decide(self, view: LayoutView) -> LayoutChange | None:
+        return self._change if not view.layout.epoch and view.num_unfinished <= self._left else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ The time of an operation on one sequence does not grow with the number of waitin
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from engines.control.messages import StepReported
@@ -19,6 +19,22 @@ from engines.sequence import Finished, SequenceId, SequenceState, Work
 
 MAX_DECISIONS = 100_000
 """Only the latest decisions are kept."""
+
+
+class _Unfinished(Mapping[SequenceId, SequenceView]):
+    """A window on the records of unfinished sequences."""
+
+    def __init__(self, records: Mapping[SequenceId, SequenceRecord]) -> None:
+        self._records = records
+
+    def __getitem__(self, sequence_id: SequenceId) -> SequenceView:
+        return self._records[sequence_id].view()
+
+    def __iter__(self) -> Iterator[SequenceId]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
 
 
 class Books:
@@ -46,7 +62,7 @@ class Books:
         self.waiting: Mapping[SequenceId, SequenceView] = MappingProxyType(self._waiting)
         """Sequences that wait for any replica."""
         self._entered: list[SequenceView] = []
-        self._ended: list[EndedView] = []
+        self._ended: list[list[EndedView]] = []
         self._views: dict[int, ReplicaView] = {}
         # A dict for its order: with a set, the order in which a policy sees replicas would depend on memory addresses.
         self._changed: dict[ReplicaRecord, None] = {}
@@ -156,15 +172,15 @@ class Books:
         del self.sequences[sequence.id]
         self.delivered.add(sequence.id)
         state = finished.state
-        self._ended.append(
-            EndedView(
-                sequence_id=sequence.id,
-                group_id=state.group_id,
-                num_prompt_tokens=state.num_prompt_tokens,
-                num_generated=state.num_generated,
-                finish_reason=finished.completion.finish_reason,
-            )
+        view = EndedView(
+            sequence_id=sequence.id,
+            group_id=state.group_id,
+            num_prompt_tokens=state.num_prompt_tokens,
+            num_generated=state.num_generated,
+            finish_reason=finished.completion.finish_reason,
         )
+        for ended in self._ended:
+            ended.append(view)
         self._outbox.tell(Deliver(finished=finished))
 
     # --- Replicas
@@ -206,15 +222,19 @@ class Books:
         self._changed.clear()
         return MappingProxyType(self._views)
 
+    @property
+    def unfinished(self) -> Mapping[SequenceId, SequenceView]:
+        return _Unfinished(self.sequences)
+
     def take_entered(self) -> tuple[SequenceView, ...]:
         """Returns the sequences that began to wait for any replica since the last call."""
         entered, self._entered = tuple(self._entered), []
         return entered
 
-    def take_ended(self) -> tuple[EndedView, ...]:
-        """Returns the sequences that have ended since the last call."""
-        ended, self._ended = tuple(self._ended), []
-        return ended
+    def list_ended(self) -> list[EndedView]:
+        """Returns a list of the caller's own, to which each sequence that ends from now on is appended."""
+        self._ended.append([])
+        return self._ended[-1]
 
     def decide(
         self, action: str, ids: Iterable[SequenceId] = (), replica: ReplicaRecord | None = None, detail: str = ""

@@ -21,6 +21,7 @@ class Dispatcher:
         self._books = books
         self._outbox = outbox
         self._policy = policy
+        self._ended = books.list_ended()
 
     def dispatch(self) -> None:
         """Dispatches all that can run now, with one command per replica: first pinned sequences, which no policy sees.
@@ -43,12 +44,14 @@ class Dispatcher:
                     break
                 self._assign(sequence, replica, max_new_tokens, batches)
         while self._books.waiting:
+            ended = tuple(self._ended)
+            self._ended.clear()
             view = ScheduleView(
                 now=self._outbox.now,
                 layout=self._books.layout,
                 waiting=self._books.waiting,
                 entered=self._books.take_entered(),
-                ended=self._books.take_ended(),
+                ended=ended,
                 replicas=self._books.views(),
             )
             dispatch = self._policy.next(view)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import heapq
 from typing import Protocol
 
-from engines.coordination.views import Dispatch, LayoutView, ScheduleView
-from engines.parallel.layout import Layout
+from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
 from engines.sequence import SequenceId
 
 
@@ -24,8 +23,8 @@ class SchedulePolicy(Protocol):
 class LayoutPolicy(Protocol):
     """Decides which ranks form which replicas."""
 
-    def decide(self, view: LayoutView) -> Layout | None:
-        """Returns the layout to regroup to, with the next epoch; None to keep the present layout.
+    def decide(self, view: LayoutView) -> LayoutChange | None:
+        """Returns the layout to regroup to, and which sequence goes where; None to keep the present layout.
 
         Called after each step report and each finished sequence, while no regroup is under way.
         """

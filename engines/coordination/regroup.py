@@ -5,8 +5,9 @@ requested -> all leaving replicas have paused: `Regroup` -> all coming replicas 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from engines.control import messages
 from engines.coordination.books import Books
@@ -17,6 +18,9 @@ from engines.coordination.records import ReplicaRecord
 from engines.coordination.requests import RegroupComplete, RequestRefused
 from engines.coordination.views import LayoutView
 from engines.parallel.layout import Layout
+from engines.sequence import SequenceId
+
+_NOWHERE: Mapping[SequenceId, int] = MappingProxyType({})
 
 
 @dataclass(kw_only=True)
@@ -26,6 +30,8 @@ class Regrouping:
     layout: Layout
     leaving: list[ReplicaRecord]
     coming: list[ReplicaRecord]
+    places: Mapping[SequenceId, int]
+    """As in `LayoutChange`."""
     is_ordered: bool = False
     """Whether `Regroup` was sent, as all leaving replicas had paused."""
     idle: list[tuple[str, int, int]] = field(default_factory=list)
@@ -50,6 +56,7 @@ class Regrouper:
         self._dispatcher = dispatcher
         self._policy = policy
         self._check_layout = check_layout
+        self._ended = [] if policy is None else books.list_ended()
         self.layout_error: str | None = None
         self.under_way: Regrouping | None = None
 
@@ -58,26 +65,32 @@ class Regrouper:
         books = self._books
         if self._policy is None or self.under_way or self.layout_error or books.phase is None or books.phase.is_ending:
             return
+        ended = tuple(self._ended)
+        self._ended.clear()
         view = LayoutView(
             now=self._outbox.now,
             layout=books.layout,
             num_waiting=len(books.waiting),
-            num_unfinished=len(books.sequences),
+            unfinished=books.unfinished,
+            ended=ended,
             num_delivered=len(books.delivered),
             replicas=books.views(),
         )
-        if (layout := self._policy.decide(view)) is None:
+        if (change := self._policy.decide(view)) is None:
             return
         try:
-            self.begin(layout, with_kv=True)
+            self.begin(change.layout, with_kv=True, places=change.places)
         except RequestRefused as error:
             self.layout_error = f"layout_policy: gave a layout that cannot be had: {error}"
             books.decide("refuse_layout", detail=self.layout_error)
             self._dispatcher.abort(list(books.sequences))
 
-    def begin(self, layout: Layout, with_kv: bool) -> None:
-        """Pauses the replicas that the layout changes. Raises RequestRefused for a layout that cannot be the next."""
+    def begin(self, layout: Layout, with_kv: bool, places: Mapping[SequenceId, int] = _NOWHERE) -> None:
+        """Pauses the replicas that the layout changes; `places` as in `LayoutChange`. Raises RequestRefused for a
+        layout that cannot be the next, or a place that it does not have."""
         self._check(layout)
+        if elsewhere := set(places.values()) - {spec.id for spec in layout.replicas if spec.role == "rollout"}:
+            raise RequestRefused(f"LayoutChange.places: {sorted(elsewhere)} are no rollout replicas of the layout")
         books = self._books
         old, new = set(books.layout.replicas), set(layout.replicas)
         leaving = [replica for replica in books.replicas.values() if replica.spec in old - new]
@@ -87,7 +100,7 @@ class Regrouper:
             if spec not in old
         ]
         books.decide("regroup", detail=f"epoch {layout.epoch}: {layout.replicas}")
-        self.under_way = Regrouping(layout=layout, leaving=leaving, coming=coming)
+        self.under_way = Regrouping(layout=layout, leaving=leaving, coming=coming, places=places)
         for replica in leaving:
             replica.closed = True
             books.touch(replica)
@@ -141,6 +154,12 @@ class Regrouper:
             replica.version = None if books.phase is None else books.phase.policy_version
             books.add_replica(replica)
             self._outbox.wait_for(replica.ready_key, replica, "to be ready")
+        for sequence_id, replica_id in regrouping.places.items():
+            sequence = books.sequences.get(sequence_id)
+            if sequence is not None and sequence.replica is None and not sequence.aborting:
+                books.unqueue(sequence)
+                books.pin(sequence, books.replicas[replica_id])
+                books.wait(sequence)
         for rank in books.idle_ranks():
             regrouping.idle.append(("idle", rank, layout.epoch))
             self._outbox.wait_for(regrouping.idle[-1], f"rank {rank}", "to be idle after a regroup")

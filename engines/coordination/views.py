@@ -8,7 +8,7 @@ policy may keep its values, not the mapping. No view contains a sequence's futur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.sequence import FinishReason, SequenceId
@@ -16,7 +16,7 @@ from engines.sequence import FinishReason, SequenceId
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceView:
-    """A waiting sequence."""
+    """An unfinished sequence; a schedule policy sees waiting ones only."""
 
     sequence_id: SequenceId
     index: int
@@ -115,10 +115,28 @@ class LayoutView:
     now: float
     layout: Layout
     num_waiting: int
-    num_unfinished: int
-    """Sequences submitted and not delivered, waiting ones included."""
+    unfinished: Mapping[SequenceId, SequenceView]
+    """Sequences submitted and not delivered, waiting ones included; lengths as last reported. Views are made as they
+    are read."""
+    ended: tuple[EndedView, ...]
+    """Sequences that have ended since the last call, in that order; also sequences that no replica ran."""
     num_delivered: int
     replicas: Mapping[int, ReplicaView]
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.unfinished)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutChange:
+    """What a `LayoutPolicy` answers."""
+
+    layout: Layout
+    """The layout to regroup to, with the next epoch."""
+    places: Mapping[SequenceId, int] = field(default_factory=dict)
+    """Unfinished sequence -> id of the new layout's replica that continues it. Of those on replicas that the change
+    leaves alone, and of sequences without an entry, the schedule policy decides."""
 
 
 @dataclass(frozen=True, kw_only=True)

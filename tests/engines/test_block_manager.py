@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 from engines.kvcache.block_manager import BlockManager, content_key
 
 OPERATION = st.tuples(
-    st.sampled_from(["grow", "grow", "release", "publish", "share", "forget", "stretch", "shrink"]),
+    st.sampled_from(
+        ["grow", "grow", "release", "publish", "share", "forget", "stretch", "shrink", "fork", "take over"]
+    ),
     st.integers(0, 5),
     st.integers(1, 40),
 )
@@ -51,6 +53,21 @@ def test_against_a_plain_record_of_who_holds_what(
                 manager.shrink(holder, number)
                 held[holder] = before[: -(-number // block_size)]
                 for block in reversed(before[len(held[holder]) :]):
+                    if block not in in_use():
+                        now += 1
+                        freed_at[block] = now
+        elif operation == "fork":
+            other = number % 6
+            if before and other not in held:
+                manager.fork(holder, other, number // 6)
+                if number // 6:
+                    held[other] = before[: number // 6]
+        elif operation == "take over":
+            other = number % 6
+            if before and other in held and other != holder:
+                assert manager.take_over(holder, other) == held[other]
+                held[holder] = held.pop(other)
+                for block in reversed(before):
                     if block not in in_use():
                         now += 1
                         freed_at[block] = now

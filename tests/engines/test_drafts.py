@@ -70,7 +70,7 @@ class ScriptedDrafter:
         self.known |= {*ids}
         self._lengths = {state.sequence_id: len(state.tokens) for state in states}
         pairs = list(zip(states, limits, strict=True))
-        if self._kind == "paths":
+        if self._kind in ("paths", "wrong paths"):
             return [self._propose_paths(state, limit) for state, limit in pairs]
         drafts = [self._propose(state, limit) for state, limit in pairs]
         return [Draft(draft, [0.5] * len(draft)) for draft in drafts]
@@ -83,6 +83,7 @@ class ScriptedDrafter:
         paths = []
         for _ in range(rng.randint(1, NUM_PATHS)):
             count, length = rng.randint(0, limit), rng.randint(0, limit)
+            count *= self._kind == "paths"
             path = right[:count] + [(token + rng.randint(1, 3)) % 131 for token in right[count:]]
             paths.append(Draft(path[:length], [0.5] * length))
         return paths[0]._replace(others=tuple(paths[1:]))
@@ -118,6 +119,11 @@ class ScriptedDrafter:
 KINDS = ("ngram", "truth", "wrong", "random", "mixed", "paths")
 
 
+def options_of(kind: str) -> dict[str, Any]:
+    paths = {"drafter": "suffix", "draft_paths": NUM_PATHS} if kind == "paths" else {"drafter": "ngram"}
+    return {"max_draft_tokens": NUM_DRAFT_TOKENS, **paths}
+
+
 def drafting(llm: LLM, kind: str, truth: Truth) -> LLM:
     if kind != "ngram":
         llm.replica._drafter = ScriptedDrafter(kind, truth)
@@ -125,9 +131,7 @@ def drafting(llm: LLM, kind: str, truth: Truth) -> LLM:
 
 
 def make_llm(model: str, kind: str = "none", truth: Truth | None = None, **options: Any) -> LLM:
-    drafts = {} if kind == "none" else {"drafter": "ngram", "max_draft_tokens": NUM_DRAFT_TOKENS}
-    if kind == "paths":
-        drafts |= {"drafter": "suffix", "draft_paths": NUM_PATHS}
+    drafts = {} if kind == "none" else options_of(kind)
     llm = LLM(model, **{"dtype": "float64", "kv_cache_bytes": 2**24, **drafts, **options})
     return llm if kind == "none" else drafting(llm, kind, truth or {})
 
@@ -292,10 +296,14 @@ def test_the_same_tokens(
     }[kind]
 
 
+@pytest.mark.parametrize("num_paths", [1, NUM_PATHS])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_rejected_drafts_change_nothing_for_anyone(qwen3: str, truth: Truth, options: str) -> None:
+def test_rejected_drafts_change_nothing_for_anyone(qwen3: str, truth: Truth, options: str, num_paths: int) -> None:
     """Step for step the same sequences run, with as many blocks, and the same ones are preempted."""
     llms = [make_llm(qwen3, kind, truth, **OPTIONS[options]) for kind in ("none", "wrong")]
+    if num_paths > 1:
+        llms[1] = make_llm(qwen3, "paths", truth, **OPTIONS[options])
+        llms[1].replica._drafter = ScriptedDrafter("wrong paths", truth)
     for llm in llms:
         for state in make_states():
             llm.replica.submit(Work(state=state))
@@ -303,7 +311,8 @@ def test_rejected_drafts_change_nothing_for_anyone(qwen3: str, truth: Truth, opt
     while llms[0].replica.has_work:
         outputs = [llm.replica.step() for llm in llms]
         have_waited = have_waited and bool(llms[0].replica.scheduler.waiting)
-        assert outputs[0].num_tokens == outputs[1].num_tokens - outputs[1].num_drafted
+        if num_paths == 1:
+            assert outputs[0].num_tokens == outputs[1].num_tokens - outputs[1].num_drafted
         plain, drafted = (llm.replica.scheduler for llm in llms)
         assert plain.num_preemptions == drafted.num_preemptions
         assert plain.num_shared_tokens == drafted.num_shared_tokens
@@ -359,18 +368,18 @@ def test_right_drafts_save_steps(qwen3: str, num_draft_tokens: int) -> None:
     assert [output.num_accepted for output in outputs] == [output.num_drafted for output in outputs] == [0, *drafted]
 
 
-@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed"])
+@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed", "paths"])
 def test_released_in_the_middle_of_a_draft(
     qwen3: str, plain: dict[SequenceId, Completion], truth: Truth, tmp_path: Path, kind: str
 ) -> None:
     """After three tokens each, with KV; half of the sequences go on elsewhere."""
-    options = {"drafter": "ngram", "max_draft_tokens": NUM_DRAFT_TOKENS}
+    options = options_of(kind)
     store = make_store(tmp_path)
     replicas = [make_replica(qwen3, store, max_num_seqs=size, **options) for size in (4, 9)]
     for replica in replicas:
         if kind != "ngram":
             replica._drafter = ScriptedDrafter(kind, truth)
-    watches = [Watch(replica, EngineConfig(max_num_seqs=9, drafter="ngram")) for replica in replicas]
+    watches = [Watch(replica, EngineConfig(max_num_seqs=9, **options)) for replica in replicas]
     places = itertools.cycle(replicas)
     for state in make_states():
         next(places).submit(Work(state=state, max_new_tokens=3))
@@ -387,16 +396,16 @@ def test_released_in_the_middle_of_a_draft(
 
 
 @pytest.mark.parametrize("with_kv", [True, False])
-@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed"])
+@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed", "paths"])
 def test_paused_and_resumed_between_steps(
     qwen3: str, plain: dict[SequenceId, Completion], truth: Truth, tmp_path: Path, kind: str, with_kv: bool
 ) -> None:
-    options = {"drafter": "ngram", "max_draft_tokens": NUM_DRAFT_TOKENS}
+    options = options_of(kind)
     replicas = [make_replica(qwen3, make_store(tmp_path), max_num_seqs=size, **options) for size in (5, 9)]
     for replica in replicas:
         if kind != "ngram":
             replica._drafter = ScriptedDrafter(kind, truth)
-    watches = [Watch(replica, EngineConfig(max_num_seqs=9, drafter="ngram")) for replica in replicas]
+    watches = [Watch(replica, EngineConfig(max_num_seqs=9, **options)) for replica in replicas]
     rng = random.Random(5)
     for state in make_states():
         rng.choice(replicas).submit(Work(state=state))
@@ -413,7 +422,7 @@ def test_paused_and_resumed_between_steps(
     check(watches[0].done | watches[1].done, plain)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed"])
+@pytest.mark.parametrize("kind", ["ngram", "truth", "mixed", "paths"])
 def test_a_failed_step_takes_all_of_its_tokens_back(
     qwen3: str, plain: dict[SequenceId, Completion], truth: Truth, kind: str
 ) -> None:
@@ -452,7 +461,7 @@ def test_a_failed_step_takes_all_of_its_tokens_back(
     assert errors.count("of the runner") > 2 and errors.count("of the hidden stop") > 5
 
 
-@pytest.mark.parametrize("kind", ["truth", "mixed"])
+@pytest.mark.parametrize("kind", ["truth", "mixed", "paths"])
 def test_what_ends_a_sequence_ends_it_in_the_middle_of_a_draft(text_model: str, kind: str) -> None:
     """Stop strings, stop ids, `hidden_stop`, the longest sequence: drafts run on behind each of them."""
     free = [make_state(uid, [50 + uid, 60], SamplingParams(max_tokens=60, ignore_eos=True)) for uid in range(8)]
@@ -511,7 +520,7 @@ def over_two_ranks(model: str, truth: dict[str, list[int]]) -> dict[str, Any]:
     layout = nested_layout(range(2), 2)
     groups = join([layout], timeout_s=120)
     results: dict[str, Any] = {}
-    for kind in ("ngram", "mixed"):
+    for kind in ("ngram", "mixed", "paths"):
         known = {_id(name): tokens for name, tokens in truth.items()}
         llm = make_llm(model, kind, known, world=groups, layout=layout, kv_cache_bytes=TIGHT_KV, max_model_len=100)
         watch = submitted(llm, make_states())
@@ -533,7 +542,7 @@ def test_over_two_ranks(qwen3: str, plain: dict[SequenceId, Completion], truth: 
     results = run_world(over_two_ranks, 2, qwen3, {str(one): tokens for one, tokens in truth.items()})
     assert results[0] == results[1]
     expected = {str(sequence_id): one.token_ids for sequence_id, one in plain.items()}
-    for kind in ("ngram", "mixed"):
+    for kind in ("ngram", "mixed", "paths"):
         assert results[0][kind]["tokens"] == expected
         assert results[0][kind]["counts"][1] > 5
 
@@ -643,6 +652,8 @@ def test_what_is_accepted(draft: tuple[int, ...], drawn: list[int], expected: in
 def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"drafter": "psychic"}, r"EngineConfig\.drafter='psychic': must be one of \['none', 'ngram', 'suffix',"
     yield {"drafter": "suffix", "draft_tree_bytes": 1}, r"EngineConfig\.draft_tree_bytes=1: must be at least 65536"
+    yield {"drafter": "ngram", "draft_paths": 2}, r"EngineConfig\.draft_paths=2: is for drafter='suffix' and"
+    yield {"drafter": "suffix", "draft_paths": 17}, r"EngineConfig\.draft_paths=17: must be an integer of 1 to 16"
     yield {"max_draft_tokens": 0}, r"EngineConfig\.max_draft_tokens=0: must be an integer of 1 to 1024"
 
 
@@ -658,6 +669,9 @@ def test_the_rows_that_draw_are_planned_for(qwen3: str) -> None:
     many = LLM(qwen3, max_num_seqs=32, **options)
     assert several.memory.logits == many.memory.logits > LLM(qwen3, max_num_seqs=8, **options).memory.logits
     assert several.config.most_draws == 32
+    assert LLM(qwen3, max_num_seqs=4, drafter="suffix", max_draft_tokens=3, draft_paths=2, **options).memory.logits == (
+        many.memory.logits
+    )
     assert (
         LLM(
             qwen3, max_num_seqs=8, drafter="ngram", max_draft_tokens=3, **{**options, "max_num_batched_tokens": 20}

@@ -13,6 +13,7 @@ import torch
 from engines import LLM, SamplingParams
 from engines.coordination.policies import OnDemand
 from engines.coordination.requests import RequestMove, RequestRegroup
+from engines.coordination.views import LayoutChange
 from engines.models.loader import checkpoint_tensors
 from engines.parallel import groups as groups_module
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
@@ -38,7 +39,7 @@ class Script:
         if done >= len(self._sizes) or view.num_delivered < self._every * (done + 1):
             return None
         make = nested_layout if self._nested else contiguous_layout
-        return make(range(4), self._sizes[done], epoch=done + 1)
+        return LayoutChange(layout=make(range(4), self._sizes[done], epoch=done + 1))
 
 
 class Flip:
@@ -56,7 +57,8 @@ class Flip:
         if not self._armed:
             return None
         self._armed = False
-        return nested_layout(range(2), 3 - view.layout.replicas[0].tp_size, epoch=view.layout.epoch + 1)
+        layout = nested_layout(range(2), 3 - view.layout.replicas[0].tp_size, epoch=view.layout.epoch + 1)
+        return LayoutChange(layout=layout)
 
 
 def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
@@ -228,7 +230,7 @@ class Once:
         if self._make is None or view.num_delivered < 2:
             return None
         make, self._make = self._make, None
-        return make(view.layout.epoch + 1)
+        return LayoutChange(layout=make(view.layout.epoch + 1))
 
 
 def bad_layouts() -> dict[str, Any]:

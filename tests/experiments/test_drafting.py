@@ -28,7 +28,7 @@ def test_parts(models: Path, tmp_path: Path) -> None:
     small = ["--groups", "2", "--batches", "1", "--turns", "1", "--widen", "2", "--figure", str(figure)]
     parts = ["--parts", "equal", "acceptance", "speedup"]
     result = run_main("drafting", ["--models", str(models), "--output", str(output), *small, *parts])
-    assert result["tokens_equal"] is True and len(result["equal"]) == 16
+    assert result["tokens_equal"] is True and len(result["equal"]) >= 32
     assert json.loads(output.read_text()) == result and figure.stat().st_size > 5000
     for table in result["acceptance_length"].values():
         assert list(table) == ["0", "1", "5", "15"] and all(list(row) == ["1", "2", "4"] for row in table.values())

@@ -94,6 +94,68 @@ def test_a_pass_that_costs_nothing_more_takes_all_drafts() -> None:
     assert lengths(policy, 3, [NO_DRAFT] * 3) == [0] * 3
 
 
+def random_paths(rng: random.Random) -> Draft:
+    """Paths through a random tree, in which the children of a node share its probability."""
+    paths: list[tuple[list[int], list[float]]] = [([], [])]
+    for _ in range(rng.randint(1, 4)):
+        longer = []
+        for tokens, probabilities in paths:
+            shares = rng.choice([[1.0], [0.6, 0.3], [0.5, 0.4, 0.1], [0.9]])
+            score = probabilities[-1] if probabilities else 1.0
+            longer += [([*tokens, token], [*probabilities, score * share]) for token, share in enumerate(shares)]
+        paths = longer
+    paths = sorted(paths, key=lambda path: -path[1][-1])[: rng.randint(1, 5)]
+    first, *others = [Draft(*path) for path in paths]
+    return first._replace(others=tuple(others))
+
+
+def nodes(draft: Draft) -> dict[tuple[int, tuple[int, ...]], float]:
+    """Each token that some path has, with the path up to it."""
+    found = {}
+    for path in (draft, *draft.others):
+        for length in range(1, len(path.tokens) + 1):
+            found[length, tuple(path.tokens[:length])] = path.probabilities[length - 1]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_other_paths_join_where_they_raise_the_rate(seed: int) -> None:
+    """Against all choices of lengths, each path a row per token and one more; the estimates are taken as they are."""
+    rng = random.Random(seed)
+    draft, num_tokens = random_paths(rng), rng.randint(1, 8)
+    policy = MarginalGain(stairs, margin=0.0)
+    policy._calibration.paths = lambda drafts: padded([one.probabilities for one in drafts])  # type: ignore[method-assign]
+
+    def rate(chosen: Draft) -> float:
+        rows = len(chosen.tokens) + sum(1 + len(path.tokens) for path in chosen.others)
+        return (1 + sum(nodes(chosen).values())) / stairs(num_tokens + rows)
+
+    (found,) = policy.shorten(num_tokens, [draft])
+    assert nodes(found).items() <= nodes(draft).items() and len(found.others) <= len(draft.others)
+    (alone,) = policy.shorten(num_tokens, [draft._replace(others=())])
+    assert rate(found) >= rate(alone) - 1e-12
+    ranges = [range(len(path.tokens) + 1) for path in (draft, *draft.others)]
+    best = max(rate(draft.cut(first, rest)) for first, *rest in itertools.islice(itertools.product(*ranges), 4000))
+    assert rate(found) >= 0.93 * best, "a path is taken whole or not at all, so the best may be missed by a little"
+
+
+def padded(rows: list[list[float]]) -> np.ndarray:
+    longest = max(map(len, rows))
+    return np.array([[*row, *[0.0] * (longest - len(row))] for row in rows])
+
+
+def test_other_paths_are_taken_where_rows_cost_nothing_and_left_where_they_cost() -> None:
+    draft = Draft([1, 2, 3], [0.6, 0.6, 0.5], (Draft([1, 4], [0.6, 0.1]), Draft([7], [0.3])))
+    (every,) = MarginalGain(lambda rows: 1.0).shorten(1, [draft])
+    assert every == draft
+    (first,) = MarginalGain(lambda rows: float(rows)).shorten(1, [draft])
+    assert not first.others
+    few = Thresholds(stairs, slack=1.1)  # 7 rows: 3 at an acceptance of a half, and another path of 3 and one more
+    few._acceptance = 0.5
+    (cut,) = few.shorten(1, [draft])
+    assert len(cut.tokens) == 3 and cut.others == (draft.others[0],)
+
+
 def test_thresholds() -> None:
     """Up to 8 rows cost about the same; 4 sequences share them, one token of draft each."""
     policy = Thresholds(stairs, slack=1.1)

@@ -13,6 +13,7 @@ from engines import LLM, SamplingParams
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand
 from engines.coordination.requests import RequestMove
+from engines.coordination.views import LayoutChange
 from engines.fleet import fleet as fleet_module
 from engines.fleet.fleet import Fleet
 from engines.parallel.layout import Layout, nested_layout
@@ -30,11 +31,11 @@ OPTIONS: dict[str, Any] = {"kv_cache_bytes": 2**19, "max_num_seqs": 4}
 class Regroups:
     """A layout policy: 1 -> 2 -> 4 -> 1, one each time that five more sequences are delivered."""
 
-    def decide(self, view: Any) -> Layout | None:
+    def decide(self, view: Any) -> LayoutChange | None:
         done = view.layout.epoch
         if done == 3 or view.num_delivered < 5 * (done + 1):
             return None
-        return nested_layout(range(4), (2, 4, 1)[done], epoch=done + 1)
+        return LayoutChange(layout=nested_layout(range(4), (2, 4, 1)[done], epoch=done + 1))
 
 
 class Slow:

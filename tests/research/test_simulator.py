@@ -9,7 +9,7 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.coordination.policies import OnDemand, Static
-from engines.coordination.views import Dispatch, LayoutView, ScheduleView
+from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
 from engines.kvcache.cost import CopyCost, PrefillCost, SwapCost
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
@@ -139,10 +139,10 @@ def test_a_policy_that_never_dispatches_is_named_in_virtual_time() -> None:
 class Widen:
     """Two replicas of one GPU, then one of two."""
 
-    def decide(self, view: LayoutView) -> Layout | None:
+    def decide(self, view: LayoutView) -> LayoutChange | None:
         if view.num_unfinished > 2 or view.layout.epoch:
             return None
-        return nested_layout(range(2), 2, epoch=1)
+        return LayoutChange(layout=nested_layout(range(2), 2, epoch=1))
 
 
 def test_a_regroup_takes_its_time() -> None:

@@ -1,0 +1,127 @@
+"""Which TP size to use while how many sequences are unfinished: a dynamic programme over all later switches.
+
+PAT's Algorithm 1 weighs one switch against none, as if all sequences ran to the limit. Here lengths are what they are
+expected to be, and a switch may be followed by others. With the true lengths the same programme is hindsight.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from research.pat.predictor import StepPredictor
+
+Tokens = NDArray[np.float64]
+_MOST_RUNGS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What decoding takes in the layouts of a world: equal replicas of one TP size, over all ranks."""
+
+    num_ranks: int
+    steps: Mapping[int, StepPredictor]
+    """By TP size; only these are considered."""
+    num_kv_tokens: Mapping[int, int]
+    """Tokens that the KV cache of one replica holds, by TP size."""
+    max_num_seqs: int
+    """Most sequences that run on a replica."""
+    switch_seconds: Callable[[int, int, float], float]
+    """(TP size before, after, context tokens of all unfinished sequences) -> seconds of the switch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The best TP size from now on."""
+
+    stages: tuple[tuple[int, int], ...]
+    """(unfinished sequences at its start, TP size) of each stage, the present one first."""
+    seconds: float
+    """Until the last sequence has ended, with the switches."""
+    kept_seconds: float
+    """The same without a switch; infinite if there is no present TP size."""
+
+
+def make_plan(deployment: Deployment, contexts: Tokens, remaining: Tokens, tp_size: int | None) -> Plan:
+    """Returns the plan for unfinished sequences of these lengths and tokens to come, both [sequences], not empty.
+
+    `tp_size` is the present one; None at the start, when the first choice costs no switch. TP sizes in which a sequence
+    does not fit in the KV cache are avoided; if none is left, `seconds` is infinite.
+    """
+    work = WorkLeft.of(deployment, contexts, remaining)
+    sizes = sorted(deployment.steps)
+    switches = np.array(
+        [
+            [[0.0 if a == b else deployment.switch_seconds(b, a, tokens) for a in sizes] for b in sizes]
+            for tokens in work.num_tokens.tolist()
+        ]
+    )  # [rungs, before, after]
+    costs = np.array([work.seconds(size) for size in sizes]).T  # [rungs, sizes]
+    later = np.zeros(len(sizes))
+    choices = np.zeros(costs.shape, dtype=int)
+    for rung in reversed(range(len(costs))):
+        onward = costs[rung] + later
+        totals = switches[rung] + onward
+        choices[rung], later = totals.argmin(axis=1), totals.min(axis=1)
+    place = int(onward.argmin()) if tp_size is None else sizes.index(tp_size)
+    seconds = float(onward[place] if tp_size is None else later[place])
+    kept = np.inf if tp_size is None else float(costs[:, place].sum())
+    stages: list[tuple[int, int]] = []
+    for rung, count in enumerate(work.num_unfinished.tolist()):
+        place = place if tp_size is None and rung == 0 else int(choices[rung][place])
+        if not stages or stages[-1][1] != sizes[place]:
+            stages.append((count, sizes[place]))
+    return Plan(stages=tuple(stages), seconds=seconds, kept_seconds=kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkLeft:
+    """The steps until all sequences have ended, in rungs: within one, few sequences end. Arrays are [rungs]."""
+
+    deployment: Deployment
+    num_unfinished: NDArray[np.int64]
+    """At the start of each rung."""
+    num_tokens: Tokens
+    """Their context tokens at that time."""
+    _starts: NDArray[np.int64]
+    """Of each rung, among the intervals from one end of a sequence to the next."""
+    _steps: Tokens
+    _running: Tokens
+    _tokens: Tokens
+    """Of each interval: its steps, the unfinished sequences, their context tokens in its middle."""
+
+    @classmethod
+    def of(cls, deployment: Deployment, contexts: Tokens, remaining: Tokens) -> WorkLeft:
+        order = np.argsort(remaining, kind="stable")
+        ends, contexts = remaining[order], contexts[order]
+        steps = np.diff(ends, prepend=0.0)
+        running = np.arange(len(ends), 0, -1).astype(float)
+        at_start = contexts[::-1].cumsum()[::-1] + running * (ends - steps)
+        counts = np.unique(np.geomspace(1, len(ends), _MOST_RUNGS).round().astype(int))[::-1]
+        starts = len(ends) - counts
+        return cls(
+            deployment=deployment,
+            num_unfinished=counts,
+            num_tokens=at_start[starts],
+            _starts=starts,
+            _steps=steps,
+            _running=running,
+            _tokens=at_start + running * steps / 2,
+        )
+
+    def seconds(self, tp_size: int) -> Tokens:
+        """Returns the seconds of each rung in this TP size; infinite where a sequence does not fit.
+
+        Where not all sequences fit at once, those that do run at full speed, and the others after them.
+        """
+        one = self.deployment
+        batch = np.ceil(self._running * tp_size / one.num_ranks)
+        tokens = self._tokens / self._running * batch
+        share = np.minimum(1.0, np.minimum(one.num_kv_tokens[tp_size] / tokens, one.max_num_seqs / batch))
+        seconds = self._steps * one.steps[tp_size].seconds(batch * share, tokens * share) / share
+        seconds = np.where((batch * share < 1) & (self._steps > 0), np.inf, seconds)
+        return np.add.reduceat(seconds, self._starts)

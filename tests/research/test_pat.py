@@ -1,0 +1,180 @@
+"""PAT's decisions against brute force and closed forms."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from research.pat.lifetimes import Lifetimes, run_to_limit
+from research.pat.lookahead import Deployment, WorkLeft, make_plan
+from research.pat.predictor import StepPredictor
+
+# -- the predictor
+
+
+def test_the_predictor_meets_its_points_and_goes_straight_between_them() -> None:
+    points = [(1, 10, 1.0), (1, 20, 3.0), (4, 10, 2.0), (4, 40, 5.0), (8, 10, 10.0), (8, 20, 20.0)]
+    predictor = StepPredictor(points)
+    for batch, num_tokens, seconds in points:
+        assert predictor.seconds(batch, num_tokens) == pytest.approx(seconds)
+    assert predictor.seconds(1, 15) == pytest.approx(2.0)
+    assert predictor.seconds(1, 30) == pytest.approx(5.0), "the last segment goes on"
+    assert predictor.seconds(1, 5) == pytest.approx(1.0), "not below the first point"
+    assert predictor.seconds(2, 10) == pytest.approx(4 / 3)
+    assert predictor.seconds(2, 20) == pytest.approx(3.0)
+    assert predictor.seconds(10, 10) == pytest.approx(14.0)
+    assert predictor.seconds([0, 1, 4], [10, 10, 10]).tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(ValueError, match=r"points by batch size: {1: 1}; give two batch sizes or more"):
+        StepPredictor([(1, 10, 1.0)])
+
+
+# -- lifetimes
+
+
+def test_everyone_runs_to_the_limit() -> None:
+    assert run_to_limit(np.array([3.0, 9.0]), np.array([10.0, 10.0])).tolist() == [7.0, 1.0]
+
+
+def test_without_any_end_everyone_runs_to_the_limit() -> None:
+    assert Lifetimes().remaining(np.array([3.0, 9.0]), np.array([10.0, 12.0])).tolist() == [7.0, 3.0]
+
+
+def test_new_sequences_get_the_known_lengths() -> None:
+    known = [5, 9, 30, 70]
+    found = Lifetimes(known).remaining(np.zeros(4), np.full(4, 100.0))
+    assert sorted(found.tolist()) == [5.0, 9.0, 30.0, 70.0]
+
+
+def test_survivors_get_what_is_left_of_the_known_lengths() -> None:
+    found = Lifetimes(range(1, 101)).remaining(np.full(50, 50.0), np.full(50, 1000.0))
+    ends = np.sort(found) + 50
+    # Those at risk beyond 50 are the 50 known ones and the 50 that run now, which have not ended yet.
+    assert ends.min() > 50 and np.median(ends) > 70
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rollout_that_is_half_over_is_not_taken_for_a_short_one(seed: int) -> None:
+    """Only the shorter half has ended. Mean of all lengths, known and estimated, against the truth."""
+    rng = np.random.default_rng(seed)
+    truth = np.ceil(500 * np.exp(0.9 * rng.standard_normal(4000)))
+    lifetimes = Lifetimes(np.ceil(500 * np.exp(0.9 * rng.standard_normal(4000))).astype(int))
+    now = float(np.median(truth))
+    for length in truth[truth <= now]:
+        lifetimes.add(int(length))
+    running = truth[truth > now]
+    found = now + lifetimes.remaining(np.full(len(running), now), np.full(len(running), 1e5))
+    assert found.mean() == pytest.approx(running.mean(), rel=0.1)
+    assert np.quantile(found, [0.5, 0.9]) == pytest.approx(np.quantile(running, [0.5, 0.9]), rel=0.1)
+
+
+def test_remaining_tokens_are_within_their_bounds() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        generated = np.array([float(rng.randint(0, 60)) for _ in range(rng.randint(1, 9))])
+        limits = generated + [rng.randint(1, 40) for _ in generated]
+        found = Lifetimes([rng.randint(0, 80) for _ in range(rng.randint(0, 9))]).remaining(generated, limits)
+        assert (found >= 1).all() and (generated + found <= limits).all()
+
+
+# -- the plan
+
+SIZES = (1, 2, 4)
+
+
+def deployment(*, num_kv_tokens: int = 10**9, max_num_seqs: int = 10**6, switch: float = 0.0) -> Deployment:
+    """A step of TP t takes 3 / t seconds for the weights, and t / 4 for each sequence: wide replicas suit few."""
+    steps = {
+        size: StepPredictor(
+            (batch, num_tokens, 3 / size + batch * size / 4 + num_tokens / 1e4)
+            for batch in (1, 100)
+            for num_tokens in (1, 10**6)
+        )
+        for size in SIZES
+    }
+    return Deployment(
+        num_ranks=4,
+        steps=steps,
+        num_kv_tokens=dict.fromkeys(SIZES, num_kv_tokens),
+        max_num_seqs=max_num_seqs,
+        switch_seconds=lambda before, after, tokens: switch + tokens / 1e3,
+    )
+
+
+def step_by_step(one: Deployment, contexts: list[int], remaining: list[int], size: int) -> float:
+    """Seconds of decoding token by token, the fullest replica with its share of the tokens."""
+    seconds, left = 0.0, sorted(zip(remaining, contexts, strict=True))
+    for step in range(max(remaining)):
+        lengths = [context + step + 0.5 for more, context in left if more > step]
+        batch = -(-len(lengths) * size // one.num_ranks)
+        seconds += float(one.steps[size].seconds(batch, sum(lengths) / len(lengths) * batch))
+    return seconds
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_seconds_of_a_layout_are_those_of_its_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randint(1, 30)
+    contexts, remaining = ([rng.randint(1, 200) for _ in range(count)] for _ in range(2))
+    one = deployment()
+    work = WorkLeft.of(one, np.array(contexts, float), np.array(remaining, float))
+    for size in SIZES:
+        assert work.seconds(size).sum() == pytest.approx(step_by_step(one, contexts, remaining, size), rel=1e-9)
+    assert work.num_unfinished[0] == count and work.num_tokens[0] == sum(contexts)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("start", [None, 1, 4])
+def test_the_plan_against_all_plans(seed: int, start: int | None) -> None:
+    rng = random.Random(seed)
+    count = rng.randint(1, 6)
+    contexts, remaining = (np.array([rng.randint(1, 60) for _ in range(count)], float) for _ in range(2))
+    one = deployment(switch=rng.choice([0.0, 1.0, 30.0]))
+    work = WorkLeft.of(one, contexts, remaining)
+    costs = {size: work.seconds(size).tolist() for size in SIZES}
+    best = np.inf
+    for sizes in itertools.product(SIZES, repeat=count):
+        seconds, before = 0.0, start
+        for rung, size in enumerate(sizes):
+            if before is not None and before != size:
+                seconds += one.switch_seconds(before, size, float(work.num_tokens[rung]))
+            seconds, before = seconds + costs[size][rung], size
+        best = min(best, seconds)
+    found = make_plan(one, contexts, remaining, start)
+    assert found.seconds == pytest.approx(best)
+    assert found.stages[0][0] == count and [n for n, _ in found.stages] == sorted((n for n, _ in found.stages))[::-1]
+    assert found.kept_seconds == (np.inf if start is None else pytest.approx(sum(costs[start])))
+    seconds, before = 0.0, start
+    for place, (number, size) in enumerate(found.stages):
+        end = found.stages[place + 1][0] if place + 1 < len(found.stages) else 0
+        if before is not None and before != size:
+            seconds += one.switch_seconds(before, size, float(work.num_tokens[count - number]))
+        seconds, before = seconds + sum(costs[size][count - number : count - end]), size
+    assert seconds == pytest.approx(found.seconds), "the stages are the plan"
+
+
+def test_few_sequences_take_wide_replicas_and_many_take_narrow_ones() -> None:
+    one = deployment(switch=0.5)
+    remaining = np.array([10.0] * 60 + [400.0])
+    plan = make_plan(one, np.ones(61), remaining, None)
+    assert plan.stages == ((61, 1), (1, 4))
+    assert make_plan(deployment(switch=1e9), np.ones(61), remaining, 1).stages == ((61, 1),)
+
+
+def test_what_does_not_fit_at_once_runs_one_after_the_other() -> None:
+    """Half of the slots, or half of the cache: twice the passes, each of half the batch."""
+    contexts, remaining = np.full(40, 1000.0), np.full(40, 10.0)
+    for limits in ({"max_num_seqs": 5}, {"num_kv_tokens": 5 * 1005}):
+        one = deployment(**limits)
+        (seconds,) = set(WorkLeft.of(one, contexts, remaining).seconds(1)) - {0.0}
+        assert seconds == pytest.approx(2 * 10 * float(one.steps[1].seconds(5, 5 * 1005)))
+
+
+def test_a_size_in_which_a_sequence_does_not_fit_is_avoided() -> None:
+    one = deployment(num_kv_tokens=500)
+    wide = Deployment(**{**vars(one), "num_kv_tokens": {1: 500, 2: 1500, 4: 10**6}})
+    plan = make_plan(wide, np.array([1000.0] * 8), np.array([10.0] * 8), None)
+    assert plan.stages[0][1] != 1 and plan.seconds < np.inf
+    assert make_plan(one, np.array([1000.0]), np.array([10.0]), None).seconds == np.inf
