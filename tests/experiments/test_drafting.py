@@ -6,35 +6,41 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from algos.publish import RECORD_FILE
-from algos.warmstart_config import WarmStartConfig
+from algos.warmstart_config import ModelSize, WarmStartConfig
 from tests.worlds import refused_by, run_main
 
 
 @pytest.fixture
 def models(text_model: str, tmp_path: Path) -> Path:
-    """As if the warm start had been made there."""
-    shutil.copytree(text_model, tmp_path / "models" / "tiny")
-    record = {"warm_start": asdict(WarmStartConfig())}
-    (tmp_path / "models" / "tiny" / RECORD_FILE).write_text(json.dumps(record))
+    """As if the warm starts had been made there."""
+    for size in get_args(ModelSize):
+        shutil.copytree(text_model, tmp_path / "models" / size)
+        record = {"warm_start": asdict(WarmStartConfig(size=size))}
+        (tmp_path / "models" / size / RECORD_FILE).write_text(json.dumps(record))
     return tmp_path / "models"
 
 
 def test_parts(models: Path, tmp_path: Path) -> None:
     figure, output = tmp_path / "drafting.png", tmp_path / "result.json"
     small = ["--groups", "2", "--batches", "1", "--turns", "1", "--widen", "2", "--figure", str(figure)]
-    parts = ["--parts", "equal", "acceptance", "speedup"]
+    parts = ["--parts", "equal", "acceptance", "speedup", "agreement"]
     result = run_main("drafting", ["--models", str(models), "--output", str(output), *small, *parts])
-    assert result["tokens_equal"] is True and len(result["equal"]) >= 32
+    assert result["tokens_equal"] is True and len(result["equal"]) >= 40
     assert json.loads(output.read_text()) == result and figure.stat().st_size > 5000
     for table in result["acceptance_length"].values():
         assert list(table) == ["0", "1", "5", "15"] and all(list(row) == ["1", "2", "4"] for row in table.values())
         assert all(1 <= row["1"] <= row["2"] <= row["4"] for row in table.values())
         assert all(row["15"] >= row["0"] for row in zip_columns(table))
-    assert set(result["speedup"]) >= {"grouped", "suffix", "ngram"} and "rollout_speedup" not in result
+    assert set(result["speedup"]) >= {"grouped", "suffix", "ngram", "draft-2l"} and "rollout_speedup" not in result
+    for by_noise in result["agreement"].values():
+        assert by_noise["target"]["drawn"] == pytest.approx(1) == by_noise["target"]["expected"], "models are the same"
+        own = by_noise["own"]
+        assert abs(own["drawn"] - own["expected"]) < 5 * own["standard_error"] and own["expected"] < 0.9
 
 
 def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
