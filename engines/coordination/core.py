@@ -127,7 +127,7 @@ class RolloutCore:
         """Processes one event at time `now` (seconds, any clock that does not go back); returns commands and results.
 
         Raises RequestRefused for a request that does not fit the state, which is then unchanged. Raises RuntimeError
-        for an invalid decision of the schedule policy, and passes on what a policy raises: the event has then taken
+        for an invalid answer of a policy, and passes on what a policy raises: the event has then taken
         effect, and the output so far is returned by the next call. An invalid layout of the layout policy ends the
         phase; see `layout_error`. Replicas' events never raise: those without effect are counted in `ignored`.
         """

@@ -16,7 +16,7 @@ from engines.coordination.outbox import Outbox
 from engines.coordination.policies import LayoutPolicy
 from engines.coordination.records import ReplicaRecord
 from engines.coordination.requests import RegroupComplete, RequestRefused
-from engines.coordination.views import LayoutView
+from engines.coordination.views import LayoutChange, LayoutView
 from engines.parallel.layout import Layout
 from engines.sequence import SequenceId
 
@@ -78,6 +78,8 @@ class Regrouper:
         )
         if (change := self._policy.decide(view)) is None:
             return
+        if not isinstance(change, LayoutChange):
+            raise RuntimeError(f"layout policy: {change!r} is no LayoutChange and not None")
         try:
             self.begin(change.layout, with_kv=True, places=change.places)
         except RequestRefused as error:

@@ -991,6 +991,16 @@ def test_a_regroup_takes_sequences_to_the_places_that_its_policy_names() -> None
     assert got == {6: [0, 2], 5: [1, 3]}, "the last one has no place, and goes where there is room"
 
 
+def test_a_layout_policy_must_answer_with_a_change() -> None:
+    class Wrong:
+        def decide(self, view: LayoutView) -> Any:
+            return view.layout
+
+    desk, _ = open_desk(2, layout_policy=Wrong())
+    with pytest.raises(RuntimeError, match=r"layout policy: Layout\(.* is no LayoutChange and not None"):
+        desk.report(0)
+
+
 def test_places_must_be_replicas_of_the_layout() -> None:
     class Nowhere:
         def decide(self, view: LayoutView) -> LayoutChange | None:
