@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
+from engines.config import EngineConfig, ModelConfig, draft_model_config, engine_config, longest_sequence
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.store import KVStore
@@ -170,6 +170,8 @@ class Placement:
         values: dict[str, object] = {"layout": self.layout, "load": given.load}
         values |= {f"EngineConfig.{name}": value for name, value in asdict(self.config).items()}
         values |= {f"ModelConfig.{name}": value for name, value in asdict(self.model).items()}
+        draft = draft_model_config(self.config, self.model)
+        values["EngineConfig.draft_model's config.json"] = None if draft is None else asdict(draft)
         for name in ("schedule", "layout_policy", "pace", "hidden_stop", "draft_policy"):
             values[name] = getattr(given, name) is not None
         return values

@@ -17,6 +17,7 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig, ModelConfig
+from engines.coordination.policies import OnDemand
 from engines.fleet.fleet import Fleet
 from engines.kvcache.paged import read_kv
 from engines.models.loader import checkpoint_tensors
@@ -29,10 +30,11 @@ from engines.speculation.drafter import Draft
 from engines.speculation.shared import SharedDrafter
 from research.seer.adaptive import MarginalGain
 from tests.checkpoints import save_checkpoint
-from tests.engines.test_drafts import NUM_DRAFT_TOKENS, OPTIONS, PROMPTS, Watch, check, make_states, submitted
+from tests.engines.test_drafts import NUM_DRAFT_TOKENS, OPTIONS, PARAMS, PROMPTS, Watch, check, make_states, submitted
 from tests.engines.test_drafts import make_llm as make_plain_llm
 from tests.engines.test_memory import capacity
 from tests.engines.test_parity import engine_logits
+from tests.engines.test_rollout_world import Flip
 from tests.engines.test_token_equality import TIGHT_KV
 from tests.interrupts import interrupts
 from tests.states import make_state
@@ -202,6 +204,26 @@ def test_over_two_ranks(models: dict[str, str], plain: dict[SequenceId, Completi
     assert first[0] == {str(sequence_id): one.token_ids for sequence_id, one in plain.items()}
     assert first[1][1] > 50 and (first[1][0] == first[1][1]) == (draft == "same")
     assert first[2:] == [True, True] and second[2:] == [False, False]
+
+
+def regroup(target: str) -> list[Any]:
+    groups = join(timeout_s=120)
+    options: dict[str, Any] = {"schedule": OnDemand(), "layout_policy": Flip(), "max_num_seqs": 6}
+    llm = make_llm(target, target, world=groups, kv_cache_bytes=2**21, **options)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    counts = [sum(getattr(one, f"num_{what}") for one in llm.step_records) for what in ("drafted", "accepted")]
+    result = [[[one.token_ids for one in output.outputs] for output in outputs], *counts, llm.layout.epoch]
+    llm.close()
+    return result
+
+
+def test_after_a_regroup(qwen3: str) -> None:
+    """The first shard of the new replica reads the small model, which catches up."""
+    results = run_world(regroup, 2, qwen3)
+    plain = LLM(qwen3, dtype="float64", kv_cache_bytes=2**21).generate(PROMPTS, PARAMS)
+    for tokens, drafted, accepted, epoch in results:
+        assert tokens == [[one.token_ids for one in output.outputs] for output in plain]
+        assert drafted == accepted > 50 and epoch == 1
 
 
 def test_padded_passes_of_the_small_model(models: dict[str, str], plain: dict[SequenceId, Completion]) -> None:
