@@ -252,6 +252,8 @@ def test_kv_is_that_of_a_fresh_prefill(models: dict[str, str], noise: str, optio
             tokens = sequence.state.tokens[: sequence.num_computed]
             if not tokens:
                 continue
+            prompt_blocks = sequence.state.num_prompt_tokens // llm.config.block_size
+            assert not drafter._blocks._key_of.keys() & {*sequence.blocks[prompt_blocks:]}, "guesses may be there"
             engine_logits(fresh, tokens, len(tokens))
             blocks = list(range(-(-len(tokens) // 16)))
             mine = read_kv(drafter._kv, sequence.blocks, len(tokens))
@@ -302,6 +304,15 @@ def test_without_blocks_there_is_no_draft(models: dict[str, str], plain: dict[Se
 
 
 # -- sleep, failures and interrupts
+
+
+def test_another_sequence_of_the_same_name(models: dict[str, str]) -> None:
+    """As after an interrupt, when nobody has said that the first one has left."""
+    drafters = [drafter_of(make_llm(models["same"], models["same"])) for _ in range(2)]
+    drafters[0].propose([make_state(0, PROMPTS[0])], [5], 1)
+    again = [drafter.propose([make_state(0, [9] * 20)], [5], 1) for drafter in drafters]
+    assert again[0][0].tokens == again[1][0].tokens
+    assert again[0][0].probabilities == pytest.approx(again[1][0].probabilities, rel=1e-9)
 
 
 def test_sleep_releases_the_kv_and_keeps_the_weights(models: dict[str, str]) -> None:
