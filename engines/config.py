@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,7 +18,8 @@ DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native"]
 Preemption = Literal["auto", "swap", "recompute"]
 DraftBytes = Annotated[int, Meta(ge=2**16, le=2**40, description="at least 65536")]
-DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix"]
+DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix", "model"]
+DraftNoise = Literal["target", "own"]
 RopeType = Literal["default", "linear", "llama3"]
 Attention = Literal["auto", "flash_attn", "triton", "native", "sdpa"]
 
@@ -63,16 +64,16 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
 
     @staticmethod
-    def from_pretrained(directory: str | Path) -> ModelConfig:
-        """Reads `config.json`, and `generation_config.json` for the end-of-sequence ids.
+    def from_pretrained(directory: str | Path, name: str = "model") -> ModelConfig:
+        """Reads `config.json`, and `generation_config.json` for the end-of-sequence ids. `name` is for messages.
 
         Raises FileNotFoundError without a `config.json`, ValueError for an architecture or option not supported.
         """
         if not isinstance(directory, str | os.PathLike):
-            raise ValueError(f"model={directory!r}: give the path of a Hugging Face checkpoint")
+            raise ValueError(f"{name}={directory!r}: give the path of a Hugging Face checkpoint")
         path = Path(directory) / "config.json"
         if not path.is_file():
-            raise FileNotFoundError(f"model={str(directory)!r}: no config.json there; give a Hugging Face checkpoint")
+            raise FileNotFoundError(f"{name}={str(directory)!r}: no config.json there; give a Hugging Face checkpoint")
         generation = Path(directory) / "generation_config.json"
         eos = read_json(generation, _Generation).eos_token_id if generation.is_file() else None
         architecture = (read_json(path, _Kind).architectures or ["missing"])[0]
@@ -250,8 +251,14 @@ class EngineConfig:
     """What guesses next tokens, so that one pass can draw several tokens of a sequence. "ngram" copies what followed an
     earlier occurrence of a sequence's last two to four tokens. "suffix" does so for the longest end that has occurred,
     and takes the most frequent continuation; "grouped_suffix" looks in all sequences of the prompt, also those that
-    have ended. Only guesses that equal the draws count, so tokens stay the same, as far as batches of other sizes round
-    alike."""
+    have ended. "model" draws from a small model (`draft_model`). Only guesses that equal the draws count, so tokens
+    stay the same, as far as batches of other sizes round alike."""
+    draft_model: str | None = None
+    """Checkpoint folder of the small model for drafter="model": a supported decoder with the model's vocabulary. Its
+    weights stay as they are. Its KV cache has room for as many tokens as the model's, beside `kv_cache_bytes`."""
+    draft_noise: DraftNoise = "target"
+    """Random numbers with which the small model draws: "target" takes those of the model's own draw at the position, so
+    that similar distributions mostly give the same token; "own" takes independent ones."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=1024, description="an integer of 1 to 1024")] = 8
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
     draft_paths: Annotated[int, Meta(ge=1, le=16, description="an integer of 1 to 16")] = 1
@@ -270,23 +277,22 @@ class EngineConfig:
     """The run's seed: the first part of every sequence's key."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.kv_disk_folder, os.PathLike):
-            object.__setattr__(self, "kv_disk_folder", os.fspath(self.kv_disk_folder))
+        for name in ("kv_disk_folder", "draft_model"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
         check_fields(self, "EngineConfig.")
+        for name in ("kv_disk_folder", "draft_model"):
+            if (path := getattr(self, name)) is not None:
+                if not path or "\0" in path:
+                    raise ValueError(f"EngineConfig.{name}={path!r}: must be a path")
+                # Absolute: replicas outside the world have other working directories.
+                object.__setattr__(self, name, os.path.abspath(path))
         self._check_tiers()
+        self._check_drafter()
         if self.batch_invariant and not {self.kernels, self.attention} <= {"auto", "native"}:
             raise ValueError(
                 "EngineConfig.batch_invariant=True: needs kernels and attention both 'auto' or 'native', not "
                 f"{self.kernels!r} and {self.attention!r}: the bits of others depend on the batch"
-            )
-        if self.draft_server and self.drafter != "grouped_suffix":
-            raise ValueError(
-                f"EngineConfig.draft_server=True: is for drafter='grouped_suffix', not {self.drafter!r}; change one"
-            )
-        if self.draft_paths > 1 and self.drafter not in ("suffix", "grouped_suffix"):
-            raise ValueError(
-                f"EngineConfig.draft_paths={self.draft_paths}: is for drafter='suffix' and 'grouped_suffix', not "
-                f"{self.drafter!r}; give 1, or change the drafter"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -300,12 +306,33 @@ class EngineConfig:
         of_sequence = 1 if self.drafter == "none" else self.draft_paths * (1 + self.max_draft_tokens)
         return min(self.max_num_seqs * of_sequence, self.max_num_batched_tokens)
 
+    @property
+    def of_draft_model(self) -> EngineConfig:
+        """The options with which the draft model runs."""
+        return replace(self, drafter="none", draft_model=None, draft_noise="target", batch_invariant=False)
+
+    def _check_drafter(self) -> None:
+        if self.draft_server and self.drafter != "grouped_suffix":
+            raise ValueError(
+                f"EngineConfig.draft_server=True: is for drafter='grouped_suffix', not {self.drafter!r}; change one"
+            )
+        if self.draft_paths > 1 and self.drafter not in ("suffix", "grouped_suffix"):
+            raise ValueError(
+                f"EngineConfig.draft_paths={self.draft_paths}: is for drafter='suffix' and 'grouped_suffix', not "
+                f"{self.drafter!r}; give 1, or change the drafter"
+            )
+        if (self.drafter == "model") != (self.draft_model is not None):
+            raise ValueError(
+                f"EngineConfig.draft_model={self.draft_model!r}, drafter={self.drafter!r}: a draft model needs both "
+                f"drafter='model' and its checkpoint folder; give both, or neither"
+            )
+        if self.draft_noise != "target" and self.drafter != "model":
+            raise ValueError(
+                f"EngineConfig.draft_noise={self.draft_noise!r}: is for drafter='model', not {self.drafter!r}; change "
+                f"one"
+            )
+
     def _check_tiers(self) -> None:
-        if self.kv_disk_folder is not None:
-            if not self.kv_disk_folder or "\0" in self.kv_disk_folder:
-                raise ValueError(f"EngineConfig.kv_disk_folder={self.kv_disk_folder!r}: must be a path")
-            # Absolute: replicas outside the world have other working directories.
-            object.__setattr__(self, "kv_disk_folder", os.path.abspath(self.kv_disk_folder))
         if (self.kv_disk_bytes > 0) != (self.kv_disk_folder is not None):
             raise ValueError(
                 f"EngineConfig.kv_disk_bytes={self.kv_disk_bytes}, kv_disk_folder={self.kv_disk_folder!r}: a disk tier "
@@ -327,6 +354,25 @@ def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
             f"EngineConfig.max_model_len={asked}: the model's context is {model.max_position_embeddings} tokens"
         )
     return asked
+
+
+def draft_model_config(config: EngineConfig, model: ModelConfig) -> ModelConfig | None:
+    """Returns the shape of the draft model; None without one. Raises FileNotFoundError or ValueError if there is none
+    in its folder, or one that cannot draft for `model`."""
+    if config.draft_model is None:
+        return None
+    draft = ModelConfig.from_pretrained(config.draft_model, "EngineConfig.draft_model")
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"EngineConfig.draft_model={config.draft_model!r}: has a vocabulary of {draft.vocab_size} tokens, the "
+            f"model has {model.vocab_size}; give a draft model with the same tokenizer and vocab_size"
+        )
+    if draft.max_position_embeddings < (longest := longest_sequence(config, model)):
+        raise ValueError(
+            f"EngineConfig.draft_model={config.draft_model!r}: its context is {draft.max_position_embeddings} tokens, "
+            f"max_model_len={longest}; lower max_model_len, or give another draft model"
+        )
+    return draft
 
 
 def engine_config(owner: str, options: Mapping[str, Any]) -> EngineConfig:

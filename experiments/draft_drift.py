@@ -18,8 +18,6 @@ from tqdm import tqdm
 
 from experiments.bench.harness import short
 
-DRAFTERS: Mapping[str, Sequence[str]] = {"ngram": (), "suffix": (), "grouped_suffix": ()}
-"""`--rollout.drafter` -> further options of its run."""
 FEW = 5
 """Steps whose mean is compared at both ends."""
 OPTIONS = (
@@ -29,13 +27,16 @@ OPTIONS = (
 )
 
 
-def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]] = DRAFTERS) -> dict[str, Any]:
-    """{drafter: the share of its drafted tokens that were drawn, by step}, and how the ends differ."""
+def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """{drafter: the share of its drafted tokens that were drawn, by step}, and how the ends differ.
+
+    `drafters` are the options of `train.py` that choose each one, by its name.
+    """
     found: dict[str, list[float]] = {}
     digests: list[list[str]] = []
     with tempfile.TemporaryDirectory() as runs:
         for drafter, options in tqdm(drafters.items(), desc="drift", unit="run"):
-            folder = train(model, steps, Path(runs), drafter, options)
+            folder = train(model, steps, Path(runs) / drafter, options)
             metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             found[drafter] = [short(one["rollout/draft_acceptance"]) for one in metrics[1:]]
             lengths = (folder / "lengths.jsonl").read_text().splitlines()
@@ -52,9 +53,9 @@ def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]] = DRA
     return {"drift": found, "drift_change": change, "drift_rollouts_equal": all(one == digests[0] for one in digests)}
 
 
-def train(model: Path, steps: int, runs: Path, drafter: str, options: Sequence[str]) -> Path:
+def train(model: Path, steps: int, folder: Path, options: Sequence[str]) -> Path:
     """Returns the run's folder. Raises CalledProcessError if training fails; its error is on stderr."""
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *OPTIONS, "--steps", str(steps)]
-    command += ["--model", str(model), "--runs", str(runs), "--name", drafter, "--rollout.drafter", drafter, *options]
+    command += ["--model", str(model), "--runs", str(folder.parent), "--name", folder.name, *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return runs / drafter
+    return folder

@@ -3,10 +3,11 @@
     python experiments/drafting.py
     python experiments/drafting.py --parts speedup --batches 1 --turns 5
 
-Makes the models if need be. Parts: `equal`, that each drafter draws the same tokens as none, in float64; `acceptance`,
-tokens per step by the number of references and paths (Seer, Table 2), replayed on the model's own groups; `speedup`, of
-a batch whose groups have generated all other samples before; `rollout`, of whole groups; `server`, what replicas gain
-from each other; `drift`, acceptance while the model is trained. Tables go to stderr, one JSON object to stdout.
+Makes the models if need be. Parts: `equal`, that each drafter draws the same tokens as none, in float64;
+`acceptance`, tokens per step by the number of references and paths (Seer, Table 2), replayed on the model's own
+groups; `speedup`, of a batch whose groups have generated all other samples before; `rollout`, of whole groups;
+`agreement`, how often a small model's guess is drawn, beside the closed form; `server`, what replicas gain from each
+other; `drift`, acceptance while the model is trained. Tables go to stderr, one JSON object to stdout.
 docs/drafting.md shows and explains a result. Tier: live.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -29,21 +31,24 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from algos.tasks.arithmetic import ArithmeticTask
+from algos.warmstart_config import ModelSize, WarmStartConfig
 from engines import LLM, SamplingParams
-from engines.config import DrafterName, DType
+from engines.config import DrafterName, DraftNoise, DType
 from engines.constraints import Count, NonNegative, check_fields
+from engines.models.hugging_face import read_checkpoint
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.policy import DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
-from experiments import draft_drift as drift
+from experiments import draft_drift, launch
 from experiments import draft_sharing as sharing
-from experiments import launch
 from experiments.bench import harness
 from research.seer.acceptance import acceptance_length
 from research.seer.adaptive import MarginalGain, Thresholds
 
-Part = Literal["equal", "acceptance", "speedup", "rollout", "server", "drift"]
-PARTS: tuple[Part, ...] = ("equal", "acceptance", "speedup", "rollout")
+Part = Literal["equal", "acceptance", "speedup", "rollout", "agreement", "server", "drift"]
+PARTS: tuple[Part, ...] = ("equal", "acceptance", "speedup", "rollout", "agreement")
+DRAFT_MODELS: tuple[ModelSize, ...] = ("draft-2l", "draft-1l")
+NOISES: tuple[DraftNoise, ...] = ("target", "own")
 REFERENCES, PATHS, PATH_TOKENS = (0, 1, 5, 15), (1, 2, 4), 8
 GROUP = 16
 Tokens = dict[tuple[int, int], list[int]]
@@ -59,7 +64,7 @@ class DraftingConfig:
     parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] | None = None
     """What to measure; by default equal, acceptance, speedup and rollout, with `--full` all."""
     groups: Count = 20
-    """Prompts of the acceptance part, with 16 samples each."""
+    """Prompts of the acceptance part, with 16 samples each, and of the agreement part, with 4."""
     server_groups: Count = 12
     """Prompts of the server part, with 16 samples each."""
     drift_steps: Annotated[int, Meta(ge=2, description="an integer of at least 2")] = 20
@@ -101,8 +106,9 @@ def main() -> dict[str, Any]:
         "acceptance": acceptance,
         "speedup": speedup,
         "rollout": rollout_speedup,
+        "agreement": agreement,
         "server": lambda config: {"server": sharing.measure(model(config), prompts(config.server_groups), config.seed)},
-        "drift": lambda config: drift.measure(model(config), config.drift_steps),
+        "drift": drift,
     }
     start = time.monotonic()
     parts: dict[str, Any] = {}
@@ -127,14 +133,19 @@ def main() -> dict[str, Any]:
 
 def model(config: DraftingConfig, widen: int = 1) -> Path:
     """The trained model, widened."""
-    from algos.warmstart import warm_start
-    from algos.warmstart_config import WarmStartConfig
     from algos.widening import widen as make_wide
 
-    config.models.mkdir(parents=True, exist_ok=True)
-    tiny = warm_start(config.models / "tiny", WarmStartConfig())
+    tiny = trained(config.models, "tiny")
     target = config.models / f"tiny-x{widen}"
     return tiny if widen == 1 else target if (target / "config.json").is_file() else make_wide(tiny, target, widen)
+
+
+def trained(models: Path, size: ModelSize) -> Path:
+    """The embedded model of this size in the folder of models."""
+    from algos.warmstart import warm_start
+
+    models.mkdir(parents=True, exist_ok=True)
+    return warm_start(models / size, WarmStartConfig(size=size))
 
 
 def prompts(count: int, median_digits: float = 8.0) -> list[str]:
@@ -152,20 +163,25 @@ def generate(llm: LLM, texts: list[str], params: SamplingParams) -> Tokens:
 def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
     """Every drafter against none, in float64, at temperature 1 and greedily, with room for all and with too little."""
     folder, texts = model(config), prompts(8)
+    draft_model = trained(config.models, "draft-2l")
+    drafters: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"drafter": "ngram"}}
+    for drafter, paths in itertools.product(("suffix", "grouped_suffix"), PATHS):
+        several = f", {paths} paths" if paths > 1 else ""
+        drafters[drafter + several] = {"drafter": drafter, "draft_paths": paths}
+    for noise in NOISES:
+        drafters[f"draft-2l, {noise} noise"] = {"drafter": "model", "draft_model": draft_model, "draft_noise": noise}
     found: dict[str, bool] = {}
     for temperature in (1.0, 0.0):
         params = SamplingParams(max_tokens=200, n=4, temperature=temperature)
         plain: Tokens | None = None
-        for drafter, paths in (("none", 1), ("ngram", 1), *itertools.product(("suffix", "grouped_suffix"), PATHS)):
+        for drafter, chosen in drafters.items():
             for name, num_bytes in (("", 64 * 2**20), (", preempted", 4 * 2**20)):
-                options: dict[str, Any] = {"kv_cache_bytes": num_bytes, "preemption": "recompute", "seed": config.seed}
-                options |= {"drafter": drafter, "draft_paths": paths}
+                options = {"kv_cache_bytes": num_bytes, "preemption": "recompute", "seed": config.seed, **chosen}
                 llm = LLM(folder, dtype="float64", max_num_seqs=16, max_model_len=320, **options)
                 tokens = generate(llm, texts, params)
                 llm.close()
                 plain = plain or tokens
-                several = f", {paths} paths" if paths > 1 else ""
-                found[f"{drafter}{several}{name}, T={temperature:g}"] = tokens == plain
+                found[f"{drafter}{name}, T={temperature:g}"] = tokens == plain
     return {"tokens_equal": all(found.values()), "equal": found}
 
 
@@ -207,10 +223,11 @@ class Variant:
     policy: DraftPolicy | None = None
     max_draft_tokens: int = 8
     draft_paths: int = 1
+    draft_model: ModelSize | None = None
 
 
 PLAIN = "none"
-AT_ALL_BATCHES = (PLAIN, "grouped", "grouped, always 8", "grouped, never")
+AT_ALL_BATCHES = (PLAIN, "grouped", "grouped, always 8", "grouped, never", "draft-2l", "draft-1l")
 FEWEST = 3
 """Sequences that a turn of the speedup part generates at least."""
 VARIANTS: dict[str, Variant] = {
@@ -222,6 +239,8 @@ VARIANTS: dict[str, Variant] = {
     "grouped, never": Variant("grouped_suffix", partial(MarginalGain, margin=1e9)),
     "suffix": Variant("suffix", MarginalGain),
     "ngram": Variant("ngram", MarginalGain),
+    "draft-2l": Variant("model", MarginalGain, draft_model="draft-2l"),
+    "draft-1l": Variant("model", MarginalGain, draft_model="draft-1l"),
 }
 
 
@@ -239,6 +258,7 @@ def make(stack: ExitStack, folder: Path, variant: Variant, **options: Any) -> LL
         draft_policy=variant.policy,
         max_draft_tokens=variant.max_draft_tokens,
         draft_paths=variant.draft_paths,
+        draft_model=trained(folder.parent, variant.draft_model) if variant.draft_model else None,
         **options,
     )
     stack.callback(llm.close)
@@ -309,9 +329,9 @@ def time_batches(llm: LLM, ids: list[list[int]], tokens: Tokens, batch: int) -> 
     return Timed(time.perf_counter() - start, num_tokens / num_rows)
 
 
-def _state(uid: int, sample: int, prompt: list[int], generated: list[int]) -> SequenceState:
+def _state(uid: int, sample: int, prompt: list[int], generated: list[int], *, seed: int = 0) -> SequenceState:
     return SequenceState(
-        key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=sample),
+        key=SequenceKey(run_seed=seed, policy_step=0, prompt_uid=uid, sample_index=sample),
         group_id=uid,
         tokens=prompt + generated,
         num_prompt_tokens=len(prompt),
@@ -352,6 +372,93 @@ def time_rollout(llm: LLM, texts: list[str], params: SamplingParams) -> float:
     outputs = llm.generate(texts, params)
     seconds = time.perf_counter() - start
     return seconds / sum(len(one.token_ids) for output in outputs for one in output.outputs)
+
+
+# -- how often a small model's guess is drawn
+
+
+def agreement(config: DraftingConfig) -> dict[str, Any]:
+    """{draft model: {noise: the share of single guesses that were drawn at temperature 1, and what it should be}}.
+
+    The closed form is computed by transformers from both models' logits at the positions of the guesses. The standard
+    error is that of the measured share, if the closed form holds.
+    """
+    found: dict[str, Any] = {}
+    rows = [["draft model", "noise", "guesses", "drawn", "closed form", "standard error"]]
+    for size, noise in itertools.product(DRAFT_MODELS, NOISES):
+        folder, draft_model = model(config), trained(config.models, size)
+        options: dict[str, Any] = {"draft_noise": noise, "max_draft_tokens": 1, "max_num_seqs": 1}
+        llm = LLM(folder, drafter="model", draft_model=draft_model, kv_cache_bytes=2**24, **options)
+        places, num_drawn = guess_singly(llm, prompts(config.groups), seed=config.seed)
+        llm.close()
+        shares = expected_agreement(folder, draft_model, noise, places)
+        error = math.sqrt(sum(share * (1 - share) for share in shares)) / len(shares)
+        one = {"guesses": len(shares), "drawn": num_drawn / len(shares), "expected": statistics.fmean(shares)}
+        one |= {"standard_error": error}
+        found.setdefault(size, {})[noise] = one
+        rows.append(
+            [size, noise, *(f"{value:.4f}" if isinstance(value, float) else str(value) for value in one.values())]
+        )
+    print(*("  ".join(row) for row in rows), sep="\n", file=sys.stderr)
+    return {"agreement": found}
+
+
+def guess_singly(llm: LLM, texts: list[str], *, seed: int) -> tuple[list[tuple[list[int], list[int]]], int]:
+    """Runs four samples of each prompt one after the other. Returns each one's tokens with the positions of its
+    guesses, and the number of guesses that were drawn."""
+    places, num_drawn = [], 0
+    for uid, prompt in enumerate(tqdm(llm.encode(texts), desc="agreement", unit="prompt")):
+        for sample in range(4):
+            state = _state(uid, sample, prompt, [], seed=seed)
+            llm.replica.submit(Work(state=state))
+            positions: list[int] = []
+            while llm.replica.has_work:
+                length = len(state.tokens)
+                output = llm.replica.step()
+                positions += [length] * output.num_drafted
+                num_drawn += output.num_accepted
+            places.append((state.tokens, positions))
+    return places, num_drawn
+
+
+def expected_agreement(
+    target: Path, draft_model: Path, noise: DraftNoise, places: list[tuple[list[int], list[int]]]
+) -> list[float]:
+    """Returns for each guess the probability that draws of both models at its position are the same token i.
+
+    It is the sum over i of p_i q_i for independent noise; if both are the argmax of log-probability plus the same
+    Gumbel noise, of 1 / sum_j max(p_j / p_i, q_j / q_i).
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    models = [read_checkpoint(AutoModelForCausalLM, folder, dtype=torch.float64) for folder in (target, draft_model)]
+    shares: list[float] = []
+    with torch.inference_mode():
+        for tokens, positions in places:
+            if not positions:
+                continue
+            rows = torch.tensor(positions) - 1
+            p, q = (one(torch.tensor([tokens])).logits[0, rows].log_softmax(-1) for one in models)
+            if noise == "own":
+                shares += (p + q).exp().sum(-1).tolist()
+                continue
+            for p_V, q_V in zip(p, q, strict=True):
+                larger_VV = torch.maximum(p_V - p_V[:, None], q_V - q_V[:, None])  # [i, j]
+                shares.append((-larger_VV.logsumexp(-1)).exp().sum().item())
+    return shares
+
+
+# -- acceptance while the model is trained
+
+
+def drift(config: DraftingConfig) -> dict[str, Any]:
+    """See `draft_drift.measure`."""
+    drafters = {name: ["--rollout.drafter", name] for name in ("ngram", "suffix", "grouped_suffix")}
+    for size in DRAFT_MODELS:
+        folder = str(trained(config.models, size).resolve())
+        drafters[size] = ["--rollout.drafter", "model", "--rollout.draft-model", folder]
+    return draft_drift.measure(model(config), config.drift_steps, drafters)
 
 
 if __name__ == "__main__":

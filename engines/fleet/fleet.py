@@ -25,7 +25,7 @@ from engines.fleet.launcher import PaceData, ReplicaLauncher, ReplicaOrders
 from engines.fleet.weights import PublishedWeights
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
-from engines.models.tokenizer import load_tokenizer
+from engines.models.tokenizer import check_draft_tokenizer, load_tokenizer
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.capacity import Capacity
 from engines.replica.engine import kv_capacity
@@ -268,11 +268,13 @@ def _plan(
     mine = free_memory(device) if device.type == "cpu" else Memory(str(device), None)
     free = FreeMemory(names=(mine.name,) * num_replicas, num_bytes={mine.name: mine.free})
     capacity = Capacity(model=sizes, config=config, device=device, free=free).with_kv_bytes([1])
+    tokenizer = load_tokenizer(model, sizes)
+    check_draft_tokenizer(config, tokenizer)
     limits = Limits(
         vocab_size=sizes.vocab_size,
         max_model_len=longest_sequence(config, sizes),
         num_kv_tokens=kv_capacity(sizes, capacity.config, 1),
-        has_tokenizer=load_tokenizer(model, sizes) is not None,
+        has_tokenizer=tokenizer is not None,
     )
     capacity.check(nested_layout(range(num_replicas), 1))
     return capacity.config, limits

@@ -49,33 +49,46 @@ class MemoryPlan:
     """Tokens that the KV cache holds."""
     max_model_len: int
     max_num_seqs: int
+    drafter: MemoryPlan | None = None
+    """Memory of the draft model, without the libraries."""
 
     @property
     def passing(self) -> int:
-        """Temporary memory; its three kinds are not in use at the same time."""
-        return max(self.layers, self.logits, self.loading)
+        """Temporary memory; its kinds are not in use at the same time."""
+        return max(self.layers, self.logits, self.loading, 0 if self.drafter is None else self.drafter.passing)
+
+    @property
+    def kept(self) -> int:
+        """Memory that the engine keeps between two passes."""
+        own = self.weights + self.copies + self.tables + self.libraries + self.kv_cache
+        return own if self.drafter is None else own + self.drafter.kept
 
     @property
     def total(self) -> int:
-        return self.weights + self.copies + self.tables + self.libraries + self.passing + self.kv_cache
+        return self.kept + self.passing
 
     def parts(self) -> str:
         """Returns the parts of the total, in MiB, in one line."""
+        drafter = self.drafter
+        draft_model = f", draft model {mib(drafter.kept)} (its KV cache {mib(drafter.kv_cache)})" if drafter else ""
         return (
             f"weights {mib(self.weights + self.copies)}, KV cache {mib(self.kv_cache)}, a pass {mib(self.passing)} "
             f"(the most of layers {mib(self.layers)}, logits {mib(self.logits)}, loading {mib(self.loading)}), other "
-            f"{mib(self.tables + self.libraries)}"
+            f"{mib(self.tables + self.libraries)}{draft_model}"
         )
 
     def what_to_lower(self) -> str:
         """Returns the options on which the parts depend, the option of the largest part first."""
+        drafter = self.drafter
         sizes = {
-            "kv_cache_bytes": self.kv_cache,
+            "kv_cache_bytes": self.kv_cache + (drafter.kv_cache if drafter else 0),
             "max_num_batched_tokens": self.layers if self.layers >= self.logits else 0,
             "max_num_seqs": max(self.tables, self.logits if self.layers < self.logits else 0),
             "dtype (bfloat16 takes half of float32; or raise tensor_parallel_size)": self.weights + self.copies,
             "max_model_len": self.tables,
         }
+        if drafter:
+            sizes["draft_model (a smaller one)"] = drafter.weights + drafter.copies
         return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
     def summary(self) -> str:
@@ -97,6 +110,11 @@ def kv_block_bytes(model: ModelConfig, config: EngineConfig, tp_size: int) -> in
     """Returns a KV block's bytes on each of a replica's `tp_size` ranks; ValueError if the model cannot be cut so."""
     local = shard_config(model, Shard(count=tp_size, max_count=tp_size))
     return config.block_size * local.kv_bytes_per_token(ITEM_BYTES[config.dtype])
+
+
+def draft_kv_blocks(config: EngineConfig, num_blocks: int) -> int:
+    """Returns the KV blocks of the draft model: as many as the model's, and those of its guesses for each sequence."""
+    return num_blocks + config.max_num_seqs * (1 + -(-config.max_draft_tokens // config.block_size))
 
 
 def plan_memory(

@@ -92,9 +92,11 @@ class Decoder:
         if self._check_products is not None:
             self._check_products(self._forward_parameters)
 
-    def release(self) -> None:
-        """Frees the copies that `prepare` has made."""
+    def release(self, *, weights: bool = False) -> None:
+        """Frees the copies that `prepare` has made; with `weights` also the parameters, until they are loaded again."""
         self._forward_parameters = self.parameters
+        if weights:
+            self.parameters.resize(full=False)
 
     @property
     def capturable(self) -> bool:

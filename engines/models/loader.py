@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -49,14 +50,20 @@ def _safetensors_files(directory: Path) -> list[Path]:
     return files
 
 
+@torch.no_grad()
 def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies every tensor, or the shard's part of it, into its place, converting device and dtype.
+    """Copies every tensor, or the shard's part of it, into its place, converting device and dtype. The decoder is then
+    ready for forward passes, also if its memory had been released.
 
     Raises ValueError as `checked_weights`.
     """
+    decoder.release()
+    if not decoder.parameters.embedding.untyped_storage().size():
+        decoder.parameters.resize(full=True)
     views = decoder.logical_views()
     for name, tensor in checked_weights(weights, decoder.config):
         views[name].copy_(tensor[shard_slices(decoder.config, name, decoder.shard)])
+    decoder.prepare()
 
 
 def checked_weights(weights: Iterable[tuple[str, Tensor]], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

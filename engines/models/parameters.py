@@ -76,6 +76,11 @@ class DecoderParameters:
         head = embedding if config.tie_word_embeddings else empty(config.vocab_size, hidden)
         return DecoderParameters(embedding=embedding, layers=layers, final_norm=empty(hidden), head=head)
 
+    def resize(self, *, full: bool) -> None:
+        """Releases the memory of all tensors, whose contents are lost; with `full`, allocates it again."""
+        for tensor in self.tensors():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if full else 0)
+
     def tensors(self) -> list[Tensor]:
         """Every fused tensor once."""
         layers = [t for layer in self.layers for t in vars(layer).values() if t is not None]

@@ -6,7 +6,7 @@ import operator
 from pathlib import Path
 from typing import Any
 
-from engines.config import ModelConfig
+from engines.config import EngineConfig, ModelConfig
 from engines.models.hugging_face import read_checkpoint
 from engines.sequence import Detokenize, is_unicode
 
@@ -35,6 +35,19 @@ def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
             f"vocab_size={model.vocab_size}; they belong to different models"
         )
     return tokenizer
+
+
+def check_draft_tokenizer(config: EngineConfig, tokenizer: Any) -> None:
+    """Raises ValueError when both the model and the draft model have a tokenizer, and their tokens differ."""
+    if config.draft_model is None or tokenizer is None or not has_tokenizer(Path(config.draft_model)):
+        return
+    from transformers import AutoTokenizer
+
+    if read_checkpoint(AutoTokenizer, config.draft_model).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"EngineConfig.draft_model={config.draft_model!r}: its tokenizer has other tokens than the model's; give a "
+            f"draft model with the same tokenizer"
+        )
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, name: str) -> list[int]:

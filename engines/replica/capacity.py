@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from engines.config import EngineConfig, ModelConfig, longest_sequence
+from engines.config import EngineConfig, ModelConfig, draft_model_config, longest_sequence
 from engines.memory.free_memory import FreeMemory
-from engines.memory.plan import MIB, MemoryPlan, kv_block_bytes, mib, plan_memory
+from engines.memory.plan import MIB, MemoryPlan, draft_kv_blocks, kv_block_bytes, mib, plan_memory
 from engines.models.host_weights import host_bytes
 from engines.models.parameters import DecoderParameters, logical_shapes
 from engines.models.projection import copy_dtype, packed_bytes
@@ -30,27 +31,43 @@ class Capacity:
     host_copy: bool = False
     """Whether each host keeps a copy of the weights, from which ranks load when they regroup."""
 
-    def plan(self, tp_size: int, rank: int = 0) -> MemoryPlan:
-        """Returns the plan of `rank` in a replica of `tp_size` ranks. `kv_cache_bytes` must be a number."""
-        assert self.config.kv_cache_bytes != "auto"
-        return self._plan(tp_size, self.config.kv_cache_bytes, self.free.names.count(self.free.names[rank]))
+    @cached_property
+    def draft(self) -> ModelConfig | None:
+        """The draft model; None without one."""
+        return draft_model_config(self.config, self.model)
 
-    def _plan(self, tp_size: int, kv_cache_bytes: int, num_host_ranks: int) -> MemoryPlan:
-        dtype: torch.dtype = getattr(torch, self.config.dtype)
-        local = shard_config(self.model, Shard(count=tp_size, max_count=self.max_tp_size))
-        parameters = DecoderParameters.allocate(local, dtype, torch.device("meta"))
-        shapes = logical_shapes(self.model).values()
-        products = copy_dtype(dtype, self.device)
-        copies = packed_bytes(parameters, products) if products is not None else 0
+    def plan(self, tp_size: int, rank: int = 0, *, drafts: bool = True) -> MemoryPlan:
+        """Returns the plan of `rank` in a replica of `tp_size` ranks; `drafts`: whether it has the draft model, if
+        there is one. `kv_cache_bytes` must be a number."""
+        assert self.config.kv_cache_bytes != "auto"
+        num_host_ranks = self.free.names.count(self.free.names[rank])
+        return self._plan(tp_size, self.config.kv_cache_bytes, num_host_ranks, drafts=drafts)
+
+    def _plan(self, tp_size: int, kv_cache_bytes: int, num_host_ranks: int, *, drafts: bool = True) -> MemoryPlan:
+        shard = Shard(count=tp_size, max_count=self.max_tp_size)
+        plan = self._plan_model(self.model, self.config, shard, kv_cache_bytes)
         if self.host_copy and self.device.type == "cpu":
-            copies += -(-host_bytes(shapes, dtype) // num_host_ranks)
+            host_copy = host_bytes(logical_shapes(self.model).values(), getattr(torch, self.config.dtype))
+            plan = replace(plan, copies=plan.copies + -(-host_copy // num_host_ranks))
+        if self.draft is None or not drafts:
+            return plan
+        num_blocks = draft_kv_blocks(self.config, plan.num_kv_tokens // self.config.block_size)
+        num_bytes = num_blocks * kv_block_bytes(self.draft, self.config, 1)
+        drafter = self._plan_model(self.draft, self.config.of_draft_model, Shard(count=1), num_bytes)
+        return replace(plan, drafter=replace(drafter, libraries=0))
+
+    def _plan_model(self, model: ModelConfig, config: EngineConfig, shard: Shard, kv_cache_bytes: int) -> MemoryPlan:
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        local = shard_config(model, shard)
+        parameters = DecoderParameters.allocate(local, dtype, torch.device("meta"))
+        products = copy_dtype(dtype, self.device)
         return plan_memory(
-            self.model,
+            model,
             local,
-            self.config,
+            config,
             weights=sum(tensor.nbytes for tensor in parameters.tensors()),
-            copies=copies,
-            loading=max(shape.numel() for shape in shapes) * max(4, dtype.itemsize),
+            copies=packed_bytes(parameters, products) if products is not None else 0,
+            loading=max(shape.numel() for shape in logical_shapes(model).values()) * max(4, dtype.itemsize),
             max_model_len=longest_sequence(self.config, self.model),
             kv_cache_bytes=kv_cache_bytes,
             device_type=self.device.type,
@@ -59,7 +76,11 @@ class Capacity:
 
     def check(self, layout: Layout) -> None:
         """Raises ValueError, with the numbers, when ranks sharing a memory need more in `layout` than it has free."""
-        plans = {rank: self.plan(replica.tp_size, rank) for replica in layout.replicas for rank in replica.ranks}
+        plans = {
+            rank: self.plan(replica.tp_size, rank, drafts=rank == replica.ranks[0])
+            for replica in layout.replicas
+            for rank in replica.ranks
+        }
         for name, free in self.free.num_bytes.items():
             here = [plan for rank, plan in plans.items() if self.free.names[rank] == name]
             needed = sum(plan.total for plan in here)
@@ -76,9 +97,9 @@ class Capacity:
     def with_kv_bytes(self, tp_sizes: Iterable[int]) -> Capacity:
         """Returns a copy with a number for `kv_cache_bytes="auto"`, the same for replicas of all these sizes.
 
-        It is `memory_utilization` of a rank's share of the free memory, minus all else that the engine takes; at most
-        what `max_num_seqs` of the longest sequences fill. Raises ValueError when not even one block fits, or the free
-        memory is not known.
+        It is `memory_utilization` of a rank's share of the free memory, minus all else that the engine takes, a draft
+        model's KV included; at most what `max_num_seqs` of the longest sequences fill. Raises ValueError when not even
+        one block fits, or the free memory is not known.
         """
         if self.config.kv_cache_bytes != "auto":
             return self
@@ -90,15 +111,20 @@ class Capacity:
         budget = int(share * self.config.memory_utilization)
         blocks_of_longest = -(-longest_sequence(self.config, self.model) // self.config.block_size)
         block_bytes = {size: kv_block_bytes(self.model, self.config, size) for size in tp_sizes}
+        draft_bytes = 0 if self.draft is None else kv_block_bytes(self.draft, self.config, 1)
         most = left = self.config.max_num_seqs * blocks_of_longest * max(block_bytes.values())
         for size in block_bytes:
             plan = self._plan(size, most, min(map(self.free.names.count, self.free.names)))
             beside = replace(plan, kv_cache=0)
-            if budget - beside.total < block_bytes[size]:
+            if plan.drafter is not None:
+                drafter = replace(plan.drafter, kv_cache=draft_kv_blocks(self.config, 0) * draft_bytes)
+                beside = replace(beside, drafter=drafter)
+            both_bytes = block_bytes[size] + draft_bytes
+            if budget - beside.total < both_bytes:
                 raise ValueError(
                     f"EngineConfig.kv_cache_bytes='auto': memory_utilization={self.config.memory_utilization} of a "
                     f"rank's {share // MIB} MiB leaves no room for KV in a replica of {size} ranks, which needs "
                     f"{mib(beside.total)} MiB beside it: {beside.parts()}. Lower {beside.what_to_lower()}"
                 )
-            left = min(left, budget - beside.total)
+            left = min(left, (budget - beside.total) * block_bytes[size] // both_bytes)
         return replace(self, config=replace(self.config, kv_cache_bytes=left))

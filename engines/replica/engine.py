@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from engines.attention.choose import choose_backend
-from engines.config import EngineConfig, ModelConfig
+from engines.config import EngineConfig, ModelConfig, draft_model_config
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.store import KVStore
 from engines.memory.free_memory import free_memory
-from engines.memory.plan import kv_block_bytes
+from engines.memory.plan import draft_kv_blocks, kv_block_bytes
 from engines.models.decoder import Decoder
 from engines.models.loader import load_weights
 from engines.native.library import choose_library
@@ -21,6 +21,7 @@ from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
+from engines.replica.model_drafter import ModelDrafter
 from engines.replica.mover import KVMover
 from engines.replica.replica import HiddenStop, Replica
 from engines.replica.row_times import RowTimes
@@ -84,6 +85,7 @@ class LocalEngine:
         row_times = RowTimes(
             self.decoder, self.kv, config, max_model_len, tensor_parallel, num_kv_tokens=self.num_kv_tokens
         )
+        self._model_drafter = self._make_model_drafter(model, max_model_len)
         self.replica = Replica(
             runner=self._runner,
             scheduler=Scheduler(config, BlockManager(self.num_kv_tokens // config.block_size, config.block_size)),
@@ -94,23 +96,33 @@ class LocalEngine:
             detokenize=detokenize,
             hidden_stop=hidden_stop,
             max_kv_tokens=max_kv_tokens,
-            drafter=choose_drafter(config, draft_policy, row_times, tensor_parallel, connect_drafts),
+            drafter=choose_drafter(
+                config, draft_policy, row_times, tensor_parallel, connect=connect_drafts, model=self._model_drafter
+            ),
         )
         self.has_weights = self.is_asleep = False
 
-    @torch.no_grad()
+    def _make_model_drafter(self, model: ModelConfig, max_model_len: int) -> ModelDrafter | None:
+        """Makes the drafter for drafter="model" on the replica's first shard; its weights are loaded later."""
+        draft = draft_model_config(self.config, model)
+        if draft is None or self.tensor_parallel.rank:
+            return None
+        block_size, decoder = self.config.block_size, self.decoder
+        num_tokens = draft_kv_blocks(self.config, self.num_kv_tokens // block_size) * block_size
+        kv = _make_cache(draft, self.config, num_tokens, draft.num_kv_heads, decoder.dtype, decoder.device)
+        return ModelDrafter(draft, self.config, kv, max_model_len=max_model_len, eos_token_ids=model.eos_token_ids)
+
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copies this shard's part of every parameter. Raises ValueError when the stream does not fit the model.
+        """Copies this shard's part of every parameter; reads the draft model if it is not in memory. Raises ValueError
+        when the stream does not fit the model, FileNotFoundError or ValueError for a damaged draft model.
 
         After a failed load the engine has no weights.
         """
         self.has_weights = False
         self.replica.scheduler.blocks.forget()
-        if not self.decoder.parameters.embedding.untyped_storage().size():
-            _resize(self.decoder.parameters.tensors(), full=True)
-        self.decoder.release()
+        if self._model_drafter is not None:
+            self._model_drafter.load()
         load_weights(self.decoder, weights)
-        self.decoder.prepare()
         self.has_weights = True
         self.replica.policy_version = version
 
@@ -120,19 +132,23 @@ class LocalEngine:
         return sum(int.from_bytes(part, "little") for part in parts) % 2**64
 
     def sleep(self, *, weights: bool = False) -> None:
+        """Releases the KV caches; with `weights` also the weights, the draft model's too, which `load` reads again."""
         self._runner.drop_graphs()  # memory that is allocated again has another address
+        if self._model_drafter is not None:
+            self._model_drafter.sleep(weights=weights)
         if not self.is_asleep:
             self.replica.scheduler.blocks.forget()
             self.kv.release()
             self.is_asleep = True
         if weights:
             self.has_weights = False
-            self.decoder.release()
-            _resize(self.decoder.parameters.tensors(), full=False)
+            self.decoder.release(weights=True)
 
     def wake_up(self) -> None:
         if self.is_asleep:
             self.kv.restore()
+            if self._model_drafter is not None:
+                self._model_drafter.wake_up()
             self.is_asleep = False
 
 
@@ -155,11 +171,6 @@ def _make_cache(
             f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: {device} has {free_memory(device).free} bytes "
             f"free; give less"
         ) from error
-
-
-def _resize(tensors: list[Tensor], *, full: bool) -> None:
-    for tensor in tensors:
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if full else 0)
 
 
 def kv_capacity(model: ModelConfig, config: EngineConfig, tp_size: int) -> int:

@@ -8,18 +8,21 @@ import stat
 import torch
 
 from engines.attention.choose import choose_backend
-from engines.config import EngineConfig, ModelConfig, longest_sequence
+from engines.config import EngineConfig, ModelConfig, draft_model_config, longest_sequence
 from engines.native.library import choose_library
 
 
 def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Raises ValueError when length, disk folder, kernels or attention of the config are not available on `device`.
+    """Raises ValueError when length, disk folder, kernels or attention of the config are not available on `device`; for
+    a draft model that cannot draft for `model` also FileNotFoundError.
 
     Takes no memory of the device; compiles the kernels if this machine has not done so yet.
     """
     longest_sequence(config, model)
     _check_disk_folder(config)
-    choose_backend(config, model, device)
+    draft = draft_model_config(config, model)
+    for one in (model, draft) if draft is not None else (model,):
+        choose_backend(config, one, device)
     choose_library(config.kernels, getattr(torch, config.dtype), device)
 
 

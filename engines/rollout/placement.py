@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
+from engines.config import EngineConfig, ModelConfig, draft_model_config, engine_config, longest_sequence
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.store import KVStore
@@ -19,7 +19,7 @@ from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.memory.plan import MemoryPlan
 from engines.models.host_weights import HostWeights
 from engines.models.loader import checkpoint_tensors
-from engines.models.tokenizer import detokenizer, load_tokenizer
+from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
@@ -162,6 +162,7 @@ class Placement:
         host = hosts[self._world.rank]
         self._kv_host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=hosts.count(host))
         check_engine(self.config, self.model, self.device)
+        check_draft_tokenizer(self.config, self.tokenizer)
         return free_memory(self.device, host)
 
     def _options(self, given: Arguments) -> dict[str, object]:
@@ -169,6 +170,8 @@ class Placement:
         values: dict[str, object] = {"layout": self.layout, "load": given.load}
         values |= {f"EngineConfig.{name}": value for name, value in asdict(self.config).items()}
         values |= {f"ModelConfig.{name}": value for name, value in asdict(self.model).items()}
+        draft = draft_model_config(self.config, self.model)
+        values["EngineConfig.draft_model's config.json"] = None if draft is None else asdict(draft)
         for name in ("schedule", "layout_policy", "pace", "hidden_stop", "draft_policy"):
             values[name] = getattr(given, name) is not None
         return values
@@ -184,7 +187,8 @@ class Placement:
 
     @property
     def memory(self) -> MemoryPlan:
-        return self._capacity.plan(self.engine.spec.tp_size, self._world.rank)
+        spec, rank = self.engine.spec, self._world.rank
+        return self._capacity.plan(spec.tp_size, rank, drafts=rank == spec.ranks[0])
 
     def check(self, layout: Layout) -> None:
         """Raises ValueError for a layout that this run cannot regroup to."""

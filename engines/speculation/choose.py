@@ -25,15 +25,19 @@ def choose_drafter(
     policy: DraftPolicy | None,
     seconds: RowSeconds,
     shards: Communicator,
+    *,
     connect: Connect | None = None,
+    model: Drafter | None = None,
 ) -> Drafter | None:
     """Returns the drafter of a replica's shard; None for "none". All shards have `connect` where there is a draft
-    server."""
-    drafter: Drafter
+    server; `model` is the drafter of drafter="model", on the first shard alone."""
+    drafter: Drafter | None
     if config.drafter == "none":
         return None
     if config.drafter == "ngram":
         drafter = NGramDrafter()
+    elif config.drafter == "model":
+        drafter = model
     else:
         client = None if connect is None else connect(shards.rank == 0)
         drafter = SuffixDrafter(
@@ -43,6 +47,7 @@ def choose_drafter(
             max_bytes=config.draft_tree_bytes,
             client=client,
         )
-        if connect is not None and shards.size > 1:
-            drafter = SharedDrafter(drafter if shards.rank == 0 else None, shards)
+    if shards.size > 1 and (connect is not None or config.drafter == "model"):
+        drafter = SharedDrafter(drafter if shards.rank == 0 else None, shards)
+    assert drafter is not None
     return drafter if policy is None else AdaptedDrafter(drafter, policy(seconds))

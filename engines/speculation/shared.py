@@ -1,4 +1,7 @@
-"""The first shard's drafts on all shards of a replica, for a drafter whose drafts depend on time. Torch-free."""
+"""The first shard's drafts on all shards of a replica, for a drafter whose drafts depend on time, or on rounding.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 

@@ -6,36 +6,42 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from algos.publish import RECORD_FILE
-from algos.warmstart_config import WarmStartConfig
+from algos.warmstart_config import ModelSize, WarmStartConfig
 from experiments import draft_drift
 from tests.worlds import refused_by, run_main
 
 
 @pytest.fixture
 def models(text_model: str, tmp_path: Path) -> Path:
-    """As if the warm start had been made there."""
-    shutil.copytree(text_model, tmp_path / "models" / "tiny")
-    record = {"warm_start": asdict(WarmStartConfig())}
-    (tmp_path / "models" / "tiny" / RECORD_FILE).write_text(json.dumps(record))
+    """As if the warm starts had been made there."""
+    for size in get_args(ModelSize):
+        shutil.copytree(text_model, tmp_path / "models" / size)
+        record = {"warm_start": asdict(WarmStartConfig(size=size))}
+        (tmp_path / "models" / size / RECORD_FILE).write_text(json.dumps(record))
     return tmp_path / "models"
 
 
 def test_parts(models: Path, tmp_path: Path) -> None:
     figure, output = tmp_path / "drafting.png", tmp_path / "result.json"
     small = ["--groups", "2", "--batches", "1", "--turns", "1", "--widen", "2", "--figure", str(figure)]
-    parts = ["--parts", "equal", "acceptance", "speedup"]
+    parts = ["--parts", "equal", "acceptance", "speedup", "agreement"]
     result = run_main("drafting", ["--models", str(models), "--output", str(output), *small, *parts])
-    assert result["tokens_equal"] is True and len(result["equal"]) >= 32
+    assert result["tokens_equal"] is True and len(result["equal"]) >= 40
     assert json.loads(output.read_text()) == result and figure.stat().st_size > 5000
     for table in result["acceptance_length"].values():
         assert list(table) == ["0", "1", "5", "15"] and all(list(row) == ["1", "2", "4"] for row in table.values())
         assert all(1 <= row["1"] <= row["2"] <= row["4"] for row in table.values())
         assert all(row["15"] >= row["0"] for row in zip_columns(table))
-    assert set(result["speedup"]) >= {"grouped", "suffix", "ngram"} and "rollout_speedup" not in result
+    assert set(result["speedup"]) >= {"grouped", "suffix", "ngram", "draft-2l"} and "rollout_speedup" not in result
+    for by_noise in result["agreement"].values():
+        assert by_noise["target"]["drawn"] == pytest.approx(1) == by_noise["target"]["expected"], "models are the same"
+        own = by_noise["own"]
+        assert abs(own["drawn"] - own["expected"]) < 5 * own["standard_error"] and own["expected"] < 0.9
 
 
 def test_what_the_draft_server_gains(models: Path) -> None:
@@ -56,7 +62,8 @@ def test_what_the_draft_server_gains(models: Path) -> None:
 
 def test_how_acceptance_drifts(text_model: str) -> None:
     small = ("--rollout.prompts-per-step", "2", "--mini-batch-size", "32", "--rollout.max-tokens", "60")
-    drafters = {"suffix": small, "grouped_suffix": (*small, "--rollout.max-draft-tokens", "4")}
+    names = ("suffix", "grouped_suffix")
+    drafters = {name: (*small, "--rollout.drafter", name, "--rollout.max-draft-tokens", "4") for name in names}
     found = draft_drift.measure(Path(text_model), 2, drafters)
     assert found["drift_rollouts_equal"] is True and list(found["drift"]) == ["suffix", "grouped_suffix"]
     for drafter, (first, second) in found["drift"].items():

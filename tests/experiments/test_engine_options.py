@@ -34,6 +34,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "kv_disk_bytes": (["kv-disk-mib", "5"], 5 * 2**20),
     "drafter": (["drafter", "grouped_suffix"], "grouped_suffix"),
     "max_draft_tokens": (["max-draft-tokens", "3"], 3),
+    "draft_paths": (["draft-paths", "2"], 2),
     "draft_tree_bytes": (["draft-tree-mib", "2"], 2 * 2**20),
     "kv_disk_folder": (["kv-disk-folder", "/kv"], "/kv"),
 }
@@ -43,19 +44,30 @@ for switch, is_on in SWITCHES.items():
     GIVEN[switch] = ([("no-" if is_on else "") + switch.replace("_", "-")], not is_on)
 
 
-def arguments(prefix: str) -> list[str]:
-    return [word for (name, *value), _ in GIVEN.values() for word in (f"--{prefix}{name}", *value)]
+OF_MODEL: dict[str, tuple[list[str], Any]] = {
+    "drafter": (["drafter", "model"], "model"),
+    "draft_model": (["draft-model", "/draft"], "/draft"),
+    "draft_noise": (["draft-noise", "own"], "own"),
+}
+"""Those that exclude some of the others."""
+
+
+def arguments(prefix: str, given: dict[str, tuple[list[str], Any]] = GIVEN) -> list[str]:
+    return [word for (name, *value), _ in given.values() for word in (f"--{prefix}{name}", *value)]
 
 
 def test_each_is_reachable() -> None:
     expected = {name: value for name, (_, value) in GIVEN.items()}
-    assert set(expected) == {field.name for field in fields(EngineConfig)} - {"seed"}
+    assert {*expected, *OF_MODEL} == {field.name for field in fields(EngineConfig)} - {"seed"}
     assert all(value != getattr(EngineConfig(), name) for name, value in expected.items())
     trained = parse([*arguments("rollout."), "--seed", "3"])
-    assert asdict(trained.rollout.engine_config(trained.seed)) == {**expected, "seed": 3}
+    assert asdict(trained.rollout.engine_config(trained.seed)) == {**asdict(EngineConfig()), **expected, "seed": 3}
     assert trained.trainer.dtype == "float32", "another option"
     generated = tyro.cli(GenerateConfig, args=["model", *arguments("")])
-    assert asdict(generated.engine) == {**expected, "seed": 0}
+    assert asdict(generated.engine) == {**asdict(EngineConfig()), **expected, "seed": 0}
+    generated = tyro.cli(GenerateConfig, args=["model", *arguments("", OF_MODEL)])
+    expected = {name: value for name, (_, value) in OF_MODEL.items()}
+    assert asdict(generated.engine) == {**asdict(EngineConfig()), **expected}
 
 
 def test_each_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,8 +82,8 @@ def test_each_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             explained[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
     del explained["seed"]
-    assert set(explained) == set(GIVEN)
-    for name, ((option, *_), _) in GIVEN.items():
+    assert set(explained) == {*GIVEN, *OF_MODEL}
+    for name, ((option, *_), _) in (GIVEN | OF_MODEL).items():
         assert f"--{option}" in told and explained[name] in told
 
 
