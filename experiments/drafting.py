@@ -162,7 +162,7 @@ def generate(llm: LLM, texts: list[str], params: SamplingParams) -> Tokens:
 
 def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
     """Every drafter against none, in float64, at temperature 1 and greedily, with room for all and with too little."""
-    folder, texts = model(config), prompts(8)
+    folder, texts = model(config), prompts(min(8, config.groups))
     draft_model = trained(config.models, "draft-2l")
     drafters: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"drafter": "ngram"}}
     for drafter, paths in itertools.product(("suffix", "grouped_suffix"), PATHS):
@@ -227,7 +227,7 @@ class Variant:
 
 
 PLAIN = "none"
-AT_ALL_BATCHES = (PLAIN, "grouped", "grouped, always 8", "grouped, never", "draft-2l", "draft-1l")
+AT_ALL_BATCHES = (PLAIN, "grouped", "grouped, always 8", "grouped, never")
 FEWEST = 3
 """Sequences that a turn of the speedup part generates at least."""
 VARIANTS: dict[str, Variant] = {
