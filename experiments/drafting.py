@@ -270,8 +270,7 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
 
     Small batches run one after the other, until some sequences have ended.
     """
-    most = max(config.batches)
-    texts = prompts(max(most, FEWEST))
+    texts = prompts(max(*config.batches, FEWEST))
     with ExitStack() as stack:
         source = make(stack, model(config), Variant("none"), max_num_seqs=64, seed=config.seed)
         params = SamplingParams(max_tokens=320, n=GROUP)
@@ -279,27 +278,22 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
         ids = source.encode(texts)
     rows: list[harness.Row] = []
     found: dict[str, dict[int, float]] = {}
-    with ExitStack() as stack:
-        folder = model(config, config.widen)
-        llms = {
-            name: make(stack, folder, variant, max_num_seqs=most, max_model_len=512, seed=config.seed)
-            for name, variant in VARIANTS.items()
-        }
-        for batch in config.batches:
-            chosen = (
-                llms
-                if config.full or batch == 1
-                else {name: llm for name, llm in llms.items() if name in AT_ALL_BATCHES}
-            )
-            used = ids[: max(batch, FEWEST)]
-            timed = {name: partial(time_batches, llm, used, tokens, batch) for name, llm in chosen.items()}
+    folder = model(config, config.widen)
+    for batch in config.batches:
+        names = VARIANTS if config.full or batch == 1 else AT_ALL_BATCHES
+        used = ids[: max(batch, FEWEST)]
+        with ExitStack() as stack:
+            timed = {}
+            for name in names:
+                llm = make(stack, folder, VARIANTS[name], max_num_seqs=batch, max_model_len=512, seed=config.seed)
+                timed[name] = partial(time_batches, llm, used, tokens, batch)
             turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
-            seconds = {name: [one.seconds for one in some] for name, some in turns.items()}
-            per_step = {name: statistics.fmean(one.tokens_per_step for one in turns[name]) for name in timed}
-            row = harness.compare(f"batch {batch}", seconds)
-            rows.append(row | {f"tokens a step, {name}": harness.short(one) for name, one in per_step.items()})
-            for name, ratio in row["ratios"].items():
-                found.setdefault(name, {})[batch] = harness.short(1 / ratio)
+        seconds = {name: [one.seconds for one in some] for name, some in turns.items()}
+        per_step = {name: statistics.fmean(one.tokens_per_step for one in turns[name]) for name in timed}
+        row = harness.compare(f"batch {batch}", seconds)
+        rows.append(row | {f"tokens a step, {name}": harness.short(one) for name, one in per_step.items()})
+        for name, ratio in row["ratios"].items():
+            found.setdefault(name, {})[batch] = harness.short(1 / ratio)
     print(harness.table(rows), file=sys.stderr)
     return {"speedup": found, "speedup_rows": rows}
 
