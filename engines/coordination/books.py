@@ -112,7 +112,6 @@ class Books:
         if sequence.pin is not None:
             sequence.pin.pinned_waiting[sequence.id] = sequence
             return
-        sequence.release_at = None
         view = sequence.view()
         self._waiting[sequence.id] = view
         self._entered.append(view)

@@ -87,23 +87,13 @@ class BlockManager:
             self.grow(holder, (len(self.table(holder)) + min(missing, num_free)) * self.block_size)
         return min(num_tokens, len(self.table(holder)) * self.block_size)
 
-    def fork(self, holder: object, other: object, num_blocks: int) -> None:
-        """Starts the table of `other`, which has none, with the first `num_blocks` blocks of the holder's."""
-        shared = self._tables[holder][:num_blocks]
-        for block in shared:
-            self._num_holders[block] += 1
-        if shared:
-            self._tables[other] = shared
-
-    def take_over(self, holder: object, other: object) -> list[int]:
-        """Releases the holder's blocks, and gives it the table of `other`, which it returns; `other` then has none."""
-        table = self._tables.pop(other)
-        self.release(holder)
-        self._tables[holder] = table
-        return table
+    def take_over(self, holder: object, other: object, num_kept: int) -> None:
+        """Replaces the holder's blocks behind its first `num_kept` by those of `other`, which then has none."""
+        self.shrink(holder, num_kept * self.block_size)
+        self._tables[holder] += self._tables.pop(other)
 
     def shrink(self, holder: object, num_tokens: int) -> None:
-        """Releases the holder's blocks behind its first `num_tokens` tokens, which are at least 1."""
+        """Releases the holder's blocks behind its first `num_tokens` tokens. If these are 0, others must follow."""
         table, num_kept = self._tables[holder], self.blocks_for(num_tokens)
         if num_kept < len(table):
             behind = table[num_kept:]

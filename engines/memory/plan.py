@@ -112,8 +112,10 @@ def kv_block_bytes(model: ModelConfig, config: EngineConfig, tp_size: int) -> in
     return config.block_size * local.kv_bytes_per_token(ITEM_BYTES[config.dtype])
 
 
-def draft_kv_blocks(config: EngineConfig, num_blocks: int) -> int:
-    """Returns the KV blocks of the draft model: as many as the model's, and those of its guesses for each sequence."""
+def draft_kv_blocks(config: EngineConfig, num_blocks: int, max_model_len: int) -> int:
+    """Returns the KV blocks of the draft model: as many as the model's, but no more than its sequences can fill, and
+    those of its guesses for each sequence."""
+    num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
     return num_blocks + config.max_num_seqs * (1 + -(-config.max_draft_tokens // config.block_size))
 
 
@@ -142,7 +144,7 @@ def plan_memory(
     longest = min(max_model_len, num_kv_tokens)
     # Every new token of a pass needs a place in the KV cache.
     tokens = min(config.max_num_batched_tokens, num_kv_tokens, config.max_num_seqs * longest)
-    seqs, rows = min(config.max_num_seqs, tokens), min(config.most_draws, tokens)
+    seqs, rows = min(config.max_num_seqs * config.draft_paths, tokens), min(config.most_draws, tokens)
     logits = rows * model.vocab_size * item * (1 if local.num_heads == model.num_heads else 3)  # a part, all, in order
     logits += rows * (local.vocab_size + local.hidden_size) * wide + (2 * tokens + rows) * local.hidden_size * item
     sampled = min(rows, rows_sampled_at_once(model.vocab_size, kind)) * model.vocab_size * _SAMPLED_BYTES[kind]

@@ -51,7 +51,8 @@ class Capacity:
             plan = replace(plan, copies=plan.copies + -(-host_copy // num_host_ranks))
         if self.draft is None or not drafts:
             return plan
-        num_blocks = draft_kv_blocks(self.config, plan.num_kv_tokens // self.config.block_size)
+        num_blocks = plan.num_kv_tokens // self.config.block_size
+        num_blocks = draft_kv_blocks(self.config, num_blocks, plan.max_model_len)
         num_bytes = num_blocks * kv_block_bytes(self.draft, self.config, 1)
         drafter = self._plan_model(self.draft, self.config.of_draft_model, Shard(count=1), num_bytes)
         return replace(plan, drafter=replace(drafter, libraries=0))
@@ -117,7 +118,7 @@ class Capacity:
             plan = self._plan(size, most, min(map(self.free.names.count, self.free.names)))
             beside = replace(plan, kv_cache=0)
             if plan.drafter is not None:
-                drafter = replace(plan.drafter, kv_cache=draft_kv_blocks(self.config, 0) * draft_bytes)
+                drafter = replace(plan.drafter, kv_cache=draft_kv_blocks(self.config, 0, 0) * draft_bytes)
                 beside = replace(beside, drafter=drafter)
             both_bytes = block_bytes[size] + draft_bytes
             if budget - beside.total < both_bytes:

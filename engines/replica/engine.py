@@ -108,23 +108,28 @@ class LocalEngine:
         if draft is None or self.tensor_parallel.rank:
             return None
         block_size, decoder = self.config.block_size, self.decoder
-        num_tokens = draft_kv_blocks(self.config, self.num_kv_tokens // block_size) * block_size
+        num_tokens = draft_kv_blocks(self.config, self.num_kv_tokens // block_size, max_model_len) * block_size
         kv = _make_cache(draft, self.config, num_tokens, draft.num_kv_heads, decoder.dtype, decoder.device)
         return ModelDrafter(draft, self.config, kv, max_model_len=max_model_len, eos_token_ids=model.eos_token_ids)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copies this shard's part of every parameter; reads the draft model if it is not in memory. Raises ValueError
-        when the stream does not fit the model, FileNotFoundError or ValueError for a damaged draft model.
+        """Copies this shard's part of every parameter; `load_draft_model` first, where it was not called. Raises
+        ValueError when the stream does not fit the model.
 
         After a failed load the engine has no weights.
         """
         self.has_weights = False
         self.replica.scheduler.blocks.forget()
-        if self._model_drafter is not None:
-            self._model_drafter.load()
+        self.load_draft_model()
         load_weights(self.decoder, weights)
         self.has_weights = True
         self.replica.policy_version = version
+
+    def load_draft_model(self) -> None:
+        """Reads the weights of the draft model, if there is one and they are not in memory. Raises FileNotFoundError or
+        ValueError for a damaged folder."""
+        if self._model_drafter is not None:
+            self._model_drafter.load()
 
     def checksum(self) -> int:
         """Returns the checksum of the replica's weights over logical elements. All its ranks call it together."""

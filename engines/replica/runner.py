@@ -13,7 +13,7 @@ from engines.config import EngineConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.decoder import Decoder
 from engines.replica.graphs import Graphs, PaddedDecodes
-from engines.replica.scheduler import Scheduled, Sequence
+from engines.replica.scheduler import Fork, Scheduled, Sequence
 from engines.replica.slot_table import SlotTable
 from engines.replica.staging import Readback, Staging
 from engines.sampling.sampler import draw_natively, sample
@@ -88,7 +88,7 @@ class ModelRunner:
     def _copy_last_blocks(self, scheduled: list[Scheduled]) -> None:
         """Copies to each fork what its sequence's last block holds, where the sequence goes on in that block."""
         pairs = [
-            (item.sequence.blocks[fork.num_shared], fork.blocks[fork.num_shared])
+            (item.sequence.blocks[fork.num_shared], fork.blocks[0])
             for item in scheduled
             for fork in item.forks
             if fork.num_shared * self._block_size < fork.start
@@ -115,9 +115,9 @@ class ModelRunner:
         sequences = [item.sequence for item in scheduled]
         starts = np.array([sequence.num_computed for sequence in sequences])
         lengths = np.array([item.num_tokens for item in scheduled])
-        tables: dict[int, list[int]] = {}
+        forks: dict[int, Fork] = {}
         if has_forks:
-            sequences, starts, lengths, tables = _with_forks(scheduled)
+            sequences, starts, lengths, forks = _with_forks(scheduled)
         slots = np.array([sequence.slot for sequence in sequences])
         contexts = starts + lengths
         block_size = self._block_size
@@ -160,8 +160,8 @@ class ModelRunner:
         arrays["context_lens"][:] = contexts
         table = arrays["block_table"]
         table[:] = self._slots.block_table[slots, :width]
-        for row, blocks in tables.items():
-            table[row, : len(blocks)] = blocks
+        for row, fork in forks.items():
+            table[row, fork.num_shared : fork.num_shared + len(fork.blocks)] = fork.blocks
         arrays["positions"][:] = positions
         block, offset = np.divmod(positions, block_size)
         np.multiply(table[rows, block], np.int64(block_size), out=arrays["slot_mapping"])
@@ -175,20 +175,18 @@ class ModelRunner:
         )
 
 
-def _with_forks(
-    scheduled: list[Scheduled],
-) -> tuple[list[Sequence], np.ndarray, np.ndarray, dict[int, list[int]]]:
-    """Returns the pass's rows of a block table: their sequences, first positions and numbers of tokens, with the forks
-    of an item behind it; and the block tables of forks by the number of the row."""
-    sequences, starts, lengths, tables = [], [], [], {}
+def _with_forks(scheduled: list[Scheduled]) -> tuple[list[Sequence], np.ndarray, np.ndarray, dict[int, Fork]]:
+    """Returns the rows of the pass's block table, with the forks of an item behind it: their sequences, first positions
+    and numbers of tokens; and the forks by the number of their row."""
+    sequences, starts, lengths, of_rows = [], [], [], {}
     for sequence, num_tokens, _, forks in scheduled:
         sequences += [sequence] * (1 + len(forks))
         starts += [sequence.num_computed, *(fork.start for fork in forks)]
         lengths.append(num_tokens)
         for fork in forks:
-            tables[len(lengths)] = fork.blocks
+            of_rows[len(lengths)] = fork
             lengths.append(len(sequence.state.tokens) + len(fork.draft) - fork.start)
-    return sequences, np.array(starts), np.array(lengths), tables
+    return sequences, np.array(starts), np.array(lengths), of_rows
 
 
 def _new_tokens(scheduled: list[Scheduled]) -> list[int]:

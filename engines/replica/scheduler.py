@@ -66,10 +66,10 @@ class Sequence:
 
 @dataclass(eq=False, kw_only=True)
 class Fork:
-    """Another path of a sequence's draft, over a block table that begins with the same blocks as the sequence's.
+    """Another path of a sequence's draft: blocks of its own behind the first blocks of the sequence's table.
 
-    Its own blocks begin in the middle of the sequence's last one, or behind it. Where draft tokens that it shares with
-    the first path lie in a shared block, the rows of that path compute them, and draw behind them.
+    They begin where the sequence's last block does, or behind it. Where draft tokens that it shares with the first path
+    lie in a shared block, the rows of that path compute them, and draw behind them.
     """
 
     draft: tuple[int, ...]
@@ -77,11 +77,11 @@ class Fork:
     num_common: int
     """Leading tokens of `draft` that the first path has, too."""
     num_shared: int
-    """Leading blocks of the sequence's table."""
+    """Leading blocks of the sequence's table that come before its own ones."""
     start: int
     """Position of the first token that is computed over this table: the sequence's last one, or one of the draft."""
     blocks: list[int] = field(default_factory=list)
-    """Its block table. It belongs to the block manager and must not be modified."""
+    """Its own blocks. They belong to the block manager and must not be modified."""
 
 
 class Scheduled(NamedTuple):
@@ -243,9 +243,9 @@ class Scheduler:
         start = max(num_shared * size, num_known - 1)
         path = path[: max(0, start + budget - num_known)]
         fork = Fork(draft=path, num_common=num_common, num_shared=num_shared, start=start)
-        self.blocks.fork(sequence, fork, num_shared)
-        covered = self.blocks.stretch(fork, num_known + len(path), even_known=not self.waiting)
-        fork.draft = path[: max(0, covered - num_known)]
+        offset = num_shared * size - num_known
+        covered = self.blocks.stretch(fork, max(0, len(path) - offset), even_known=False)
+        fork.draft = path[: max(0, covered + offset)]
         if len(fork.draft) <= num_common or num_known + len(fork.draft) - start < 2:
             self.blocks.release(fork)
             return None
@@ -260,7 +260,7 @@ class Scheduler:
         """
         sequence = item.sequence
         if taken is not None:
-            sequence.blocks = self.blocks.take_over(sequence, taken)
+            self.blocks.take_over(sequence, taken, taken.num_shared)
             sequence.num_table_blocks = min(sequence.num_table_blocks, taken.num_shared)
         for fork in item.forks:
             if fork is not taken:

@@ -158,6 +158,8 @@ class Placement:
             raise ValueError(
                 "draft_policy: EngineConfig.drafter='none' drafts nothing; give a drafter, or leave it out"
             )
+        if given.pace is not None and self.config.drafter == "model":
+            raise ValueError("pace: has no time for the passes of EngineConfig.drafter='model'; leave one of them out")
         hosts = self._groups.hosts if self._groups is not None else ("this host",)
         host = hosts[self._world.rank]
         self._kv_host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=hosts.count(host))
@@ -249,6 +251,9 @@ class Placement:
         kept = self.host_weights
         self.weights = kept.tensors if kept is not None else _no_whole_weights
         try:
+            if self.config.drafter == "model":
+                with together(self._world, "update_weights"):  # before the stream, in which the ranks may meet
+                    self.engine.load_draft_model()
             with together(self._world, "update_weights"):
                 self.engine.load(kept.keep(weights) if kept is not None else weights, version)
         except BaseException:

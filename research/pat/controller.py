@@ -5,6 +5,7 @@ Each decision is logged with the estimates that it rests on.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +19,7 @@ from research.pat.lifetimes import Lengths, Lifetimes, run_to_limit
 from research.pat.lookahead import Deployment, Plan, WorkLeft, make_plan
 from research.pat.redistribute import balance
 
+_MOST_LOGGED = 10_000
 Estimator = Literal["lookahead", "paper"]
 
 
@@ -68,10 +70,11 @@ class PatController:
         self._deployment = deployment
         self._options = options or PatOptions()
         self._lifetimes = Lifetimes(ended)
-        self._count = self._next_count = 0
+        self._next_count: int | None = None
+        self._num_delivered = 0
         self._last_switch = -np.inf
-        self.log: list[Considered] = []
-        """All decisions, also those to stay."""
+        self.log: deque[Considered] = deque(maxlen=_MOST_LOGGED)
+        """The latest decisions, also those to stay."""
 
     def first_tp_size(self, contexts: Lengths, limits: Lengths) -> int:
         """Returns the TP size to begin a rollout with; both are tokens, [sequences]: of prompts, and of what each may
@@ -81,11 +84,13 @@ class PatController:
 
     def decide(self, view: LayoutView) -> LayoutChange | None:
         for ended in view.ended:
-            self._lifetimes.add(ended.num_generated)
-        count, before = view.num_unfinished, self._count
-        self._count = count
-        if count > before:  # a new rollout
-            self._next_count = count
+            if ended.finish_reason != "abort":
+                self._lifetimes.add(ended.num_generated)
+        count = view.num_unfinished
+        is_new = self._next_count is None or view.num_delivered < self._num_delivered
+        self._num_delivered = view.num_delivered
+        if self._next_count is None or is_new:
+            self._next_count, self._last_switch = count, -np.inf
         is_early = view.now - self._last_switch < self._options.dwell_s
         if not count or count > self._next_count or is_early:
             return None
@@ -93,16 +98,20 @@ class PatController:
         sequences = list(view.unfinished.values())
         generated = np.array([one.num_generated for one in sequences], float)
         contexts = generated + [one.num_prompt_tokens for one in sequences]
-        remaining = self._remaining(generated, np.array([one.max_tokens for one in sequences], float))
+        longest = self._deployment.max_model_len
+        limits = [min(one.max_tokens, longest - one.num_prompt_tokens) for one in sequences]
+        remaining = self._remaining(generated, np.array(limits, float))
         tp_size = view.layout.replicas[0].tp_size
-        considered = self._consider(view.now, contexts, remaining, tp_size)
+        considered = self._consider(view.now, contexts, remaining, tp_size, may_narrow=is_new)
         self.log.append(considered)
         if considered.chosen == tp_size:
             return None
         self._last_switch = view.now
         ranks = range(self._deployment.num_ranks)
         layout = nested_layout(ranks, considered.chosen, epoch=view.layout.epoch + 1)
-        num_tokens = {one.sequence_id: int(context) for one, context in zip(sequences, contexts, strict=True)}
+        pairs = zip(sequences, contexts, strict=True)
+        # Those that have not run yet stay with the schedule policy.
+        num_tokens = {one.sequence_id: int(context) for one, context in pairs if one.last_replica_id is not None}
         return LayoutChange(layout=layout, places=balance(num_tokens, [spec.id for spec in layout.replicas]))
 
     def _remaining(self, generated: Lengths, limits: Lengths) -> Lengths:
@@ -110,9 +119,11 @@ class PatController:
             return run_to_limit(generated, limits)
         return self._lifetimes.remaining(generated, limits)
 
-    def _consider(self, now: float, contexts: Lengths, remaining: Lengths, tp_size: int) -> Considered:
+    def _consider(
+        self, now: float, contexts: Lengths, remaining: Lengths, tp_size: int, *, may_narrow: bool
+    ) -> Considered:
         if self._options.estimator == "paper":
-            plan = self._one_switch(contexts, remaining, tp_size)
+            plan = self._one_switch(contexts, remaining, tp_size, may_narrow)
         else:
             plan = make_plan(self._deployment, contexts, remaining, tp_size)
         pays = plan.seconds < (1 - self._options.margin) * plan.kept_seconds
@@ -127,14 +138,15 @@ class PatController:
             stages=plan.stages,
         )
 
-    def _one_switch(self, contexts: Lengths, remaining: Lengths, tp_size: int) -> Plan:
-        """Algorithm 1, lines 5 to 20: the best wider size, its switch included, or the present one."""
+    def _one_switch(self, contexts: Lengths, remaining: Lengths, tp_size: int, may_narrow: bool) -> Plan:
+        """Algorithm 1, lines 5 to 20: the best wider size, its switch included, or the present one. At the start of a
+        rollout, which begins in the layout that the last one has left, also a narrower one."""
         one, tokens = self._deployment, float(contexts.sum())
         work = WorkLeft.of(one, contexts, remaining)
         kept = float(work.seconds(tp_size).sum())
         totals = {tp_size: kept}
         for size in one.steps:
-            if size > tp_size:
+            if size > tp_size or (may_narrow and size != tp_size):
                 totals[size] = float(work.seconds(size).sum()) + one.switch_seconds(tp_size, size, tokens)
         best = min(totals, key=lambda size: (totals[size], size))
         return Plan(stages=((len(contexts), best),), seconds=totals[best], kept_seconds=kept)

@@ -7,12 +7,14 @@ present length, so that short sequences, which end first, do not bias it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 Lengths = NDArray[np.float64]
+_MOST = 20_000
 
 
 def run_to_limit(generated: Lengths, limits: Lengths) -> Lengths:
@@ -25,12 +27,13 @@ class Lifetimes:
 
     def __init__(self, ended: Iterable[int] = ()) -> None:
         """`ended`: generated tokens of sequences that ended before, as in earlier rollouts."""
-        self._ended = sorted(map(float, ended))
-        self._new: list[float] = []
+        self._ended = deque(map(float, ended), maxlen=_MOST)
+        self._sorted: Lengths | None = None
 
     def add(self, num_generated: int) -> None:
-        """Learns that a sequence has ended."""
-        self._new.append(float(num_generated))
+        """Learns that a sequence has ended. The latest 20,000 count."""
+        self._ended.append(float(num_generated))
+        self._sorted = None
 
     def remaining(self, generated: Lengths, limits: Lengths) -> Lengths:
         """Returns the expected tokens to come of each unfinished sequence, at least 1 and at most up to its limit.
@@ -49,11 +52,10 @@ class Lifetimes:
 
     def _curve(self, running: Lengths) -> tuple[Lengths, Lengths]:
         """Returns lengths at which sequences have ended, rising, and the share that survives each of them."""
-        if self._new:
-            self._ended = sorted(self._ended + self._new)
-            self._new = []
-        lengths, deaths = np.unique(self._ended, return_counts=True)
+        if self._sorted is None:
+            self._sorted = np.sort(np.array(self._ended))
+        lengths, deaths = np.unique(self._sorted, return_counts=True)
         alive = np.sort(running)
-        at_risk = len(self._ended) - np.searchsorted(self._ended, lengths, side="left")
+        at_risk = len(self._sorted) - np.searchsorted(self._sorted, lengths, side="left")
         at_risk = at_risk + len(alive) - np.searchsorted(alive, lengths, side="left")
         return lengths, np.cumprod(1.0 - deaths / np.maximum(at_risk, 1), dtype=np.float64)

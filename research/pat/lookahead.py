@@ -30,6 +30,8 @@ class Deployment:
     """Tokens that the KV cache of one replica holds, by TP size."""
     max_num_seqs: int
     """Most sequences that run on a replica."""
+    max_model_len: int
+    """Tokens of the longest sequence, prompt included."""
     switch_seconds: Callable[[int, int, float], float]
     """(TP size before, after, context tokens of all unfinished sequences) -> seconds of the switch."""
 

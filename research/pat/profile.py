@@ -16,7 +16,9 @@ CONTEXTS = (8, 64, 128, 256, 384, 512, 2048, 8192, 32768, 131072)
 """Tokens of each sequence: denser below 512."""
 
 
-def deployment_of(pace: Pace, *, num_ranks: int, num_kv_tokens: Mapping[int, int], max_num_seqs: int) -> Deployment:
+def deployment_of(
+    pace: Pace, *, num_ranks: int, num_kv_tokens: Mapping[int, int], max_num_seqs: int, max_model_len: int
+) -> Deployment:
     """Returns what decoding and switching take at this pace, for the TP sizes of `num_kv_tokens` (tokens of a replica).
 
     A switch exports the KV of every unfinished sequence from its old replica, regroups, and imports it into the new
@@ -51,5 +53,6 @@ def deployment_of(pace: Pace, *, num_ranks: int, num_kv_tokens: Mapping[int, int
         },
         num_kv_tokens=num_kv_tokens,
         max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
         switch_seconds=switch_seconds,
     )

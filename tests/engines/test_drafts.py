@@ -168,8 +168,9 @@ class Watch:
                 assert last <= fork.start <= end - 2 and end < item.sequence.release_len
                 assert fork.num_common == num_accepted(fork.draft, item.draft) < len(fork.draft) <= NUM_DRAFT_TOKENS
                 shared = fork.num_shared
-                assert fork.blocks[:shared] == item.sequence.blocks[:shared] and fork.start >= shared * block_size
-                assert not set(fork.blocks[shared:]) & set(item.sequence.blocks)
+                assert shared <= len(item.sequence.blocks) and fork.start >= shared * block_size
+                assert len(fork.blocks) == -(-end // block_size) - shared
+                assert not set(fork.blocks) & set(item.sequence.blocks)
                 rows = end - fork.start
                 of_forks = [rows, sum(range(fork.start + 1, end + 1)), rows, len(fork.draft) - fork.num_common]
                 self._expected = tuple(map(sum, zip(self._expected, of_forks, strict=True)))

@@ -24,6 +24,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import nested_layout
 from engines.replica.model_drafter import ModelDrafter
 from engines.replica.scheduler import Scheduled
+from engines.rollout.pace import ShortestStep
 from engines.sampling.sampler import make_sampling_batch, sample
 from engines.sequence import Completion, SequenceId, SequenceState, Work
 from engines.speculation.drafter import Draft
@@ -489,6 +490,11 @@ def test_bad_checkpoints(qwen3: str, tmp_path: Path, changes: dict[str, Any] | N
             make(qwen3, drafter="model", draft_model=tmp_path, kv_cache_bytes=2**20)
 
 
+def test_a_pace_is_refused(models: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"pace: has no time for the passes of EngineConfig\.drafter='model'"):
+        make_llm(models["same"], models["near"], schedule=OnDemand(), pace=ShortestStep(step_s=0.01))
+
+
 def test_another_tokenizer_is_refused(text_model: str, tmp_path: Path) -> None:
     for file in Path(text_model).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -508,6 +514,29 @@ def test_a_damaged_checkpoint_is_told(models: dict[str, str], tmp_path: Path) ->
     (tmp_path / "config.json").write_bytes((Path(models["near"]) / "config.json").read_bytes())
     with pytest.raises(FileNotFoundError, match=r"model.safetensors missing; give a Hugging Face checkpoint"):
         make_llm(models["same"], str(tmp_path))
+
+
+def update_with_a_damaged_draft_model(target: str, damaged: str) -> list[str]:
+    """The ranks meet for each tensor of the stream, as they do under ZeRO-3."""
+    layout = nested_layout(range(2), 2)
+    groups = join([layout], timeout_s=60)
+    llm = make_llm(target, damaged, world=groups, layout=layout, load=False)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for one in checkpoint_tensors(target):
+            groups.world.barrier()
+            yield one
+
+    with pytest.raises((FileNotFoundError, RuntimeError)) as caught:
+        llm.update_weights(stream(), 1)
+    groups.close()
+    return [str(caught.value)]
+
+
+def test_a_damaged_draft_model_ends_an_update_on_all_ranks(models: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((Path(models["near"]) / "config.json").read_bytes())
+    results = run_world(update_with_a_damaged_draft_model, 2, models["same"], str(tmp_path))
+    assert all("safetensors" in message for (message,) in results)
 
 
 def test_a_fleet_s_replicas_draft(models: dict[str, str], plain: dict[SequenceId, Completion]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -980,15 +981,22 @@ def test_a_regroup_takes_sequences_to_the_places_that_its_policy_names() -> None
                 else None
             )
 
-    desk, states = open_desk(4, layout_policy=Places(), slots=2)
+    class Bounded(OnDemand):
+        def next(self, view: ScheduleView) -> Dispatch | None:
+            dispatch = super().next(view)
+            return None if dispatch is None else replace(dispatch, max_new_tokens=6)
+
+    desk, states = open_desk(4, layout_policy=Places(), policy=Bounded(), slots=2)
     pauses = [c for c in desk.report(0) if isinstance(c, m.PauseSequences)]
     assert {c.replica_id for c in pauses} == {0, 1}
     for command in pauses:
         works = tuple(Work(state=state) for state in states[command.replica_id :: 2])
         desk.hear(m.SequencesPaused, command.replica_id, acks=command.seq, works=works)
     assert not given(desk.ready(5, epoch=1))
-    got = given(desk.ready(6, epoch=1))
+    output = desk.ready(6, epoch=1)
+    got = given(output)
     assert got == {6: [0, 2], 5: [1, 3]}, "the last one has no place, and goes where there is room"
+    assert [work.max_new_tokens for c in output if isinstance(c, m.SubmitWork) for work in c.works] == [6] * 4
 
 
 def test_a_layout_policy_must_answer_with_a_change() -> None:

@@ -99,6 +99,7 @@ def deployment(*, num_kv_tokens: int = 10**9, max_num_seqs: int = 10**6, switch:
         steps=steps,
         num_kv_tokens=dict.fromkeys(SIZES, num_kv_tokens),
         max_num_seqs=max_num_seqs,
+        max_model_len=10**6,
         switch_seconds=lambda before, after, tokens: switch + tokens / 1e3,
     )
 

@@ -10,6 +10,7 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.coordination.policies import OnDemand
+from engines.coordination.views import EndedView, LayoutView, SequenceView
 from engines.parallel.layout import nested_layout
 from engines.sequence import SamplingParams, SequenceKey, SequenceState
 from research.pat.controller import PatController, PatOptions
@@ -44,7 +45,7 @@ def test_balance(seed: int) -> None:
 
 
 def deployment() -> Deployment:
-    return deployment_of(PACE, num_ranks=NUM_RANKS, num_kv_tokens=KV_TOKENS, max_num_seqs=256)
+    return deployment_of(PACE, num_ranks=NUM_RANKS, num_kv_tokens=KV_TOKENS, max_num_seqs=256, max_model_len=8192)
 
 
 def test_a_deployment_s_steps_are_those_of_its_pace() -> None:
@@ -125,6 +126,55 @@ def test_dwell_margin_and_rungs_make_it_decide_less() -> None:
     assert len(rarely.log) < len(policy.log) / 2
     _, late, _ = run_pat(lengths, dwell_s=1e9)
     assert sum(one.chosen != one.tp_size for one in late.log) <= 1
+
+
+def view_of(
+    lengths: list[int], *, now: float = 0.0, size: int = 8, num_delivered: int = 0, **fields: Any
+) -> LayoutView:
+    unfinished = {
+        (0, uid, 0): SequenceView(
+            sequence_id=(0, uid, 0), index=uid, group_id=uid, num_prompt_tokens=16, num_generated=length,
+            max_tokens=CAP, last_replica_id=0 if length else None, has_kv=False,
+        )
+        for uid, length in enumerate(lengths)
+    }  # fmt: skip
+    rest = {"num_waiting": 0, "ended": (), "replicas": {}, **fields}
+    layout = nested_layout(range(NUM_RANKS), size)
+    return LayoutView(now=now, layout=layout, unfinished=unfinished, num_delivered=num_delivered, **rest)
+
+
+@pytest.mark.parametrize("estimator", ["lookahead", "paper"])
+def test_a_second_rollout_begins_anew(estimator: Any) -> None:
+    """On another clock, and in the wide layout that the first one has left."""
+    policy = PatController(deployment(), PatOptions(estimator=estimator, dwell_s=50.0), ended=LENGTHS.draw(500, seed=9))
+    many, few = [0] * 1500, [700] * 3
+    assert policy.decide(view_of(many, now=500.0)).layout.replicas[0].tp_size < 8
+    assert policy.decide(view_of(few, now=505.0, size=1, num_delivered=1497)) is None, "within the dwell time"
+    assert policy.decide(view_of(few, now=600.0, size=1, num_delivered=1497)).layout.replicas[0].tp_size > 1
+    assert policy.decide(view_of(many, now=1.0)).layout.replicas[0].tp_size < 8
+
+
+def test_sequences_that_have_not_run_stay_with_the_schedule_policy() -> None:
+    policy = PatController(deployment(), ended=LENGTHS.draw(500, seed=9))
+    change = policy.decide(view_of([5, 0, 7] * 500))
+    assert change is not None and {uid % 3 for _, uid, _ in change.places} == {0, 2} and len(change.places) == 1000
+
+
+def test_aborted_sequences_teach_nothing() -> None:
+    policy = PatController(deployment(), ended=[100, 200])
+    ended = [
+        EndedView(sequence_id=(0, uid, 0), group_id=0, num_prompt_tokens=1, num_generated=uid, finish_reason=reason)
+        for uid, reason in ((3, "abort"), (40, "stop"), (CAP, "length"))
+    ]
+    policy.decide(view_of([5], ended=tuple(ended)))
+    assert sorted(policy._lifetimes._ended) == [40, 100, 200, CAP]
+
+
+def test_a_sequence_that_has_no_room_for_its_limit_counts_with_its_room() -> None:
+    one = deployment_of(PACE, num_ranks=NUM_RANKS, num_kv_tokens=KV_TOKENS, max_num_seqs=256, max_model_len=100)
+    policy = PatController(one, PatOptions(estimator="paper"))
+    policy.decide(view_of([60] * 9, size=2))
+    assert policy.log[0].kept_seconds == pytest.approx(24 * float(one.steps[2].seconds(3, 3 * 88)), rel=0.02)
 
 
 @pytest.mark.parametrize(
