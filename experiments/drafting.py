@@ -3,11 +3,12 @@
     python experiments/drafting.py
     python experiments/drafting.py --parts speedup --batches 1 --turns 5
 
-Makes the models if need be. Parts: `equal`, that each drafter draws the same tokens as none, in float64; `acceptance`,
-tokens per step by the number of references and paths (Seer, Table 2), replayed on the model's own groups; `speedup`, of
-a batch whose groups have generated all other samples before; `rollout`, of whole groups; `agreement`, how often a small
-model's guess is drawn, beside the closed form. Tables go to stderr, one JSON object to stdout. docs/drafting.md shows
-and explains a result. Tier: live.
+Makes the models if need be. Parts: `equal`, that each drafter draws the same tokens as none, in float64;
+`acceptance`, tokens per step by the number of references and paths (Seer, Table 2), replayed on the model's own
+groups; `speedup`, of a batch whose groups have generated all other samples before; `rollout`, of whole groups;
+`agreement`, how often a small model's guess is drawn, beside the closed form; `server`, what replicas gain from each
+other; `drift`, acceptance while the model is trained. Tables go to stderr, one JSON object to stdout.
+docs/drafting.md shows and explains a result. Tier: live.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from engines.models.hugging_face import read_checkpoint
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.policy import DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
-from experiments import launch
+from experiments import draft_drift, launch
+from experiments import draft_sharing as sharing
 from experiments.bench import harness
 from research.seer.acceptance import acceptance_length
 from research.seer.adaptive import MarginalGain, Thresholds
 
-Part = Literal["equal", "acceptance", "speedup", "rollout", "agreement"]
+Part = Literal["equal", "acceptance", "speedup", "rollout", "agreement", "server", "drift"]
 PARTS: tuple[Part, ...] = ("equal", "acceptance", "speedup", "rollout", "agreement")
 DRAFT_MODELS: tuple[ModelSize, ...] = ("draft-2l", "draft-1l")
 NOISES: tuple[DraftNoise, ...] = ("target", "own")
@@ -59,10 +61,14 @@ class DraftingConfig:
 
     models: Path = Path("runs/models")
     """Folder of the models: tiny, and the same function at several times the cost. What is missing is made."""
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = PARTS
-    """What to measure."""
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] | None = None
+    """What to measure; by default equal, acceptance, speedup and rollout, with `--full` all."""
     groups: Count = 20
     """Prompts of the acceptance part, with 16 samples each, and of the agreement part, with 4."""
+    server_groups: Count = 12
+    """Prompts of the server part, with 16 samples each."""
+    drift_steps: Annotated[int, Meta(ge=2, description="an integer of at least 2")] = 20
+    """Training steps of the drift part."""
     temperatures: tuple[NonNegative, ...] = (1.0, 0.6)
     """Sampling temperatures of the acceptance part."""
     batches: Annotated[tuple[Count, ...], Meta(min_length=1, description="one or more batch sizes")] = (1, 8, 64)
@@ -74,7 +80,7 @@ class DraftingConfig:
     turns: Count = 3
     """Interleaved measurements of each variant; medians are reported."""
     full: bool = False
-    """Also measure each drafter at every batch, and the rollouts 8 and 128 sequences at a time."""
+    """Measure each drafter at every batch, and rollouts also 8 sequences at a time; without `--parts`, all parts."""
     seed: int = 0
     """Seed of the sampling noise."""
     output: Path | None = None
@@ -101,10 +107,12 @@ def main() -> dict[str, Any]:
         "speedup": speedup,
         "rollout": rollout_speedup,
         "agreement": agreement,
+        "server": lambda config: {"server": sharing.measure(model(config), prompts(config.server_groups), config.seed)},
+        "drift": drift,
     }
     start = time.monotonic()
     parts: dict[str, Any] = {}
-    for part in config.parts:
+    for part in config.parts or (measures if config.full else PARTS):
         parts |= measures[part](config)
     result = {
         "experiment": "drafting",
@@ -439,6 +447,18 @@ def expected_agreement(
                 larger_VV = torch.maximum(p_V - p_V[:, None], q_V - q_V[:, None])  # [i, j]
                 shares.append((-larger_VV.logsumexp(-1)).exp().sum().item())
     return shares
+
+
+# -- acceptance while the model is trained
+
+
+def drift(config: DraftingConfig) -> dict[str, Any]:
+    """See `draft_drift.measure`."""
+    drafters = {name: ["--rollout.drafter", name] for name in ("ngram", "suffix", "grouped_suffix")}
+    for size in DRAFT_MODELS:
+        folder = str(trained(config.models, size).resolve())
+        drafters[size] = ["--rollout.drafter", "model", "--rollout.draft-model", folder]
+    return draft_drift.measure(model(config), config.drift_steps, drafters)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -35,6 +37,8 @@ def draw_run(folder: Path) -> list[Path]:
     written = [_figure(target / f"{name}.png", draw, rows) for name, (draw, rows) in pictures.items() if rows]
     if rollout:
         written.append(draw_timelines(target / "timeline.png", {"last rollout": rollout}))
+    if any(step.num_drafted for step in rollout):
+        written.append(draw_drafts(target / "drafts.png", {"last rollout": rollout}))
     return written
 
 
@@ -99,6 +103,39 @@ def draw_drafting(
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Path:
+    """Draws, a line per rollout, the tokens per sequence and step and the running sequences over time (Seer, Fig. 12),
+    and the share of draft tokens that was accepted by their place in the draft."""
+    figure, (tokens, running, places) = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+    for name, steps in rollouts.items():
+        starts, seconds, counts, accepted = np.array(
+            [(step.start, step.seconds, step.num_running, step.num_accepted) for step in steps]
+        ).T
+        edges = np.linspace(starts.min(), (starts + seconds).max(), max(2, min(50, len(steps) // 8)))
+        passed, yielded, busy = (
+            np.histogram(starts + seconds / 2, edges, weights=weights)[0]
+            for weights in (counts, counts + accepted, counts * seconds)
+        )
+        times = (edges[:-1] + edges[1:]) / 2 - edges[0]
+        tokens.plot(times[passed > 0], yielded[passed > 0] / passed[passed > 0], label=name)
+        running.plot(times, busy / np.diff(edges))
+        drafted, right = (_by_place([getattr(step, field) for step in steps]) for field in ("drafted", "accepted"))
+        shares = [part / whole for whole, part in zip_longest(drafted, right, fillvalue=0)]
+        places.plot(range(1, 1 + len(shares)), shares, marker="o")
+    tokens.set(xlabel="seconds", ylabel="tokens per sequence and step", ylim=0)
+    running.set(xlabel="seconds", ylabel="running sequences", ylim=0)
+    places.set(xlabel="place in the draft", ylabel="share accepted", ylim=(0, 1))
+    places.xaxis.set_major_locator(MaxNLocator(integer=True))
+    tokens.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _by_place(counts: Sequence[tuple[int, ...]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -21,13 +21,15 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from engines.config import EngineConfig
-from engines.constraints import Count, Fraction, NonNegative, Positive, check_fields
+from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.parallel.layout import contiguous_layout
-from engines.rollout.telemetry import busy_share, write_chrome_trace
+from engines.rollout.telemetry import StepRecord, busy_share, draft_metrics, write_chrome_trace
 from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
 from experiments import launch
+from experiments.engine_options import DraftLengths, draft_policy
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
+from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
 from research.simulator.hindsight import LongestFirst, floor_seconds
 from research.simulator.latency import LatencyProfile, profile
 from research.simulator.pace import ProfilePace
@@ -77,10 +79,18 @@ class SimulateConfig:
     """Seconds from sending a control message to acting on it."""
     gap_s: NonNegative = 0.0
     """Seconds between two steps of a replica, beside what the latency profile counts."""
-    seed: int = 0
-    """Random seed of the response lengths."""
+    seed: Int64 = 0
+    """Random seed of the response lengths, and of which draft tokens are right."""
+    max_draft_tokens: WholeNumber = 0
+    """Most draft tokens of a sequence in a step; 0: no drafts. A draft server shares what replicas generate."""
+    draft_tokens_per_step: tuple[tuple[int, float], ...] = tuple(SEER_TABLE_2.items())
+    """How often drafts are right: pairs of a number of references (others of the group that have ended, or are longer)
+    and the tokens that a sequence then yields in a step with 8 draft tokens. The default is Seer's Table 2."""
+    draft_lengths: DraftLengths = "marginal-gain"
+    """How long drafts are: where more tokens per second are expected, by thresholds of the batch size, or always as
+    long as they can be."""
     figure: Path | None = None
-    """Draw the replicas' timelines there."""
+    """Draw the replicas' timelines there; and what drafts yield, in a second file beside it (`<name>_drafts`)."""
     traces: Path | None = None
     """Write a Chrome trace for each policy into this folder."""
     wandb: Literal["auto", "off"] = "auto"
@@ -89,6 +99,8 @@ class SimulateConfig:
     def __post_init__(self) -> None:
         check_fields(self, "")
         self.profile()
+        self.engine()
+        self.drafts()
         if self.gpus % self.tensor_parallel_size:
             raise ValueError(
                 f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; change --gpus"
@@ -117,6 +129,16 @@ class SimulateConfig:
     def num_kv_tokens(self) -> int:
         """Of a replica, in whole blocks."""
         return self.profile().kv_tokens_capacity() // BLOCK_SIZE * BLOCK_SIZE
+
+    def engine(self) -> EngineConfig:
+        options: dict[str, Any] = {"max_num_seqs": self.slots, "block_size": BLOCK_SIZE}
+        if self.max_draft_tokens:
+            options |= {"drafter": "grouped_suffix", "max_draft_tokens": self.max_draft_tokens, "draft_server": True}
+        return EngineConfig(**options)
+
+    def drafts(self) -> DraftAcceptance | None:
+        drafts = DraftAcceptance(table=dict(self.draft_tokens_per_step), seed=self.seed)
+        return drafts if self.max_draft_tokens else None
 
     def profile(self) -> LatencyProfile:
         try:
@@ -183,12 +205,14 @@ def _roll_out(
     one = config.profile()
     cluster = ClusterConfig(
         layout=contiguous_layout(range(config.gpus), config.tensor_parallel_size),
-        engine=EngineConfig(max_num_seqs=config.slots, block_size=BLOCK_SIZE),
+        engine=config.engine(),
         pace=ProfilePace(device=one.device, shape=one.shape),
         num_kv_tokens={config.tensor_parallel_size: config.num_kv_tokens()},
         max_model_len=config.prompt + config.cap,
         gpus_per_host=config.gpus_per_host,
         overheads=Overheads(message_s=config.message_s, gap_s=config.gap_s),
+        drafts=config.drafts(),
+        draft_policy=draft_policy(config.draft_lengths, config.engine()),
     )
     params = SamplingParams(max_tokens=config.cap)
     states = [
@@ -201,6 +225,8 @@ def _roll_out(
         )
         for _, uid, index in lengths
     ]
+    if config.max_draft_tokens:
+        states.sort(key=lambda state: state.key.sample_index)  # as `LLM.generate` does
     simulated = Cluster(cluster, schedule_policy=policy, lengths=lengths)
     return simulated.roll_out(states, on_finished=lambda _: bar.update())
 
@@ -210,12 +236,14 @@ def _describe(
 ) -> dict[str, float]:
     ends = list(run.finish_times.values())
     busy = busy_share(run.steps, range(config.gpus // config.tensor_parallel_size))
+    drafting = draft_metrics(run.steps) if config.max_draft_tokens else {}
     return {
         "makespan": round(run.makespan, 3),
         "tail": round(run.makespan - ends[int(0.9 * (len(ends) - 1))], 3),
         "idle_share": round(max(0.0, 1 - statistics.fmean(busy.values())), 4),
         "preempted": run.num_preempted,
         "of_floor": round(floor / run.makespan, 4),
+        **{name: round(drafting[name], 4) for name in ("draft_length", "tokens_per_step") if drafting},
     } | ({"of_hindsight": round(best.makespan / run.makespan, 4)} if best is not None else {})
 
 
@@ -229,9 +257,12 @@ def _print_table(results: dict[str, dict[str, float]]) -> None:
 
 def _draw(config: SimulateConfig, runs: dict[PolicyName, SimulatedRollout]) -> None:
     if config.figure is not None:
-        from experiments.figures import draw_timelines
+        from experiments.figures import draw_drafts, draw_timelines
 
-        draw_timelines(config.figure, {name: run.steps for name, run in runs.items()})
+        steps: dict[str, list[StepRecord]] = {name: run.steps for name, run in runs.items()}
+        draw_timelines(config.figure, steps)
+        if config.max_draft_tokens:
+            draw_drafts(config.figure.with_stem(f"{config.figure.stem}_drafts"), steps)
     if config.traces is not None:
         config.traces.mkdir(exist_ok=True)
         for name, run in runs.items():

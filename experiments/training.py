@@ -41,7 +41,7 @@ from engines.parallel.layout import nested_layout
 from engines.parallel.sharding import check_shardable
 from engines.replica.preflight import check_engine, usable_device
 from engines.rollout.journal import Journal
-from engines.rollout.telemetry import StepRecord, chrome_trace
+from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
@@ -384,9 +384,7 @@ class Run:
             self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, marks)))
         metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
         if self.llm.config.drafter != "none":
-            drafted = sum(step.num_drafted for step in steps)
-            accepted = sum(step.num_accepted for step in steps)
-            metrics |= {"rollout/num_drafted": float(drafted), "rollout/draft_acceptance": accepted / max(1, drafted)}
+            metrics |= {f"rollout/{name}": value for name, value in draft_metrics(steps).items()}
         return metrics
 
     def _sync_weights(self) -> None:

@@ -51,11 +51,13 @@ FAMILIES = {
 }
 
 
-def save_checkpoint(directory: Path, family: str, *, seed: int = 0, shard_size: str = "1GB") -> torch.nn.Module:
-    """Writes a random checkpoint and returns the transformers model it holds, in fp32."""
+def save_checkpoint(
+    directory: Path, family: str, *, seed: int = 0, shard_size: str = "1GB", **changed: int
+) -> torch.nn.Module:
+    """Writes a random checkpoint and returns the transformers model it holds, in fp32. `changed`: of the shape."""
     config_class, model_class, changes = FAMILIES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**_SHAPE, **changes}))
+    model = model_class(config_class(**{**_SHAPE, **changes, **changed}))
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:  # initialised to 0 and 1, which would hide mistakes
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)

@@ -43,6 +43,8 @@ class StepOutput:
     """Pairs of a token of this pass and a token that it attends to, itself included."""
     num_sampled: int = 0
     """Tokens drawn: one for each sequence that decodes, and one for each draft token."""
+    num_looked_up: int = 0
+    """Sequences for which a draft was looked up; 0 where the policy wanted none."""
     drafted: list[int] = field(default_factory=list)
     """Draft tokens in the forward pass, by their place in the draft; those that two paths begin with count once."""
     accepted: list[int] = field(default_factory=list)
@@ -200,7 +202,7 @@ class Replica:
         After an error (of `ModelRunner.run`, `hidden_stop` or the drafter) or an interrupt, every sequence has the same
         tokens as before the step, and waits to be recomputed.
         """
-        moves, preempted = self.kv_moves, self.scheduler.num_preemptions
+        moves, preempted, looked_up = self.kv_moves, self.scheduler.num_preemptions, self.scheduler.num_looked_up
         swapped_out, swapped_in = moves.num_swapped_out, moves.num_swapped_in
         lengths: list[int] = []
         scheduled: list[Scheduled] = []
@@ -242,7 +244,7 @@ class Replica:
                 self._leave(sequence)
             if leaving:
                 output.released = self._release(leaving, with_kv=True)
-            output.num_running = len(scheduled)
+            output.num_running, output.num_looked_up = len(scheduled), self.scheduler.num_looked_up - looked_up
             output.num_preempted = self.scheduler.num_preemptions - preempted
             output.num_swapped_out = moves.num_swapped_out - swapped_out
             output.num_swapped_in = moves.num_swapped_in - swapped_in

@@ -20,16 +20,16 @@ from engines.replica.swap import scratch_cache
 from engines.sampling.sampler import SamplingBatch, draw_natively, make_sampling_batch, sample
 
 _CONTEXT = 256  # tokens that each row attends to
-_ENOUGH_S = 0.2  # no pass is timed after one that takes longer; longer ones are extrapolated
-_TIMES = 3
-_FEWEST = 4  # numbers of rows that are measured in any case
+_ENOUGH_S = 0.02  # longer passes are extrapolated from one that takes this long, and twice as long as that of one row
+_SHORT_S = 0.005  # after a shorter pass the next one is timed four times, else twice: each shape's first pass is slower
 
 
 class RowTimes:
     """Seconds of a pass over n rows, each a token of another sequence, with a draw at each row.
 
-    Between the measured numbers of rows it is interpolated, beyond the largest one extrapolated. A call measures what
-    is missing up to its rows, so that all ranks of the replica must make the same calls; they have the same numbers.
+    Powers of two are measured; between them it is interpolated, beyond the largest one extrapolated. A call measures
+    what is missing up to its rows, so that all ranks of the replica must make the same calls; they have the same
+    numbers.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class RowTimes:
     @torch.no_grad()
     def _measure_next(self) -> None:
         last, seconds = self._points[-1] if self._points else (0, 0.0)
-        rows = last + 1 if last < _FEWEST else last * 3 // 2
-        if rows > self._most_rows or (last >= _FEWEST and seconds >= _ENOUGH_S):
+        rows = max(1, 2 * last)
+        if rows > self._most_rows or (self._points and seconds >= max(_ENOUGH_S, 2 * self._points[0][1])):
             self._is_complete = True
             return
         scratch: PagedKVCache | None = None
@@ -73,17 +73,15 @@ class RowTimes:
             self._points, self._is_complete = [(1, 1.0), (2, 2.0)], True  # as if each row cost a pass: no drafts
             return
         assert scratch is not None
-        self._points.append((rows, self._slowest(self._time(scratch, rows))))
+        times = 4 if seconds < _SHORT_S else 2
+        self._points.append((rows, self._slowest(min(self._time(scratch, rows) for _ in range(times)))))
 
     def _time(self, scratch: PagedKVCache, rows: int) -> float:
         batch, drawn = _decodes(scratch, rows, self._context), _draws(rows, self._decoder.device)
-        times = []
-        for _ in range(_TIMES):
-            start = time.perf_counter()
-            logits = self._decoder.forward(batch, scratch)
-            sample(logits, drawn, self._draw).tokens.cpu()
-            times.append(time.perf_counter() - start)
-        return min(times)
+        start = time.perf_counter()
+        logits = self._decoder.forward(batch, scratch)
+        sample(logits, drawn, self._draw).tokens.cpu()
+        return time.perf_counter() - start
 
     def _slowest(self, seconds: float) -> float:
         parts = self._group.all_gather_bytes(struct.pack("<d", seconds))

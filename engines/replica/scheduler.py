@@ -128,6 +128,8 @@ class Scheduler:
         self.blocks = blocks
         self.restart(())
         self.num_preemptions = 0
+        self.num_looked_up = 0
+        """Drafts that were looked up, also those that a policy then dropped."""
         self.num_shared_tokens = 0
         """Tokens of admitted sequences that were not computed, since the prefix cache had their KV."""
 
@@ -209,6 +211,9 @@ class Scheduler:
             return
         states = [schedule.batch[place].sequence.state for place in limits]
         drafts = drafter.propose(states, list(limits.values()), sum(item.num_tokens for item in schedule.batch))
+        self.num_looked_up += len(drafts)
+        if not drafts:
+            return
         others: list[tuple[int, Draft, int]] = []
         for (place, limit), draft in zip(limits.items(), drafts, strict=True):
             if not draft.tokens:

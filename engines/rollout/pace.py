@@ -6,13 +6,12 @@ Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from engines.constraints import NonNegative, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec
-
-if TYPE_CHECKING:
-    from engines.replica.replica import StepOutput
+from engines.replica.replica import StepOutput
+from engines.speculation.policy import RowSeconds
 
 Path = Literal["host", "disk", "network"]
 """Between a replica's devices and the memory of their host; a disk of the host; or another host's memory."""
@@ -22,7 +21,7 @@ class Pace(Protocol):
     """Each method returns seconds. In a paced run, work that takes less time waits until they have passed."""
 
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
-        """Of one forward pass and its draws."""
+        """Of looking up drafts, one forward pass, and its draws. A function of the arguments alone (`row_seconds`)."""
         ...
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
@@ -54,3 +53,14 @@ class ShortestStep:
 
     def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
         return 0.0
+
+
+def row_seconds(pace: Pace, spec: ReplicaSpec) -> RowSeconds:
+    """Returns the times by which a replica's `SpeculationPolicy` decides, in a paced run and in the simulator.
+
+    Each row attends to itself alone: the KV that draft tokens attend to is read for their sequence in any case.
+    """
+    return lambda rows: pace.step(
+        spec,
+        StepOutput(num_running=rows, num_tokens=rows, num_context_tokens=rows, num_pairs=rows, num_sampled=rows),
+    )

@@ -22,14 +22,14 @@ from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
-from engines.parallel.layout import Layout, nested_layout
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.parallel.sharding import check_shardable
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.replica import HiddenStop
 from engines.rollout.generation import check_same_options
-from engines.rollout.pace import Pace
+from engines.rollout.pace import Pace, row_seconds
 from engines.speculation.choose import Connect
 from engines.speculation.policy import DraftPolicy
 
@@ -134,7 +134,7 @@ class Placement:
         self._num_kv_tokens = {size: kv_capacity(self.model, self.config, size) for size in sorted(sizes)}
         """Tokens that the KV cache holds, by the sizes of replicas that this run may have."""
         self._capacity.check(self.layout)
-        self._hidden_stop, self._draft_policy = given.hidden_stop, given.draft_policy
+        self._given = given
         self.connect_drafts: Connect | None = None
         """Makes a replica's client of the draft server; None without one."""
         self.kv_store: KVStore | None = None
@@ -217,12 +217,19 @@ class Placement:
             max_model_len=self.max_model_len,
             device=self.device,
             detokenize=detokenizer(self.tokenizer),
-            hidden_stop=self._hidden_stop,
+            hidden_stop=self._given.hidden_stop,
             max_kv_tokens=min(self._num_kv_tokens.values()),
             kv_store=self.kv_store,
-            draft_policy=self._draft_policy,
+            draft_policy=self._draft_policy(spec),
             connect_drafts=self.connect_drafts,
         )
+
+    def _draft_policy(self, spec: ReplicaSpec) -> DraftPolicy | None:
+        """A paced replica decides by its pace, and not by how long passes take on this machine."""
+        policy, pace = self._given.draft_policy, self._given.pace
+        if policy is None or pace is None:
+            return policy
+        return lambda _: policy(row_seconds(pace, spec))
 
     def rebuild(self, layout: Layout) -> LocalEngine:
         """Builds this rank's engine in another layout, with its weights; first releases the old engine's memory."""

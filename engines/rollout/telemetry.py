@@ -101,6 +101,20 @@ def write_chrome_trace(path: Path, steps: Iterable[StepRecord], marks: Iterable[
     path.write_text(json.dumps(chrome_trace(steps, marks)))
 
 
+def draft_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Returns the number of draft tokens, the share of them that was accepted, the tokens of a draft, and the tokens
+    of a sequence and step, for which a prefill counts as one token.
+    """
+    drafted, accepted = (float(sum(getattr(step, name) for step in steps)) for name in ("num_drafted", "num_accepted"))
+    num_drafts = sum(step.drafted[0] for step in steps if step.drafted)
+    return {
+        "num_drafted": drafted,
+        "draft_acceptance": accepted / max(1.0, drafted),
+        "draft_length": drafted / max(1, num_drafts),
+        "tokens_per_step": 1 + accepted / max(1, sum(step.num_running for step in steps)),
+    }
+
+
 def busy_share(steps: Sequence[StepRecord], replica_ids: Iterable[int]) -> dict[int, float]:
     """Returns, per replica, the share of the rollout's span (first start to last end of all steps) spent in steps."""
     if not steps:

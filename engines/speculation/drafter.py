@@ -33,7 +33,8 @@ class Drafter(Protocol):
     """
 
     def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
-        """Returns a draft for each sequence: the tokens that may follow, on each path at most its limit, or none.
+        """Returns a draft for each sequence: the tokens that may follow, on each path at most its limit, or none. The
+        list is empty if no draft was looked up.
 
         It is called once per step, for all sequences that may take a draft in this step; limits are at least 1.
         `num_tokens` are those of the pass without drafts, of all sequences.

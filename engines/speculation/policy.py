@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 from engines.sequence import SequenceId, SequenceState
-from engines.speculation.drafter import NO_DRAFT, Draft, Drafter
+from engines.speculation.drafter import Draft, Drafter
 
 RowSeconds = Callable[[int], float]
 """Number of tokens, one row each -> seconds of a forward pass over them, with a draw at each."""
@@ -43,7 +43,7 @@ class AdaptedDrafter:
 
     def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
         if not self._policy.wants(num_tokens, len(states)):
-            return [NO_DRAFT] * len(states)
+            return []
         drafts = self._drafter.propose(states, limits, num_tokens)
         self._proposed = {
             state.sequence_id: draft.probabilities for state, draft in zip(states, drafts, strict=True) if draft.tokens

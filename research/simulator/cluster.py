@@ -36,10 +36,13 @@ from engines.kvcache.cost import SwapCost
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
-from engines.rollout.pace import Pace
+from engines.rollout.pace import Pace, row_seconds
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
 from engines.sequence import Finished, SequenceId, SequenceState
+from engines.speculation.drafter import Drafter
+from engines.speculation.policy import AdaptedDrafter, DraftPolicy
+from research.simulator.drafts import DraftAcceptance, References, SimulatedDrafter
 from research.simulator.events import EventQueue
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
 
@@ -100,6 +103,10 @@ class ClusterConfig:
     """Tokens of KV that the disk of each host keeps, where its memory is full."""
     swap_cost: Mapping[int, SwapCost] = field(default_factory=dict)
     """By TP size, for `preemption="auto"`; where there is none, preempted sequences are recomputed."""
+    drafts: DraftAcceptance | None = None
+    """How often drafts are right. They are those of `EngineConfig.drafter="grouped_suffix"`, which it is given with."""
+    draft_policy: DraftPolicy | None = None
+    """As `LLM` has it; it decides by the pace."""
     outside: tuple[OutsideReplica, ...] = ()
     """Their ids and ranks follow the ranks of the layout."""
     timeout_s: float = 60.0
@@ -107,6 +114,12 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        drafter = "none" if self.drafts is None else "grouped_suffix"
+        if self.engine.drafter != drafter or self.engine.draft_paths > 1:
+            raise ValueError(
+                f"ClusterConfig.drafts={self.drafts}: with drafter={self.engine.drafter!r} and draft_paths="
+                f"{self.engine.draft_paths}; give drafts with 'grouped_suffix' and 1 path, or neither with 'none'"
+            )
 
     def host_of(self, spec: ReplicaSpec) -> int:
         """Raises ValueError for a replica whose ranks are on two hosts."""
@@ -159,6 +172,8 @@ class Cluster:
         self._arrivals: dict[tuple[int, ...], float] = {}
         """When the last message of each way arrives: the next one does not overtake it."""
         self.pool = KVPool(memory_tokens=config.pool_tokens, disk_tokens=config.disk_tokens)
+        self._references = References(self._has_ended)
+        """What all replicas know of each other's sequences, with a draft server."""
         self._steps: list[StepRecord] = []
         num_ranks = 1 + max((rank for spec in config.layout.replicas for rank in spec.ranks), default=-1)
 
@@ -335,10 +350,24 @@ class Cluster:
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(),
             detokenize=None,
-            hidden_stop=lambda state: state.num_generated >= self.lengths[state.sequence_id],
+            hidden_stop=self._has_ended,
             max_kv_tokens=min(config.num_kv_tokens.values()) // config.engine.block_size * config.engine.block_size,
+            drafter=self._drafter(spec),
         )
         return replica, mover
+
+    def _has_ended(self, state: SequenceState) -> bool:
+        return state.num_generated >= self.lengths[state.sequence_id]
+
+    def _drafter(self, spec: ReplicaSpec) -> Drafter | None:
+        config = self.config
+        if config.drafts is None:
+            return None
+        seen = self._references if config.engine.draft_server else References(self._has_ended)
+        drafter = SimulatedDrafter(config.drafts, seen)
+        if config.draft_policy is None:
+            return drafter
+        return AdaptedDrafter(drafter, config.draft_policy(row_seconds(config.pace, spec)))
 
     def regroup(self, ranks: Iterable[int], layout: Layout) -> None:
         """These ranks have left their places; a replica of the layout forms when all its ranks have left theirs."""

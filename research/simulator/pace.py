@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from engines.constraints import Positive, check_fields
+from engines.constraints import NonNegative, Positive, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout.pace import Path
 from research.simulator.datasheets import Device, ModelShape
@@ -35,6 +35,8 @@ class ProfilePace:
     """Seconds here per second of the profile."""
     token_scale: Positive = 1.0
     """Tokens of the profile's context per token here: short sequences stand for long ones."""
+    lookup_s: NonNegative = 8e-6
+    """To look up one sequence's draft, before the pass; suffix trees are on the host (measured: docs/drafting.md)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -58,7 +60,7 @@ class ProfilePace:
             pairs=max(output.num_tokens, output.num_pairs * self.token_scale),
             logit_rows=output.num_sampled,
         )
-        return self.scale * seconds
+        return self.scale * (seconds + output.num_looked_up * self.lookup_s)
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
         """Each rank moves its own KV heads at the same time as the others."""

@@ -26,12 +26,17 @@ def token_of(key: SequenceKey) -> int:
 
 
 class SimulatedRunner:
-    """Draws for each sequence the token that stands for it."""
+    """Draws for each sequence the token that stands for it, also behind each draft token."""
 
     def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
         for item in scheduled:
             item.sequence.num_table_blocks = len(item.sequence.blocks)
-        return [(token_of(item.sequence.state.key), 0.0) for item in scheduled if item.samples]
+        return [
+            (token_of(item.sequence.state.key), 0.0)
+            for item in scheduled
+            if item.samples
+            for _ in range(1 + len(item.draft))
+        ]
 
 
 class _Tier:

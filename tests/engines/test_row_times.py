@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from engines import LLM, SamplingParams
@@ -25,7 +27,7 @@ def test_it_is_measured_once_and_interpolated(qwen3: str) -> None:
     times = make(llm)
     first = [times(rows) for rows in range(1, 200)]
     points = dict(times._points)
-    assert {1, 2, 3, 4} <= points.keys() and max(points) <= 64 < max(points) * 3 // 2
+    assert list(points) == [1, 2, 4, 8, 16, 32, 64]
     assert all(times(rows) == pytest.approx(seconds) and seconds > 0 for rows, seconds in points.items())
     for low, high in zip(times._points, times._points[1:], strict=False):
         middle = (low[0] + high[0]) // 2
@@ -39,10 +41,37 @@ def test_it_is_measured_once_and_interpolated(qwen3: str) -> None:
 
 def test_it_measures_only_as_far_as_it_is_asked(qwen3: str) -> None:
     times = make(LLM(qwen3, kv_cache_bytes=2**20))
-    assert times(5) > 0 and [rows for rows, _ in times._points] == [1, 2, 3, 4, 6]
+    assert times(5) > 0 and [rows for rows, _ in times._points] == [1, 2, 4, 8]
     before = list(times._points)
-    assert times(9) > 0 and times(2) == before[1][1] and times._points[:5] == before
-    assert [rows for rows, _ in times._points] == [1, 2, 3, 4, 6, 9]
+    assert times(9) > 0 and times(2) == before[1][1] and times._points[:4] == before
+    assert [rows for rows, _ in times._points] == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize(
+    ("fixed", "per_row", "timed"),
+    [
+        (0.0, 0.001, {1: 4, 2: 4, 4: 4, 8: 4, 16: 2, 32: 2}),
+        (0.03, 0.001, {1: 4, 2: 2, 4: 2, 8: 2, 16: 2, 32: 2}),  # until twice as long as one row
+        (0.03, 0.020, {1: 4, 2: 2, 4: 2}),
+        (0.0, 0.0001, {1: 4, 2: 4, 4: 4, 8: 4, 16: 4, 32: 4, 64: 4}),
+    ],
+)
+def test_long_passes_are_extrapolated(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch, fixed: float, per_row: float, timed: dict[int, int]
+) -> None:
+    """For passes that take a + b * rows seconds, all times are exact."""
+    calls: Counter[int] = Counter()
+
+    def seconds(_: RowTimes, __: object, rows: int) -> float:
+        calls[rows] += 1
+        return fixed + per_row * rows
+
+    monkeypatch.setattr(RowTimes, "_time", seconds)
+    times = make(LLM(qwen3, kv_cache_bytes=2**20))
+    assert [times(rows) for rows in (1, 3, 50, 2000)] == pytest.approx(
+        [fixed + per_row * rows for rows in (1, 3, 50, 2000)]
+    )
+    assert calls == timed
 
 
 def test_it_measures_no_more_rows_than_the_memory_plan_counts(qwen3: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engines.rollout.telemetry import Mark, StepRecord, busy_share, chrome_trace, write_chrome_trace
+from engines.rollout.telemetry import Mark, StepRecord, busy_share, chrome_trace, draft_metrics, write_chrome_trace
 
 
 def step(replica_id: int, start: float, seconds: float, num_running: int = 3, tp_size: int = 1) -> StepRecord:
@@ -36,6 +37,23 @@ def test_replicas_are_rows_and_steps_are_slices(tmp_path: Path) -> None:
 
 def test_a_trace_of_nothing_is_empty() -> None:
     assert chrome_trace([])["traceEvents"] == []
+
+
+def test_draft_metrics() -> None:
+    """Four sequences of which two have drafts of 2 and 1 tokens; then one whose draft of 2 is accepted; one without."""
+    steps = [
+        replace(step(0, 0.0, 1.0, num_running=4), drafted=(2, 1), accepted=(1,)),
+        replace(step(1, 0.5, 1.0, num_running=1), drafted=(1, 1), accepted=(1, 1)),
+        step(0, 1.0, 1.0, num_running=1),
+    ]
+    assert draft_metrics(steps) == {
+        "num_drafted": 5.0,
+        "draft_acceptance": 3 / 5,
+        "draft_length": 5 / 3,
+        "tokens_per_step": 9 / 6,
+    }
+    plain = {"num_drafted": 0.0, "draft_acceptance": 0.0, "draft_length": 0.0, "tokens_per_step": 1.0}
+    assert draft_metrics([]) == draft_metrics(STEPS) == plain
 
 
 def test_busy_share_is_of_the_whole_span() -> None:

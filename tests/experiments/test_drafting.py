@@ -12,6 +12,7 @@ import pytest
 
 from algos.publish import RECORD_FILE
 from algos.warmstart_config import ModelSize, WarmStartConfig
+from experiments import draft_drift
 from tests.worlds import refused_by, run_main
 
 
@@ -43,6 +44,36 @@ def test_parts(models: Path, tmp_path: Path) -> None:
         assert abs(own["drawn"] - own["expected"]) < 5 * own["standard_error"] and own["expected"] < 0.9
 
 
+def test_what_the_draft_server_gains(models: Path) -> None:
+    found = run_main("drafting", ["--models", str(models), "--parts", "server", "--server-groups", "1"])["server"]
+    assert found["tokens_equal"] is True
+    assert {count: list(row) for count, row in found["acceptance_length"].items()} == {
+        count: ["0.02", "0.1", "0.5"] for count in ("1", "16", "64")
+    }
+    assert all(length >= 1 for row in found["acceptance_length"].values() for length in row.values())
+    finest, default = (found["acceptance_length"][count][fetch_s] for count, fetch_s in (("1", "0.02"), ("16", "0.1")))
+    assert found["lost_at_default"] == pytest.approx(1 - default / finest, abs=1e-3)
+    runs = ["with server", "server killed", "without server"]
+    assert all(list(found[name]) == runs for name in ("longest_step_s", "median_step_s"))
+    windows = found["acceptance_after_restart"]
+    assert list(windows) == ["before", "gone", "after"] and all(list(row) == runs for row in windows.values())
+    assert windows["before"]["server killed"] >= 1 and (found["seconds_until_back"] or 0) >= 0
+
+
+def test_how_acceptance_drifts(text_model: str) -> None:
+    small = ("--rollout.prompts-per-step", "2", "--mini-batch-size", "32", "--rollout.max-tokens", "60")
+    names = ("suffix", "grouped_suffix")
+    drafters = {name: (*small, "--rollout.drafter", name, "--rollout.max-draft-tokens", "4") for name in names}
+    found = draft_drift.measure(Path(text_model), 2, drafters)
+    assert found["drift_rollouts_equal"] is True and list(found["drift"]) == ["suffix", "grouped_suffix"]
+    for drafter, (first, second) in found["drift"].items():
+        assert min(first, second) >= 0 and max(first, second) <= 1
+        change = found["drift_change"][drafter]
+        assert change["slope"] == pytest.approx(second - first, rel=1e-3)
+        assert change["first"] == change["last"] == pytest.approx((first + second) / 2, rel=1e-3)
+    assert found["drift"]["suffix"] != found["drift"]["grouped_suffix"]
+
+
 def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
     return [{count: row[paths] for count, row in table.items()} for paths in ("1", "2", "4")]
 
@@ -55,6 +86,9 @@ def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
         (["--parts"], "parts=(): must be one or more parts"),
         (["--batches"], "batches=(): must be one or more batch sizes"),
         (["--widen", "1"], "widen=1: must be"),
+        (["--parts", "servers"], "invalid choice"),
+        (["--server-groups", "0"], "server_groups=0: must be"),
+        (["--drift-steps", "1"], "drift_steps=1: must be an integer of at least 2"),
     ],
 )
 def test_what_it_refuses(options: list[str], message: str) -> None:

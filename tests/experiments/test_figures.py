@@ -10,7 +10,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pytest
 
-from experiments.figures import _reward, draw_drafting
+from engines.rollout.telemetry import StepRecord
+from experiments import figures
+from experiments.figures import _reward, draw_drafting, draw_drafts
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 0.5, 1.0], [-3.0, -1.0, 0.5], [10.0, 400.0], [2.0, 2.0], []])
@@ -34,3 +36,25 @@ def test_drafting(tmp_path: Path) -> None:
         for name, speedup in speedups.items()
     ]
     assert sizes[0] > sizes[1] > 5000
+
+
+def test_drafts_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 steps of one second: four sequences without drafts, then two whose drafts of 2 tokens are right and half
+    right."""
+    drawn: list[plt.Figure] = []
+    monkeypatch.setattr(figures.plt, "close", drawn.append)
+    none = {"num_running": 4, "num_tokens": 4}
+    some = {"num_running": 2, "num_tokens": 6, "drafted": (2, 2), "accepted": (2, 1)}
+    steps = [
+        StepRecord(replica_id=0, epoch=0, tp_size=1, start=100.0 + place, seconds=1.0, **(none if place < 16 else some))
+        for place in range(32)
+    ]
+    path = draw_drafts(tmp_path / "drafts.png", {"some": steps, "again": steps, "none": steps[:16]})
+    monkeypatch.undo()
+    tokens, running, places = [[line.get_xydata() for line in ax.lines] for ax in drawn[0].axes]
+    plt.close(drawn[0])
+    assert path.stat().st_size > 5000
+    assert len(tokens) == len(running) == len(places) == 3
+    assert tokens[0][:, 1] == pytest.approx([1.0, (6 * 4 + 5 * 5) / (6 * 4 + 5 * 2), 2.5], abs=0.2)
+    assert running[0][:, 1] == pytest.approx([4.0, 3.0, 2.0], abs=0.2)
+    assert places[0].tolist() == [[1, 1.0], [2, 0.5]] and not len(places[2])

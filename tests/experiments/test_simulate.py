@@ -36,6 +36,17 @@ def test_replicas_of_several_gpus_lie_within_a_host() -> None:
     assert run_main("simulate", [*SMALL, *OFF, *sizes])["policies"]["on-demand"]["makespan"] > 0
 
 
+def test_drafts_shorten_the_rollout(tmp_path: Path) -> None:
+    once = [*SMALL, *OFF, "--policies", "on-demand"]
+    plain = run_main("simulate", once)["policies"]["on-demand"]
+    table, figure = ["--draft-tokens-per-step", "0", "1.5", "3", "3.5"], ["--figure", str(tmp_path / "lines.png")]
+    drafted = run_main("simulate", [*once, "--max-draft-tokens", "8", *table, *figure])["policies"]["on-demand"]
+    assert drafted["makespan"] < 0.8 * plain["makespan"]
+    assert 1.3 < drafted["tokens_per_step"] < 3.5 and 1 < drafted["draft_length"] <= 8
+    assert "tokens_per_step" not in plain
+    assert {path.name for path in tmp_path.iterdir()} == {"lines.png", "lines_drafts.png"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -51,6 +62,8 @@ def test_replicas_of_several_gpus_lie_within_a_host() -> None:
         (["--traces", "README.md"], "traces='README.md': is a file; give a folder"),
         (["--gpus-per-host", "3", "--tensor-parallel-size", "2"], "a replica would be on two hosts"),
         (["--wandb", "on"], "--wandb"),
+        (["--max-draft-tokens", "2000"], "EngineConfig.max_draft_tokens=2000: must be an integer of 1 to 1024"),
+        (["--draft-tokens-per-step", "0", "15"], "DraftAcceptance.table={0: 15.0}: give numbers of references"),
     ],
 )
 def test_what_it_refuses(options: list[str], message: str) -> None:

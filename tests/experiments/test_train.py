@@ -26,6 +26,7 @@ from tests.worlds import ROOT, refused_by, run_main
 
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 SCRIPT = str(ROOT / "experiments/train.py")
+DRAFTS = ["--rollout.drafter", "grouped_suffix", "--rollout.draft-lengths", "fixed"]
 SMALL = [
     "--steps", "5", "--save-every", "2", "--eval-every", "2", "--eval-problems", "8", "--eval-samples", "2",
     "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "24",
@@ -301,7 +302,7 @@ GSM8K_LINES = [
     "arguments",
     [
         ["--algo", "dapo", "--max-sampling-rounds", "2"],
-        ["--task", "gsm8k", "--zero-stage", "3"],
+        ["--task", "gsm8k", "--zero-stage", "3", *DRAFTS],
         ["--kl-coef", "0.05", "--num-epochs", "2", "--dtype", "bfloat16", "--rollout.dtype", "bfloat16"],
     ],
     ids=["dapo", "gsm8k-zero3", "grpo-kl-bf16"],
@@ -320,6 +321,11 @@ def test_three_steps_of(model: Path, runs: Path, tmp_path: Path, reward: str, ar
     if "--kl-coef" in arguments:
         assert rows[-1]["actor/kl_loss"] > 0
         assert rows[-1]["actor/num_steps"] == 4
+    has_drafter = "--rollout.drafter" in arguments
+    assert all(("rollout/tokens_per_step" in row) == has_drafter for row in rows[1:])
+    if has_drafter:
+        assert all(row["rollout/num_drafted"] > 0 and row["rollout/draft_length"] >= 1 for row in rows[1:])
+        assert (Path(result["run_dir"]) / "figures/drafts.png").is_file()
 
 
 class TestBadInput:

@@ -6,7 +6,7 @@ import pytest
 
 from engines.parallel.layout import ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
-from engines.rollout.pace import ShortestStep
+from engines.rollout.pace import ShortestStep, row_seconds
 from research.simulator.datasheets import H100, QWEN_0_5B, QWEN_32B
 from research.simulator.latency import profile
 from research.simulator.links import HostLinks, Link
@@ -51,6 +51,19 @@ def test_a_step_of_prefills_and_decodes() -> None:
     longer = ProfilePace(device=H100, shape=QWEN_32B, token_scale=16.0)
     expected = profile("h100-32b-tp4").step_seconds(8, 107, 16 * 7150, pairs=16 * pairs, logit_rows=8)
     assert longer.step(SPEC, output) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_step_with_drafts() -> None:
+    """Six sequences of 1,000 tokens, of which four verify 3 guesses each: all rows are sampled, and a draft was looked
+    up for each of the six."""
+    pace = ProfilePace(device=H100, shape=QWEN_32B, scale=2.0, lookup_s=1e-4)
+    pairs, context = 2 * 1000 + 4 * (1000 + 1001 + 1002 + 1003), 2 * 1000 + 4 * 1003
+    sizes = {"num_running": 6, "num_tokens": 18, "num_context_tokens": context, "num_pairs": pairs, "num_sampled": 18}
+    expected = profile("h100-32b-tp4").step_seconds(6, 18, context, pairs=pairs, logit_rows=18) + 6 * 1e-4
+    assert pace.step(SPEC, StepOutput(**sizes, num_looked_up=6)) == pytest.approx(2 * expected, rel=1e-12)
+    rows = row_seconds(pace, SPEC)
+    assert rows(18) == pytest.approx(2 * profile("h100-32b-tp4").step_seconds(18, 18, 18, pairs=18), rel=1e-12)
+    assert rows(4000) > 2 * rows(18), "so many rows are bound by arithmetic"
 
 
 def test_transfers_and_regroups_by_hand() -> None:

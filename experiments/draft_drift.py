@@ -1,0 +1,61 @@
+"""How acceptance drifts while training changes the model (`drafting.py --parts drift`): one GRPO run per drafter.
+
+The runs generate the same tokens, since drafts change none: in float64, where no rounding changes a draw.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.bench.harness import short
+
+FEW = 5
+"""Steps whose mean is compared at both ends."""
+OPTIONS = (
+    *("--deterministic", "--wandb", "off", "--rollout.draft-lengths", "fixed", "--rollout.dtype", "float64"),
+    *("--rollout.prompts-per-step", "12", "--rollout.group-size", "16", "--rollout.max-num-seqs", "16"),
+    *("--mini-batch-size", "192", "--eval-every", "1000", "--eval-problems", "8", "--eval-samples", "1"),
+)
+
+
+def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """{drafter: the share of its drafted tokens that were drawn, by step}, and how the ends differ.
+
+    `drafters` are the options of `train.py` that choose each one, by its name.
+    """
+    found: dict[str, list[float]] = {}
+    digests: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as runs:
+        for drafter, options in tqdm(drafters.items(), desc="drift", unit="run"):
+            folder = train(model, steps, Path(runs) / drafter, options)
+            metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            found[drafter] = [short(one["rollout/draft_acceptance"]) for one in metrics[1:]]
+            lengths = (folder / "lengths.jsonl").read_text().splitlines()
+            digests.append([json.loads(line)["digest"] for line in lengths])
+    change = {
+        drafter: {
+            "first": short(statistics.fmean(shares[:FEW])),
+            "last": short(statistics.fmean(shares[-FEW:])),
+            "slope": short(statistics.linear_regression(range(len(shares)), shares).slope),
+        }
+        for drafter, shares in found.items()
+    }
+    print(*(f"{drafter}: {one}" for drafter, one in change.items()), sep="\n", file=sys.stderr)
+    return {"drift": found, "drift_change": change, "drift_rollouts_equal": all(one == digests[0] for one in digests)}
+
+
+def train(model: Path, steps: int, folder: Path, options: Sequence[str]) -> Path:
+    """Returns the run's folder. Raises CalledProcessError if training fails; its error is on stderr."""
+    command = [sys.executable, str(Path(__file__).with_name("train.py")), *OPTIONS, "--steps", str(steps)]
+    command += ["--model", str(model), "--runs", str(folder.parent), "--name", folder.name, *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder

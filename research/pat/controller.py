@@ -1,0 +1,140 @@
+"""When a rollout changes its tensor parallelism, and to which size (PAT §4.1, Algorithm 1). Torch-free.
+
+Each decision is logged with the estimates that it rests on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from engines.constraints import NonNegative, check_fields
+from engines.coordination.views import LayoutChange, LayoutView
+from engines.parallel.layout import nested_layout
+from research.pat.lifetimes import Lengths, Lifetimes, run_to_limit
+from research.pat.lookahead import Deployment, Plan, WorkLeft, make_plan
+from research.pat.redistribute import balance
+
+Estimator = Literal["lookahead", "paper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatOptions:
+    """How a `PatController` decides."""
+
+    estimator: Estimator = "lookahead"
+    """lookahead: lengths as expected from those that have ended, and all later switches. paper: Algorithm 1, in which
+    every sequence runs to its limit, and one switch is weighed against none."""
+    margin: NonNegative = 0.0
+    """Share of the remaining time that a switch must save beyond its cost."""
+    dwell_s: NonNegative = 0.0
+    """Shortest time between two switches."""
+    rung: NonNegative = 0.05
+    """Share of the unfinished sequences that must end before it decides again."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Considered:
+    """One decision."""
+
+    now: float
+    num_unfinished: int
+    num_tokens: float
+    """Context tokens of the unfinished sequences."""
+    tp_size: int
+    chosen: int
+    kept_seconds: float
+    """Expected time to the end without a switch."""
+    seconds: float
+    """The same with the chosen size, its switch included."""
+    stages: tuple[tuple[int, int], ...]
+    """The plan; see `Plan`."""
+
+
+class PatController:
+    """A `LayoutPolicy` for equal replicas over all ranks: wide replicas for few sequences, narrow ones for many.
+
+    It keeps what it has learnt from one rollout to the next.
+    """
+
+    def __init__(self, deployment: Deployment, options: PatOptions | None = None, *, ended: Iterable[int] = ()) -> None:
+        """`ended`: generated tokens of earlier sequences."""
+        self._deployment = deployment
+        self._options = options or PatOptions()
+        self._lifetimes = Lifetimes(ended)
+        self._count = self._next_count = 0
+        self._last_switch = -np.inf
+        self.log: list[Considered] = []
+        """All decisions, also those to stay."""
+
+    def first_tp_size(self, contexts: Lengths, limits: Lengths) -> int:
+        """Returns the TP size to begin a rollout with; both are tokens, [sequences]: of prompts, and of what each may
+        generate."""
+        plan = make_plan(self._deployment, contexts, self._remaining(np.zeros(len(contexts)), limits), None)
+        return plan.stages[0][1]
+
+    def decide(self, view: LayoutView) -> LayoutChange | None:
+        for ended in view.ended:
+            self._lifetimes.add(ended.num_generated)
+        count, before = view.num_unfinished, self._count
+        self._count = count
+        if count > before:  # a new rollout
+            self._next_count = count
+        is_early = view.now - self._last_switch < self._options.dwell_s
+        if not count or count > self._next_count or is_early:
+            return None
+        self._next_count = min(count - 1, int(count * (1 - self._options.rung)))
+        sequences = list(view.unfinished.values())
+        generated = np.array([one.num_generated for one in sequences], float)
+        contexts = generated + [one.num_prompt_tokens for one in sequences]
+        remaining = self._remaining(generated, np.array([one.max_tokens for one in sequences], float))
+        tp_size = view.layout.replicas[0].tp_size
+        considered = self._consider(view.now, contexts, remaining, tp_size)
+        self.log.append(considered)
+        if considered.chosen == tp_size:
+            return None
+        self._last_switch = view.now
+        ranks = range(self._deployment.num_ranks)
+        layout = nested_layout(ranks, considered.chosen, epoch=view.layout.epoch + 1)
+        num_tokens = {one.sequence_id: int(context) for one, context in zip(sequences, contexts, strict=True)}
+        return LayoutChange(layout=layout, places=balance(num_tokens, [spec.id for spec in layout.replicas]))
+
+    def _remaining(self, generated: Lengths, limits: Lengths) -> Lengths:
+        if self._options.estimator == "paper":
+            return run_to_limit(generated, limits)
+        return self._lifetimes.remaining(generated, limits)
+
+    def _consider(self, now: float, contexts: Lengths, remaining: Lengths, tp_size: int) -> Considered:
+        if self._options.estimator == "paper":
+            plan = self._one_switch(contexts, remaining, tp_size)
+        else:
+            plan = make_plan(self._deployment, contexts, remaining, tp_size)
+        pays = plan.seconds < (1 - self._options.margin) * plan.kept_seconds
+        return Considered(
+            now=now,
+            num_unfinished=len(contexts),
+            num_tokens=float(contexts.sum()),
+            tp_size=tp_size,
+            chosen=plan.stages[0][1] if pays else tp_size,
+            kept_seconds=plan.kept_seconds,
+            seconds=plan.seconds,
+            stages=plan.stages,
+        )
+
+    def _one_switch(self, contexts: Lengths, remaining: Lengths, tp_size: int) -> Plan:
+        """Algorithm 1, lines 5 to 20: the best wider size, its switch included, or the present one."""
+        one, tokens = self._deployment, float(contexts.sum())
+        work = WorkLeft.of(one, contexts, remaining)
+        kept = float(work.seconds(tp_size).sum())
+        totals = {tp_size: kept}
+        for size in one.steps:
+            if size > tp_size:
+                totals[size] = float(work.seconds(size).sum()) + one.switch_seconds(tp_size, size, tokens)
+        best = min(totals, key=lambda size: (totals[size], size))
+        return Plan(stages=((len(contexts), best),), seconds=totals[best], kept_seconds=kept)

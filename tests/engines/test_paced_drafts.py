@@ -1,0 +1,101 @@
+"""Drafts in paced runs: what looking them up costs, and by which times their lengths are decided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines import LLM, SamplingParams
+from engines.coordination.policies import OnDemand
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.replica.replica import StepOutput
+from engines.replica.row_times import RowTimes
+from engines.rollout.pace import Path, row_seconds
+from engines.sequence import Work
+from engines.speculation.drafter import Draft
+from engines.speculation.policy import RowSeconds
+from tests.states import make_state
+from tests.worlds import join, run_world
+
+PROMPTS = [[7, 8, 9, 10] * 4, [21, 22, 23] * 6]
+PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+ROWS = [1, 5, 40]
+
+
+class ByRows:
+    """A `Pace`: 5 ms, 1 ms per token, and 8 ms per draft that was looked up."""
+
+    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        return 0.005 + 0.001 * output.num_tokens + 0.008 * output.num_looked_up
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
+        return 0.0
+
+    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
+        return 0.0
+
+
+class EverySecond:
+    """A `SpeculationPolicy`: wants drafts for every second pass, and takes two tokens of each."""
+
+    def __init__(self, seconds: RowSeconds) -> None:
+        self.seconds = seconds
+        self._num_passes = 0
+
+    def wants(self, num_tokens: int, num_sequences: int) -> bool:
+        self._num_passes += 1
+        return self._num_passes % 2 == 0
+
+    def shorten(self, num_tokens: int, drafts: list[Draft]) -> list[Draft]:
+        return [draft.cut(2) for draft in drafts]
+
+    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+        pass
+
+
+def make_llm(model: str, made: list[EverySecond], **options: Any) -> LLM:
+    def make(seconds: RowSeconds) -> EverySecond:
+        made.append(EverySecond(seconds))
+        return made[-1]
+
+    return LLM(model, drafter="ngram", draft_policy=make, **options)
+
+
+def roll_out(model: str) -> dict[str, Any]:
+    layout = nested_layout(range(1), 1)
+    groups = join([layout])
+    made: list[EverySecond] = []
+    llm = make_llm(model, made, world=groups, layout=layout, schedule=OnDemand(), pace=ByRows())
+    done = llm.generate(PROMPTS, PARAMS)
+    result = {
+        "tokens": [one.outputs[0].token_ids for one in done],
+        "steps": [[one.seconds, one.num_tokens, (*one.drafted, 0)[0]] for one in llm.step_records],
+        "rows": [made[0].seconds(rows) for rows in ROWS],
+    }
+    llm.close()
+    groups.close()
+    return result
+
+
+def test_a_paced_step_takes_what_the_pace_says_and_its_policy_decides_by_the_pace(qwen3: str) -> None:
+    paced = run_world(roll_out, 1, qwen3)[0]
+    drafted = [one for one in paced["steps"] if one[2]]
+    assert drafted and len(drafted) < len(paced["steps"])
+    for seconds, num_tokens, num_sequences in paced["steps"]:
+        assert seconds >= 0.005 + 0.001 * num_tokens + 0.008 * num_sequences
+    expected = row_seconds(ByRows(), ReplicaSpec(id=0, ranks=(0,)))
+    assert paced["rows"] == [expected(rows) for rows in ROWS] == [0.005 + 0.001 * rows for rows in ROWS]
+    assert paced["tokens"] == [one.outputs[0].token_ids for one in LLM(qwen3).generate(PROMPTS, PARAMS)]
+
+
+def test_a_live_policy_decides_by_measured_times_and_only_drafts_that_were_looked_up_count(qwen3: str) -> None:
+    made: list[EverySecond] = []
+    llm = make_llm(qwen3, made)
+    assert isinstance(made[0].seconds, RowTimes)
+    for uid, prompt in enumerate(PROMPTS):
+        llm.replica.submit(Work(state=make_state(uid, prompt, PARAMS)))
+    looked_up, num_drafted = [], 0
+    while llm.replica.has_work:
+        output = llm.replica.step()
+        looked_up.append(output.num_looked_up)
+        num_drafted += output.num_drafted
+    assert num_drafted and looked_up[:5] == [0, 0, 2, 0, 2], "a prefill, then every second pass"
