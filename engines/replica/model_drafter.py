@@ -38,6 +38,7 @@ class _Copy:
     """The drafter's own copy of a sequence: its known tokens, then guesses."""
 
     target: SequenceState
+    """The state that it follows."""
     sequence: Sequence
     num_known: int
     """Tokens that the target has drawn, prompt included; the guesses come behind them."""
@@ -230,7 +231,10 @@ class ModelDrafter:
             return []
         batch.sort(key=lambda pair: pair[1].num_tokens > 1)  # single tokens first, as attention needs it
         drawn = [copy for copy, item in batch if item.samples]
-        results = self._runner.run([item for _, item in batch])
+        try:
+            results = self._runner.run([item for _, item in batch])
+        except FloatingPointError as error:
+            raise FloatingPointError(f"EngineConfig.draft_model={self._folder!r}: {error}") from None
         for _, item in batch:
             item.sequence.num_computed += item.num_tokens
         for copy, (token, logprob) in zip(drawn, results, strict=True):

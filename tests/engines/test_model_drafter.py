@@ -369,6 +369,14 @@ def test_passes_that_fail(models: dict[str, str], plain: dict[SequenceId, Comple
     assert errors > 3 and watch.num_accepted == watch.num_drafted > 50
 
 
+def test_a_small_model_of_nan_is_named(models: dict[str, str]) -> None:
+    llm = make_llm(models["same"], models["same"])
+    drafter_of(llm)._decoder.parameters.final_norm.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"EngineConfig\.draft_model='.*': the model's logits are not finite"):
+        llm.generate(PROMPTS, PARAMS)
+    check_forgotten(drafter_of(llm))
+
+
 @pytest.mark.parametrize("call", ["step", "pause", "clear"])
 def test_interrupts_at_every_few_lines(models: dict[str, str], call: str) -> None:
     llm = make_llm(models["same"], models["same"], kv_cache_bytes=2**19, max_model_len=90)
