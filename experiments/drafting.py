@@ -19,8 +19,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,17 @@ from tqdm import tqdm
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.warmstart_config import ModelSize, WarmStartConfig
 from engines import LLM, SamplingParams
-from engines.config import DrafterName, DraftNoise, DType
+from engines.config import DrafterName, DraftNoise, DType, EngineConfig, ModelConfig
 from engines.constraints import Count, NonNegative, check_fields
 from engines.models.hugging_face import read_checkpoint
+from engines.models.loader import checkpoint_tensors
+from engines.models.tokenizer import encode_prompt, load_tokenizer
+from engines.parallel.collectives import SingleRank
+from engines.parallel.layout import ReplicaSpec
+from engines.replica.engine import LocalEngine
+from engines.replica.preflight import usable_device
 from engines.sequence import SequenceKey, SequenceState, Work
+from engines.speculation.choose import choose_drafter
 from engines.speculation.policy import DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
 from experiments import draft_drift, launch
@@ -51,6 +57,7 @@ DRAFT_MODELS: tuple[ModelSize, ...] = ("draft-2l", "draft-1l")
 NOISES: tuple[DraftNoise, ...] = ("target", "own")
 REFERENCES, PATHS, PATH_TOKENS = (0, 1, 5, 15), (1, 2, 4), 8
 GROUP = 16
+_MAX_LEN = 512
 Tokens = dict[tuple[int, int], list[int]]
 """(prompt, sample) -> the tokens that it generated."""
 
@@ -152,6 +159,11 @@ def prompts(count: int, median_digits: float = 8.0) -> list[str]:
     return [one.prompt for one in ArithmeticTask(median_digits=median_digits).held_out_problems(count)]
 
 
+def encode(folder: Path, texts: list[str]) -> list[list[int]]:
+    tokenizer = load_tokenizer(folder, ModelConfig.from_pretrained(folder))
+    return [encode_prompt(tokenizer, text, "prompt") for text in texts]
+
+
 def generate(llm: LLM, texts: list[str], params: SamplingParams) -> Tokens:
     outputs = llm.generate(texts, params, prompt_uids=range(len(texts)))
     return {(uid, one.index): one.token_ids for uid, output in enumerate(outputs) for one in output.outputs}
@@ -250,19 +262,64 @@ def dtype() -> DType:
     return "bfloat16" if has_bfloat16_products() else "float32"
 
 
-def make(stack: ExitStack, folder: Path, variant: Variant, **options: Any) -> LLM:
-    llm = LLM(
-        folder,
-        dtype=dtype(),
-        drafter=variant.drafter,
-        draft_policy=variant.policy,
-        max_draft_tokens=variant.max_draft_tokens,
-        draft_paths=variant.draft_paths,
-        draft_model=trained(folder.parent, variant.draft_model) if variant.draft_model else None,
-        **options,
-    )
-    stack.callback(llm.close)
-    return llm
+@dataclass(frozen=True)
+class Timed:
+    seconds: float
+    tokens_per_step: float
+    """Of a sequence."""
+
+
+class Bench:
+    """One engine for all variants, so that all compute with the same memory: only the drafter is exchanged."""
+
+    def __init__(self, folder: Path, *, max_num_seqs: int) -> None:
+        """Plans for the largest drafts of the variants."""
+        self._models, self._model, self._max_num_seqs = folder.parent, ModelConfig.from_pretrained(folder), max_num_seqs
+        config = self._config(Variant("grouped_suffix", draft_paths=max(PATHS)))
+        self._engine = LocalEngine(
+            self._model,
+            config,
+            spec=ReplicaSpec(id=0, ranks=(0,)),
+            max_tp_size=1,
+            tensor_parallel=SingleRank(),
+            max_model_len=_MAX_LEN,
+            device=usable_device("drafting.py", None),
+            detokenize=None,
+        )
+        self._engine.load(checkpoint_tensors(folder), version=0)
+        self.replica = self._engine.replica
+
+    def _config(self, variant: Variant) -> EngineConfig:
+        draft_model = trained(self._models, variant.draft_model) if variant.draft_model else None
+        return EngineConfig(
+            dtype=dtype(),
+            kv_cache_bytes=(self._max_num_seqs + 1) * _MAX_LEN * self._model.kv_bytes_per_token(4),
+            max_num_seqs=self._max_num_seqs,
+            drafter=variant.drafter,
+            max_draft_tokens=variant.max_draft_tokens,
+            draft_paths=variant.draft_paths,
+            draft_model=None if draft_model is None else str(draft_model),
+        )
+
+    def use(self, variant: Variant) -> None:
+        """Gives the replica a new drafter, which has seen nothing yet."""
+        config = self._config(variant)
+        model = self._engine.make_model_drafter(config, self._model, _MAX_LEN)
+        if model is not None:
+            model.load()
+        self.replica.drafter = choose_drafter(config, variant.policy, self._engine.row_times, SingleRank(), model=model)
+
+    def roll_out(self, states: Iterable[SequenceState]) -> Timed:
+        """Generates all sequences, as many at a time as there is room for."""
+        num_tokens = num_rows = 0
+        start = time.perf_counter()
+        for state in states:
+            self.replica.submit(Work(state=state))
+        while self.replica.has_work:
+            output = self.replica.step()
+            num_rows += output.num_running
+            num_tokens += sum(len(one.completion.token_ids) for one in output.finished)
+        return Timed(time.perf_counter() - start, num_tokens / num_rows)
 
 
 def speedup(config: DraftingConfig) -> dict[str, Any]:
@@ -271,23 +328,18 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
     Small batches run one after the other, until some sequences have ended.
     """
     texts = prompts(max(*config.batches, FEWEST))
-    with ExitStack() as stack:
-        source = make(stack, model(config), Variant("none"), max_num_seqs=64, seed=config.seed)
-        params = SamplingParams(max_tokens=320, n=GROUP)
-        tokens = generate(source, texts, params)
-        ids = source.encode(texts)
+    llm = LLM(model(config), dtype=dtype(), max_num_seqs=64, seed=config.seed)
+    tokens = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP))
+    ids = llm.encode(texts)
+    llm.close()
     rows: list[harness.Row] = []
     found: dict[str, dict[int, float]] = {}
-    folder = model(config, config.widen)
     for batch in config.batches:
-        names = VARIANTS if config.full or batch == 1 else AT_ALL_BATCHES
+        bench = Bench(model(config, config.widen), max_num_seqs=batch)
         used = ids[: max(batch, FEWEST)]
-        with ExitStack() as stack:
-            timed = {}
-            for name in names:
-                llm = make(stack, folder, VARIANTS[name], max_num_seqs=batch, max_model_len=512, seed=config.seed)
-                timed[name] = partial(time_batches, llm, used, tokens, batch)
-            turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
+        names = VARIANTS if config.full or batch == 1 else AT_ALL_BATCHES
+        timed = {name: partial(time_last_samples, bench, VARIANTS[name], used, tokens) for name in names}
+        turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
         seconds = {name: [one.seconds for one in some] for name, some in turns.items()}
         per_step = {name: statistics.fmean(one.tokens_per_step for one in turns[name]) for name in timed}
         row = harness.compare(f"batch {batch}", seconds)
@@ -298,29 +350,13 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
     return {"speedup": found, "speedup_rows": rows}
 
 
-@dataclass(frozen=True)
-class Timed:
-    seconds: float
-    tokens_per_step: float
-    """Of a sequence."""
-
-
-def time_batches(llm: LLM, ids: list[list[int]], tokens: Tokens, batch: int) -> Timed:
-    """Times the last sample of each prompt, `batch` at a time; a drafter knows the other samples of its group."""
-    if llm.config.drafter == "grouped_suffix":
-        for uid, prompt in enumerate(ids):
-            for sample in range(GROUP - 1):
-                llm.replica.add_reference(_state(uid, sample, prompt, tokens[uid, sample]))
-    num_tokens = num_rows = 0
-    start = time.perf_counter()
-    for first in range(0, len(ids), batch):
-        for uid in range(first, min(first + batch, len(ids))):
-            llm.replica.submit(Work(state=_state(uid, GROUP - 1, ids[uid], [])))
-        while llm.replica.has_work:
-            output = llm.replica.step()
-            num_rows += output.num_running
-            num_tokens += sum(len(one.completion.token_ids) for one in output.finished)
-    return Timed(time.perf_counter() - start, num_tokens / num_rows)
+def time_last_samples(bench: Bench, variant: Variant, ids: list[list[int]], tokens: Tokens) -> Timed:
+    """Times the last sample of each prompt; a drafter knows the other samples of its group."""
+    bench.use(variant)
+    for uid, prompt in enumerate(ids):
+        for sample in range(GROUP - 1):
+            bench.replica.add_reference(_state(uid, sample, prompt, tokens[uid, sample]))
+    return bench.roll_out(_state(uid, GROUP - 1, prompt, []) for uid, prompt in enumerate(ids))
 
 
 def _state(uid: int, sample: int, prompt: list[int], generated: list[int], *, seed: int = 0) -> SequenceState:
@@ -338,34 +374,30 @@ def _state(uid: int, sample: int, prompt: list[int], generated: list[int], *, se
 
 def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
     """Whole groups, four sequences at a time, against plain decoding in its best order."""
-    texts = prompts(16)
-    params = SamplingParams(max_tokens=320, n=8)
+    folder = model(config, config.rollout_widen)
+    ids = encode(folder, prompts(16))
     sizes = (4, 8, 128) if config.full else (4, 128)
     names = (PLAIN, "grouped", "suffix") if config.full else (PLAIN, "grouped")
     rows: list[harness.Row] = []
     found: dict[int, dict[str, float]] = {}
-    with ExitStack() as stack:
-        folder = model(config, config.rollout_widen)
-        for size in sizes:
-            timed = {}
-            for name in names:
-                llm = make(stack, folder, VARIANTS[name], max_num_seqs=size, max_model_len=512, seed=config.seed)
-                time_rollout(llm, texts[:1], params)
-                timed[name] = partial(time_rollout, llm, texts, params)
-            turns = harness.interleave(timed, config.turns, name=f"{size} at a time", warm_up=False)
-            row = harness.compare(f"{size} at a time", turns)
-            rows.append(row)
-            found[size] = {name: harness.short(1 / ratio) for name, ratio in row["ratios"].items()}
+    for size in sizes:
+        bench = Bench(folder, max_num_seqs=size)
+        timed = {name: partial(time_rollout, bench, VARIANTS[name], ids) for name in names}
+        turns = harness.interleave(timed, config.turns, name=f"{size} at a time", warm_up=False)
+        row = harness.compare(f"{size} at a time", turns)
+        rows.append(row)
+        found[size] = {name: harness.short(1 / ratio) for name, ratio in row["ratios"].items()}
     print(harness.table(rows), file=sys.stderr)
     return {"rollout_speedup": found[sizes[0]]["grouped"], "rollouts": found, "rollout_rows": rows}
 
 
-def time_rollout(llm: LLM, texts: list[str], params: SamplingParams) -> float:
-    """Seconds per token: each call has new uids, so that no group was seen before, and therefore other lengths."""
-    start = time.perf_counter()
-    outputs = llm.generate(texts, params)
-    seconds = time.perf_counter() - start
-    return seconds / sum(len(one.token_ids) for output in outputs for one in output.outputs)
+def time_rollout(bench: Bench, variant: Variant, ids: list[list[int]]) -> float:
+    """Seconds of 8 samples of each prompt. Group drafts take sample 0 of all prompts first, as `LLM.generate` does."""
+    bench.use(variant)
+    states = [_state(uid, sample, prompt, []) for uid, prompt in enumerate(ids) for sample in range(8)]
+    if variant.drafter == "grouped_suffix":
+        states.sort(key=lambda state: state.key.sample_index)
+    return bench.roll_out(states).seconds
 
 
 # -- how often a small model's guess is drawn

@@ -82,10 +82,10 @@ class LocalEngine:
         self._runner = ModelRunner(self.decoder, self.kv, config, max_model_len)
         swap_policy = SwapPolicy(config.preemption, self.decoder, self.kv, max_model_len, tensor_parallel)
         self.mover = KVMover(self.kv, model, shard, tensor_parallel, swap_policy, kv_store)
-        row_times = RowTimes(
+        self.row_times = RowTimes(
             self.decoder, self.kv, config, max_model_len, tensor_parallel, num_kv_tokens=self.num_kv_tokens
         )
-        self._model_drafter = self._make_model_drafter(model, max_model_len)
+        self._model_drafter = self.make_model_drafter(config, model, max_model_len)
         self.replica = Replica(
             runner=self._runner,
             scheduler=Scheduler(config, BlockManager(self.num_kv_tokens // config.block_size, config.block_size)),
@@ -97,20 +97,21 @@ class LocalEngine:
             hidden_stop=hidden_stop,
             max_kv_tokens=max_kv_tokens,
             drafter=choose_drafter(
-                config, draft_policy, row_times, tensor_parallel, connect=connect_drafts, model=self._model_drafter
+                config, draft_policy, self.row_times, tensor_parallel, connect=connect_drafts, model=self._model_drafter
             ),
         )
         self.has_weights = self.is_asleep = False
 
-    def _make_model_drafter(self, model: ModelConfig, max_model_len: int) -> ModelDrafter | None:
-        """Makes the drafter for drafter="model" on the replica's first shard; its weights are loaded later."""
-        draft = draft_model_config(self.config, model)
+    def make_model_drafter(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> ModelDrafter | None:
+        """Returns a drafter for drafter="model" on the replica's first shard, else None; its `load` reads the weights.
+        `config` may have other options of drafts than the engine's."""
+        draft = draft_model_config(config, model)
         if draft is None or self.tensor_parallel.rank:
             return None
-        block_size, decoder = self.config.block_size, self.decoder
-        num_tokens = draft_kv_blocks(self.config, self.num_kv_tokens // block_size, max_model_len) * block_size
-        kv = _make_cache(draft, self.config, num_tokens, draft.num_kv_heads, decoder.dtype, decoder.device)
-        return ModelDrafter(draft, self.config, kv, max_model_len=max_model_len, eos_token_ids=model.eos_token_ids)
+        block_size, decoder = config.block_size, self.decoder
+        num_tokens = draft_kv_blocks(config, self.num_kv_tokens // block_size, max_model_len) * block_size
+        kv = _make_cache(draft, config, num_tokens, draft.num_kv_heads, decoder.dtype, decoder.device)
+        return ModelDrafter(draft, config, kv, max_model_len=max_model_len, eos_token_ids=model.eos_token_ids)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies this shard's part of every parameter; `load_draft_model` first, where it was not called. Raises

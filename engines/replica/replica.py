@@ -152,7 +152,8 @@ class Replica:
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._hidden_stop = hidden_stop
-        self._drafter = drafter
+        self.drafter = drafter
+        """May be exchanged while there are no sequences; a pass has memory for the drafts of the engine's options."""
         self._sequences: dict[SequenceId, Sequence] = {}
         self.policy_version = 0
 
@@ -238,8 +239,8 @@ class Replica:
                     elif len(sequence.state.tokens) >= sequence.release_len:
                         leaving.append(sequence)
             output.num_tokens, output.num_context_tokens, output.num_pairs = sum_tokens, sum_context, sum_pairs
-            if self._drafter is not None:
-                self._observe(self._drafter, scheduled, lengths, output)
+            if self.drafter is not None:
+                self._observe(self.drafter, scheduled, lengths, output)
             for sequence in ended:
                 self._leave(sequence)
             if leaving:
@@ -266,11 +267,11 @@ class Replica:
             for sequence, num_tokens in zip(schedule.arriving, loaded, strict=True):
                 sequence.num_computed, sequence.kv, sequence.is_swapped_out = num_tokens, None, False
             self.scheduler.add_loaded(schedule)
-        if self._drafter is not None:
+        if self.drafter is not None:
             # Each shard of the replica drafts for itself, and all must draft alike: a drafter is a function of the
             # states. One that depends on time runs on the first shard, which sends its drafts to the others
             # (`SharedDrafter`).
-            self.scheduler.add_drafts(schedule, self._drafter)
+            self.scheduler.add_drafts(schedule, self.drafter)
         return schedule.batch
 
     def _verify(self, item: Scheduled, drawn: Iterator[tuple[int, float]]) -> Finished | None:
@@ -317,9 +318,9 @@ class Replica:
         for sequence in returning:
             self._sequences[sequence.state.sequence_id] = sequence
         self.scheduler.restart(self._sequences.values())
-        if self._drafter is not None:
+        if self.drafter is not None:
             for sequence in self._sequences.values():
-                self._drafter.finish(sequence.state)
+                self.drafter.finish(sequence.state)
 
     def clear(self) -> None:
         """Drops all sequences, also after an interrupt at any point. Their stored KV stays where it is."""
@@ -371,15 +372,15 @@ class Replica:
         )
 
     def _leave(self, sequence: Sequence) -> None:
-        if self._drafter is not None:
-            self._drafter.finish(sequence.state)
+        if self.drafter is not None:
+            self.drafter.finish(sequence.state)
         self.scheduler.remove(sequence)
         del self._sequences[sequence.state.sequence_id]
 
     def add_reference(self, state: SequenceState) -> None:
         """Shows the drafter, if there is one, a sequence that has ended elsewhere; it is not modified."""
-        if self._drafter is not None:
-            self._drafter.add_reference(state)
+        if self.drafter is not None:
+            self.drafter.add_reference(state)
 
     def holds(self, sequence_id: SequenceId) -> bool:
         """Whether the sequence is here, running or waiting."""

@@ -21,7 +21,7 @@ from engines.sampling.sampler import SamplingBatch, draw_natively, make_sampling
 
 _CONTEXT = 256  # tokens that each row attends to
 _ENOUGH_S = 0.02  # longer passes are extrapolated from one that takes this long, and twice as long as that of one row
-_SHORT_S = 0.005  # after a shorter pass the next one is timed four times, else twice: each shape's first pass is slower
+_POINT_S = 0.03  # the passes over one number of rows take about this long, but are two at least: the first is slower
 
 
 class RowTimes:
@@ -73,7 +73,8 @@ class RowTimes:
             self._points, self._is_complete = [(1, 1.0), (2, 2.0)], True  # as if each row cost a pass: no drafts
             return
         assert scratch is not None
-        times = 4 if seconds < _SHORT_S else 2
+        seconds = seconds or self._slowest(self._time(scratch, rows))
+        times = min(10, max(2, int(_POINT_S / seconds)))
         self._points.append((rows, self._slowest(min(self._time(scratch, rows) for _ in range(times)))))
 
     def _time(self, scratch: PagedKVCache, rows: int) -> float:

@@ -78,7 +78,7 @@ def test_tokens_follow_the_models_distribution(
 ) -> None:
     folder, oracle = model
     llm = LLM(folder, kv_cache_bytes=2**24, drafter="ngram", max_draft_tokens=PARAMS.max_tokens)
-    llm.replica._drafter = Guesser(kind, truth, PARAMS.max_tokens)
+    llm.replica.drafter = Guesser(kind, truth, PARAMS.max_tokens)
     sequences = list(generate(llm).values())
     drafted = sum(record.num_drafted for record in llm.step_records)
     accepted = sum(record.num_accepted for record in llm.step_records)

@@ -126,7 +126,7 @@ def options_of(kind: str) -> dict[str, Any]:
 
 def drafting(llm: LLM, kind: str, truth: Truth) -> LLM:
     if kind != "ngram":
-        llm.replica._drafter = ScriptedDrafter(kind, truth)
+        llm.replica.drafter = ScriptedDrafter(kind, truth)
     return llm
 
 
@@ -226,7 +226,7 @@ def check(done: dict[SequenceId, Completion], plain: dict[SequenceId, Completion
 
 
 def check_all_left(llm: LLM) -> None:
-    drafter, blocks = llm.replica._drafter, llm.replica.scheduler.blocks
+    drafter, blocks = llm.replica.drafter, llm.replica.scheduler.blocks
     assert not (drafter._indices if isinstance(drafter, NGramDrafter) else drafter.known)  # type: ignore[union-attr]
     assert blocks.num_free_blocks == blocks.num_blocks
 
@@ -284,8 +284,8 @@ def test_the_same_tokens(
         assert llm.replica.scheduler.num_preemptions > 3, "the KV cache was not small enough to test anything"
     if options != "budget for decodes only":
         assert watch.num_drafted > 10
-    if isinstance(llm.replica._drafter, ScriptedDrafter) and kind != "paths":
-        observed = llm.replica._drafter.num_drafted, llm.replica._drafter.num_accepted
+    if isinstance(llm.replica.drafter, ScriptedDrafter) and kind != "paths":
+        observed = llm.replica.drafter.num_drafted, llm.replica.drafter.num_accepted
         assert observed == (watch.num_drafted, watch.num_accepted)
     assert {
         "ngram": watch.num_accepted > 5 or options == "budget for decodes only",
@@ -304,7 +304,7 @@ def test_rejected_drafts_change_nothing_for_anyone(qwen3: str, truth: Truth, opt
     llms = [make_llm(qwen3, kind, truth, **OPTIONS[options]) for kind in ("none", "wrong")]
     if num_paths > 1:
         llms[1] = make_llm(qwen3, "paths", truth, **OPTIONS[options])
-        llms[1].replica._drafter = ScriptedDrafter("wrong paths", truth)
+        llms[1].replica.drafter = ScriptedDrafter("wrong paths", truth)
     for llm in llms:
         for state in make_states():
             llm.replica.submit(Work(state=state))
@@ -356,7 +356,7 @@ def test_right_drafts_save_steps(qwen3: str, num_draft_tokens: int) -> None:
         qwen3, dtype="float64", kv_cache_bytes=2**24, drafter="ngram", max_draft_tokens=num_draft_tokens,
     )  # fmt: skip
     drafter = ScriptedDrafter("truth", truth_of(make_llm(qwen3), states), num_draft_tokens)
-    llm.replica._drafter = drafter
+    llm.replica.drafter = drafter
     for state in states:
         llm.replica.submit(Work(state=state))
     outputs = []
@@ -379,7 +379,7 @@ def test_released_in_the_middle_of_a_draft(
     replicas = [make_replica(qwen3, store, max_num_seqs=size, **options) for size in (4, 9)]
     for replica in replicas:
         if kind != "ngram":
-            replica._drafter = ScriptedDrafter(kind, truth)
+            replica.drafter = ScriptedDrafter(kind, truth)
     watches = [Watch(replica, EngineConfig(max_num_seqs=9, **options)) for replica in replicas]
     places = itertools.cycle(replicas)
     for state in make_states():
@@ -405,7 +405,7 @@ def test_paused_and_resumed_between_steps(
     replicas = [make_replica(qwen3, make_store(tmp_path), max_num_seqs=size, **options) for size in (5, 9)]
     for replica in replicas:
         if kind != "ngram":
-            replica._drafter = ScriptedDrafter(kind, truth)
+            replica.drafter = ScriptedDrafter(kind, truth)
     watches = [Watch(replica, EngineConfig(max_num_seqs=9, **options)) for replica in replicas]
     rng = random.Random(5)
     for state in make_states():
@@ -416,7 +416,7 @@ def test_paused_and_resumed_between_steps(
         if rng.random() < 0.5:
             replica = rng.choice(replicas)
             works = replica.pause(with_kv=with_kv)
-            drafter = replica._drafter
+            drafter = replica.drafter
             assert not (drafter._indices if isinstance(drafter, NGramDrafter) else drafter.known)  # type: ignore[union-attr]
             for work in works:
                 rng.choice(replicas).submit(work)
@@ -727,9 +727,9 @@ def test_a_drafter_that_fails_in_finish_too(qwen3: str) -> None:
     llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24)
     params = SamplingParams(max_tokens=8)
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, prompt_uids=range(12))]
-    llm.replica._drafter = Failing("truth", {})
+    llm.replica.drafter = Failing("truth", {})
     with pytest.raises(MemoryError):
         llm.generate(PROMPTS, params, prompt_uids=range(12))
-    llm.replica._drafter = None
+    llm.replica.drafter = None
     again = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, prompt_uids=range(12))]
     assert again == expected

@@ -63,7 +63,7 @@ def test_of_a_replica_s_call_at_every_line(qwen3: str, what: str, drafter: str) 
         llm.replica.submit(work(uid))
     expected = finish(llm)
     if drafter == "truth":
-        llm.replica._drafter = ScriptedDrafter("truth", truth_of(llm, [work(uid).state for uid in range(3)]))
+        llm.replica.drafter = ScriptedDrafter("truth", truth_of(llm, [work(uid).state for uid in range(3)]))
     call: Callable[[], Any] = {
         "submit": lambda: llm.replica.submit(work(2)), "pause": llm.replica.pause, "step": llm.replica.step,
     }[what]  # fmt: skip
@@ -83,7 +83,7 @@ def test_of_a_replica_s_call_at_every_line(qwen3: str, what: str, drafter: str) 
             assert finish(llm) == expected
         llm.replica.clear()
     if drafter == "truth":
-        assert llm.replica._drafter.num_accepted > 100  # type: ignore[union-attr]
+        assert llm.replica.drafter.num_accepted > 100  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("files", "step"), [(["engines/llm.py"], 5), (LOOP, 211), (STORES, 11)])

@@ -189,7 +189,7 @@ def over_two_ranks(target: str, draft: str) -> list[Any]:
     layout = nested_layout(range(2), 2)
     groups = join([layout], timeout_s=120)
     llm = make_llm(target, draft, world=groups, layout=layout, kv_cache_bytes=TIGHT_KV, max_model_len=100)
-    assert isinstance(llm.replica._drafter, SharedDrafter)
+    assert isinstance(llm.replica.drafter, SharedDrafter)
     watch = submitted(llm, make_states())
     tokens = {str(sequence_id): one.token_ids for sequence_id, one in watch.finish().items()}
     memory = llm.memory.drafter is not None

@@ -83,7 +83,7 @@ def copy_from_the_other_replica(model: str, with_server: bool) -> int:
     if rank == 1:
         for _ in range(2):  # the second step asks for drafts
             llm.replica.step()
-        drafter = llm.replica._drafter
+        drafter = llm.replica.drafter
         assert isinstance(drafter, SuffixDrafter) and len(state.tokens) < 20
         wait_until(lambda: not with_server or len(known_of(drafter)) == 60)
         while llm.replica.has_work:
@@ -160,6 +160,6 @@ def test_a_fleet_refuses(qwen3: str) -> None:
 
 def test_one_process_has_nobody_to_share_with(qwen3: str) -> None:
     llm = LLM(qwen3, **OPTIONS, **SHARED)
-    assert llm._drafts is None and isinstance(llm.replica._drafter, SuffixDrafter)
+    assert llm._drafts is None and isinstance(llm.replica.drafter, SuffixDrafter)
     assert isinstance(llm._engine, LocalEngine)
     llm.close()
