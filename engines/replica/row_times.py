@@ -20,7 +20,7 @@ from engines.replica.swap import scratch_cache
 from engines.sampling.sampler import SamplingBatch, draw_natively, make_sampling_batch, sample
 
 _CONTEXT = 256  # tokens that each row attends to
-_ENOUGH_S = 0.02  # longer passes are extrapolated from one that takes this long, and twice as long as that of one row
+_ENOUGH_S = 0.02  # longer passes are extrapolated from one that takes this long, and four times as long as of one row
 _POINT_S = 0.03  # the passes over one number of rows take about this long, but are two at least: the first is slower
 
 
@@ -63,7 +63,7 @@ class RowTimes:
     def _measure_next(self) -> None:
         last, seconds = self._points[-1] if self._points else (0, 0.0)
         rows = max(1, 2 * last)
-        if rows > self._most_rows or (self._points and seconds >= max(_ENOUGH_S, 2 * self._points[0][1])):
+        if rows > self._most_rows or (self._points and seconds >= max(_ENOUGH_S, 4 * self._points[0][1])):
             self._is_complete = True
             return
         scratch: PagedKVCache | None = None

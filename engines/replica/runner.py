@@ -75,7 +75,7 @@ class ModelRunner:
         has_forks = any(item.forks for item in scheduled)
         if has_forks:
             self._copy_last_blocks(scheduled)
-        what = self._build(scheduled, has_forks=has_forks)
+        what = self._build(scheduled, has_forks)
         logits = self._forward(what)
         if not len(what.slots):
             return []
@@ -111,7 +111,7 @@ class ModelRunner:
         assert self._padded is not None
         return self._decoder.hidden(self._padded.batch(size), self._kv)
 
-    def _build(self, scheduled: list[Scheduled], *, has_forks: bool) -> _Pass:
+    def _build(self, scheduled: list[Scheduled], has_forks: bool) -> _Pass:
         sequences = [item.sequence for item in scheduled]
         starts = np.array([sequence.num_computed for sequence in sequences])
         lengths = np.array([item.num_tokens for item in scheduled])

@@ -51,7 +51,7 @@ def test_it_measures_only_as_far_as_it_is_asked(qwen3: str) -> None:
     ("fixed", "per_row", "timed"),
     [
         (0.0, 0.001, {1: 11, 2: 10, 4: 10, 8: 7, 16: 3, 32: 2}),
-        (0.03, 0.001, {1: 3, 2: 2, 4: 2, 8: 2, 16: 2, 32: 2}),  # until twice as long as one row
+        (0.03, 0.001, {1: 3, 2: 2, 4: 2, 8: 2, 16: 2, 32: 2, 64: 2, 128: 2}),  # until four times as long as of one row
         (0.03, 0.020, {1: 3, 2: 2, 4: 2}),
         (0.0, 0.0001, {1: 11, 2: 10, 4: 10, 8: 10, 16: 10, 32: 10, 64: 9}),
     ],
