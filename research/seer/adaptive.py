@@ -107,7 +107,10 @@ class MarginalGain:
     _PATIENCE, _MOST_SKIPPED, _FORGOTTEN = 8, 64, 0.02
 
     def __init__(self, seconds: RowSeconds, *, margin: float = 0.05) -> None:
-        """Drafts must promise a gain of more than `margin`: times and probabilities are estimates. Raises ValueError for a negative one."""
+        """Drafts must promise a gain of more than `margin`, since times and probabilities are estimates.
+
+        Raises ValueError for a negative one.
+        """
         check_value("MarginalGain.margin", margin, NonNegative)
         self._table = _Table(seconds)
         self._margin = margin
