@@ -8,6 +8,8 @@ the time of a pass by its rows, and have no clock: what they decide is a functio
 from __future__ import annotations
 
 from bisect import bisect_right
+from itertools import accumulate
+from operator import mul
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -33,40 +35,43 @@ class Calibration:
     _CLASSES, _PRIOR, _MOST = 10, 10.0, 2000.0
 
     def __init__(self) -> None:
-        middles = (np.arange(self._CLASSES) + 0.5) / self._CLASSES
-        self._prior = self._PRIOR * middles
-        self._tries = np.full(self._CLASSES, self._PRIOR)
-        self._hits = self._prior.copy()
+        self._prior = [self._PRIOR * (number + 0.5) / self._CLASSES for number in range(self._CLASSES)]
+        self._tries = [self._PRIOR] * self._CLASSES
+        self._hits = list(self._prior)
 
     def paths(self, drafts: list[Draft]) -> NDArray[np.float64]:
         """Returns for each draft, [drafts, longest], the probability that each token and all before it are drawn; 0
         beyond its end."""
-        lengths = np.array([len(draft.tokens) for draft in drafts])
-        paths = np.zeros((len(drafts), int(lengths.max())))
-        is_token = np.arange(paths.shape[1]) < lengths[:, None]
-        paths[is_token] = np.concatenate([draft.probabilities for draft in drafts])
-        paths[:, 1:] = paths[:, 1:] / np.maximum(paths[:, :-1], 1e-12)  # conditional ones
-        found = (self._hits / self._tries)[self._classes(paths)]
-        return np.where(is_token, found, 0.0).cumprod(axis=1)
+        rates = [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
+        longest = max(len(draft.tokens) for draft in drafts)
+        rows = []
+        for draft in drafts:
+            chances = (rates[number] for number in self._classes(draft.probabilities))
+            rows.append([*accumulate(chances, mul), *[0.0] * (longest - len(draft.tokens))])
+        return np.array(rows)
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
         """Learns that of a draft with these estimates, as in `Draft`, the first `num_accepted` tokens were drawn."""
-        tried = np.array(probabilities[: num_accepted + 1])
-        tried[1:] /= np.maximum(tried[:-1], 1e-12)
-        classes = self._classes(tried)
-        np.add.at(self._tries, classes, 1.0)
-        np.add.at(self._hits, classes[:num_accepted], 1.0)
-        worn = self._tries > self._MOST
-        self._tries[worn] /= 2
-        self._hits[worn] /= 2
+        for place, number in enumerate(self._classes(probabilities[: num_accepted + 1])):
+            self._tries[number] += 1
+            self._hits[number] += place < num_accepted
+            if self._tries[number] > self._MOST:
+                self._tries[number] /= 2
+                self._hits[number] /= 2
 
     def forget(self, share: float) -> None:
         """Takes back this share of what was learnt."""
-        self._tries += share * (self._PRIOR - self._tries)
-        self._hits += share * (self._prior - self._hits)
+        for number, prior in enumerate(self._prior):
+            self._tries[number] += share * (self._PRIOR - self._tries[number])
+            self._hits[number] += share * (prior - self._hits[number])
 
-    def _classes(self, conditional: NDArray[np.float64]) -> NDArray[np.int64]:
-        return np.minimum(self._CLASSES - 1, conditional * self._CLASSES).astype(np.int64)
+    def _classes(self, probabilities: list[float]) -> list[int]:
+        """Returns each token's class, by its probability if all before it were drawn."""
+        before = [1.0, *probabilities]
+        return [
+            min(self._CLASSES - 1, int(self._CLASSES * path / max(last, 1e-12)))
+            for last, path in zip(before, probabilities, strict=False)
+        ]
 
 
 class _Table:
