@@ -67,25 +67,25 @@ def wrong_exchanges(group: Communicator, cases: list[str]) -> list[str]:
         expected = cut_for(group, mine, counts)
         spread = torch.stack([mine, ~mine if dtype == torch.bool else mine * 0], 1)[:, 0]
         check(len(mine) < 2 or not spread.is_contiguous(), "contiguous")
-        for tensor in (mine, spread):
-            before = tensor.clone(memory_format=torch.contiguous_format)
-            time.sleep(naps.random() * 1e-3)
-            out = group.all_to_all(tensor, sends, receives)
-            # What others do next must not reach this result, nor their results what they have not read yet.
-            time.sleep(naps.random() * 1e-3)
-            kind = order.choice(["all_reduce", "all_gather", "broadcast", "barrier", "none"])
-            ones = torch.full((1000,), float(number + group.rank))
-            if kind == "all_reduce":
-                check(bool((group.all_reduce(ones) == sum(range(group.size)) + number * group.size).all()), kind)
-            elif kind == "all_gather":
-                check(group.all_gather(ones)[:, -1].tolist() == [number + rank for rank in range(group.size)], kind)
-            elif kind == "broadcast":
-                check(bool((group.broadcast(ones, 1) == number + 1).all()), kind)
-            elif kind == "barrier":
-                group.barrier()
-            check(out.dtype == dtype and out.shape == (sum(receives),), name, dtype, "has another form")
-            check(torch.equal(as_bytes(out), expected), name, dtype, "after it", kind)
-            check(torch.equal(as_bytes(tensor.contiguous()), as_bytes(before)), name, "has changed its input")
+        tensor = order.choice([mine, spread])
+        before = tensor.clone(memory_format=torch.contiguous_format)
+        time.sleep(naps.random() * 1e-3)
+        out = group.all_to_all(tensor, sends, receives)
+        # What others do next must not reach this result, nor their results what they have not read yet.
+        time.sleep(naps.random() * 1e-3)
+        kind = order.choice(["all_reduce", "all_gather", "broadcast", "barrier", "none"])
+        ones = torch.full((1000,), float(number + group.rank))
+        if kind == "all_reduce":
+            check(bool((group.all_reduce(ones) == sum(range(group.size)) + number * group.size).all()), kind)
+        elif kind == "all_gather":
+            check(group.all_gather(ones)[:, -1].tolist() == [number + rank for rank in range(group.size)], kind)
+        elif kind == "broadcast":
+            check(bool((group.broadcast(ones, 1) == number + 1).all()), kind)
+        elif kind == "barrier":
+            group.barrier()
+        check(out.dtype == dtype and out.shape == (sum(receives),), name, dtype, "has another form")
+        check(torch.equal(as_bytes(out), expected), name, dtype, "after it", kind)
+        check(torch.equal(as_bytes(tensor.contiguous()), as_bytes(before)), name, "has changed its input")
     return wrong
 
 
