@@ -125,14 +125,14 @@ def failing() -> dict[str, Any]:
     def of(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.ones(4, dtype=dtype)
 
-    late = rank == 3
+    is_last = rank == 3
     calls: dict[str, Callable[[Communicator], Any]] = {
-        "expects more": lambda group: group.all_to_all(of(), ones, [1, 2, 1, 1] if late else ones),
-        "sends to itself": lambda group: group.all_to_all(of(), ones, [1, 1, 1, 0] if late else ones),
+        "expects more": lambda group: group.all_to_all(of(), ones, [1, 2, 1, 1] if is_last else ones),
+        "sends to itself": lambda group: group.all_to_all(of(), ones, [1, 1, 1, 0] if is_last else ones),
         "expects large": lambda group: group.all_to_all(of(), ones, [1, 1, 1, 10**6] if rank == 0 else ones),
-        "dtype": lambda group: group.all_to_all(of(torch.int32 if late else torch.float32), ones, ones),
+        "dtype": lambda group: group.all_to_all(of(torch.int32 if is_last else torch.float32), ones, ones),
         "operation": lambda group: (
-            group.all_gather(torch.tensor([ones, ones])) if late else group.all_to_all(of(), ones, ones)
+            group.all_gather(torch.tensor([ones, ones])) if is_last else group.all_to_all(of(), ones, ones)
         ),
     }
     out: dict[str, Any] = {}
