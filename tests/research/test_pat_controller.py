@@ -24,7 +24,7 @@ from research.workloads.lengths import LogNormalLengths
 
 NUM_RANKS, CAP = 8, 1500
 A40 = {size: profile(f"a40-8b-tp{size}") for size in (1, 2, 4, 8)}
-PACE = ProfilePace(device=A40[1].device, shape=A40[1].shape, restart_s=0.3)
+PACE = ProfilePace(device=A40[1].device, shape=A40[1].shape, restart_s=0.1)
 """Lengths are a twentieth of what they are in the paper, and so is what a switch takes."""
 KV_TOKENS = {size: one.kv_tokens_capacity() for size, one in A40.items()}
 LENGTHS = LogNormalLengths(median=150, sigma=0.884, cap=CAP)
