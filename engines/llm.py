@@ -304,8 +304,7 @@ class LLM:
 
         Weights move between the ranks that change their replicas; without `keep_weights`, which is faster, there are
         none until `update_weights`. Drops all cached KV. Raises ValueError, on every rank, for a layout that this LLM
-        cannot have: it needs a `layout_policy`, or a world that was made for the layout; RuntimeError while sequences
-        are running.
+        cannot have, as its world was not made for it; RuntimeError while sequences are running.
         """
         with together(self._world, "regroup"):
             self._check_open()

@@ -133,6 +133,7 @@ class LocalEngine:
         places: Mapping[SequenceId, int],
         *,
         draft_policy: DraftPolicy | None = None,
+        max_kv_tokens: int | None = None,
     ) -> None:
         """Takes this rank's next place, in the memory that it has: what it lacks comes from the other ranks of `joint`,
         who call it together, between two steps.
@@ -143,7 +144,7 @@ class LocalEngine:
         start = time.perf_counter()
         version, store = self.replica.policy_version, self.mover.store
         has_weights, self.has_weights = self.has_weights, False
-        self._draft_policy = draft_policy
+        self._draft_policy, self._max_kv_tokens = draft_policy, max_kv_tokens
         self._runner.drop_graphs()
         kept = joint.gather_kept(self.replica)
         room = {spec.id: self._num_blocks(spec) for spec in joint.after}

@@ -124,9 +124,10 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
+        """No sequence holds any of the blocks; the contents of some may be known."""
         self._config = config
         self.blocks = blocks
-        self.restart(())
+        self._queue(())
         self.num_preemptions = 0
         self.num_looked_up = 0
         """Drafts that were looked up, also those that a policy then dropped."""
@@ -388,6 +389,9 @@ class Scheduler:
     def restart(self, sequences: Iterable[Sequence]) -> None:
         """Makes exactly these sequences wait to be recomputed. Safe after an interrupt at any point."""
         self.blocks.reset()
+        self._queue(sequences)
+
+    def _queue(self, sequences: Iterable[Sequence]) -> None:
         self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque(sequences)

@@ -194,10 +194,12 @@ class Placement:
         _check_groups(layout, self._groups)
         for replica in layout.replicas:
             check_shardable(self.model, replica.tp_size)
-            if replica.tp_size not in self._num_kv_tokens:
+            if self._given.layout_policy is None:
+                kv_capacity(self.model, self.config, replica.tp_size)
+            elif replica.tp_size not in self._num_kv_tokens:
                 raise ValueError(
                     f"layout: replica {replica.id} has {replica.tp_size} ranks, and the KV cache is checked for those "
-                    f"of {sorted(self._num_kv_tokens)}; add the layout to GroupCache's, and give LLM a layout_policy"
+                    f"of {sorted(self._num_kv_tokens)}; add the layout to GroupCache's"
                 )
         self._capacity.check(layout)
         if not self.can_reshape(before, layout):
@@ -220,11 +222,16 @@ class Placement:
             device=self.device,
             detokenize=detokenizer(self.tokenizer),
             hidden_stop=self._given.hidden_stop,
-            max_kv_tokens=min(self._num_kv_tokens.values()),
+            max_kv_tokens=self._max_kv_tokens,
             kv_store=self.kv_store,
             draft_policy=self._draft_policy(spec),
             connect_drafts=self.connect_drafts,
         )
+
+    @property
+    def _max_kv_tokens(self) -> int | None:
+        """The longest sequence that fits in every layout that a rollout may have; None without a layout policy."""
+        return None if self._given.layout_policy is None else min(self._num_kv_tokens.values())
 
     def _draft_policy(self, spec: ReplicaSpec) -> DraftPolicy | None:
         """A paced replica decides by its pace, and not by how long passes take on this machine."""
@@ -251,6 +258,7 @@ class Placement:
                 self._groups.get(spec.ranks),
                 places,
                 draft_policy=self._draft_policy(spec),
+                max_kv_tokens=self._max_kv_tokens,
             )
         return self.engine
 

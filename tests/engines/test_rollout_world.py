@@ -18,7 +18,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel import groups as groups_module
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from tests.checkpoints import save_checkpoint
-from tests.worlds import error_of, join, run_world
+from tests.worlds import error_of, join, run_world, shared_files
 
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(24)]
@@ -342,12 +342,6 @@ def test_what_is_taken_does_not_depend_on_the_layout_of_the_moment(checkpoints: 
             told = "ValueError: prompts[0]: 60 tokens with max_tokens=30 can reach 90 tokens, the KV cache holds 64"
             assert told in error
         assert result["tokens"] == [[c.token_ids for c in o.outputs] for o in out]
-
-
-def shared_files() -> int:
-    """Files of shared memory that this process holds open, by the names that they had."""
-    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return sum("curtail-" in os.readlink(path) for path in paths if os.path.lexists(path))
 
 
 def fail_in_a_world_of_its_own(directory: str) -> dict[str, Any]:
