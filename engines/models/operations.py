@@ -17,8 +17,7 @@ from engines.native.library import Library, address
 class TorchOperations:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns the RMS norm of x [T, hidden] in max(float32, dtype), cast back before the weight, as HF does."""
-        wide = x.float() if x.dtype is torch.bfloat16 else x
-        return torch.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight
+        return torch.rms_norm(x, x.shape[-1:], None, eps) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns (norm of x + residual, x + residual), each [T, hidden]; `residual` may be overwritten."""
