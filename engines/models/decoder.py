@@ -13,11 +13,10 @@ from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.checksums import checksum_parts
 from engines.models.invariant import check_products, project_invariant
-from engines.models.operations import NativeOperations, Operations, TorchOperations
+from engines.models.kernels import ChosenKernels
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import FewRows, Project, copy_dtype, pack, project
 from engines.models.rope import RotaryTable
-from engines.native.library import Library
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
 
@@ -35,11 +34,11 @@ class Decoder:
         shard: Shard,
         tensor_parallel: Communicator,
         attention: ChosenAttention,
-        library: Library | None = None,
+        kernels: ChosenKernels,
         batch_invariant: bool = False,
     ) -> None:
-        """Rank i of `tensor_parallel` holds shard i. `library`: the native kernels, None for torch's; `batch_invariant`
-        needs them, and native attention. Raises ValueError when the model cannot be cut into these shards.
+        """Rank i of `tensor_parallel` holds shard i. `batch_invariant` needs native kernels and attention. Raises
+        ValueError when the model cannot be cut into these shards.
         """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
@@ -51,16 +50,16 @@ class Decoder:
         self.parameters = DecoderParameters.allocate(self.local, dtype, device)
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
-        self.library = library
-        """The native kernels, also for sampling from the logits."""
-        self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
+        self.kernels = kernels
+        """Also those for sampling from the logits."""
+        self._operations = kernels.operations
         if batch_invariant and isinstance(tensor_parallel, TorchGroup):
             tensor_parallel = tensor_parallel.in_rank_order()
         self._tensor_parallel = tensor_parallel
         self._project: Project = project_invariant if batch_invariant else project
         self._check_products = check_products if batch_invariant else None
         self._copy_dtype = copy_dtype(dtype, device)
-        self._few_rows = None if library is None or batch_invariant else FewRows(library)
+        self._few_rows = None if kernels.library is None or batch_invariant else FewRows(kernels.library)
         self.attention_backend = attention.name
         """A name from `EngineConfig.attention`, but not "auto"."""
         self._backend = attention.backend

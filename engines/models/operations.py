@@ -1,9 +1,12 @@
-"""The decoder's small operations: in torch, on any device, and the same in C++ for a CPU (`engines/native`).
+"""The decoder's small operations: in torch, on any device, and the same in C++ for a CPU (`engines/native`). They are
+also in Triton for a GPU (`triton_operations.py`).
 
-Both round where Hugging Face does; sums and exponentials may differ in their last bits.
+All round where Hugging Face does; sums and exponentials may differ in their last bits.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +15,9 @@ from torch.nn.functional import silu
 from engines.kvcache.paged import write_kv
 from engines.models.rope import rotate
 from engines.native.library import Library, address
+
+if TYPE_CHECKING:
+    from engines.models.triton_operations import TritonOperations
 
 
 class TorchOperations:
@@ -102,4 +108,4 @@ class NativeOperations:
         return q
 
 
-Operations = TorchOperations | NativeOperations
+Operations: TypeAlias = "TorchOperations | NativeOperations | TritonOperations"

@@ -55,14 +55,15 @@ def test_graphs_replay_the_same_tokens(qwen3: str, monkeypatch: pytest.MonkeyPat
     eager, llm = (LLM(qwen3, cuda_graphs=graphs, **options) for graphs in (False, True))
     graphs = llm.replica._runner._graphs
     assert graphs is not None and eager.replica._runner._graphs is None
+    params = [SamplingParams(max_tokens=2 + 2 * index, n=2) for index in range(len(PROMPTS))]
 
     def same_tokens() -> None:
-        outputs = [[o.outputs for o in one.generate(PROMPTS, PARAMS)] for one in (eager, llm)]
+        outputs = [[o.outputs for o in one.generate(PROMPTS, params)] for one in (eager, llm)]
         assert tokens_of(outputs[0]) == tokens_of(outputs[1])
 
     same_tokens()
     captured = dict(graphs._captured)
-    assert len(captured) > 3
+    assert len(captured) > 2
     weights = {name: view * 1.1 for name, view in llm._engine.decoder.logical_views().items()}
     for one in (eager, llm):
         one.update_weights(weights.items(), version=1)
