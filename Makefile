@@ -11,7 +11,7 @@ train: .venv/.installed
 
 # Files go to workers whole, since tests of one file share what is dear to make. A worker's worlds take up to 3 GiB.
 test: .venv/.installed
-	$(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu

@@ -67,7 +67,7 @@ def stop_deepspeed() -> None:
 
 
 def _quieten() -> None:
-    """Hides the progress reports of DeepSpeed and transformers, and two FutureWarnings; other warnings stay."""
+    """Hides the progress reports of DeepSpeed and transformers, and three warnings; other warnings stay."""
     os.environ.setdefault("DS_LOG_LEVEL", "warning")  # for the output of its import
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     from transformers.utils import logging as transformers_logging
@@ -77,6 +77,8 @@ def _quieten() -> None:
     # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*torch.distributed.*deprecated.*")
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing_enable.*")
+    # The device under the current context is this rank's: `start_deepspeed` sets it.
+    warnings.filterwarnings("ignore", message=".*using the device under current context.*")
 
 
 def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfig) -> Any:

@@ -15,7 +15,7 @@ from engines.constraints import Count, Int64, Positive, Share, WholeNumber, chec
 from engines.json_files import read_json
 
 DType = Literal["float64", "float32", "bfloat16"]
-Kernels = Literal["auto", "torch", "native"]
+Kernels = Literal["auto", "torch", "native", "triton"]
 Exchange = Literal["all_to_all", "all_gather"]
 Preemption = Literal["auto", "swap", "recompute"]
 DraftBytes = Annotated[int, Meta(ge=2**16, le=2**40, description="at least 65536")]
@@ -229,8 +229,8 @@ class EngineConfig:
     max_model_len: Count | None = None
     """Longest sequence, prompt included; None takes the model's own context length."""
     kernels: Kernels = "auto"
-    """Small operations: "native" is compiled C++, for CPUs; "auto" is native if available, otherwise torch. With
-    "torch", `attention="auto"` is not native either."""
+    """Small operations and the draw: "native" is compiled C++, for CPUs, "triton" is for CUDA (not for float64); "auto"
+    is the one of the device if available, otherwise torch. With "torch", `attention="auto"` is not native either."""
     attention: Attention = "auto"
     """"auto" is the fastest available backend that supports the dtype, head size and block size: on CUDA "flash_attn"
     (block sizes that are multiples of 256), "triton" or "sdpa" (always for float64), on a CPU "native" or "sdpa"."""

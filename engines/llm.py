@@ -151,8 +151,8 @@ class LLM:
 
     @property
     def kernels(self) -> str:
-        """ "native" or "torch": see `EngineConfig.kernels`."""
-        return "torch" if self._engine.decoder.library is None else "native"
+        """ "native", "triton" or "torch": see `EngineConfig.kernels`."""
+        return self._engine.decoder.kernels.name
 
     @property
     def product_dtype(self) -> str:

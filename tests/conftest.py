@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on a CPU
 
 from engines.native import wait_policy

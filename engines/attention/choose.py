@@ -122,9 +122,9 @@ class ChosenAttention:
     backend: AttentionBackend[Any]
 
 
-def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.device) -> ChosenAttention:
-    """Chooses and makes the backend for a shard with these sizes. Raises ValueError as `choose_attention` does."""
-    setting = Setting(
+def setting_of(config: EngineConfig, shard: ModelConfig, device: torch.device) -> Setting:
+    """Returns the setting of a shard with these sizes."""
+    return Setting(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         dtype=getattr(torch, config.dtype),
@@ -133,6 +133,11 @@ def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.devic
         is_interpreted=os.environ.get("TRITON_INTERPRET") == "1",
         batch_invariant=config.batch_invariant,
     )
+
+
+def choose_backend(config: EngineConfig, shard: ModelConfig, device: torch.device) -> ChosenAttention:
+    """Chooses and makes the backend for a shard with these sizes. Raises ValueError as `choose_attention` does."""
+    setting = setting_of(config, shard, device)
 
     def without(name: str) -> str | None:
         if name == "native":

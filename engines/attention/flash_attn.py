@@ -1,4 +1,4 @@
-"""Attention by the flash-attn package (FlashAttention-2), on CUDA: an adapter, written and not run.
+"""Attention by the flash-attn package (FlashAttention-2), on CUDA: an adapter, which has not been run on a GPU.
 
 The package's paged cache has the same layout as ours, with blocks of multiples of 256 tokens, bfloat16 or float16, and
 head sizes of multiples of 8 up to 256 (checked by `choose.refusal`). Decodes are a separate call: for them the package

@@ -171,7 +171,7 @@ def _attend_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, decodes: _Decod
     num_seqs = decodes.context.num_seqs
     q_rows = q.view(num_seqs, k_cache.shape[2], -1, q.shape[2])
     keys, values = decodes.context.gather(k_cache), decodes.context.gather(v_cache)
-    return scaled_dot_product_attention(q_rows, keys, values, attn_mask=decodes.visible).view(num_seqs, *q.shape[1:])
+    return scaled_dot_product_attention(q_rows, keys, values, attn_mask=decodes.visible).reshape(num_seqs, *q.shape[1:])
 
 
 def attend_bucket(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, bucket: Bucket) -> None:
@@ -194,7 +194,7 @@ def attend_bucket(out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, buck
         seen = int(positions_SQ.max()) + 1 if q.device.type == "cpu" else keys.shape[2]
         mask = _mask(positions_SQ.repeat_interleave(group, dim=1), seen, q.dtype)
         result = scaled_dot_product_attention(q_rows, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask)
-        result = result.view(num_seqs, num_kv_heads, num_q, group, head_dim).permute(0, 2, 1, 3, 4)
+        result = result.reshape(num_seqs, num_kv_heads, num_q, group, head_dim).permute(0, 2, 1, 3, 4)
         results.append(result.reshape(num_seqs, num_q, num_heads, head_dim))
     flat = (results[0] if len(results) == 1 else torch.cat(results, dim=1)).flatten(0, 1)
     if bucket.flat_rows is None or bucket.padded_rows is None:

@@ -13,12 +13,11 @@ from engines.config import EngineConfig, ModelConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.checksums import checksum_parts
 from engines.models.invariant import check_products, project_invariant
-from engines.models.operations import NativeOperations, Operations, TorchOperations
+from engines.models.kernels import ChosenKernels
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import FewRows, Project, copy_dtype, pack, project
 from engines.models.reshape import WeightMove, change_shapes, reshape_parameters
 from engines.models.rope import RotaryTable
-from engines.native.library import Library
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
 
@@ -36,11 +35,11 @@ class Decoder:
         shard: Shard,
         tensor_parallel: Communicator,
         attention: ChosenAttention,
-        library: Library | None = None,
+        kernels: ChosenKernels,
         batch_invariant: bool = False,
     ) -> None:
-        """Rank i of `tensor_parallel` holds shard i. `library`: the native kernels, None for torch's; `batch_invariant`
-        needs them, and native attention. Raises ValueError when the model cannot be cut into these shards.
+        """Rank i of `tensor_parallel` holds shard i. `batch_invariant` needs native kernels and attention. Raises
+        ValueError when the model cannot be cut into these shards.
         """
         assert (shard.index, shard.count) == (tensor_parallel.rank, tensor_parallel.size)
         self.config = config
@@ -52,15 +51,15 @@ class Decoder:
         self.parameters = DecoderParameters.allocate(self.local, dtype, device)
         self._forward_parameters = self.parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, max_positions, dtype, device)
-        self.library = library
-        """The native kernels, also for sampling from the logits."""
-        self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
+        self.kernels = kernels
+        """Also those for sampling from the logits."""
+        self._operations = kernels.operations
         self._is_batch_invariant = batch_invariant
         self._take_group(tensor_parallel, attention)
         self._project: Project = project_invariant if batch_invariant else project
         self._check_products = check_products if batch_invariant else None
         self._copy_dtype = copy_dtype(dtype, device)
-        self._few_rows = None if library is None or batch_invariant else FewRows(library)
+        self._few_rows = None if kernels.library is None or batch_invariant else FewRows(kernels.library)
 
     def _take_group(self, tensor_parallel: Communicator, attention: ChosenAttention) -> None:
         if self._is_batch_invariant and isinstance(tensor_parallel, TorchGroup):

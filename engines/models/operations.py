@@ -1,9 +1,12 @@
-"""The decoder's small operations: in torch, on any device, and the same in C++ for a CPU (`engines/native`).
+"""The decoder's small operations: in torch, on any device, and the same in C++ for a CPU (`engines/native`). They are
+also in Triton for a GPU (`triton_operations.py`).
 
-Both round where Hugging Face does; sums and exponentials may differ in their last bits.
+All round where Hugging Face does; sums and exponentials may differ in their last bits.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,12 +16,14 @@ from engines.kvcache.paged import write_kv
 from engines.models.rope import rotate
 from engines.native.library import Library, address
 
+if TYPE_CHECKING:
+    from engines.models.triton_operations import TritonOperations
+
 
 class TorchOperations:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns the RMS norm of x [T, hidden] in max(float32, dtype), cast back before the weight, as HF does."""
-        wide = x.float() if x.dtype is torch.bfloat16 else x
-        return torch.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype) * weight
+        return torch.rms_norm(x, x.shape[-1:], None, eps) * weight
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns (norm of x + residual, x + residual), each [T, hidden]; `residual` may be overwritten."""
@@ -103,4 +108,4 @@ class NativeOperations:
         return q
 
 
-Operations = TorchOperations | NativeOperations
+Operations: TypeAlias = "TorchOperations | NativeOperations | TritonOperations"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from engines.attention.choose import choose_backend
+from engines.attention.choose import choose_backend, setting_of
 from engines.config import EngineConfig, ModelConfig, draft_model_config
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.kept import arrivals
@@ -18,8 +18,8 @@ from engines.kvcache.store import KVStore
 from engines.memory.free_memory import free_memory
 from engines.memory.plan import draft_kv_blocks, kv_block_bytes
 from engines.models.decoder import Decoder
+from engines.models.kernels import choose_kernels
 from engines.models.loader import load_weights
-from engines.native.library import choose_library
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
@@ -80,7 +80,7 @@ class LocalEngine:
             shard=shard,
             tensor_parallel=tensor_parallel,
             attention=choose_backend(config, local, device),
-            library=choose_library(config.kernels, dtype, device),
+            kernels=choose_kernels(config.kernels, setting_of(config, local, device)),
             batch_invariant=config.batch_invariant,
         )
         num_kv_tokens = kv_capacity(model, config, spec.tp_size)

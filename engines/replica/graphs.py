@@ -1,11 +1,12 @@
 """Passes of decodes alone at a few fixed shapes, so that a CUDA graph of each can be replayed.
 
-`PaddedDecodes` owns the shapes and the memory that the passes read, on any device; `Graphs` captures and replays.
-`Graphs` is written and has not been run: see `tests/engines/test_gpu.py`.
+`PaddedDecodes` owns the shapes and the memory that the passes read, on any device; `Graphs` captures and replays, on
+CUDA (`tests/engines/test_gpu.py`).
 """
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -146,6 +147,8 @@ class Graphs:
             self._forward(size)  # makes workspaces and compiled kernels, which a capture cannot contain
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other, _ in self._captured.values()), None)
+        collects = gc.isenabled()
+        gc.disable()  # if it freed the graphs of another engine now, this capture would fail
         try:
             # Other threads may go on using the device meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -155,5 +158,8 @@ class Graphs:
                 f"a pass of {size} decodes cannot be captured in a CUDA graph ({error}); give "
                 f"EngineConfig.cuda_graphs=False"
             ) from error
+        finally:
+            if collects:
+                gc.enable()
         torch.cuda.current_stream().wait_stream(stream)
         return graph, out

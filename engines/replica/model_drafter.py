@@ -17,13 +17,13 @@ from itertools import accumulate
 from math import exp
 from operator import mul
 
-from engines.attention.choose import choose_backend
+from engines.attention.choose import choose_backend, setting_of
 from engines.config import EngineConfig, ModelConfig
 from engines.kvcache.block_manager import BlockManager, content_key
 from engines.kvcache.paged import PagedKVCache
 from engines.models.decoder import Decoder
+from engines.models.kernels import choose_kernels
 from engines.models.loader import checkpoint_tensors, load_weights
-from engines.native.library import choose_library
 from engines.parallel.collectives import SingleRank
 from engines.parallel.sharding import Shard
 from engines.replica.runner import ModelRunner
@@ -83,7 +83,7 @@ class ModelDrafter:
             shard=Shard(count=1),
             tensor_parallel=SingleRank(),
             attention=choose_backend(own, model, device),
-            library=choose_library(own.kernels, dtype, device),
+            kernels=choose_kernels(own.kernels, setting_of(own, model, device)),
         )
         self._runner = ModelRunner(self._decoder, kv, own, max_model_len)
         self._blocks = BlockManager(kv.scratch_block, config.block_size)

@@ -7,9 +7,9 @@ import stat
 
 import torch
 
-from engines.attention.choose import choose_backend
+from engines.attention.choose import choose_backend, setting_of
 from engines.config import EngineConfig, ModelConfig, draft_model_config, longest_sequence
-from engines.native.library import choose_library
+from engines.models.kernels import choose_kernels
 
 
 def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
@@ -23,7 +23,7 @@ def check_engine(config: EngineConfig, model: ModelConfig, device: torch.device)
     draft = draft_model_config(config, model)
     for one in (model, draft) if draft is not None else (model,):
         choose_backend(config, one, device)
-    choose_library(config.kernels, getattr(torch, config.dtype), device)
+        choose_kernels(config.kernels, setting_of(config, one, device))
 
 
 def _check_disk_folder(config: EngineConfig) -> None:

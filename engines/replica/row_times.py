@@ -6,7 +6,6 @@ import contextlib
 import math
 import struct
 import time
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from engines.kvcache.paged import PagedKVCache
 from engines.models.decoder import Decoder
 from engines.parallel.collectives import Communicator
 from engines.replica.swap import scratch_cache
-from engines.sampling.sampler import SamplingBatch, draw_natively, make_sampling_batch, sample
+from engines.sampling.sampler import SamplingBatch, make_sampling_batch, sample
 
 _CONTEXT = 256  # tokens that each row attends to
 _ENOUGH_S = 0.02  # longer passes are extrapolated from one that takes this long, and four times as long as of one row
@@ -44,7 +43,7 @@ class RowTimes:
     ) -> None:
         """Measures passes of at most the rows that the memory plan counts."""
         self._decoder, self._kv, self._group = decoder, kv, tensor_parallel
-        self._draw = None if decoder.library is None else partial(draw_natively, decoder.library)
+        self._draw = decoder.kernels.draw
         self._most_rows = min(config.most_draws, num_kv_tokens)
         self._context = min(_CONTEXT, max_model_len)
         self._points: list[tuple[int, float]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +15,7 @@ from engines.replica.graphs import Graphs, PaddedDecodes
 from engines.replica.scheduler import Fork, Scheduled, Sequence
 from engines.replica.slot_table import SlotTable
 from engines.replica.staging import Readback, Staging
-from engines.sampling.sampler import draw_natively, sample
+from engines.sampling.sampler import sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class ModelRunner:
 
     def __init__(self, decoder: Decoder, kv: PagedKVCache, config: EngineConfig, max_model_len: int) -> None:
         self._decoder = decoder
-        self._draw_tokens = None if decoder.library is None else partial(draw_natively, decoder.library)
+        self._draw_tokens = decoder.kernels.draw
         self._kv = kv
         self._block_size = config.block_size
         self._slots = SlotTable(config.max_num_seqs, -(-max_model_len // config.block_size))

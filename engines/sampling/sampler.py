@@ -138,8 +138,8 @@ def _masses(logits: Tensor, highest: Tensor) -> Tensor:
 def sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None = None) -> Sampled:
     """Draws one token per row: argmax(processed logits + Gumbel noise), ties to the lowest id.
 
-    logits: [N, V] in any floating dtype. A row's result has the same bits in any batch, except log-probs of torch on
-    CUDA, whose last bits may depend on the row's place in memory. A compiled `draw` gives the same tokens. To bound
+    logits: [N, V] in any floating dtype. A row's result has the same bits in any batch, except log-probs on CUDA,
+    whose last bits may depend on the row's place in memory. A compiled `draw` gives the same tokens. To bound
     memory, only some rows are processed at a time.
     """
     step = rows_sampled_at_once(logits.shape[-1], logits.device.type)

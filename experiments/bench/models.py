@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from engines import SamplingParams, SequenceKey, SequenceState
+from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines.models.parameters import logical_shapes
 from engines.parallel.collectives import Communicator, SingleRank
 from research.workloads.shapes import SHAPES, DecoderShape
 
@@ -43,7 +45,16 @@ def checkpoint(
 
 def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, dtype: str = "float32") -> None:
     """Writes a Qwen3 of that shape with random weights, made on the GPU if there is one."""
+    config = save_config(folder, shape, max_positions=max_positions)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+
+
+def save_config(folder: Path, shape: DecoderShape, *, max_positions: int) -> Qwen3Config:
+    """Writes the config of a Qwen3 of that shape, without weights."""
     config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -57,9 +68,16 @@ def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, 
         bos_token_id=0,
         eos_token_id=1,
     )
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+    config.save_pretrained(folder)
+    return config
+
+
+def random_weights(llm: LLM) -> Iterator[tuple[str, Tensor]]:
+    """Yields random weights for `update_weights`, made on the engine's device: no file is read."""
+    dtype = getattr(torch, llm.config.dtype)
+    generator = torch.Generator(llm.device).manual_seed(0)
+    for name, size in logical_shapes(llm.model_config).items():
+        yield name, torch.empty(size, dtype=dtype, device=llm.device).normal_(0, 0.02, generator=generator)
 
 
 def random_sequence(uid: int, *, num_tokens: int, length: int, sample_index: int = 0) -> SequenceState:
@@ -76,10 +94,10 @@ def random_sequence(uid: int, *, num_tokens: int, length: int, sample_index: int
 
 def floor_seconds(shape: DecoderShape, dtype: str, *, steps: int, context_tokens: int, device: torch.device) -> float:
     """Seconds to read the weights `steps` times and the KV of `context_tokens` tokens once. The speed is measured here,
-    on a plain read of as many bytes as the weights have: from a cache if they fit in one."""
+    on a plain read of as many bytes as the weights have, at most 4 GiB: from a cache if they fit in one."""
     item = getattr(torch, dtype).itemsize
     weights = shape.num_matrix_parameters * item
-    data = torch.ones(weights // 8, dtype=torch.int64, device=device)
+    data = torch.ones(min(weights, 2**32) // 8, dtype=torch.int64, device=device)
     took = []
     for _ in range(9):
         start = time.perf_counter()

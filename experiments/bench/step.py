@@ -4,6 +4,7 @@ and beside busy processes.
     python experiments/bench/step.py
     python experiments/bench/step.py --batches 1 8 64 --dtypes float32 bfloat16 --neighbours 1 --threads 2
     python experiments/bench/step.py --batches 64 --finished 16384
+    python experiments/bench/step.py --shape 8b --attentions triton sdpa --without-graphs     # on a GPU
     python experiments/bench/step.py --batches 1 2 4 8 16 32 64 128 256 512 1024 2048 4096 --steps 2 \\
         --contexts 64 512 1024 1536 2048 2560 3072 3584 4096
 
@@ -12,20 +13,23 @@ long context needs no prefill. A step's time should be linear in batch and conte
 weights, and independent of the number of finished sequences.
 
 The parts are schedule, build, forward, sample, and control (appending tokens, looking for ends). They are timed by
-wrapping the engine's methods here, since the engine has no clock. On CUDA the device is synchronised around each part,
-so a step takes longer than usual.
+wrapping the engine's methods here, since the engine has no clock, in steps of their own: on CUDA the device is
+synchronised around each part, so these steps take longer than the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,12 +37,12 @@ import torch
 from msgspec import Meta
 
 from engines import LLM
-from engines.config import DType
+from engines.config import Attention, DType
 from engines.constraints import Count, Counts, WholeNumber
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.blank_kv import submit_decodes
-from experiments.bench.models import Shape, checkpoint, floor_seconds
+from experiments.bench.models import Shape, floor_seconds, random_weights, save_config
 from research.workloads.shapes import SHAPES
 
 PARTS = ("schedule", "build", "forward", "sample")
@@ -62,6 +66,10 @@ class StepBench(harness.BenchConfig):
     """Tokens that each of 64 sequences has at the start."""
     dtypes: Annotated[tuple[DType, ...], Meta(min_length=1, description="one or more dtypes")] = ("bfloat16",)
     """Dtypes of weights and activations; the first one is the baseline."""
+    attentions: Annotated[tuple[Attention, ...], Meta(min_length=1, description="one or more backends")] = ("auto",)
+    """Attention backends; the first one is the baseline's, and the others are timed in the baseline's dtype."""
+    without_graphs: bool = False
+    """Whether the baseline is also timed without CUDA graphs."""
     finished: WholeNumber = 0
     """If above 0, the baseline is also timed in an engine in which this many sequences have finished before."""
     neighbours: WholeNumber = 0
@@ -74,7 +82,7 @@ class StepBench(harness.BenchConfig):
     @property
     def num_steps(self) -> int:
         """Most steps that an engine makes: the baseline's engine runs up to three times in a turn."""
-        return WARM_UP + 3 * self.steps * (self.turns + 1)
+        return WARM_UP + 3 * self.steps * (self.turns + 1) + self.steps
 
 
 def measure(config: StepBench) -> dict[str, Any]:
@@ -83,7 +91,8 @@ def measure(config: StepBench) -> dict[str, Any]:
     cells = {"batch": [(size, size, 128) for size in config.batches], "context": [(n, 64, n) for n in config.contexts]}
     longest = max(context for some in cells.values() for _, _, context in some) + config.num_steps + 1
     rows, fits = [], {}
-    with checkpoint(config.shape, max_positions=longest, dtype=config.dtypes[0]) as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        save_config(Path(folder), SHAPES[config.shape], max_positions=longest)
         for what, some in cells.items():
             mine = [_compare(f"{what} {number}", folder, config, batch, context) for number, batch, context in some]
             if len(mine) > 1:
@@ -95,9 +104,13 @@ def measure(config: StepBench) -> dict[str, Any]:
 def _compare(name: str, folder: str, config: StepBench, batch: int, context: int) -> harness.Row:
     """The time of a step, and for the baseline also its parts and its floor."""
     base = config.dtypes[0]
-    engines: dict[str, LLM] = {dtype: _engine(folder, config, dtype, batch, context) for dtype in config.dtypes}
+    make = partial(_engine, folder, config, batch, context)
+    engines: dict[str, LLM] = {dtype: make(dtype, config.attentions[0]) for dtype in config.dtypes}
+    engines |= {attention: make(base, attention) for attention in config.attentions[1:]}
+    if config.without_graphs:
+        engines["no graphs"] = make(base, config.attentions[0], cuda_graphs=False)
     if config.finished:
-        engines["after finished"] = _engine(folder, config, base, batch, context)
+        engines["after finished"] = make(base, config.attentions[0])
         _finish(engines["after finished"], config.finished, batch)
     for llm in engines.values():
         submit_decodes(
@@ -105,7 +118,6 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
         )
         for _ in range(WARM_UP):
             llm.replica.step()
-    parts = _watch_parts(engines[base])
     settle = config.neighbours > 0
     # The baseline runs twice in a turn. The others make twice the steps at once, so that all contexts grow alike.
     turns: dict[str, Callable[[], float]] = {
@@ -114,10 +126,18 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
     if config.neighbours:
         turns["busy"] = partial(_turn, engines[base], config.steps, settle, config.neighbours)
     seconds = harness.interleave(turns, config.turns, name=name)
+    parts = _watch_parts(engines[base])
+    _turn(engines[base], config.steps, settle)
     median = {part: statistics.median(times) for part, times in parts.items()}
     median["control"] = median["step"] - sum(median[part] for part in PARTS)
-    tokens = batch * (context + len(parts["step"]) // 2)
+    tokens = batch * (context + config.num_steps // 2)
     device = engines[base].device
+    products = {one: llm.product_dtype for one, llm in engines.items()}
+    attentions = {one: llm.attention for one, llm in engines.items()}
+    turns.clear()
+    engines.clear()
+    del llm
+    gc.collect()  # the memory of engines on a GPU, before the next ones are made
     floor = floor_seconds(SHAPES[config.shape], base, steps=1, context_tokens=tokens, device=device)
     return harness.compare(
         name,
@@ -125,20 +145,28 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
         floor_ms=harness.short(1e3 * floor),
         parts_ms={part: harness.short(1e3 * value) for part, value in median.items()},
         all_but_forward=harness.short(1 - median["forward"] / median["step"]),
-        products={name: llm.product_dtype for name, llm in engines.items()},
+        products=products,
+        attentions=attentions,
     )
 
 
-def _engine(folder: str, config: StepBench, dtype: DType, batch: int, context: int) -> LLM:
+def _engine(
+    folder: str, config: StepBench, batch: int, context: int, dtype: DType, attention: Attention, **options: Any
+) -> LLM:
     """An engine with room for `batch` sequences that decode from `context` tokens on, or that finish."""
     token_bytes = SHAPES[config.shape].kv_elements_per_token * getattr(torch, dtype).itemsize
-    return LLM(
+    llm = LLM(
         folder,
+        load=False,
         dtype=dtype,
+        attention=attention,
         max_num_seqs=batch,
         max_num_batched_tokens=max(4096, batch),
         kv_cache_bytes=batch * (max(context, FINISHED_CONTEXT) + config.num_steps + 16) * token_bytes,
+        **options,
     )
+    llm.update_weights(random_weights(llm), version=0)
+    return llm
 
 
 def _finish(llm: LLM, count: int, at_once: int) -> None:

@@ -12,6 +12,8 @@ import torch
 
 from engines import LLM
 from engines.attention.choose import Setting, choose_attention, refusal, why_not_importable
+from engines.config import Kernels
+from engines.models.kernels import choose_kernels
 from engines.native.library import choose_library
 
 H200 = Setting(
@@ -165,3 +167,23 @@ def test_kernels_that_cannot_be_had() -> None:
     assert choose_library("auto", torch.bfloat16, H200.device) is None
     with pytest.raises(ValueError, match=r"EngineConfig.kernels='native': cannot be had on cuda here"):
         choose_library("native", torch.bfloat16, H200.device)
+    with pytest.raises(ValueError, match=r"EngineConfig.kernels='triton': needs a CUDA device, not cpu; use 'torch'"):
+        choose_kernels("triton", CPU)
+
+
+@pytest.mark.parametrize(
+    ("asked", "setting", "name"),
+    [
+        ("auto", H200, "triton"),
+        ("triton", H200, "triton"),
+        ("torch", H200, "torch"),
+        ("auto", replace(H200, dtype=torch.float64), "torch"),
+        ("auto", replace(H200, capability=(7, 5)), "torch"),
+        ("torch", CPU, "torch"),
+    ],
+)
+def test_kernels(asked: Kernels, setting: Setting, name: str) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    chosen = choose_kernels(asked, setting)
+    assert chosen.name == name and (chosen.draw is None) == (name == "torch")

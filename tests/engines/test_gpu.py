@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.attention import sdpa
+from engines.replica.graphs import Graphs
 from tests.checkpoints import FAMILIES, save_checkpoint
 from tests.engines.test_token_equality import PARAMS, PROMPTS, tokens_of
 
@@ -55,14 +58,15 @@ def test_graphs_replay_the_same_tokens(qwen3: str, monkeypatch: pytest.MonkeyPat
     eager, llm = (LLM(qwen3, cuda_graphs=graphs, **options) for graphs in (False, True))
     graphs = llm.replica._runner._graphs
     assert graphs is not None and eager.replica._runner._graphs is None
+    params = [SamplingParams(max_tokens=2 + 2 * index, n=2) for index in range(len(PROMPTS))]
 
     def same_tokens() -> None:
-        outputs = [[o.outputs for o in one.generate(PROMPTS, PARAMS)] for one in (eager, llm)]
+        outputs = [[o.outputs for o in one.generate(PROMPTS, params)] for one in (eager, llm)]
         assert tokens_of(outputs[0]) == tokens_of(outputs[1])
 
     same_tokens()
     captured = dict(graphs._captured)
-    assert len(captured) > 3
+    assert len(captured) > 2
     weights = {name: view * 1.1 for name, view in llm._engine.decoder.logical_views().items()}
     for one in (eager, llm):
         one.update_weights(weights.items(), version=1)
@@ -75,6 +79,29 @@ def test_graphs_replay_the_same_tokens(qwen3: str, monkeypatch: pytest.MonkeyPat
     llm.update_weights(weights.items(), version=1)
     same_tokens()
     del moved
+
+
+def test_a_capture_while_other_graphs_are_garbage() -> None:
+    device, dropped, alive = torch.device("cuda"), [], []
+
+    def drop_graphs() -> None:
+        gc.collect()  # so that Python does not look for garbage before the capture
+        graphs = Graphs(lambda size: torch.ones(size, device=device) + 1, device)
+        graphs(1)
+        cycle: list[object] = [graphs]
+        cycle.append(cycle)
+        dropped.append(weakref.ref(graphs))
+
+    def forward(size: int) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            assert len([[] for _ in range(10_000)]) == 10_000  # enough for Python to look for garbage
+            alive.append(dropped[-1]() is not None)
+        else:
+            drop_graphs()
+        return torch.ones(size, device=device) * 3
+
+    assert Graphs(forward, device)(2).tolist() == [3, 3]
+    assert alive == [True] and gc.isenabled()
 
 
 def test_the_same_bits_in_any_batch_are_for_cpus(qwen3: str) -> None:

@@ -16,7 +16,7 @@ from tests.states import make_state
 
 def padded(model: str, **options) -> LLM:
     """An engine whose decodes run padded, and whose scratch block is poison to whoever sees it."""
-    llm = LLM(model, **{"dtype": "float64", "kv_cache_bytes": 2**24, **options})
+    llm = LLM(model, **{"device": "cpu", "dtype": "float64", "kv_cache_bytes": 2**24, **options})
     llm.replica._runner.pad_decodes()
     poison(llm)
     return llm
@@ -123,7 +123,7 @@ def test_new_weights_lie_where_the_old_ones_did(qwen3: str) -> None:
 
 
 def test_nothing_is_padded_without_graphs(qwen3: str) -> None:
-    runner = LLM(qwen3, kv_cache_bytes=2**24).replica._runner
+    runner = LLM(qwen3, device="cpu", kv_cache_bytes=2**24).replica._runner
     assert runner._padded is None and runner._graphs is None
     with pytest.raises(ValueError, match=r"EngineConfig\.cuda_graphs='no': must be True or False"):
         EngineConfig(cuda_graphs="no")  # type: ignore[arg-type]

@@ -16,7 +16,10 @@ from tests.worlds import ROOT
 
 SMALLEST = {
     "engine": ["--models", "0.8m", "--batches", "1", "--length", "4", "--tail", "3", "--cap", "8"],
-    "step": ["--shape", "0.8m", "--batches", "1", "2", "--contexts", "8", "--finished", "3", "--neighbours", "1"],
+    "step": [
+        *("--shape", "0.8m", "--batches", "1", "2", "--contexts", "8", "--finished", "3", "--neighbours", "1"),
+        *("--attentions", "auto", "sdpa", "--without-graphs"),
+    ],
     "option": ["--shape", "0.8m", "--prompt", "20", "--length", "2", "--group-size", "2"],
     "swap": ["--shape", "0.8m", "--lengths", "16"],
     "core": ["--waiting", "1", "3", "--replicas", "2", "--slots", "2", "--events", "3"],
@@ -26,7 +29,7 @@ SMALLEST = {
 }
 VARIANTS = {
     "engine": [{"ours"}, {"ours", "hf", "hf_cb"}],
-    "step": [{"bfloat16", "after finished", "busy"}] * 3,
+    "step": [{"bfloat16", "sdpa", "no graphs", "after finished", "busy"}] * 3,
     "option": [{"without", "with"}] * 3,
     "swap": [{"swap", "recompute"}],
     "core": [{"1 waiting", "3 waiting"}] * 3,
