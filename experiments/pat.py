@@ -199,7 +199,7 @@ class Bench:
     pace: Pace | None
     kv_tokens_of_rank: Callable[[int | None], int]
     """By static TP size, None where it changes: the tokens in a rank's KV pool if it held all heads."""
-    max_num_seqs: int = 256
+    max_num_seqs: int = 512
 
     def roll_out(self, batch: Batch, variant: Variant) -> Rollout:
         policy, recorder = variant.policy(), Recorder(self.pace)

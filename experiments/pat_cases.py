@@ -106,11 +106,11 @@ class Case:
 
 
 CASES = (
-    Case(name="a40-8b-2048", gpus="a40-8b", batch=2048, median=500, cap=8192, scale=2.0),
+    Case(name="a40-8b-2048", gpus="a40-8b", batch=2048, median=500, cap=8192, scale=3.0),
     Case(name="a40-8b-512", gpus="a40-8b", batch=512, median=2750, cap=24576, scale=2.0),
     Case(name="h100-14b-512", gpus="h100-qwen3-14b", batch=512, median=2750, cap=16384, scale=4.0),
     Case(name="h100-8b-128", gpus="h100-8b", batch=128, median=2750, cap=24576, scale=8.0),
-    Case(name="uniform", gpus="a40-8b", batch=512, median=1000, cap=1000, sigma=0.0, scale=2.0),
+    Case(name="uniform", gpus="a40-8b", batch=512, median=1000, cap=1000, sigma=0.0, scale=4.0),
 )
 PACED_MODEL = DecoderShape(hidden=64, layers=2, heads=8, kv_heads=8, head_dim=8, intermediate=64, vocab=64, tied=True)
 
