@@ -103,7 +103,7 @@ def main() -> dict[str, Any] | None:
     with launch.told_once():
         config = tyro.cli(PatConfig)
     start = time.monotonic()
-    in_place = config.parts == ("paced",)
+    in_place = config.parts == ("paced",) and launch.num_ranks() in (1, config.ranks)
     launch.start_under_torchrun(config.ranks if in_place else 2)
     launch.share_cores()
     dist.init_process_group("gloo")
