@@ -25,7 +25,7 @@ NUM_RANKS, CAP, PROMPT = 8, 1500, 16
 A40 = {size: profile(f"a40-8b-tp{size}") for size in (1, 2, 4, 8)}
 PACE = ProfilePace(device=A40[1].device, shape=A40[1].shape)
 KV_TOKENS = {size: one.kv_tokens_capacity() for size, one in A40.items()}
-LENGTHS = LogNormalLengths(median=150, sigma=0.884, cap=CAP).draw(400, seed=0)
+LENGTHS = LogNormalLengths(median=60, sigma=0.884, cap=CAP).draw(1500, seed=0)
 DEPLOYMENT = deployment_of(PACE, num_ranks=NUM_RANKS, num_kv_tokens=KV_TOKENS, max_num_seqs=256, max_model_len=8192)
 PLAN = make_plan(DEPLOYMENT, np.full(len(LENGTHS), float(PROMPT)), np.array(LENGTHS, float), None)
 COUNTS = [count for count, _ in PLAN.stages]
@@ -66,7 +66,7 @@ def test_the_plan_is_played_and_is_what_it_promised() -> None:
     assert list(sizes.values()) == SIZES
     moments = [one.num_unfinished for one in done.decisions if one.action == "regroup"]
     assert all(moment <= count for moment, count in zip(moments, COUNTS[1:], strict=True))
-    assert done.makespan == pytest.approx(PLAN.seconds, rel=0.1)
+    assert done.makespan == pytest.approx(PLAN.seconds, rel=0.15), "the plan has no prefills"
     assert done.makespan < min(played(nested_layout(range(NUM_RANKS), size), None).makespan for size in KV_TOKENS)
     assert played(policy.layout(), policy).finish_times == done.finish_times, "it has no state"
 
