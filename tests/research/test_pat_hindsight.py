@@ -1,0 +1,119 @@
+"""Plans for the true lengths, played in the simulator."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from engines.config import EngineConfig
+from engines.coordination.policies import LayoutPolicy, OnDemand
+from engines.coordination.views import LayoutChange, LayoutView, SequenceView
+from engines.parallel.layout import Layout, nested_layout
+from engines.sequence import SamplingParams, SequenceKey, SequenceState
+from research.pat.hindsight import PlayedPlan
+from research.pat.lookahead import Plan, make_plan
+from research.pat.profile import deployment_of
+from research.pat.redistribute import balance
+from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
+from research.simulator.latency import profile
+from research.simulator.pace import ProfilePace
+from research.workloads.lengths import LogNormalLengths
+
+NUM_RANKS, CAP, PROMPT = 8, 1500, 16
+A40 = {size: profile(f"a40-8b-tp{size}") for size in (1, 2, 4, 8)}
+PACE = ProfilePace(device=A40[1].device, shape=A40[1].shape)
+KV_TOKENS = {size: one.kv_tokens_capacity() for size, one in A40.items()}
+LENGTHS = LogNormalLengths(median=60, sigma=0.884, cap=CAP).draw(1500, seed=0)
+DEPLOYMENT = deployment_of(PACE, num_ranks=NUM_RANKS, num_kv_tokens=KV_TOKENS, max_num_seqs=256, max_model_len=8192)
+PLAN = make_plan(DEPLOYMENT, np.full(len(LENGTHS), float(PROMPT)), np.array(LENGTHS, float), None)
+COUNTS = [count for count, _ in PLAN.stages]
+SIZES = [size for _, size in PLAN.stages]
+
+
+def played(layout: Layout, policy: LayoutPolicy | None) -> SimulatedRollout:
+    config = ClusterConfig(
+        layout=layout,
+        engine=EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192),
+        pace=PACE,
+        num_kv_tokens=KV_TOKENS,
+        max_model_len=8192,
+    )
+    known = {(0, uid, 0): length for uid, length in enumerate(LENGTHS)}
+    simulated = Cluster(config, schedule_policy=OnDemand(), lengths=known, layout_policy=policy)
+    states = [
+        SequenceState(
+            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
+            group_id=uid,
+            tokens=[uid] * PROMPT,
+            num_prompt_tokens=PROMPT,
+            params=SamplingParams(max_tokens=CAP),
+        )
+        for uid in range(len(LENGTHS))
+    ]
+    done = simulated.roll_out(states)
+    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(LENGTHS))
+    simulated.check_integrity()
+    return done
+
+
+def test_the_plan_is_played_and_is_what_it_promised() -> None:
+    assert len(SIZES) > 1, "the lengths must be worth a switch"
+    policy = PlayedPlan(PLAN, NUM_RANKS)
+    done = played(policy.layout(), policy)
+    sizes = {step.epoch: step.tp_size for step in sorted(done.steps, key=lambda step: step.epoch)}
+    assert list(sizes.values()) == SIZES
+    moments = [one.num_unfinished for one in done.decisions if one.action == "regroup"]
+    assert all(moment <= count for moment, count in zip(moments, COUNTS[1:], strict=True))
+    assert done.makespan == pytest.approx(PLAN.seconds, rel=0.15), "the plan has no prefills"
+    assert done.makespan < min(played(nested_layout(range(NUM_RANKS), size), None).makespan for size in KV_TOKENS)
+    assert played(policy.layout(), policy).finish_times == done.finish_times, "it has no state"
+
+
+def test_rebalancing_keeps_the_size_at_the_same_moments() -> None:
+    policy = PlayedPlan(PLAN, NUM_RANKS, tp_size=2)
+    assert policy.layout() == nested_layout(range(NUM_RANKS), 2)
+    done = played(policy.layout(), policy)
+    assert {step.tp_size for step in done.steps} == {2}
+    moments = [one.num_unfinished for one in done.decisions if one.action == "regroup"]
+    assert len(moments) == len(COUNTS) - 1
+    assert all(moment <= count for moment, count in zip(moments, COUNTS[1:], strict=True))
+
+
+def decision(policy: PlayedPlan, layout: Layout, generated: list[int]) -> LayoutChange | None:
+    unfinished = {
+        (0, uid, 0): SequenceView(
+            sequence_id=(0, uid, 0), index=uid, group_id=uid, num_prompt_tokens=PROMPT, num_generated=count,
+            max_tokens=CAP, last_replica_id=0 if count else None, has_kv=False,
+        )
+        for uid, count in enumerate(generated)
+    }  # fmt: skip
+    view = LayoutView(
+        now=0.0, layout=layout, num_waiting=0, unfinished=unfinished, ended=(), num_delivered=0, replicas={}
+    )
+    return policy.decide(view)
+
+
+@pytest.mark.parametrize("tp_size", [None, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_each_number_of_sequences_has_its_stage(tp_size: int | None, seed: int) -> None:
+    """Whatever the present layout, and also when several stages pass at once."""
+    rng = random.Random(seed)
+    counts = [40, *sorted(rng.sample(range(1, 40), 3), reverse=True)]
+    stages = tuple(zip(counts, (1, 2, 4, 8), strict=True))
+    policy = PlayedPlan(Plan(stages=stages, seconds=0.0, kept_seconds=0.0), NUM_RANKS, tp_size=tp_size)
+    layouts = [policy.layout(stage, epoch=5) for stage in range(4)]
+    assert len({spec.id for layout in layouts for spec in layout.replicas}) == sum(len(one.replicas) for one in layouts)
+    for unfinished in range(1, 41):
+        stage = sum(unfinished <= count for count in counts) - 1
+        generated = [rng.randint(0, 9) for _ in range(unfinished)]
+        for present in range(4):
+            found = decision(policy, layouts[present], generated)
+            if present == stage:
+                assert found is None
+                continue
+            assert found is not None and found.layout == policy.layout(stage, epoch=6)
+            ran = {(0, uid, 0): PROMPT + count for uid, count in enumerate(generated) if count}
+            assert found.places == balance(ran, [spec.id for spec in found.layout.replicas])
+    assert decision(policy, layouts[0], []) is None
