@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node 2 experiments/pat_profile.py --model FOLDER --output FILE --check
 
 For each TP size that the ranks and the model's heads allow, all replicas run batches of dummy sequences, whose KV is
-zeros and so needs no prefill. A point is the median of its steps on the slowest rank. Switches are timed in rollouts,
-from the last step before to the first one after, KV included. `--check` then measures points between the profiled ones,
-and batches whose sequences end one by one, twice each, and compares them with what the predictor says. The file is for
-`train.py --layout-policy pat`, with the same engine options. Prints one JSON object.
+zeros and so needs no prefill. Points take turns; each is the median of its steps. Switches are timed in rollouts, KV
+included. `--check` also measures points between the profiled ones, and batches whose sequences
+end one by one, and compares them with the predictor. The file is for `train.py --layout-policy pat` with the same
+engine options. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,19 +41,19 @@ from engines.replica.engine import kv_capacity
 from engines.sequence import Work
 from experiments import launch
 from experiments.bench.blank_kv import submit_decodes
-from experiments.bench.harness import machine
+from experiments.bench.harness import machine, short
 from experiments.bench.models import checkpoint, random_sequence
 from experiments.engine_options import MIB, EngineOptions
 from research.pat.predictor import Point, StepPredictor
-from research.pat.profile import BATCHES, CONTEXTS, PassTime, PredictorError, Profile, Subject, SwitchTime
+from research.pat.profile import BATCHES, CONTEXTS, Profile, Subject, SwitchTime
 from research.workloads.shapes import SHAPES
 
 WARM_UP = 2
 PREFILL_BATCHES = (1, 4)
+NO_MATTER = ("rope", "max_position_embeddings", "eos_token_ids", "rms_norm_eps")
+"""Fields of a model on which the time of a step does not depend."""
 SHAPE_POSITIONS = 8192
 """Longest sequence of a model that is named by its shape."""
-TRIGGER = 4
-"""Generated tokens after which a measured switch begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +65,21 @@ class PatProfileConfig:
     output: Path
     """The profile to write: one for a model, a device and a transport."""
     transport: Transport = "auto"
-    """How the ranks of a replica exchange tensors on a CPU."""
+    """How ranks exchange tensors on a CPU."""
     batches: Counts = BATCHES
-    """Sequences of a replica, as far as --max-num-seqs allows, which is added."""
+    """Sequences of a replica, below --max-num-seqs, which is added."""
     contexts: Counts = CONTEXTS
     """Tokens of each sequence, as far as the KV cache allows; the longest that fit are added."""
-    steps: Count = 6
+    steps: Count = 5
     """Timed steps of a point in a turn (PAT: 60)."""
-    turns: Count = 2
-    """Times that all points are measured."""
+    turns: Count = 3
+    """Times that each point is measured."""
     prefill_tokens: WholeNumber = 2048
     """Most tokens of a timed prefill; 0: none are timed."""
     switch_tokens: WholeNumber = 2048
-    """Context tokens that a timed switch moves at most; 0: none are timed."""
+    """Most context tokens during a timed switch; 0: none are timed."""
     check: bool = False
-    """Compare the predictor with points that were not profiled, and with batches whose sequences end one by one."""
+    """Compare the predictor with points that are not in the profile, and with batches that drain. Needs two turns."""
     engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(
         default_factory=lambda: EngineOptions(kv_cache_bytes=256 * MIB)
     )
@@ -92,6 +92,8 @@ class PatProfileConfig:
             raise ValueError(f"output={str(self.output)!r}: is a folder, or in none; give a file in a folder")
         if self.engine.drafter != "none":
             raise ValueError(f"drafter={self.engine.drafter!r}: the profile has no times of drafts; give 'none'")
+        if self.check and self.turns < 2:
+            raise ValueError(f"turns={self.turns}: --check compares turns; give 2 or more")
 
 
 def main() -> dict[str, Any]:
@@ -103,11 +105,11 @@ def main() -> dict[str, Any]:
     world: Communicator = groups.world if groups is not None else SingleRank()
     positions = config.engine.max_model_len or SHAPE_POSITIONS
     with checkpoint(config.model, max_positions=positions, dtype=config.engine.dtype, world=world) as folder:
-        profile = Profiler(config, folder, groups).measure()
+        profile = measure(config, folder, groups)
     if world.rank == 0:
         profile.save(config.output)
         for one in profile.checks:
-            print(f"TP{one.tp_size} {one.what}: error {one.error:.1%}, A/A {one.a_a:.1%}", file=sys.stderr)
+            print(f"TP{one['tp_size']}, {one['what']}: error {one['error']:.1%}, A/A {one['a_a']:.1%}", file=sys.stderr)
     if groups is not None:
         groups.close()
         dist.destroy_process_group()
@@ -118,244 +120,204 @@ def main() -> dict[str, Any]:
         "minutes": round((time.perf_counter() - start) / 60, 2),
         "output": str(config.output),
         "num_points": len(profile.decodes),
-        "switches": [asdict(one) for one in profile.switches],
-        "checks": [asdict(one) for one in profile.checks],
+        "switches": profile.switches,
+        "predictor_error": profile.checks,
     }
 
 
-def subject_of(model: ModelConfig, dtype: str, groups: GroupCache | None) -> Subject:
-    """Returns what a profile made here, or used here, is of."""
-    where = machine()
-    num_ranks = groups.world.size if groups is not None else 1
-    return Subject(
-        model=Subject.sizes(model),
-        dtype=dtype,
-        device=where["cpu"] if where["device"] == "cpu" else where["device"],
-        transport=groups.get(tuple(range(num_ranks))).name if groups is not None else "single",
-        num_ranks=num_ranks,
-        num_threads=where["threads"],
-    )
+def nested_layouts(num_ranks: int, model: ModelConfig | None = None) -> list[Layout]:
+    """Returns the nested layout of each TP size that divides the ranks, and into which the model can be cut."""
+    layouts = [nested_layout(range(num_ranks), size) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    return [one for one in layouts if model is None or _can_be_cut(model, one.replicas[0].tp_size)]
 
 
-def tp_sizes(model: ModelConfig, num_ranks: int) -> list[int]:
-    """Returns the TP sizes that the ranks and the model's heads allow, ascending."""
-    return [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 and _can_be_cut(model, size)]
-
-
-def _can_be_cut(model: ModelConfig, size: int) -> bool:
+def _can_be_cut(model: ModelConfig, tp_size: int) -> bool:
     try:
-        check_shardable(model, size)
+        check_shardable(model, tp_size)
     except ValueError:
         return False
     return True
 
 
+def subject_of(model: ModelConfig, dtype: str, groups: GroupCache | None) -> Subject:
+    """Returns what a profile that is made or used here is of."""
+    num_ranks = groups.world.size if groups is not None else 1
+    where = machine()
+    return {
+        **{f"model.{name}": value for name, value in asdict(model).items() if name not in NO_MATTER},
+        "dtype": dtype,
+        "device": where["cpu"] if where["device"] == "cpu" else where["device"],
+        "transport": groups.get(tuple(range(num_ranks))).name if groups is not None else "single",
+        "num_ranks": num_ranks,
+        "num_threads": where["threads"],
+    }
+
+
 def _join(transport: Transport) -> GroupCache | None:
-    """The groups of all nested layouts, if there are several ranks."""
-    num_ranks = launch.num_ranks()
-    if num_ranks == 1:
+    if launch.num_ranks() == 1:
         return None
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
-    return GroupCache(TorchGroup(), [nested_layout(range(num_ranks), size) for size in sizes], transport=transport)
+    return GroupCache(TorchGroup(), nested_layouts(launch.num_ranks()), transport=transport)
 
 
-class Profiler:
-    """Measures one model on these ranks, which make the same calls."""
-
-    def __init__(self, config: PatProfileConfig, folder: str, groups: GroupCache | None) -> None:
-        self._config, self._folder, self._groups = config, folder, groups
-        self._world: Communicator = groups.world if groups is not None else SingleRank()
-        self._model = ModelConfig.from_pretrained(folder)
-        self._bar = tqdm(desc="profile", unit="batch", disable=self._world.rank > 0)
-        self._uids = itertools.count(1)
-
-    def measure(self) -> Profile:
-        decodes: list[PassTime] = []
-        prefills: list[PassTime] = []
-        checks: list[PredictorError] = []
-        sizes = tp_sizes(self._model, self._world.size)
+def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) -> Profile:
+    world: Communicator = groups.world if groups is not None else SingleRank()
+    model = ModelConfig.from_pretrained(folder)
+    sizes = [layout.replicas[0].tp_size for layout in nested_layouts(world.size, model)]
+    options = asdict(config.engine)
+    decodes, prefills, switches, checks = [], [], [], []
+    with tqdm(desc="profile", unit="batch", disable=world.rank > 0) as bar:
         for size in sizes:
-            llm = LLM(self._folder, world=self._groups, tensor_parallel_size=size, **asdict(self._config.engine))
+            llm = LLM(folder, world=groups, tensor_parallel_size=size, **options)
             launch.tell_engine(llm)
-            mine = self._decodes(llm, size)
-            decodes += mine
-            prefills += self._prefills(llm, size)
-            if self._config.check:
-                checks += self._check(llm, size, mine)
+            timed = _time_passes(config, Passes(llm, world, config.steps, bar))
             llm.close()
-        return Profile(
-            format=1,
-            subject=subject_of(self._model, self._config.engine.dtype, self._groups),
-            torch=str(torch.__version__),
-            decodes=tuple(decodes),
-            prefills=tuple(prefills),
-            switches=tuple(self._switches(sizes)) if len(sizes) > 1 and self._config.switch_tokens else (),
-            checks=tuple(checks),
-        )
-
-    # -- passes
-
-    def _decodes(self, llm: LLM, size: int) -> list[PassTime]:
-        grid = list(self._grid(llm, size))
-        if len({batch for batch, _ in grid}) < 2:
-            raise ValueError(
-                f"kv_cache_bytes={llm.config.kv_cache_bytes}: fewer than two batch sizes fit with two contexts each; "
-                f"raise --kv-cache-mib, or give other --batches and --contexts"
+            points = _medians(timed["decodes"])
+            decodes += [(size, *point) for point in points]
+            prefills += [(size, *point) for point in _medians(timed["prefills"])]
+            predictor = StepPredictor(points)
+            checks += [
+                {"tp_size": size, "what": what, **_errors(predictor, timed[what])}
+                for what in ("held out", "draining")
+                if config.check
+            ]
+        if len(sizes) > 1 and config.switch_tokens:
+            policy = _OneSwitch()
+            llm = LLM(
+                folder,
+                world=groups,
+                tensor_parallel_size=sizes[0],
+                schedule=OnDemand(),
+                layout_policy=policy,
+                **options,
             )
-        turns = [[self._decode(llm, *point) for point in grid] for _ in range(self._config.turns)]
-        return [
-            PassTime(tp_size=size, batch=batch, num_tokens=num_tokens, seconds=statistics.median(times))
-            for points in zip(*turns, strict=True)
-            for batch, num_tokens, times in [(*points[0][:2], [point[2] for point in points])]
-        ]
+            switches = switch_times(llm, policy, world, sizes, config, bar)
+            llm.close()
+    return Profile(
+        format=1,
+        subject=subject_of(model, config.engine.dtype, groups),
+        torch=str(torch.__version__),
+        decodes=tuple(decodes),
+        prefills=tuple(prefills),
+        switches=tuple(switches),
+        checks=tuple(checks),
+    )
 
-    def _grid(self, llm: LLM, size: int) -> Iterator[tuple[int, int]]:
-        """Batches and contexts that fit."""
-        slots, capacity = llm.config.max_num_seqs, kv_capacity(self._model, llm.config, size)
-        for batch in sorted({slots, *(one for one in self._config.batches if one < slots)}):
-            most = self._most(llm, batch, capacity)
-            contexts = sorted({most, *(one for one in self._config.contexts if 1.1 * one < most)})
-            if len(contexts) > 1:
-                yield from ((batch, context) for context in contexts)
 
-    def _most(self, llm: LLM, batch: int, capacity: int) -> int:
-        """Tokens of the longest contexts with which a batch fits and can decode."""
-        blocks = capacity // llm.config.block_size // batch
-        return min(llm.max_model_len, blocks * llm.config.block_size) - WARM_UP - self._config.steps - 1
+# -- passes
 
-    def _decode(self, llm: LLM, batch: int, context: int) -> Point:
-        """Returns the batch, its tokens and the median seconds of a step."""
-        num_steps = WARM_UP + self._config.steps
-        submit_decodes(llm, num_sequences=batch, context=context, length=num_steps + 1)
-        rows = self._step(llm, num_steps)[WARM_UP:]
+
+class Passes:
+    """Times passes of this rank's replica, while the other replicas do the same."""
+
+    def __init__(self, llm: LLM, world: Communicator, num_steps: int, bar: tqdm[Any]) -> None:
+        self._llm, self._world, self._num_steps, self._bar = llm, world, num_steps, bar
+        self._uids = itertools.count()
+        self.num_kv_tokens = kv_capacity(llm.model_config, llm.config, llm.layout.replicas[0].tp_size)
+
+    def longest(self, batch: int) -> int:
+        """Returns the tokens of the longest contexts with which a batch fits and can decode."""
+        block_size = self._llm.config.block_size
+        fitting = self.num_kv_tokens // block_size // batch * block_size
+        return min(self._llm.max_model_len, fitting) - WARM_UP - self._num_steps - 1
+
+    def grid(self, batches: Iterable[int], contexts: Iterable[int]) -> list[tuple[int, int]]:
+        """Returns the batches and contexts that fit, the largest that fit included."""
+        slots, points = self._llm.config.max_num_seqs, []
+        for batch in sorted({slots, *(one for one in batches if one < slots)}):
+            most = self.longest(batch)
+            mine = sorted({most, *(one for one in contexts if 1.1 * one < most)})
+            points += [(batch, context) for context in mine if len(mine) > 1]
+        if len({batch for batch, _ in points}) < 2:
+            raise ValueError(
+                f"kv_cache_bytes={self._llm.config.kv_cache_bytes}: fewer than two batch sizes fit with two contexts "
+                f"each; raise --kv-cache-mib, or give other --batches and --contexts"
+            )
+        return points
+
+    def decode(self, batch: int, context: int) -> Point:
+        """Returns the batch, its tokens, and the seconds of a step."""
+        num_steps = WARM_UP + self._num_steps
+        submit_decodes(self._llm, num_sequences=batch, context=context, length=num_steps + 1)
+        rows = self._run(num_steps)[WARM_UP:]
         assert {running for running, _, _ in rows} == {batch}
-        return batch, *self._median(rows)
+        return self._median(rows)
 
-    def _step(self, llm: LLM, num_steps: int) -> list[Point]:
-        """Steps the replica, and removes what is left there."""
+    def drain(self, batch: int) -> list[Point]:
+        """Decodes unequal sequences that end one by one; returns a point for each number of them."""
+        steps = self._num_steps
+        num_steps = WARM_UP + batch * steps
+        longest = max(3, min(1024, self.longest(batch) - num_steps))
+        for uid, context in enumerate(np.geomspace(2, longest, batch).astype(int).tolist()):
+            length = WARM_UP + (1 + uid * 7 % batch) * steps
+            submit_decodes(self._llm, num_sequences=1, context=context, length=length, first_uid=uid)
+        rows = self._run(num_steps)[WARM_UP:]
+        return [self._median([row for row in rows if row[0] == size]) for size in sorted({row[0] for row in rows})]
+
+    def prefill(self, batch: int, context: int) -> Point:
+        """Returns the batch, its tokens, and the seconds until each sequence has its first new token."""
+        for uid in itertools.islice(self._uids, batch):
+            self._llm.replica.submit(Work(state=random_sequence(uid, num_tokens=context, length=1)))
+        return self._median([(batch, batch * context, sum(seconds for _, _, seconds in self._run()))])
+
+    def _run(self, most_steps: int = 2**31) -> list[Point]:
+        """Steps while there are sequences, but at most so often, and removes those that are left."""
+        rows: list[Point] = []
         self._world.barrier()
-        self._bar.update()
-        rows = []
-        for _ in range(num_steps):
+        while self._llm.replica.has_work and len(rows) < most_steps:
             start = time.perf_counter()
-            output = llm.replica.step()
+            output = self._llm.replica.step()
             rows.append((output.num_running, output.num_context_tokens, time.perf_counter() - start))
-        llm.replica.clear()
+        self._llm.replica.clear()
+        self._bar.update()
         return rows
 
-    def _median(self, rows: list[Point]) -> tuple[int, float]:
-        """The median tokens, and the median seconds on the slowest rank."""
-        mine = statistics.median(seconds for _, _, seconds in rows)
-        everyone = self._world.all_gather_bytes(repr(mine).encode())
-        return round(statistics.median(tokens for _, tokens, _ in rows)), max(map(float, everyone))
-
-    def _prefills(self, llm: LLM, size: int) -> list[PassTime]:
-        times = []
-        most = min(self._config.prefill_tokens, kv_capacity(self._model, llm.config, size) // 2)
-        for batch, context in itertools.product(PREFILL_BATCHES, self._config.contexts):
-            if batch * context > most or batch > llm.config.max_num_seqs or context >= llm.max_model_len:
-                continue
-            rows: list[Point] = []
-            for _ in range(1 + self._config.turns):
-                for _ in range(batch):
-                    state = random_sequence(next(self._uids), num_tokens=context, length=1)
-                    llm.replica.submit(Work(state=state))
-                self._world.barrier()
-                start = time.perf_counter()
-                while llm.replica.has_work:
-                    llm.replica.step()
-                rows.append((batch, batch * context, time.perf_counter() - start))
-            self._bar.update()
-            num_tokens, seconds = self._median(rows[1:])
-            times.append(PassTime(tp_size=size, batch=batch, num_tokens=num_tokens, seconds=seconds))
-        return times
-
-    # -- the predictor
-
-    def _check(self, llm: LLM, size: int, decodes: list[PassTime]) -> list[PredictorError]:
-        predictor = StepPredictor((one.batch, one.num_tokens, one.seconds) for one in decodes)
-        capacity = kv_capacity(self._model, llm.config, size)
-        batches = sorted({one.batch for one in decodes})
-        between = [round((a * b) ** 0.5) for a, b in itertools.pairwise(batches) if b > a + 1]
-        points = [
-            (batch, max(2, round(share * self._most(llm, batch, capacity))))
-            for batch in between or batches
-            for share in (0.03, 0.2, 0.6)
-        ]
-        held_out = [[self._decode(llm, *point) for point in points] for _ in range(2)]
-        draining = [self._drain(llm, min(24, batches[-1]), capacity) for _ in range(2)]
-        return [
-            PredictorError(
-                tp_size=size,
-                what=what,
-                num_points=len(first),
-                error=_mean_error([(float(predictor.seconds(*one[:2])), one[2]) for one in first + second]),
-                a_a=_mean_error([(a[2], b[2]) for a, b in zip(first, second, strict=True)]),
-            )
-            for what, (first, second) in (("held out", held_out), ("draining", draining))
-        ]
-
-    def _drain(self, llm: LLM, batch: int, capacity: int) -> list[Point]:
-        """Decodes a batch of unequal contexts in which one sequence after the other ends; returns a point for each
-        number of sequences."""
-        steps = self._config.steps
-        most = min(llm.max_model_len, capacity // batch) - (batch + 1) * steps - WARM_UP
-        contexts = np.linspace(2, max(3, min(most, 1024)), batch).round().astype(int).tolist()
-        for index, context in enumerate(contexts):
-            length = WARM_UP + (1 + index * 7 % batch) * steps
-            submit_decodes(llm, num_sequences=1, context=context, length=length, first_uid=index)
-        rows = self._step(llm, WARM_UP + batch * steps)[WARM_UP:]
-        groups = [[row for row in rows if row[0] == running] for running in range(1, batch + 1)]
-        return [(group[0][0], *self._median(group)) for group in groups if group]
-
-    # -- switches
-
-    def _switches(self, sizes: list[int]) -> list[SwitchTime]:
-        """Between each two TP sizes, up and down, with few and with many tokens."""
-        policy = _OneSwitch()
-        llm = LLM(
-            self._folder,
-            world=self._groups,
-            tensor_parallel_size=sizes[0],
-            schedule=OnDemand(),
-            layout_policy=policy,
-            **asdict(self._config.engine),
-        )
-        times = switch_times(llm, policy, self._world, sizes, self._config.switch_tokens, self._config.turns, self._bar)
-        llm.close()
-        return times
+    def _median(self, rows: list[Point]) -> Point:
+        """Of one batch size: the median tokens, and the median seconds, of which the ranks take the mean."""
+        _, tokens, seconds = (statistics.median(column) for column in zip(*rows, strict=True))
+        everyone = self._world.all_gather_bytes(repr(seconds).encode())
+        return rows[0][0], round(tokens), statistics.fmean(map(float, everyone))
 
 
-def switch_times(
-    llm: LLM, policy: _OneSwitch, world: Communicator, sizes: list[int], most_tokens: int, turns: int, bar: tqdm[Any]
-) -> list[SwitchTime]:
-    """Returns the seconds of switches in rollouts with few and with many tokens, both ways between each two sizes."""
-    num_sequences = min(2 * world.size, llm.config.max_num_seqs)
-    longest = llm.max_model_len // 2
-    targets = [
-        (size, context)
-        for pair in itertools.combinations(sizes, 2)
-        for context in (8, min(longest, max(9, most_tokens // num_sequences)))
-        for size in (*pair, *pair[::-1])
-    ]
-    times = []
-    for size, context in targets[1:2] + targets[:1] + turns * targets:  # the first two are a warm-up
-        before = llm.layout.replicas[0].tp_size
-        if size == before:
-            continue
-        policy.target = nested_layout(range(world.size), size)
-        seconds = _time_switch(llm, world, num_sequences, context)
-        bar.update()
-        num_tokens = num_sequences * (context + TRIGGER)
-        times.append(SwitchTime(before=before, after=size, num_tokens=num_tokens, seconds=seconds))
-    return times[2:]
+def _time_passes(config: PatProfileConfig, passes: Passes) -> dict[str, list[list[Point]]]:
+    """Returns the points of each turn. All kinds take turns, so that a machine that gets slower or faster favours
+    none."""
+    grid = passes.grid(config.batches, config.contexts)
+    batches = sorted({batch for batch, _ in grid})
+    most = min(config.prefill_tokens, passes.num_kv_tokens // 2)
+    contexts = [one for one in config.contexts if one < passes.longest(1)]
+    prompts = [point for point in itertools.product(PREFILL_BATCHES, contexts) if point[0] * point[1] <= most]
+    between = [round((a * b) ** 0.5) for a, b in itertools.pairwise(batches) if b > a + 1] or batches
+    held_out = [(size, max(2, round(share * passes.longest(size)))) for size in between for share in (0.03, 0.2, 0.6)]
+    timed: dict[str, list[list[Point]]] = {"decodes": [], "prefills": [], "held out": [], "draining": []}
+    for _ in range(config.turns):
+        timed["decodes"].append([passes.decode(*point) for point in grid])
+        timed["prefills"].append([passes.prefill(*point) for point in prompts])
+        if config.check:
+            timed["held out"].append([passes.decode(*point) for point in held_out])
+            timed["draining"].append(passes.drain(min(24, batches[-1])))
+    return timed
+
+
+def _medians(turns: list[list[Point]]) -> list[Point]:
+    return [(*same[0][:2], statistics.median(point[2] for point in same)) for same in zip(*turns, strict=True)]
+
+
+def _errors(predictor: StepPredictor, turns: list[list[Point]]) -> dict[str, float]:
+    """Mean relative errors of single turns: the predictor's, and one turn taken for the next (A/A)."""
+    pairs = [(float(predictor.seconds(batch, tokens)), s) for turn in turns for batch, tokens, s in turn]
+    again = [(a[2], b[2]) for one, other in itertools.pairwise(turns) for a, b in zip(one, other, strict=True)]
+    error, a_a = (short(statistics.fmean(abs(a / b - 1) for a, b in some)) for some in (pairs, again))
+    return {"num_points": len(turns[0]), "error": error, "a_a": a_a}
+
+
+# -- switches
 
 
 class _OneSwitch:
-    """A `LayoutPolicy` that regroups to its target once the first sequence has ended."""
+    """A `LayoutPolicy` that regroups to its target once a sequence has ended."""
 
     target: Layout | None = None
 
@@ -366,29 +328,45 @@ class _OneSwitch:
         return LayoutChange(layout=replace(target, epoch=view.layout.epoch + 1))
 
 
-def _time_switch(llm: LLM, world: Communicator, num_sequences: int, context: int) -> float:
-    """Seconds from the end of the last step in the old layout to the end of all replicas' first step in the new one,
+def switch_times(
+    llm: LLM, policy: _OneSwitch, world: Communicator, sizes: list[int], config: PatProfileConfig, bar: tqdm[Any]
+) -> list[SwitchTime]:
+    """Returns the times of switches in rollouts with few and with many tokens, both ways between each two sizes."""
+    num_sequences = min(2 * world.size, llm.config.max_num_seqs)
+    most = min(llm.max_model_len // 2, max(9, config.switch_tokens // num_sequences))
+    targets = [
+        (size, context)
+        for pair in itertools.combinations(sizes, 2)
+        for context in (8, most)
+        for size in (*pair, *pair[::-1])
+    ]
+    times = []
+    for size, context in [targets[1], targets[0]] + config.turns * targets:  # the first two warm up
+        before = llm.layout.replicas[0].tp_size
+        if size != before:
+            policy.target = nested_layout(range(world.size), size)
+            times.append((before, size, num_sequences * context, _time_switch(llm, world, num_sequences, context)))
+            bar.update()
+    return times[2:]
+
+
+def _time_switch(llm: LLM, world: Communicator, num_sequences: int, context: int, length: int = 32) -> float:
+    """Seconds from the last step in the old layout to the end of each replica's first one in the new, which loads KV,
     less a usual step."""
-    length = 32
-    while True:
-        prompts = torch.randint(2, llm.model_config.vocab_size, (num_sequences + 1, context)).tolist()
-        lengths = [TRIGGER] + [min(length, llm.max_model_len - context)] * num_sequences
-        params = [SamplingParams(max_tokens=one, ignore_eos=True) for one in lengths]
-        world_prompts = json.loads(world.broadcast_bytes(json.dumps(prompts).encode()))
-        llm.generate(world_prompts, params)
-        mine = [(one.epoch, one.start, one.seconds) for one in llm.step_records]
-        everyone = [json.loads(part) for part in world.all_gather_bytes(json.dumps(mine).encode())]
-        newest = max(epoch for part in everyone for epoch, _, _ in part)
-        old = [start + seconds for part in everyone for epoch, start, seconds in part if epoch < newest]
-        new = [[(start, seconds) for epoch, start, seconds in part if epoch == newest] for part in everyone]
-        if old and all(new):
-            usual = statistics.median(seconds for part in new for _, seconds in part)
-            return max(0.0, max(sum(part[0]) for part in new) - max(old) - usual)
-        length *= 2  # the rollout was over before the switch
-
-
-def _mean_error(pairs: list[tuple[float, float]]) -> float:
-    return statistics.fmean(abs(a / b - 1) for a, b in pairs)
+    tokens = torch.randint(2, llm.model_config.vocab_size, (num_sequences + 1, context)).tolist()
+    prompts = json.loads(world.broadcast_bytes(json.dumps(tokens).encode()))
+    # The first sequence ends early, which starts the switch.
+    lengths = [4] + [min(length, llm.max_model_len - context)] * num_sequences
+    llm.generate(prompts, [SamplingParams(max_tokens=one, ignore_eos=True) for one in lengths])
+    mine = [(one.epoch, one.start, one.seconds) for one in llm.step_records]
+    everyone = [json.loads(part) for part in world.all_gather_bytes(json.dumps(mine).encode())]
+    newest = max(epoch for part in everyone for epoch, _, _ in part)
+    old = [start + seconds for part in everyone for epoch, start, seconds in part if epoch < newest]
+    new = [[(start, seconds) for epoch, start, seconds in part if epoch == newest] for part in everyone]
+    if not old or not all(new):  # the rollout was over before the switch
+        return _time_switch(llm, world, num_sequences, context, 2 * length)
+    usual = statistics.median(seconds for part in new for _, seconds in part)
+    return max(0.0, max(sum(part[0]) for part in new) - max(old) - usual)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from engines.config import ModelConfig
 from engines.constraints import Count, NonNegative, Positive
 from engines.json_files import read_json
 from engines.parallel.layout import nested_layout
@@ -24,61 +22,12 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)
 """Ten sizes from 1 to 256, as PAT profiles; it does not list them."""
 CONTEXTS = (8, 64, 128, 256, 384, 512, 2048, 8192, 32768, 131072)
 """Tokens of each sequence: denser below 512."""
-_NO_MATTER = ("rope", "max_position_embeddings", "eos_token_ids", "rms_norm_eps")  # for how long a step takes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What is profiled. The times of one subject are not those of another."""
-
-    model: dict[str, Any]
-    """The fields of `ModelConfig` on which a step's time depends."""
-    dtype: str
-    device: str
-    transport: str
-    num_ranks: int
-    num_threads: int
-    """torch threads of a rank."""
-
-    @staticmethod
-    def sizes(model: ModelConfig) -> dict[str, Any]:
-        return {name: value for name, value in asdict(model).items() if name not in _NO_MATTER}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassTime:
-    """A point of the profile: a forward pass of one replica, while all replicas do the same."""
-
-    tp_size: Count
-    batch: Count
-    num_tokens: Count
-    """Sum of the sequences' context lengths."""
-    seconds: Positive
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwitchTime:
-    """A measured switch."""
-
-    before: Count
-    after: Count
-    """TP sizes."""
-    num_tokens: Count
-    """Context tokens of all unfinished sequences."""
-    seconds: NonNegative
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictorError:
-    """How far the predictor is from what was measured after it."""
-
-    tp_size: Count
-    what: Literal["held out", "draining"]
-    num_points: Count
-    error: NonNegative
-    """Mean relative error."""
-    a_a: NonNegative
-    """The same between two measurements of each point."""
+PassTime = tuple[Count, Count, Count, Positive]
+"""(TP size, sequences of a replica, sum of their contexts in tokens, seconds), while all replicas do the same."""
+SwitchTime = tuple[Count, Count, Count, NonNegative]
+"""(TP size before, after, context tokens of all unfinished sequences, seconds)."""
+Subject = dict[str, str | int]
+"""What is profiled, by name: the times of one subject are not those of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +40,9 @@ class Profile:
     """Its version."""
     decodes: tuple[PassTime, ...]
     prefills: tuple[PassTime, ...]
-    """Passes, or several where they are chunked, over all tokens of the sequences."""
     switches: tuple[SwitchTime, ...]
-    checks: tuple[PredictorError, ...] = ()
+    checks: tuple[dict[str, Any], ...] = ()
+    """How far the predictor was off."""
 
     @staticmethod
     def load(path: Path) -> Profile:
@@ -108,12 +57,14 @@ class Profile:
         return profile
 
     def save(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+        path.write_bytes(msgspec.json.encode(self) + b"\n")
 
     def predictors(self) -> dict[int, StepPredictor]:
         """By TP size. Raises ValueError for too few points."""
-        sizes = sorted({one.tp_size for one in self.decodes})
-        return {size: StepPredictor(_points(self.decodes, size)) for size in sizes}
+        return {size: StepPredictor(self._points(size)) for size in sorted({row[0] for row in self.decodes})}
+
+    def _points(self, tp_size: int) -> list[Point]:
+        return [row[1:] for row in self.decodes if row[0] == tp_size]
 
     def deployment(
         self, subject: Subject, *, num_kv_tokens: Mapping[int, int], max_num_seqs: int, max_model_len: int
@@ -123,10 +74,15 @@ class Profile:
         Raises ValueError if the profile is of another subject, or does not reach the batches and contexts that these
         limits allow.
         """
-        for name, (mine, other) in _differences(self.subject, subject).items():
-            raise ValueError(f"profile: has {name}={mine!r}, and this run has {other!r}; profile this deployment")
+        for name in sorted({*self.subject, *subject}):
+            mine, its = self.subject.get(name), subject.get(name)
+            if mine != its:
+                raise ValueError(
+                    f"profile: is of {name}={mine!r}, and this run has {its!r}; make one for this run, by "
+                    f"experiments/pat_profile.py"
+                )
         for size, most in num_kv_tokens.items():
-            points = _points(self.decodes, size)
+            points = self._points(size)
             if not points:
                 raise ValueError(f"profile: has no points of TP size {size}; profile again with this many ranks")
             batch, num_tokens = max(point[0] for point in points), max(point[1] for point in points)
@@ -141,44 +97,30 @@ class Profile:
             raise ValueError("profile: has no times of switches; profile again, without --switch-tokens 0")
         predictors = self.predictors()
         return Deployment(
-            num_ranks=subject.num_ranks,
+            num_ranks=int(subject["num_ranks"]),
             steps={size: predictors[size] for size in num_kv_tokens},
             num_kv_tokens=num_kv_tokens,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            switch_seconds=_SwitchSeconds(self.switches),
+            switch_seconds=_lines(self.switches),
         )
 
 
-class _SwitchSeconds:
-    """A line over the tokens for each pair of TP sizes, by least squares; it never falls."""
+def _lines(switches: Collection[SwitchTime]) -> Callable[[int, int, float], float]:
+    """Returns, for each pair of TP sizes, a line over the tokens by least squares, which never falls; infinity for a
+    pair that was not measured."""
+    lines: dict[tuple[int, int], tuple[float, float]] = {}
+    for pair in {(before, after) for before, after, _, _ in switches}:
+        tokens, seconds = np.array([row[2:] for row in switches if row[:2] == pair], float).T
+        offsets = tokens - tokens.mean()
+        slope = max(0.0, (offsets * seconds).sum() / max(1.0, (offsets**2).sum()))
+        lines[pair] = float(slope), max(0.0, float(seconds.mean() - slope * tokens.mean()))
 
-    def __init__(self, switches: Iterable[SwitchTime]) -> None:
-        self._lines: dict[tuple[int, int], tuple[float, float]] = {}
+    def seconds_of(before: int, after: int, num_tokens: float) -> float:
+        slope, start = lines.get((before, after), (0.0, np.inf))
+        return start + slope * num_tokens
 
-        def pair(one: SwitchTime) -> tuple[int, int]:
-            return one.before, one.after
-
-        for key, group in groupby(sorted(switches, key=pair), key=pair):
-            tokens, seconds = np.array([(one.num_tokens, one.seconds) for one in group], float).T
-            centred = tokens - tokens.mean()
-            slope = max(0.0, float((centred * seconds).sum() / max(1.0, (centred**2).sum())))
-            self._lines[key] = slope, max(0.0, float(seconds.mean() - slope * tokens.mean()))
-
-    def __call__(self, before: int, after: int, num_tokens: float) -> float:
-        """Returns seconds; infinity for a pair that was not measured."""
-        slope, offset = self._lines.get((before, after), (0.0, np.inf))
-        return offset + slope * num_tokens
-
-
-def _points(times: Iterable[PassTime], tp_size: int) -> list[Point]:
-    return [(one.batch, one.num_tokens, one.seconds) for one in times if one.tp_size == tp_size]
-
-
-def _differences(one: Subject, other: Subject) -> dict[str, tuple[Any, Any]]:
-    mine, its = ({**asdict(each), **{f"model.{k}": v for k, v in each.model.items()}} for each in (one, other))
-    del mine["model"], its["model"]
-    return {name: (mine.get(name), its.get(name)) for name in {**mine, **its} if mine.get(name) != its.get(name)}
+    return seconds_of
 
 
 def deployment_of(
