@@ -183,18 +183,9 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
                 for what in ("held out", "draining")
                 if config.check
             ]
-        if len(sizes) > 1 and config.switch_tokens:
-            policy = _OneSwitch()
-            llm = LLM(
-                folder,
-                world=groups,
-                tensor_parallel_size=sizes[0],
-                schedule=OnDemand(),
-                layout_policy=policy,
-                **options,
-            )
-            switches = switch_times(llm, policy, world, sizes, config, bar)
-            llm.close()
+        if groups is not None and len(sizes) > 1 and config.switch_tokens:
+            fastest = min(seconds for *_, seconds in decodes)
+            switches = _time_switches(config, folder, groups, sizes, fastest, bar)
     return Profile(
         format=1,
         subject=subject_of(model, config.engine.dtype, groups),
@@ -328,43 +319,65 @@ class _OneSwitch:
         return LayoutChange(layout=replace(target, epoch=view.layout.epoch + 1))
 
 
-def switch_times(
-    llm: LLM, policy: _OneSwitch, world: Communicator, sizes: list[int], config: PatProfileConfig, bar: tqdm[Any]
+def _time_switches(
+    config: PatProfileConfig, folder: str, groups: GroupCache, sizes: list[int], fastest_s: float, bar: tqdm[Any]
 ) -> list[SwitchTime]:
-    """Returns the times of switches in rollouts with few and with many tokens, both ways between each two sizes."""
-    num_sequences = min(2 * world.size, llm.config.max_num_seqs)
-    most = min(llm.max_model_len // 2, max(9, config.switch_tokens // num_sequences))
-    targets = [
-        (size, context)
+    """Between each two sizes, both ways, with few and with many tokens."""
+    policy = _OneSwitch()
+    llm = LLM(
+        folder,
+        world=groups,
+        tensor_parallel_size=sizes[0],
+        schedule=OnDemand(),
+        layout_policy=policy,
+        **asdict(config.engine),
+    )
+    walk = [
+        (size, tokens)
         for pair in itertools.combinations(sizes, 2)
-        for context in (8, most)
-        for size in (*pair, *pair[::-1])
+        for tokens in (64, max(65, config.switch_tokens))
+        for size in (*pair[::-1], *pair[::-1])
     ]
-    times = []
-    for size, context in [targets[1], targets[0]] + config.turns * targets:  # the first two warm up
+    # The rest of a rollout is long enough for messages to arrive.
+    length = 16 + min(llm.max_model_len // 2, round(0.2 / fastest_s))
+    times = switch_times(llm, policy, groups.world, [*walk[:2], *config.turns * walk], length, bar)
+    llm.close()
+    return times
+
+
+def switch_times(
+    llm: LLM, policy: _OneSwitch, world: Communicator, targets: Iterable[tuple[int, int]], length: int, bar: tqdm[Any]
+) -> list[SwitchTime]:
+    """Times a switch to each target (TP size, context tokens of a sequence), each in a rollout of sequences that
+    generate `length` tokens. The first two targets warm up. Targets that are the present size, and switches that come
+    too late in their rollout, are left out."""
+    count = min(2 * world.size, llm.config.max_num_seqs - 1)
+    times: list[SwitchTime | None] = []
+    for size, context in targets:
         before = llm.layout.replicas[0].tp_size
-        if size != before:
-            policy.target = nested_layout(range(world.size), size)
-            times.append((before, size, num_sequences * context, _time_switch(llm, world, num_sequences, context)))
+        policy.target = nested_layout(range(world.size), size) if size != before else None
+        if policy.target is not None:
+            context = max(1, min(context // count, llm.max_model_len - length - 1))
+            seconds = _time_switch(llm, world, count, context, length)
+            times.append(None if seconds is None else (before, size, count * context, seconds))
             bar.update()
-    return times[2:]
+    return [one for one in times[2:] if one is not None]
 
 
-def _time_switch(llm: LLM, world: Communicator, num_sequences: int, context: int, length: int = 32) -> float:
+def _time_switch(llm: LLM, world: Communicator, count: int, context: int, length: int) -> float | None:
     """Seconds from the last step in the old layout to the end of each replica's first one in the new, which loads KV,
     less a usual step."""
-    tokens = torch.randint(2, llm.model_config.vocab_size, (num_sequences + 1, context)).tolist()
+    tokens = torch.randint(2, llm.model_config.vocab_size, (count + 1, context)).tolist()
     prompts = json.loads(world.broadcast_bytes(json.dumps(tokens).encode()))
     # The first sequence ends early, which starts the switch.
-    lengths = [4] + [min(length, llm.max_model_len - context)] * num_sequences
-    llm.generate(prompts, [SamplingParams(max_tokens=one, ignore_eos=True) for one in lengths])
+    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in [2] + [length] * count]
+    llm.generate(prompts, params)
     mine = [(one.epoch, one.start, one.seconds) for one in llm.step_records]
     everyone = [json.loads(part) for part in world.all_gather_bytes(json.dumps(mine).encode())]
-    newest = max(epoch for part in everyone for epoch, _, _ in part)
-    old = [start + seconds for part in everyone for epoch, start, seconds in part if epoch < newest]
-    new = [[(start, seconds) for epoch, start, seconds in part if epoch == newest] for part in everyone]
-    if not old or not all(new):  # the rollout was over before the switch
-        return _time_switch(llm, world, num_sequences, context, 2 * length)
+    old = [start + seconds for part in everyone for epoch, start, seconds in part if epoch < llm.layout.epoch]
+    new = [[(start, seconds) for epoch, start, seconds in part if epoch == llm.layout.epoch] for part in everyone]
+    if not old or not all(new):
+        return None
     usual = statistics.median(seconds for part in new for _, seconds in part)
     return max(0.0, max(sum(part[0]) for part in new) - max(old) - usual)
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from algos.tasks.task import Problem
-from engines import LLM, SamplingParams
+from algos.collect import Collector
 from engines.config import ModelConfig, longest_sequence
-from engines.parallel.collectives import Communicator
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, nested_layout
 from engines.replica.engine import kv_capacity
@@ -46,20 +44,21 @@ def make_controller(config: TrainConfig, profile: Profile, folder: Path, groups:
     return PatController(deployment)
 
 
-def first_layout(
-    controller: PatController, llm: LLM, group: Communicator, problems: Sequence[Problem], params: SamplingParams
-) -> Layout:
-    """Returns the layout in which a rollout of these problems should begin, with the next epoch.
+def first_layout(controller: PatController, collector: Collector, index: int) -> Layout:
+    """Returns the layout, with the next epoch, in which a rollout should begin whose first problem is `index`.
 
     All ranks call it together: only the controller of rank 0 learns lengths.
     """
+    llm, params = collector.llm, collector.params
 
     def choose() -> str:
+        problems = [collector.task.train_problem(index + place) for place in range(collector.prompts_per_step)]
         prompts = np.repeat([len(tokens) for tokens in llm.encode([one.prompt for one in problems])], params.n)
         limits = np.clip(llm.max_model_len - prompts, 1, params.max_tokens)
         return str(controller.first_tp_size(prompts.astype(float), limits.astype(float)))
 
-    return nested_layout(range(group.size), int(launch.on_rank_0(group, choose)), epoch=llm.layout.epoch + 1)
+    size = int(launch.on_rank_0(collector.group, choose))
+    return nested_layout(range(collector.group.size), size, epoch=llm.layout.epoch + 1)
 
 
 def switch_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:

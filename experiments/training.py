@@ -212,7 +212,6 @@ class Run:
         """`reward` is the reward to train on; `judge`, the task's own reward, scores evaluations."""
         self.config = config
         self.controller = controller
-        self.task = task
         self.group = group = groups.world
         self.judge = judge
         if config.resume:
@@ -408,10 +407,7 @@ class Run:
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""
         if self.controller is not None:
-            count = self.config.rollout.prompts_per_step
-            problems = [self.task.train_problem(self.state.data_index + place) for place in range(count)]
-            layout = first_layout(self.controller, self.llm, self.group, problems, self.params)
-            del layout  # connect: self.llm.regroup(layout)
+            first_layout(self.controller, self.collector, self.state.data_index)  # connect: self.llm.regroup(...)
         checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.state.step)
         everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
         others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]

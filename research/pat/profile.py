@@ -26,7 +26,7 @@ PassTime = tuple[Count, Count, Count, Positive]
 """(TP size, sequences of a replica, sum of their contexts in tokens, seconds), while all replicas do the same."""
 SwitchTime = tuple[Count, Count, Count, NonNegative]
 """(TP size before, after, context tokens of all unfinished sequences, seconds)."""
-Subject = dict[str, str | int]
+Subject = dict[str, str | int | bool]
 """What is profiled, by name: the times of one subject are not those of another."""
 
 
@@ -94,7 +94,9 @@ class Profile:
                     f"max_num_seqs, max_model_len and KV cache"
                 )
         if len(num_kv_tokens) > 1 and not self.switches:
-            raise ValueError("profile: has no times of switches; profile again, without --switch-tokens 0")
+            raise ValueError(
+                "profile: has no times of switches; profile again, with --switch-tokens and a long enough max_model_len"
+            )
         predictors = self.predictors()
         return Deployment(
             num_ranks=int(subject["num_ranks"]),
@@ -107,18 +109,20 @@ class Profile:
 
 
 def _lines(switches: Collection[SwitchTime]) -> Callable[[int, int, float], float]:
-    """Returns, for each pair of TP sizes, a line over the tokens by least squares, which never falls; infinity for a
-    pair that was not measured."""
+    """Returns, for each pair of TP sizes, a line over the tokens, which never falls, by least squares through medians;
+    infinity for a pair that was not measured."""
     lines: dict[tuple[int, int], tuple[float, float]] = {}
     for pair in {(before, after) for before, after, _, _ in switches}:
-        tokens, seconds = np.array([row[2:] for row in switches if row[:2] == pair], float).T
+        rows = [row[2:] for row in switches if row[:2] == pair]
+        tokens = np.array(sorted({num_tokens for num_tokens, _ in rows}), float)
+        seconds = np.array([np.median([took for num_tokens, took in rows if num_tokens == one]) for one in tokens])
         offsets = tokens - tokens.mean()
-        slope = max(0.0, (offsets * seconds).sum() / max(1.0, (offsets**2).sum()))
-        lines[pair] = float(slope), max(0.0, float(seconds.mean() - slope * tokens.mean()))
+        slope = max(0.0, float((offsets * seconds).sum()) / max(1.0, float((offsets**2).sum())))
+        lines[pair] = slope, float(seconds.mean() - slope * tokens.mean())
 
     def seconds_of(before: int, after: int, num_tokens: float) -> float:
         slope, start = lines.get((before, after), (0.0, np.inf))
-        return start + slope * num_tokens
+        return max(0.0, start + slope * num_tokens)
 
     return seconds_of
 
