@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -71,6 +72,40 @@ def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> 
     axes[-1, 0].set_xlabel("seconds")
     scale = plt.cm.ScalarMappable(cmap=colours, norm=plt.Normalize(0, largest))
     figure.colorbar(scale, ax=axes[:, 0].tolist(), label="sequences in the step")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], switches: Sequence[float]) -> Path:
+    """Draws, a line per rollout, running sequences, TP size and tokens per second over time (PAT, Figs. 1 and 4).
+
+    Times count from each rollout's first step. The first rollout's `switches`, on its clock, are dotted lines.
+    """
+    figure, axes = plt.subplots(3, 1, figsize=(7, 6), sharex=True, layout="constrained")
+    for name, steps in rollouts.items():
+        ordered = sorted(steps, key=lambda step: step.start)
+        starts, seconds, counts, sizes = np.array(
+            [(step.start, step.seconds, step.num_running, step.tp_size) for step in ordered]
+        ).T
+        origin = starts[0]
+        edges = np.linspace(origin, (starts + seconds).max(), max(2, min(100, len(steps) // 8)))
+        weights = (counts * seconds, counts)
+        busy, tokens = (np.histogram(starts + seconds / 2, edges, weights=one)[0] / np.diff(edges) for one in weights)
+        middles = (edges[:-1] + edges[1:]) / 2 - origin
+        for ax, x, y in zip(axes, (middles, starts - origin, middles), (busy, sizes, tokens), strict=True):
+            ax.step(x, y, where="post" if ax is axes[1] else "mid", label=name)
+        if name == next(iter(rollouts)):
+            for ax, moment in itertools.product(axes, switches):
+                ax.axvline(moment - origin, color="grey", linestyle=":", linewidth=0.8)
+    for ax, label in zip(axes, ("running sequences", "TP size", "tokens per second"), strict=True):
+        ax.set_ylabel(label)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yscale("log")
+    axes[1].set_yscale("log", base=2)
+    axes[1].yaxis.set_major_formatter("{x:g}")
+    axes[0].legend(frameon=False)
+    axes[-1].set_xlabel("seconds")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path

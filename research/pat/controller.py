@@ -17,7 +17,7 @@ from engines.coordination.views import LayoutChange, LayoutView
 from engines.parallel.layout import nested_layout
 from research.pat.lifetimes import Lengths, Lifetimes, run_to_limit
 from research.pat.lookahead import Deployment, Plan, WorkLeft, make_plan
-from research.pat.redistribute import balance
+from research.pat.redistribute import redistribute
 
 _MOST_LOGGED = 10_000
 Estimator = Literal["lookahead", "paper"]
@@ -109,10 +109,7 @@ class PatController:
         self._last_switch = view.now
         ranks = range(self._deployment.num_ranks)
         layout = nested_layout(ranks, considered.chosen, epoch=view.layout.epoch + 1)
-        pairs = zip(sequences, contexts, strict=True)
-        # Those that have not run yet stay with the schedule policy.
-        num_tokens = {one.sequence_id: int(context) for one, context in pairs if one.last_replica_id is not None}
-        return LayoutChange(layout=layout, places=balance(num_tokens, [spec.id for spec in layout.replicas]))
+        return LayoutChange(layout=layout, places=redistribute(sequences, [spec.id for spec in layout.replicas]))
 
     def _remaining(self, generated: Lengths, limits: Lengths) -> Lengths:
         if self._options.estimator == "paper":

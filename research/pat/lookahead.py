@@ -17,6 +17,7 @@ from research.pat.predictor import StepPredictor
 
 Tokens = NDArray[np.float64]
 _MOST_RUNGS = 128
+_SWITCH_KNOTS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,7 @@ def make_plan(deployment: Deployment, contexts: Tokens, remaining: Tokens, tp_si
     """
     work = WorkLeft.of(deployment, contexts, remaining)
     sizes = sorted(deployment.steps)
-    switches = np.array(
-        [
-            [[0.0 if a == b else deployment.switch_seconds(b, a, tokens) for a in sizes] for b in sizes]
-            for tokens in work.num_tokens.tolist()
-        ]
-    )  # [rungs, before, after]
+    switches = _switches(deployment, sizes, work.num_tokens)
     costs = np.array([work.seconds(size) for size in sizes]).T  # [rungs, sizes]
     later = np.zeros(len(sizes))
     choices = np.zeros(costs.shape, dtype=int)
@@ -78,6 +74,19 @@ def make_plan(deployment: Deployment, contexts: Tokens, remaining: Tokens, tp_si
         if not stages or stages[-1][1] != sizes[place]:
             stages.append((count, sizes[place]))
     return Plan(stages=tuple(stages), seconds=seconds, kept_seconds=kept)
+
+
+def _switches(deployment: Deployment, sizes: list[int], num_tokens: Tokens) -> NDArray[np.float64]:
+    """Returns the seconds of a switch, [rungs, before, after]: exact at a few numbers of tokens, straight in between,
+    since asking for each rung would take most of a decision's time."""
+    knots = np.linspace(num_tokens.min(), num_tokens.max(), _SWITCH_KNOTS)
+    seconds = np.zeros((len(num_tokens), len(sizes), len(sizes)))
+    for b, before in enumerate(sizes):
+        for a, after in enumerate(sizes):
+            if a != b:
+                values = [deployment.switch_seconds(before, after, tokens) for tokens in knots.tolist()]
+                seconds[:, b, a] = np.interp(num_tokens, knots, values)
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)

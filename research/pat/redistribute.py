@@ -8,7 +8,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 
+from engines.coordination.views import SequenceView
 from engines.sequence import SequenceId
+
+
+def redistribute(unfinished: Iterable[SequenceView], replica_ids: Iterable[int]) -> dict[SequenceId, int]:
+    """Returns the replica of each sequence that has run, by `balance`. The others stay with the schedule policy."""
+    ran = (one for one in unfinished if one.last_replica_id is not None)
+    return balance({one.sequence_id: one.num_prompt_tokens + one.num_generated for one in ran}, replica_ids)
 
 
 def balance(num_tokens: Mapping[SequenceId, int], replica_ids: Iterable[int]) -> dict[SequenceId, int]:

@@ -1,0 +1,177 @@
+"""What `pat.py` rolls out: batches of long-tailed lengths on eight named GPUs, or on this machine; and what decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal
+
+import numpy as np
+
+from engines.coordination.policies import LayoutPolicy
+from engines.parallel.layout import Layout, nested_layout
+from research.pat.controller import Estimator, PatController, PatOptions
+from research.pat.hindsight import PlayedPlan
+from research.pat.lookahead import Deployment, WorkLeft, make_plan
+from research.pat.profile import deployment_of
+from research.simulator.latency import TP_SIZES, LatencyProfile, profile
+from research.simulator.pace import ProfilePace
+from research.workloads.lengths import LogNormalLengths
+from research.workloads.shapes import DecoderShape
+
+CaseName = Literal["a40-8b-2048", "a40-8b-512", "h100-14b-512", "h100-8b-128", "uniform"]
+TOKEN_SCALE = 64
+"""Tokens of the profile per token here."""
+BLOCK_SIZE = 4
+HISTORY = 2048
+"""Lengths of earlier sequences that the controller knows; they are drawn by another seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences that are rolled out at once. Lengths are in tokens here."""
+
+    lengths: tuple[int, ...]
+    """What each sequence will generate; the policies do not know it."""
+    history: tuple[int, ...]
+    """The same of earlier sequences."""
+    longest: int
+    num_prompt_tokens: int = 2
+
+    @property
+    def max_model_len(self) -> int:
+        return self.num_prompt_tokens + self.longest
+
+    @property
+    def contexts(self) -> np.ndarray:
+        return np.full(len(self.lengths), float(self.num_prompt_tokens))
+
+
+def long_tailed(count: int, *, median: float, longest: int, sigma: float = 0.884, seed: int) -> Batch:
+    """PAT's spread of lengths (Fig. 3b); with `sigma=0` all lengths are equal."""
+    draw = LogNormalLengths(median=median, sigma=sigma, cap=longest).draw
+    return Batch(lengths=tuple(draw(count, seed)), history=tuple(draw(HISTORY, seed + 1000)), longest=longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A batch on GPUs of one kind; lengths in tokens of the profile."""
+
+    name: CaseName
+    gpus: str
+    """As in the names of latency profiles."""
+    batch: int
+    median: float
+    cap: int
+    sigma: float = 0.884
+    scale: float
+    """Seconds here per second of the profile with which 8 processes on 2 cores can follow."""
+
+    @cached_property
+    def profiles(self) -> dict[int, LatencyProfile]:
+        """By TP size."""
+        return {size: profile(f"{self.gpus}-tp{size}") for size in TP_SIZES}
+
+    def draw(self, seed: int, shrink: int) -> Batch:
+        return long_tailed(
+            max(1, self.batch // shrink),
+            median=self.median / TOKEN_SCALE,
+            longest=self.cap // TOKEN_SCALE,
+            sigma=self.sigma,
+            seed=seed,
+        )
+
+    def pace(self, scale: float) -> ProfilePace:
+        one = self.profiles[1]
+        return ProfilePace(device=one.device, shape=one.shape, scale=self.scale * scale, token_scale=TOKEN_SCALE)
+
+    def num_kv_tokens(self, num_ranks: int) -> dict[int, int]:
+        """Tokens here that a replica's KV cache holds, by the TP sizes in which a sequence of any length fits."""
+        tokens = {size: one.kv_tokens_capacity() // TOKEN_SCALE for size, one in self.profiles.items()}
+        longest = self.cap // TOKEN_SCALE + 2 * BLOCK_SIZE
+        return {size: count for size, count in tokens.items() if count >= longest and num_ranks % size == 0}
+
+    def deployment(self, pace: ProfilePace, num_ranks: int, max_num_seqs: int, max_model_len: int) -> Deployment:
+        """A rank's KV pool stays as it is in the narrowest replicas while the TP size changes."""
+        sizes = self.num_kv_tokens(num_ranks)
+        of_rank = min(sizes.values()) // min(sizes)
+        return deployment_of(
+            pace,
+            num_ranks=num_ranks,
+            num_kv_tokens={size: size * of_rank for size in sizes},
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
+
+
+CASES = (
+    Case(name="a40-8b-2048", gpus="a40-8b", batch=2048, median=500, cap=8192, scale=3.0),
+    Case(name="a40-8b-512", gpus="a40-8b", batch=512, median=2750, cap=24576, scale=2.0),
+    Case(name="h100-14b-512", gpus="h100-qwen3-14b", batch=512, median=2750, cap=16384, scale=4.0),
+    Case(name="h100-8b-128", gpus="h100-8b", batch=128, median=2750, cap=24576, scale=8.0),
+    Case(name="uniform", gpus="a40-8b", batch=512, median=1000, cap=1000, sigma=0.0, scale=4.0),
+)
+PACED_MODEL = DecoderShape(hidden=64, layers=2, heads=8, kv_heads=8, head_dim=8, intermediate=64, vocab=64, tied=True)
+
+
+def live_batch(seed: int, shrink: int) -> Batch:
+    return long_tailed(max(2, 48 // shrink), median=30.0, longest=240, seed=seed)
+
+
+def live_model(hidden: int) -> DecoderShape:
+    heads = hidden // 64
+    return DecoderShape(
+        hidden=hidden, layers=4, heads=heads, kv_heads=heads // 2, head_dim=64, intermediate=2 * hidden, vocab=512, tied=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a batch is laid out."""
+
+    layout: Layout
+    policy: Callable[[], LayoutPolicy | None] = lambda: None
+    """Makes the layout policy of one rollout."""
+    tp_size: int | None = None
+    """The one of a static variant."""
+
+
+def static(num_ranks: int, tp_size: int) -> Variant:
+    return Variant(layout=nested_layout(range(num_ranks), tp_size), tp_size=tp_size)
+
+
+def predicted(deployment: Deployment, batch: Batch) -> dict[int, float]:
+    """Seconds of the batch by static TP size."""
+    work = WorkLeft.of(deployment, batch.contexts, np.array(batch.lengths, float))
+    return {size: float(work.seconds(size).sum()) for size in deployment.steps}
+
+
+def adaptive(
+    deployment: Deployment, batch: Batch, estimator: Estimator = "lookahead", *, with_history: bool = True
+) -> Variant:
+    """PAT's controller, which also names the first layout."""
+
+    def controller() -> PatController:
+        history = batch.history if with_history else ()
+        return PatController(deployment, PatOptions(estimator=estimator), ended=history)
+
+    first = controller().first_tp_size(batch.contexts, np.full(len(batch.lengths), float(batch.longest)))
+    return Variant(layout=nested_layout(range(deployment.num_ranks), first), policy=controller)
+
+
+def informed(deployment: Deployment, batch: Batch, best: int) -> dict[str, Variant]:
+    """The plan for the true lengths, and the best static size with rebalancing at its moments; empty if it never
+    switches, since both are then static variants."""
+    plan = make_plan(deployment, batch.contexts, np.array(batch.lengths, float), None)
+    if len(plan.stages) == 1:
+        return {}
+    played = {
+        name: PlayedPlan(plan, deployment.num_ranks, tp_size=size)
+        for name, size in (("hindsight", None), ("rebalanced", best))
+    }
+    return {name: Variant(layout=one.layout(), policy=partial(_itself, one)) for name, one in played.items()}
+
+
+def _itself(policy: LayoutPolicy) -> LayoutPolicy:
+    return policy

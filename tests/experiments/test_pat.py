@@ -1,0 +1,37 @@
+"""`pat.py` as users run it. What it gains is no test: it depends on the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.worlds import refused_by, run_main
+
+SMALL = ["--shrink", "16", "--turns", "1", "--ranks", "4", "--hidden", "256", "--scale", "0.5"]
+CASES = {"a40-8b-2048", "uniform"}
+
+
+def test_both_parts(tmp_path: Path) -> None:
+    more = ["--cases", *sorted(CASES), "--figure", str(tmp_path), "--output", str(tmp_path / "result.json")]
+    result = run_main("pat", [*SMALL, *more], num_ranks=2)
+    live, paced = result["live"], result["paced"]
+    assert (live["tier"], paced["tier"]) == ("live", "paced")
+    assert live["tokens_equal"] and paced["tokens_equal"] and result["predictor_error"] > 0
+    for name in ("regret", "vs_best_static", "vs_rebalanced", "switch_share", "a_a", "steps_longer_than_paced"):
+        assert set(paced[name]) == CASES and all(isinstance(one, float) for one in paced[name].values()), name
+    assert paced["switches"]["uniform"] == [] and paced["switch_share"]["uniform"] == 0
+    variants = {f"static TP{size}" for size in (1, 2, 4)} | {"pat", "paper", "no history"}
+    assert set(paced["row"]["uniform"]["ms"]) == variants
+    tailed = paced["row"]["a40-8b-2048"]["ms"]
+    assert set(tailed) == variants | {"hindsight", "rebalanced"} and paced["switches"]["a40-8b-2048"]
+    assert {"tp_size", "chosen", "seconds", "kept_seconds", "stages"} <= paced["decisions"]["uniform"][0].keys()
+    assert {path.stem for path in tmp_path.glob("*.png")} == CASES | {"live"}
+    assert (tmp_path / "result.json").is_file()
+
+
+def test_what_it_refuses() -> None:
+    assert "cases=(): must be one or more cases" in refused_by("pat", ["--cases"])
+    assert "invalid choice 'a40-8b-9'" in refused_by("pat", ["--cases", "a40-8b-9"])
+    assert "turns=0: must be an integer of at least 1" in refused_by("pat", ["--turns", "0"])
+    assert "hidden=100: must be a multiple of 256" in refused_by("pat", ["--hidden", "100"])
+    assert "figure='/nowhere': is no folder; make it" in refused_by("pat", ["--figure", "/nowhere"])
+    assert "output='/nowhere/x': there is no folder" in refused_by("pat", ["--output", "/nowhere/x"])
