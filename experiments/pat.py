@@ -203,7 +203,9 @@ class Bench:
 
     def roll_out(self, batch: Batch, variant: Variant) -> Rollout:
         policy, recorder = variant.policy(), Recorder(self.pace)
-        bytes_per_token = ModelConfig.from_pretrained(self.model).kv_bytes_per_token(getattr(torch, self.dtype).itemsize)
+        bytes_per_token = ModelConfig.from_pretrained(self.model).kv_bytes_per_token(
+            getattr(torch, self.dtype).itemsize
+        )
         llm = LLM(
             self.model,
             world=self.groups,
@@ -340,7 +342,9 @@ def measure(bench: Bench, batch: Batch, sizes: list[int]) -> Deployment:
         most_here = -(-most * size // num_ranks)
         for count in sorted({1, 2, *(most_here // part for part in (1, 2, 4) if most_here // part > 2)}):
             for prompt in (2, batch.longest - 10):
-                some = Batch(lengths=(8,) * (count * num_ranks // size), history=(), longest=10, num_prompt_tokens=prompt)
+                some = Batch(
+                    lengths=(8,) * (count * num_ranks // size), history=(), longest=10, num_prompt_tokens=prompt
+                )
                 steps = bench.roll_out(some, pat_cases.static(num_ranks, size)).steps
                 decodes = [one for one in steps if one[0].num_tokens == one[0].num_running == count]
                 seconds = statistics.median(step.seconds for step, _, _ in decodes)
@@ -350,7 +354,9 @@ def measure(bench: Bench, batch: Batch, sizes: list[int]) -> Deployment:
     for before in sizes:
         for after in sizes:
             if before != after:
-                played = PlayedPlan(Plan(stages=((most, before), (most // 2, after)), seconds=0.0, kept_seconds=0.0), num_ranks)
+                played = PlayedPlan(
+                    Plan(stages=((most, before), (most // 2, after)), seconds=0.0, kept_seconds=0.0), num_ranks
+                )
                 run = bench.roll_out(some, Variant(layout=played.layout(), policy=lambda: played))
                 switch_s[before, after] = run.switches[0][1]
     of_rank = bench.kv_tokens_of_rank(None)

@@ -122,7 +122,14 @@ def live_batch(seed: int, shrink: int) -> Batch:
 def live_model(hidden: int) -> DecoderShape:
     heads = hidden // 64
     return DecoderShape(
-        hidden=hidden, layers=4, heads=heads, kv_heads=heads // 2, head_dim=64, intermediate=2 * hidden, vocab=512, tied=True
+        hidden=hidden,
+        layers=4,
+        heads=heads,
+        kv_heads=heads // 2,
+        head_dim=64,
+        intermediate=2 * hidden,
+        vocab=512,
+        tied=True,
     )
 
 
