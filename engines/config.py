@@ -16,6 +16,7 @@ from engines.json_files import read_json
 
 DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native"]
+Exchange = Literal["all_to_all", "all_gather"]
 Preemption = Literal["auto", "swap", "recompute"]
 DraftBytes = Annotated[int, Meta(ge=2**16, le=2**40, description="at least 65536")]
 DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix", "model"]
@@ -233,6 +234,8 @@ class EngineConfig:
     attention: Attention = "auto"
     """"auto" is the fastest available backend that supports the dtype, head size and block size: on CUDA "flash_attn"
     (block sizes that are multiples of 256), "triton" or "sdpa" (always for float64), on a CPU "native" or "sdpa"."""
+    exchange: Exchange = "all_to_all"
+    """How ranks exchange weights and KV when they regroup: each gets what it lacks, or all get all and slice (PAT)."""
     cuda_graphs: bool = True
     """Whether decode-only passes are captured and replayed, which saves their kernel launches. It has an effect only on
     CUDA, with an attention backend and a transport that can be captured."""

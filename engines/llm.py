@@ -16,6 +16,7 @@ from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.tiers import TieredKVStore
 from engines.memory.plan import MemoryPlan
+from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import Prompt, encode_prompt
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
@@ -123,16 +124,15 @@ class LLM:
         with together(self._world, "LLM"):
             placement.build(self.layout)
             if given.load:
-                placement.engine.load(placement.weights(), version=0)
+                placement.engine.load(checkpoint_tensors(placement.source), version=0)
         if given.schedule is None or groups is None:
             return
-        if given.layout_policy is not None:
-            placement.share_weights()
         self.rollout = RolloutWorld(
             groups,
             self.layout,
             engine=placement.engine,
-            rebuild=placement.rebuild,
+            reshape=placement.reshape,
+            can_reshape=placement.can_reshape,
             schedule_policy=given.schedule,
             layout_policy=given.layout_policy,
             check_layout=placement.check,
@@ -298,6 +298,31 @@ class LLM:
         self._placement.update(weights, version)
         return self.checksum()
 
+    @alone
+    def regroup(self, layout: Layout, *, keep_weights: bool = True) -> None:
+        """Changes the layout between two rollouts; its epoch must be the next one. All ranks call it together.
+
+        Weights move between the ranks that change their replicas; without `keep_weights`, which is faster, there are
+        none until `update_weights`. Drops all cached KV. Raises ValueError, on every rank, for a layout that this LLM
+        cannot have: it needs a `layout_policy`, or a world that was made for the layout; RuntimeError while sequences
+        are running.
+        """
+        with together(self._world, "regroup"):
+            self._check_open()
+            if self.replica.has_work:
+                raise RuntimeError("regroup: sequences are running; pause() them first")
+            if not isinstance(layout, Layout) or layout.epoch != self.layout.epoch + 1:
+                raise ValueError(f"layout={layout!r}: give a Layout with the next epoch, {self.layout.epoch + 1}")
+            self._placement.check(self.layout, layout)
+        before, self.layout = self.layout, layout
+        with together(self._world, "regroup"):
+            if not keep_weights:
+                self._engine.has_weights = False
+            if self.rollout is not None:
+                self.rollout.regroup(layout)
+            else:
+                self._placement.reshape(before, layout, {})
+
     def checksum(self) -> int:
         """Checksum of the weights in use, over logical elements: equal for equal weights, in any layout.
 
@@ -319,8 +344,7 @@ class LLM:
 
     @alone
     def close(self) -> None:
-        """Closes the connections of coordinated rollouts and of drafts, the host's copy of the weights, and the groups
-        of ranks that this LLM made.
+        """Closes the connections of coordinated rollouts and of drafts, and the groups of ranks that this LLM made.
 
         All ranks call it together. The LLM cannot generate any more.
         """
@@ -332,8 +356,6 @@ class LLM:
             self.rollout = None
         if self._drafts is not None:
             self._drafts.close()
-        if hasattr(self, "_placement"):  # false when the constructor has failed
-            self._placement.close()
         if self._own_groups is not None:
             self._own_groups.close()
 

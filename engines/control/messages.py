@@ -56,6 +56,8 @@ class PauseSequences(_Message, frozen=True, kw_only=True):
     """None: all."""
     with_kv: bool
     """Whether to export their KV, too."""
+    keeping: tuple[SequenceId, ...] = ()
+    """Those whose KV stays in the cache instead, for the `Regroup` that follows."""
 
 
 class AbortSequences(_Message, frozen=True, kw_only=True):
@@ -72,6 +74,10 @@ class Regroup(_Message, frozen=True, kw_only=True):
     """
 
     layout: Layout
+    before: Layout
+    """The present layout; a rank does not know those of regroups that left it alone."""
+    places: tuple[tuple[SequenceId, int], ...] = ()
+    """Sequences that were paused with `keeping`, and the replicas of `layout` that continue them."""
 
 
 class LoadWeights(_Message, frozen=True, kw_only=True):

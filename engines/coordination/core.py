@@ -58,13 +58,17 @@ class RolloutCore:
         world_size: int,
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
-        check_layout: Callable[[Layout], None] | None = None,
+        check_layout: Callable[[Layout, Layout], None] | None = None,
+        keeps_kv: Callable[[Layout, Layout], bool] = lambda before, after: False,
         timeout_s: float = 60.0,
     ) -> None:
         """`layout` is that of the torchrun world, which has `world_size` ranks (0: no world, replicas are only added).
 
-        `check_layout` raises ValueError, before any command is sent, for a layout that the world cannot have.
-        `timeout_s` is the longest wait for an answer, and for an event of a replica that has sequences.
+        `check_layout(before, after)` raises ValueError, before any command is sent, for a layout that the world cannot
+        have after the present one.
+        `keeps_kv(before, after)` returns whether the ranks can exchange the KV in their caches in that regroup; else it
+        is stored and loaded. `timeout_s` is the longest wait for an answer, and for an event of a replica that has
+        sequences.
         """
         check_ranks(layout, world_size)
         self._outbox = Outbox(timeout_s)
@@ -72,7 +76,12 @@ class RolloutCore:
         self._attendance = Attendance(self._books, self._outbox)
         self._dispatcher = Dispatcher(self._books, self._outbox, schedule_policy)
         self._regrouper = Regrouper(
-            self._books, self._outbox, self._dispatcher, policy=layout_policy, check_layout=check_layout
+            self._books,
+            self._outbox,
+            self._dispatcher,
+            policy=layout_policy,
+            check_layout=check_layout,
+            keeps_kv=keeps_kv,
         )
         self.decisions: deque[Decision] = self._books.decisions
         """The latest decisions."""
@@ -161,7 +170,11 @@ class RolloutCore:
                 self._dispatcher.abort(request.sequence_ids)
             case requests.RequestRegroup():
                 self._require_phase(request)
-                self._regrouper.begin(request.layout, request.with_kv)
+                self._regrouper.begin(request.layout, request.with_kv, request.places)
+            case requests.AssumeLayout():
+                if self.phase is not None:
+                    raise RequestRefused(f"AssumeLayout: phase {self.phase} is open; send RequestRegroup")
+                self._regrouper.assume(request.layout)
             case requests.RequestEndPhase():
                 self._request_end(request)
             case requests.AddReplica():

@@ -115,9 +115,16 @@ class Dispatcher:
             if sequence.pause_seq < 0:
                 self.pause(replica, request.with_kv, only=sequence)
 
-    def pause(self, replica: ReplicaRecord, with_kv: bool, only: SequenceRecord | None = None) -> None:
-        """Pauses all sequences of a replica, or only one; they come back with the replica's answer."""
-        fields = {"sequence_ids": None if only is None else (only.id,), "with_kv": with_kv}
+    def pause(
+        self,
+        replica: ReplicaRecord,
+        with_kv: bool,
+        only: SequenceRecord | None = None,
+        keeping: tuple[SequenceId, ...] = (),
+    ) -> None:
+        """Pauses all sequences of a replica, or only one; they come back with the replica's answer. `keeping`: see
+        `PauseSequences`."""
+        fields = {"sequence_ids": None if only is None else (only.id,), "with_kv": with_kv, "keeping": keeping}
         seq = self._outbox.send(messages.PauseSequences, replica, "to pause sequences", **fields)
         for sequence in replica.assigned.values() if only is None else [only]:
             if sequence.pause_seq < 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from engines.control import messages
@@ -17,7 +18,7 @@ from engines.coordination.policies import LayoutPolicy
 from engines.coordination.records import ReplicaRecord
 from engines.coordination.requests import RegroupComplete, RequestRefused
 from engines.coordination.views import LayoutChange, LayoutView
-from engines.parallel.layout import Layout
+from engines.parallel.layout import Layout, joint_groups
 from engines.sequence import SequenceId
 
 _NOWHERE: Mapping[SequenceId, int] = MappingProxyType({})
@@ -32,6 +33,8 @@ class Regrouping:
     coming: list[ReplicaRecord]
     places: Mapping[SequenceId, int]
     """As in `LayoutChange`."""
+    kept: Mapping[SequenceId, int]
+    """Those of them whose KV stays in the ranks' caches."""
     is_ordered: bool = False
     """Whether `Regroup` was sent, as all leaving replicas had paused."""
     idle: list[tuple[str, int, int]] = field(default_factory=list)
@@ -48,14 +51,16 @@ class Regrouper:
         dispatcher: Dispatcher,
         *,
         policy: LayoutPolicy | None,
-        check_layout: Callable[[Layout], None] | None,
+        check_layout: Callable[[Layout, Layout], None] | None,
+        keeps_kv: Callable[[Layout, Layout], bool],
     ) -> None:
-        """`policy` is `RolloutCore`'s `layout_policy`; `check_layout` is the same."""
+        """`policy` is `RolloutCore`'s `layout_policy`; the others are the same."""
         self._books = books
         self._outbox = outbox
         self._dispatcher = dispatcher
         self._policy = policy
         self._check_layout = check_layout
+        self._keeps_kv = keeps_kv
         self._ended = [] if policy is None else books.list_ended()
         self.layout_error: str | None = None
         self.under_way: Regrouping | None = None
@@ -81,7 +86,7 @@ class Regrouper:
         if not isinstance(change, LayoutChange):
             raise RuntimeError(f"layout policy: {change!r} is no LayoutChange and not None")
         try:
-            self.begin(change.layout, with_kv=True, places=change.places)
+            self.begin(change.layout, with_kv=change.with_kv, places=change.places)
         except RequestRefused as error:
             self.layout_error = f"layout_policy: gave a layout that cannot be had: {error}"
             books.decide("refuse_layout", detail=self.layout_error)
@@ -102,11 +107,41 @@ class Regrouper:
             if spec not in old
         ]
         books.decide("regroup", detail=f"epoch {layout.epoch}: {layout.replicas}")
-        self.under_way = Regrouping(layout=layout, leaving=leaving, coming=coming, places=places)
+        kept = self._kept(layout, leaving, places) if with_kv else {}
+        self.under_way = Regrouping(layout=layout, leaving=leaving, coming=coming, places=places, kept=kept)
         for replica in leaving:
             replica.closed = True
             books.touch(replica)
-            self._dispatcher.pause(replica, with_kv)
+            self._dispatcher.pause(replica, with_kv, keeping=tuple(id_ for id_ in replica.assigned if id_ in kept))
+
+    def assume(self, layout: Layout) -> None:
+        """Takes over a layout between phases. Raises RequestRefused for one that cannot be the next."""
+        self._check(layout)
+        books = self._books
+        books.decide("regroup", detail=f"epoch {layout.epoch}: {layout.replicas}")
+        old, new = set(books.layout.replicas), set(layout.replicas)
+        for spec in old - new:
+            books.remove_replica(books.replicas[spec.id])
+        books.layout = layout
+        for spec in layout.replicas:
+            if spec not in old:
+                books.add_replica(ReplicaRecord(spec=spec, epoch=layout.epoch, outside=False))
+
+    def _kept(
+        self, layout: Layout, leaving: list[ReplicaRecord], places: Mapping[SequenceId, int]
+    ) -> dict[SequenceId, int]:
+        """Returns the sequences that go from ranks to ranks which exchange KV, with their places."""
+        before = self._books.layout
+        if not self._keeps_kv(before, layout):
+            return {}
+        group_of = {rank: ranks for ranks in joint_groups(before, layout) for rank in ranks}
+        coming = {spec.id: group_of.get(spec.ranks[0]) for spec in layout.replicas}
+        return {
+            id_: places[id_]
+            for replica in leaving
+            for id_ in replica.assigned
+            if id_ in places and coming[places[id_]] == group_of[replica.spec.ranks[0]]
+        }
 
     def _check(self, layout: Layout) -> None:
         if self.under_way:
@@ -116,7 +151,7 @@ class Regrouper:
         try:
             check_ranks(layout, self._books.world_size)
             if self._check_layout is not None:
-                self._check_layout(layout)
+                self._check_layout(self._books.layout, layout)
         except ValueError as error:
             raise RequestRefused(str(error)) from None
         if clash := {spec.id for spec in layout.replicas} & self._books.outside_ids:
@@ -146,11 +181,13 @@ class Regrouper:
     def _order(self, regrouping: Regrouping) -> None:
         books, layout = self._books, regrouping.layout
         regrouping.is_ordered = True
+        places = tuple(regrouping.kept.items())
+        command = partial(messages.Regroup, layout=layout, before=books.layout, places=places)
         for replica in regrouping.leaving:
-            self._outbox.send(messages.Regroup, replica, layout=layout)
+            self._outbox.send(command, replica)
             books.remove_replica(replica)
         for rank in books.idle_ranks():
-            self._outbox.send_idle(messages.Regroup, rank, books.layout.epoch, layout=layout)
+            self._outbox.send_idle(command, rank, books.layout.epoch)
         books.layout = layout
         for replica in regrouping.coming:
             replica.version = None if books.phase is None else books.phase.policy_version

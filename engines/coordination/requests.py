@@ -5,7 +5,8 @@ These values stay in one process; the messages between processes are in `engines
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.sequence import Finished, KVHandle, SequenceId, SequenceState
@@ -57,6 +58,15 @@ class RequestRegroup:
 
     layout: Layout
     with_kv: bool = True
+    places: Mapping[SequenceId, int] = field(default_factory=dict)
+    """As in `LayoutChange`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssumeLayout:
+    """Between phases, all ranks take their places in this layout by themselves; its `epoch` must be the next one."""
+
+    layout: Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +99,7 @@ Request = (
     | RequestMove
     | RequestAbort
     | RequestRegroup
+    | AssumeLayout
     | RequestEndPhase
     | AddReplica
     | RequestShutdown

@@ -137,6 +137,8 @@ class LayoutChange:
     places: Mapping[SequenceId, int] = field(default_factory=dict)
     """Unfinished sequence -> id of the new layout's replica that continues it. Of those on replicas that the change
     leaves alone, and of sequences without an entry, the schedule policy decides."""
+    with_kv: bool = True
+    """Whether KV moves along; else it is computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
         client=client,
         layout=Layout(epoch=0, replicas=(orders.spec,)),
         engine=engine,
-        rebuild=_refuse_regroup,
+        reshape=_refuse_regroup,
         pace=None if orders.pace is None else orders.pace.make(),
         load_from=load_from,
     )
@@ -115,8 +115,8 @@ def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEng
     )
 
 
-def _refuse_regroup(layout: Layout) -> LocalEngine | None:
-    raise RuntimeError(f"Regroup to epoch {layout.epoch}: came to a replica outside the world, which has one rank")
+def _refuse_regroup(_: Layout, after: Layout, __: object) -> LocalEngine | None:
+    raise RuntimeError(f"Regroup to epoch {after.epoch}: came to a replica outside the world, which has one rank")
 
 
 def _say_last_words(orders: ReplicaOrders, client: Client, error: Exception) -> None:

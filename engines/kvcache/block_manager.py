@@ -115,6 +115,11 @@ class BlockManager:
 
     # -- by content
 
+    @property
+    def knows_any(self) -> bool:
+        """Whether the content of any block is known."""
+        return bool(self._block_of)
+
     def find(self, keys: Items[bytes]) -> list[int]:
         """Returns the blocks with the contents of the leading keys, up to the first key that is not known."""
         blocks = []
@@ -158,6 +163,21 @@ class BlockManager:
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+
+    def adopt(self, keys: Items[bytes]) -> list[int]:
+        """Makes as many free blocks of unknown content known by these contents, which the caller writes into them, and
+        returns them. The last ones are reused first."""
+        blocks = [self._free.pop() for _ in keys]
+        for key, block in zip(reversed(keys), reversed(blocks), strict=True):
+            self._block_of[key], self._key_of[block] = block, key
+            self._free_cached[block] = None
+        return blocks
+
+    def unpublish(self, holder: object) -> None:
+        """Forgets the content of the holder's last block, which it alone holds and will write to."""
+        block = self._tables[holder][-1]
+        assert self._num_holders[block] == 1
+        del self._block_of[self._key_of.pop(block)]
 
     def forget(self) -> None:
         """Forgets all contents; tables stay."""

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from engines.attention.batch import ForwardBatch
-from engines.attention.choose import ChosenAttention
-from engines.config import ModelConfig
+from engines.attention.choose import ChosenAttention, choose_backend
+from engines.config import EngineConfig, ModelConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.checksums import checksum_parts
 from engines.models.invariant import check_products, project_invariant
 from engines.models.operations import NativeOperations, Operations, TorchOperations
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import FewRows, Project, copy_dtype, pack, project
+from engines.models.reshape import WeightMove, change_shapes, reshape_parameters
 from engines.models.rope import RotaryTable
 from engines.native.library import Library
 from engines.parallel.collectives import Communicator, TorchGroup
@@ -54,16 +55,38 @@ class Decoder:
         self.library = library
         """The native kernels, also for sampling from the logits."""
         self._operations: Operations = TorchOperations() if library is None else NativeOperations(library)
-        if batch_invariant and isinstance(tensor_parallel, TorchGroup):
-            tensor_parallel = tensor_parallel.in_rank_order()
-        self._tensor_parallel = tensor_parallel
+        self._is_batch_invariant = batch_invariant
+        self._take_group(tensor_parallel, attention)
         self._project: Project = project_invariant if batch_invariant else project
         self._check_products = check_products if batch_invariant else None
         self._copy_dtype = copy_dtype(dtype, device)
         self._few_rows = None if library is None or batch_invariant else FewRows(library)
+
+    def _take_group(self, tensor_parallel: Communicator, attention: ChosenAttention) -> None:
+        if self._is_batch_invariant and isinstance(tensor_parallel, TorchGroup):
+            tensor_parallel = tensor_parallel.in_rank_order()
+        self._tensor_parallel = tensor_parallel
         self.attention_backend = attention.name
         """A name from `EngineConfig.attention`, but not "auto"."""
         self._backend = attention.backend
+
+    def reshape(
+        self, move: WeightMove, tensor_parallel: Communicator, config: EngineConfig, *, keep_weights: bool
+    ) -> int:
+        """Becomes this rank's shard after `move`; `prepare` must follow. Returns the bytes of weights that it lacked.
+
+        Without `keep_weights` the weights are released, and must be loaded. All ranks of the move call it together.
+        """
+        self.release()
+        self.shard = move.after[move.group.rank]
+        num_bytes = 0
+        if keep_weights:
+            num_bytes = reshape_parameters(self.parameters, self.config, move)
+        else:
+            change_shapes(self.parameters, self.config, self.shard)
+        self.local = shard_config(self.config, self.shard)
+        self._take_group(tensor_parallel, choose_backend(config, self.local, self.device))
+        return num_bytes
 
     @property
     def product_dtype(self) -> torch.dtype:

@@ -33,6 +33,9 @@ class LayerParameters:
     down: Tensor
     down_bias: Tensor | None
 
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in vars(self).values() if tensor is not None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderParameters:
@@ -83,7 +86,7 @@ class DecoderParameters:
 
     def tensors(self) -> list[Tensor]:
         """Every fused tensor once."""
-        layers = [t for layer in self.layers for t in vars(layer).values() if t is not None]
+        layers = [tensor for layer in self.layers for tensor in layer.tensors()]
         head = [] if self.head is self.embedding else [self.head]
         return [self.embedding, *layers, self.final_norm, *head]
 
@@ -93,8 +96,6 @@ def logical_views(parameters: DecoderParameters, config: ModelConfig, vocab_rows
 
     `config` has the sizes of `parameters`, a shard's or a whole model's; rows beyond `vocab_rows` are padding.
     """
-    query = config.num_heads * config.head_dim
-    key_value = config.num_kv_heads * config.head_dim
     views = {
         "model.embed_tokens.weight": parameters.embedding[:vocab_rows],
         "model.norm.weight": parameters.final_norm,
@@ -102,28 +103,35 @@ def logical_views(parameters: DecoderParameters, config: ModelConfig, vocab_rows
     if parameters.head is not parameters.embedding:
         views["lm_head.weight"] = parameters.head[:vocab_rows]
     for index, layer in enumerate(parameters.layers):
-        prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        named = {
-            prefix + "input_layernorm.weight": layer.input_norm,
-            prefix + "post_attention_layernorm.weight": layer.post_attention_norm,
-            attention + "q_norm.weight": None if layer.qk_norm is None else layer.qk_norm[0],
-            attention + "k_norm.weight": None if layer.qk_norm is None else layer.qk_norm[1],
-            attention + "o_proj.weight": layer.output,
-            attention + "o_proj.bias": layer.output_bias,
-            mlp + "down_proj.weight": layer.down,
-            mlp + "down_proj.bias": layer.down_bias,
-        }
-        for fused, names, sizes in (
-            ((layer.qkv, layer.qkv_bias), [attention + f"{p}_proj" for p in "qkv"], [query, key_value, key_value]),
-            ((layer.gate_up, layer.gate_up_bias), [mlp + "gate_proj", mlp + "up_proj"], [config.intermediate_size] * 2),
-        ):
-            for tensor, kind in zip(fused, ("weight", "bias"), strict=True):
-                if tensor is not None:
-                    parts = zip(names, tensor.split(sizes), strict=True)
-                    named.update({f"{name}.{kind}": part for name, part in parts})
-        views.update({name: tensor for name, tensor in named.items() if tensor is not None})
+        views |= layer_views(layer, index, config)
     return views
+
+
+def layer_views(layer: LayerParameters, index: int, config: ModelConfig) -> dict[str, Tensor]:
+    """Returns the part of `logical_views` that belongs to layer number `index`."""
+    query = config.num_heads * config.head_dim
+    key_value = config.num_kv_heads * config.head_dim
+    prefix = f"model.layers.{index}."
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    named = {
+        prefix + "input_layernorm.weight": layer.input_norm,
+        prefix + "post_attention_layernorm.weight": layer.post_attention_norm,
+        attention + "q_norm.weight": None if layer.qk_norm is None else layer.qk_norm[0],
+        attention + "k_norm.weight": None if layer.qk_norm is None else layer.qk_norm[1],
+        attention + "o_proj.weight": layer.output,
+        attention + "o_proj.bias": layer.output_bias,
+        mlp + "down_proj.weight": layer.down,
+        mlp + "down_proj.bias": layer.down_bias,
+    }
+    for fused, names, sizes in (
+        ((layer.qkv, layer.qkv_bias), [attention + f"{p}_proj" for p in "qkv"], [query, key_value, key_value]),
+        ((layer.gate_up, layer.gate_up_bias), [mlp + "gate_proj", mlp + "up_proj"], [config.intermediate_size] * 2),
+    ):
+        for tensor, kind in zip(fused, ("weight", "bias"), strict=True):
+            if tensor is not None:
+                parts = zip(names, tensor.split(sizes), strict=True)
+                named.update({f"{name}.{kind}": part for name, part in parts})
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def logical_shapes(config: ModelConfig) -> dict[str, torch.Size]:

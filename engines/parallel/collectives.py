@@ -26,8 +26,9 @@ SUMMED_IN = {
 class Communicator(Protocol):
     """An ordered group of `size` ranks, in which this process has number `rank`.
 
-    Every member calls the same collectives in the same order, each with the same dtype and number of elements. A
-    `source` is a number within the group. Tensors may have any shape, and may be non-contiguous or empty.
+    Every member calls the same collectives in the same order, each with the same dtype and, except for `all_to_all`,
+    number of elements. A `source` is a number within the group. Tensors may have any shape, and may be non-contiguous
+    or empty.
     """
 
     rank: int
@@ -43,6 +44,13 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the `tensor` of `source` into every rank's `tensor`, in place, bit for bit."""
+
+    def all_to_all(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Sends `sends[i]` elements of the flat `tensor`, one part after the other, to rank i.
+
+        Returns the parts that came, flat and in rank order, bit for bit: `receives[i]` elements, which are what rank i
+        sends to this rank. Parts may be empty; a rank's part for itself is copied.
+        """
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns all ranks' bytes in rank order. Raises RuntimeError that names the ranks which do not call it."""
@@ -72,6 +80,10 @@ class SingleRank:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         return tensor
+
+    def all_to_all(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        assert [*sends] == [*receives] == [tensor.numel()]
+        return tensor.flatten().clone()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -131,6 +143,13 @@ class TorchGroup:
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         return self._broadcast(tensor, source, self._data)
 
+    def all_to_all(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        assert sum(sends) == tensor.numel() and sends[self.rank] == receives[self.rank]
+        out = torch.empty(sum(receives), dtype=tensor.dtype, device=tensor.device)
+        coming, going = ([count * tensor.element_size() for count in counts] for counts in (receives, sends))
+        dist.all_to_all_single(as_bytes(out), as_bytes(tensor.contiguous()), coming, going, group=self._data)
+        return out
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         self.barrier()
         return gather_bytes(data, partial(self._gather, group=self._control))
@@ -187,7 +206,8 @@ def together(world: Communicator, what: str) -> Iterator[None]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor's memory, uint8 [bytes]; a transport that only moves it need not know its dtype."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    # Not by `view(-1)`: one element counts as contiguous whatever its stride is, and would keep it.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def gather_bytes(data: bytes, all_gather: Callable[[Tensor], Tensor]) -> list[bytes]:

@@ -9,6 +9,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
-from engines.parallel.layout import Layout, contiguous_layout, nested_layout
+from engines.parallel.layout import Layout, contiguous_layout, joint_groups, nested_layout
 from engines.parallel.owned_files import reclaim
 from engines.parallel.segment import Segment
 from engines.parallel.shared_memory import SLOT_BYTES, SharedMemoryGroup, region_bytes, supported
@@ -82,7 +83,8 @@ class GroupCache:
         transport: Transport = "auto",
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
-        """All ranks of `world` make it, with the same arguments; `layouts` may also hold bare groups of ranks.
+        """All ranks of `world` make it, with the same arguments; `layouts` may also hold bare groups of ranks. For each
+        two layouts it also makes the groups in which ranks exchange weights and KV (`joint_groups`).
 
         `device` is that of the tensors; by default CUDA if the world's backend is NCCL, else the CPU.
         `transport="shared memory"` raises ValueError if a group cannot use it, instead of falling back to gloo.
@@ -96,20 +98,24 @@ class GroupCache:
         self._segment: Segment | None = None
         self._single = SingleRank()
         self._made: dict[tuple[int, ...], Communicator] = {}
-        replicas = [ranks for item in layouts for ranks in _replicas_of(item)]
+        items = list(layouts)
+        replicas = [ranks for item in items for ranks in _replicas_of(item)]
         for ranks in replicas:
             # torch.distributed sorts the ranks of a group, and the order of ranks is the order of shards.
             if list(ranks) != sorted(set(ranks)) or not ranks or ranks[0] < 0 or ranks[-1] >= world.size:
                 raise ValueError(f"layouts: ranks {ranks} must be ascending, each once, from 0 to {world.size - 1}")
-        groups = self._groups = [ranks for ranks in dict.fromkeys(replicas) if len(ranks) > 1]
+        self._replica_groups = [ranks for ranks in dict.fromkeys(replicas) if len(ranks) > 1]
+        regroups = combinations([item for item in items if isinstance(item, Layout)], 2)
+        joint = [ranks for before, after in regroups for ranks in joint_groups(before, after) if len(ranks) > 1]
+        groups = self._groups = list(dict.fromkeys(self._replica_groups + joint))
         self.replica_sizes = tuple(sorted(set(map(len, replicas))))
         """The numbers of ranks that the layouts' replicas and the bare groups have, ascending."""
         hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, self.replica_sizes, *groups])
         self.hosts = hosts
         """The host of each rank, by a name that no other host has."""
         self._is_first_here = hosts.index(hosts[world.rank]) == world.rank
-        self.max_tp_size = math.lcm(*map(len, groups))
-        """The least common multiple of the groups' sizes; vocabularies are padded to a multiple of it."""
+        self.max_tp_size = math.lcm(*map(len, self._replica_groups))
+        """The least common multiple of the replicas' sizes; vocabularies are padded to a multiple of it."""
         shared = {} if on_cuda or transport == "gloo" else self._share_memory(groups, hosts)
         if transport == "shared memory" and (without := [ranks for ranks in groups if ranks not in shared]):
             self.close()
@@ -155,11 +161,20 @@ class GroupCache:
         """Raises ValueError, the same on every rank, if the layout leaves a rank idle or has a group not made."""
         layout.check_places(self.world.size)
         for replica in layout.replicas:
-            if len(replica.ranks) > 1 and replica.ranks not in self._groups:
+            if len(replica.ranks) > 1 and replica.ranks not in self._replica_groups:
                 raise ValueError(
                     f"layout: replica {replica.id} has ranks {replica.ranks}, and no such group was made at start; "
                     f"put ranks in ascending order, and add the layout to GroupCache's"
                 )
+
+    def joins(self, before: Layout, after: Layout) -> bool:
+        """Whether the ranks that exchange weights and KV between these layouts have groups to do it in, and replicas in
+        both."""
+        known = {*self._groups, tuple(range(self.world.size)), *((rank,) for rank in range(self.world.size))}
+        return all(
+            ranks in known and all(before.replica_of(rank) and after.replica_of(rank) for rank in ranks)
+            for ranks in joint_groups(before, after)
+        )
 
     def close(self) -> None:
         """Closes all groups except the world's, after all ranks have left their last collective."""
@@ -169,21 +184,6 @@ class GroupCache:
         if self._segment is not None:
             self._segment.close()
             self._segment = None
-
-    def map_together(self, num_bytes: int) -> tuple[Segment, bool]:
-        """Returns memory that all ranks of a host map, and whether this rank created it.
-
-        All ranks of the world call it together. Raises RuntimeError, on every rank, if one cannot map it.
-        """
-        segment, able = self._map(num_bytes if self._is_first_here else None, otherwise="the run ends")
-        if segment is None or not all(able):
-            if segment is not None:
-                segment.close()
-            raise RuntimeError(
-                f"shared memory of {num_bytes} bytes: ranks {[rank for rank, one in enumerate(able) if not one]} "
-                "cannot map it; give their hosts a larger /dev/shm or temporary folder (docker run --shm-size)"
-            )
-        return segment, self._is_first_here
 
     def _map(self, num_bytes: int | None, *, otherwise: str) -> tuple[Segment | None, list[bool]]:
         """Returns the segment of this rank's host, created by the rank that passes a size, and which ranks could map

@@ -48,6 +48,27 @@ class Layout:
             raise ValueError(f"layout: places ranks {placed}; give each of the {num_ranks} ranks a replica")
 
 
+def joint_groups(before: Layout, after: Layout) -> list[tuple[int, ...]]:
+    """Returns the ranks that exchange weights and KV when one layout becomes the other: the ranks of replicas that only
+    one of the two has, in sets that no such replica joins, ascending. A rank that keeps its replica is in none.
+    """
+    groups: list[set[int]] = []
+    for spec in set(before.replicas) ^ set(after.replicas):
+        touching = [group for group in groups if group & set(spec.ranks)]
+        groups = [group for group in groups if group not in touching] + [set(spec.ranks).union(*touching)]
+    return sorted(tuple(sorted(group)) for group in groups)
+
+
+def share_lacked(before: ReplicaSpec | None, after: ReplicaSpec, rank: int) -> float:
+    """Returns the share of an array, cut evenly over a replica's ranks, that a rank of `after` needs and does not hold
+    from being a rank of `before`; all of its part if that is None, or another replica."""
+    start, stop = after.ranks.index(rank) / after.tp_size, (after.ranks.index(rank) + 1) / after.tp_size
+    if before is None or rank not in before.ranks:
+        return stop - start
+    first, last = before.ranks.index(rank) / before.tp_size, (before.ranks.index(rank) + 1) / before.tp_size
+    return stop - start - max(0.0, min(stop, last) - max(start, first))
+
+
 def nested_layout(ranks: Sequence[int], tp_size: int, *, epoch: int = 0) -> Layout:
     """Strided replicas: rank i of the list is shard i // dp of replica i % dp.
 

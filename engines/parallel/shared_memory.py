@@ -40,7 +40,7 @@ LONG_WAIT_S = 0.1
 SHARE_BYTES = 2**17
 
 GAVE_UP = -1  # published instead of a sequence number
-KINDS = ("all_reduce", "all_gather", "broadcast", "broadcast_bytes", "barrier")
+KINDS = ("all_reduce", "all_gather", "broadcast", "broadcast_bytes", "barrier", "all_to_all")
 DTYPES = (*SUMMED_IN, torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool)
 
 
@@ -119,18 +119,7 @@ class SharedMemoryGroup:
         return _into(tensor, whole)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        mine = as_bytes(_contiguous(tensor))
-        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
-        out_bytes = as_bytes(out).view(self.size, -1) if len(mine) else out
-        tag = self._tag("all_gather", tensor)
-        for start in range(0, max(len(mine), 1), self._slot_bytes):
-            chunk = mine[start : start + self._slot_bytes]
-            slots = self._slots[self._next_buffer(), : self.size, : len(chunk)]
-            slots[self.rank].copy_(chunk)
-            self._meet(tag)
-            if len(chunk):
-                out_bytes[:, start : start + len(chunk)].copy_(slots)
-        return out
+        return self._gather(tensor, self._tag("all_gather", tensor))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         assert 0 <= source < self.size
@@ -146,6 +135,36 @@ class SharedMemoryGroup:
             if self.rank != source:
                 chunk.copy_(slot)
         return _into(tensor, whole)
+
+    def all_to_all(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Takes one phase for the ranks' counts, and one per `slot_bytes / (size - 1)` bytes of the largest part.
+
+        If what a rank sends is not what the other expects, all ranks raise the same RuntimeError.
+        """
+        flat = _contiguous(tensor).view(-1)
+        assert sum(sends) == len(flat) and len(sends) == len(receives) == self.size
+        tag = self._tag("all_to_all", flat[:0])  # the ranks' bytes differ
+        sent, expected = self._gather(torch.tensor([sends, receives]), tag).unbind(1)
+        for source, target in (sent != expected.t()).nonzero().tolist():
+            told = f"{self._named([source])} send {sent[source, target]} elements to {self._named([target])}"
+            raise self._fail(f"all_to_all: {told}, which expect {expected[target, source]}")
+        out = torch.empty(sum(receives), dtype=tensor.dtype)
+        going, coming = _byte_parts(flat, sends), _byte_parts(out, receives)
+        coming[self.rank].copy_(going[self.rank])
+        largest = int(sent.fill_diagonal_(0).max()) * flat.element_size()
+        room = self._slot_bytes // (self.size - 1)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for start in range(0, largest, room):
+            # A slot has one piece for each rank but its own: [from, to, bytes].
+            slots = self._slots[self._next_buffer(), : self.size, : room * (self.size - 1)].unflatten(1, (-1, room))
+            for other in others:
+                chunk = going[other][start : start + room]
+                slots[self.rank, other - (other > self.rank), : len(chunk)].copy_(chunk)
+            self._meet(tag)
+            for other in others:
+                chunk = coming[other][start : start + room]
+                chunk.copy_(slots[other, self.rank - (self.rank > other), : len(chunk)])
+        return out
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return gather_bytes(data, self.all_gather)
@@ -176,6 +195,19 @@ class SharedMemoryGroup:
         self._slots = torch.empty(0, dtype=torch.uint8)
         self._bytes.release()
         self._words.release()
+
+    def _gather(self, tensor: Tensor, tag: int) -> Tensor:
+        mine = as_bytes(_contiguous(tensor))
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        out_bytes = as_bytes(out).view(self.size, -1) if len(mine) else out
+        for start in range(0, max(len(mine), 1), self._slot_bytes):
+            chunk = mine[start : start + self._slot_bytes]
+            slots = self._slots[self._next_buffer(), : self.size, : len(chunk)]
+            slots[self.rank].copy_(chunk)
+            self._meet(tag)
+            if len(chunk):
+                out_bytes[:, start : start + len(chunk)].copy_(slots)
+        return out
 
     def _reduce_chunk(self, chunk: Tensor, tag: int) -> None:
         buffer = self._next_buffer()
@@ -267,6 +299,8 @@ class SharedMemoryGroup:
             return f"{kind} from {tag >> 8}"
         num_bytes, source = divmod(tag >> 8, self.size)
         dtype = str(DTYPES[tag >> 4 & 15]).removeprefix("torch.")
+        if kind == "all_to_all":
+            return f"{kind} of {dtype}"
         return f"{kind} of {num_bytes} bytes of {dtype}" + (f" from {source}" if kind == "broadcast" else "")
 
     def _absence(self, phase: int, tag: int) -> str:
@@ -323,6 +357,10 @@ def _contiguous(tensor: Tensor) -> Tensor:
     """Returns the tensor if it is contiguous, else a copy; detached, as autograd must not see the slots."""
     assert tensor.is_cpu
     return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
+
+
+def _byte_parts(flat: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    return as_bytes(flat).split([count * flat.element_size() for count in counts])
 
 
 def _into(tensor: Tensor, whole: Tensor) -> Tensor:

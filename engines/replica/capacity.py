@@ -11,7 +11,6 @@ import torch
 from engines.config import EngineConfig, ModelConfig, draft_model_config, longest_sequence
 from engines.memory.free_memory import FreeMemory
 from engines.memory.plan import MIB, MemoryPlan, draft_kv_blocks, kv_block_bytes, mib, plan_memory
-from engines.models.host_weights import host_bytes
 from engines.models.parameters import DecoderParameters, logical_shapes
 from engines.models.projection import copy_dtype, packed_bytes
 from engines.parallel.layout import Layout
@@ -28,27 +27,21 @@ class Capacity:
     free: FreeMemory
     max_tp_size: int = 1
     """See `Shard`."""
-    host_copy: bool = False
-    """Whether each host keeps a copy of the weights, from which ranks load when they regroup."""
 
     @cached_property
     def draft(self) -> ModelConfig | None:
         """The draft model; None without one."""
         return draft_model_config(self.config, self.model)
 
-    def plan(self, tp_size: int, rank: int = 0, *, drafts: bool = True) -> MemoryPlan:
-        """Returns the plan of `rank` in a replica of `tp_size` ranks; `drafts`: whether it has the draft model, if
+    def plan(self, tp_size: int, *, drafts: bool = True) -> MemoryPlan:
+        """Returns the plan of a rank in a replica of `tp_size` ranks; `drafts`: whether it has the draft model, if
         there is one. `kv_cache_bytes` must be a number."""
         assert self.config.kv_cache_bytes != "auto"
-        num_host_ranks = self.free.names.count(self.free.names[rank])
-        return self._plan(tp_size, self.config.kv_cache_bytes, num_host_ranks, drafts=drafts)
+        return self._plan(tp_size, self.config.kv_cache_bytes, drafts=drafts)
 
-    def _plan(self, tp_size: int, kv_cache_bytes: int, num_host_ranks: int, *, drafts: bool = True) -> MemoryPlan:
+    def _plan(self, tp_size: int, kv_cache_bytes: int, *, drafts: bool = True) -> MemoryPlan:
         shard = Shard(count=tp_size, max_count=self.max_tp_size)
         plan = self._plan_model(self.model, self.config, shard, kv_cache_bytes)
-        if self.host_copy and self.device.type == "cpu":
-            host_copy = host_bytes(logical_shapes(self.model).values(), getattr(torch, self.config.dtype))
-            plan = replace(plan, copies=plan.copies + -(-host_copy // num_host_ranks))
         if self.draft is None or not drafts:
             return plan
         num_blocks = plan.num_kv_tokens // self.config.block_size
@@ -78,7 +71,7 @@ class Capacity:
     def check(self, layout: Layout) -> None:
         """Raises ValueError, with the numbers, when ranks sharing a memory need more in `layout` than it has free."""
         plans = {
-            rank: self.plan(replica.tp_size, rank, drafts=rank == replica.ranks[0])
+            rank: self.plan(replica.tp_size, drafts=rank == replica.ranks[0])
             for replica in layout.replicas
             for rank in replica.ranks
         }
@@ -115,7 +108,7 @@ class Capacity:
         draft_bytes = 0 if self.draft is None else kv_block_bytes(self.draft, self.config, 1)
         most = left = self.config.max_num_seqs * blocks_of_longest * max(block_bytes.values())
         for size in block_bytes:
-            plan = self._plan(size, most, min(map(self.free.names.count, self.free.names)))
+            plan = self._plan(size, most)
             beside = replace(plan, kv_cache=0)
             if plan.drafter is not None:
                 drafter = replace(plan.drafter, kv_cache=draft_kv_blocks(self.config, 0, 0) * draft_bytes)

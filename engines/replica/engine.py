@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from engines.attention.choose import choose_backend
 from engines.config import EngineConfig, ModelConfig, draft_model_config
 from engines.kvcache.block_manager import BlockManager
+from engines.kvcache.kept import arrivals
+from engines.kvcache.migrate import migrate_kv
 from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.store import KVStore
 from engines.memory.free_memory import free_memory
@@ -23,12 +26,14 @@ from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
 from engines.replica.model_drafter import ModelDrafter
 from engines.replica.mover import KVMover
+from engines.replica.moves import Switch
 from engines.replica.replica import HiddenStop, Replica
+from engines.replica.reshape import Joint
 from engines.replica.row_times import RowTimes
 from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
-from engines.sequence import Detokenize
+from engines.sequence import Detokenize, SequenceId
 from engines.speculation.choose import Connect, choose_drafter
 from engines.speculation.policy import DraftPolicy
 
@@ -61,12 +66,12 @@ class LocalEngine:
         """
         if device.type == "cpu":
             watch_cores()
+        self.config, self._model, self._max_tp_size, self._max_model_len = config, model, max_tp_size, max_model_len
+        self._draft_policy, self._connect_drafts = draft_policy, connect_drafts
+        self._detokenize, self._hidden_stop, self._max_kv_tokens = detokenize, hidden_stop, max_kv_tokens
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
         local = shard_config(model, shard)
         dtype: torch.dtype = getattr(torch, config.dtype)
-        self.spec, self.config, self.tensor_parallel = spec, config, tensor_parallel
-        self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
-        """Tokens that the KV cache holds; in another layout they may be more or fewer."""
         self.decoder = Decoder(
             model,
             dtype=dtype,
@@ -78,29 +83,102 @@ class LocalEngine:
             library=choose_library(config.kernels, dtype, device),
             batch_invariant=config.batch_invariant,
         )
-        self.kv = _make_cache(model, config, self.num_kv_tokens, local.num_kv_heads, dtype, device)
-        self._runner = ModelRunner(self.decoder, self.kv, config, max_model_len)
-        swap_policy = SwapPolicy(config.preemption, self.decoder, self.kv, max_model_len, tensor_parallel)
-        self.mover = KVMover(self.kv, model, shard, tensor_parallel, swap_policy, kv_store)
+        num_kv_tokens = kv_capacity(model, config, spec.tp_size)
+        self.kv = _make_cache(model, config, num_kv_tokens, local.num_kv_heads, dtype, device)
+        self._assemble(spec, tensor_parallel, BlockManager(self._num_blocks(spec), config.block_size), kv_store)
+        self.has_weights = self.is_asleep = False
+        self.switch: Switch | None = None
+        """What the last `reshape` took."""
+
+    def _assemble(
+        self, spec: ReplicaSpec, tensor_parallel: Communicator, blocks: BlockManager, kv_store: KVStore | None
+    ) -> None:
+        """Makes all that uses the weights and the KV cache, which have the shapes of this place."""
+        config, model = self.config, self._model
+        self.spec, self.tensor_parallel = spec, tensor_parallel
+        self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
+        """Tokens that the KV cache holds; in another layout they may be more or fewer."""
+        shared = (self.decoder, self.kv)
+        self._runner = ModelRunner(*shared, config, self._max_model_len)
+        swap_policy = SwapPolicy(config.preemption, *shared, self._max_model_len, tensor_parallel)
+        self.mover = KVMover(self.kv, model, self.decoder.shard, tensor_parallel, swap_policy, kv_store)
         self.row_times = RowTimes(
-            self.decoder, self.kv, config, max_model_len, tensor_parallel, num_kv_tokens=self.num_kv_tokens
+            *shared, config, self._max_model_len, tensor_parallel, num_kv_tokens=self.num_kv_tokens
         )
-        self._model_drafter = self.make_model_drafter(config, model, max_model_len)
+        self._model_drafter = self.make_model_drafter(config, model, self._max_model_len)
         self.replica = Replica(
             runner=self._runner,
-            scheduler=Scheduler(config, BlockManager(self.num_kv_tokens // config.block_size, config.block_size)),
+            scheduler=Scheduler(config, blocks),
             mover=self.mover,
-            max_model_len=max_model_len,
+            max_model_len=self._max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            detokenize=detokenize,
-            hidden_stop=hidden_stop,
-            max_kv_tokens=max_kv_tokens,
+            detokenize=self._detokenize,
+            hidden_stop=self._hidden_stop,
+            max_kv_tokens=self._max_kv_tokens,
             drafter=choose_drafter(
-                config, draft_policy, self.row_times, tensor_parallel, connect=connect_drafts, model=self._model_drafter
+                config,
+                self._draft_policy,
+                self.row_times,
+                tensor_parallel,
+                connect=self._connect_drafts,
+                model=self._model_drafter,
             ),
         )
-        self.has_weights = self.is_asleep = False
+
+    def reshape(
+        self,
+        joint: Joint,
+        tensor_parallel: Communicator,
+        places: Mapping[SequenceId, int],
+        *,
+        draft_policy: DraftPolicy | None = None,
+    ) -> None:
+        """Takes this rank's next place, in the memory that it has: what it lacks comes from the other ranks of `joint`,
+        who call it together, between two steps.
+
+        The KV of paused sequences (`Replica.kept`) goes to the replicas that `places` names. An engine without weights
+        needs a `load` then, as after an error. Memory stays as large as it was at its largest.
+        """
+        start = time.perf_counter()
+        version, store = self.replica.policy_version, self.mover.store
+        has_weights, self.has_weights = self.has_weights, False
+        self._draft_policy = draft_policy
+        self._runner.drop_graphs()
+        kept = joint.gather_kept(self.replica)
+        room = {spec.id: self._num_blocks(spec) for spec in joint.after}
+        arriving = arrivals(kept, places, room)
+        weight_bytes = self.decoder.reshape(
+            joint.weights(self.config.exchange), tensor_parallel, self.config, keep_weights=has_weights
+        )
+        reshaped = time.perf_counter()
+        blocks = BlockManager(room[joint.mine.id], self.config.block_size)
+        sources = {replica_id: list(found.values()) for replica_id, found in arriving.items()}
+        kv_bytes = migrate_kv(
+            self.kv,
+            joint.kv(self.config.exchange, self._model, sources),
+            blocks.num_blocks,
+            blocks.adopt(list(arriving[joint.mine.id])),
+        )
+        moved = time.perf_counter()
+        if self.is_asleep:
+            self.kv.release()
+        self._assemble(joint.mine, tensor_parallel, blocks, store)
+        if has_weights:
+            self.decoder.prepare()
+            self.load_draft_model()
+        self.has_weights, self.replica.policy_version = has_weights, version
+        self.switch = Switch(
+            weights_s=reshaped - start,
+            kv_s=moved - reshaped,
+            prepare_s=time.perf_counter() - moved,
+            weight_bytes=weight_bytes,
+            kv_bytes=kv_bytes,
+            num_kv_tokens=kv_bytes // self._model.kv_bytes_per_token(self.decoder.dtype.itemsize),
+        )
+
+    def _num_blocks(self, spec: ReplicaSpec) -> int:
+        return kv_capacity(self._model, self.config, spec.tp_size) // self.config.block_size
 
     def make_model_drafter(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> ModelDrafter | None:
         """Returns a drafter for drafter="model" on the replica's first shard, else None; its `load` reads the weights.

@@ -6,7 +6,7 @@ Torch-free: only the runner and the mover handle tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -154,6 +154,8 @@ class Replica:
         self._hidden_stop = hidden_stop
         self.drafter = drafter
         """May be exchanged while there are no sequences; a pass has memory for the drafts of the engine's options."""
+        self.kept: dict[SequenceId, list[bytes]] = {}
+        """Paused sequences whose KV stays in the cache until the next step: the contents of their blocks."""
         self._sequences: dict[SequenceId, Sequence] = {}
         self.policy_version = 0
 
@@ -203,6 +205,7 @@ class Replica:
         After an error (of `ModelRunner.run`, `hidden_stop` or the drafter) or an interrupt, every sequence has the same
         tokens as before the step, and waits to be recomputed.
         """
+        self.kept.clear()
         moves, preempted, looked_up = self.kv_moves, self.scheduler.num_preemptions, self.scheduler.num_looked_up
         swapped_out, swapped_in = moves.num_swapped_out, moves.num_swapped_in
         lengths: list[int] = []
@@ -397,11 +400,18 @@ class Replica:
         self.mover.drop(sequence.kv)
         return Finished(state=sequence.state, completion=self._completion(sequence.state, "abort"))
 
-    def pause(self, sequence_ids: Iterable[SequenceId] | None = None, *, with_kv: bool = False) -> list[Work]:
+    def pause(
+        self,
+        sequence_ids: Iterable[SequenceId] | None = None,
+        *,
+        with_kv: bool = False,
+        keeping: Container[SequenceId] = (),
+    ) -> list[Work]:
         """Removes sequences, in the order named, or all in the order submitted; each can be resumed anywhere.
 
         With `with_kv` the KV computed here is stored, while there is room, and leaves with its sequence. KV that is
-        stored already leaves in any case. Raises KeyError, before any sequence is removed, when one is not here.
+        stored already leaves in any case. That of sequences in `keeping` stays here instead; see `kept`. Raises
+        KeyError, before any sequence is removed, when one is not here.
         """
         named = list(self._sequences) if sequence_ids is None else list(dict.fromkeys(sequence_ids))
         absent = [sequence_id for sequence_id in named if sequence_id not in self._sequences]
@@ -409,14 +419,17 @@ class Replica:
             raise KeyError(f"sequence {absent[0]}: is not on this replica")
         sequences = [self._sequences[sequence_id] for sequence_id in named]
         try:
-            return self._release(sequences, with_kv=with_kv)
+            return self._release(sequences, with_kv=with_kv, keeping=keeping)
         except BaseException:  # an interrupt
             self._restart(sequences)
             raise
 
-    def _release(self, sequences: list[Sequence], *, with_kv: bool) -> list[Work]:
+    def _release(self, sequences: list[Sequence], *, with_kv: bool, keeping: Container[SequenceId] = ()) -> list[Work]:
         self.mover.moves.num_exported += sum(sequence.is_swapped_out for sequence in sequences)
-        computed = [sequence for sequence in sequences if with_kv and sequence.num_computed]
+        computed = [sequence for sequence in sequences if sequence.num_computed]
+        staying = [sequence for sequence in computed if sequence.state.sequence_id in keeping]
+        self.kept |= {sequence.state.sequence_id: self.scheduler.keep(sequence) for sequence in staying}
+        computed = [one for one in computed if with_kv and one.state.sequence_id not in keeping]
         handles = self.mover.export([sequence.cached for sequence in computed], self.policy_version)
         for sequence, handle in zip(computed, handles, strict=True):
             sequence.kv = handle

@@ -279,15 +279,17 @@ class Scheduler:
             ):
                 break  # another member of the group is still computing the prompt that they share
             num_tokens = len(sequence.state.tokens)
-            shared = self._find_prefix(sequence)
+            shared, num_found = self._find_prefix(sequence)
             num_taken = self.blocks.blocks_for(num_tokens) - len(shared) + self.blocks.num_free_of(shared)
             if num_taken + num_growing > self.blocks.num_free_blocks:
                 break
             self.waiting.popleft()
             self.blocks.share(sequence, shared)
+            if num_found % self.blocks.block_size:
+                self.blocks.unpublish(sequence)
             self.blocks.grow(sequence, num_tokens)
             sequence.blocks = self.blocks.table(sequence)
-            sequence.num_computed = len(shared) * self.blocks.block_size
+            sequence.num_computed = num_found
             self.num_shared_tokens += sequence.num_computed
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
@@ -302,12 +304,39 @@ class Scheduler:
         """Whether the sequence may need more blocks here: all tokens but the last of `release_len` are computed."""
         return self.blocks.blocks_for(sequence.release_len - 1) > len(sequence.blocks)
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns cached blocks with the KV of the sequence's first tokens; its last token is always computed."""
-        if not self._config.prefix_caching:
-            return []
-        num_blocks = (len(sequence.state.tokens) - 1) // self.blocks.block_size
-        return self.blocks.find(self._content_keys(sequence, num_blocks)[:num_blocks])
+    def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Returns cached blocks with the KV of the sequence's first tokens, and their number of tokens; its last token
+        is always computed. The last block is partly filled where `keep` has published it so."""
+        if not self._config.prefix_caching and not self.blocks.knows_any:
+            return [], 0
+        size, num_known = self.blocks.block_size, len(sequence.state.tokens) - 1
+        keys = self._content_keys(sequence, num_known // size)[: num_known // size]
+        found = self.blocks.find(keys)
+        if len(found) < len(keys) or not num_known % size:
+            return found, len(found) * size
+        tail = self.blocks.find([self._tail_key(sequence, num_known)])
+        if not self.blocks.num_free_of(tail):
+            return found, len(found) * size
+        return found + tail, num_known
+
+    def _tail_key(self, sequence: Sequence, num_tokens: int) -> bytes:
+        """Returns the key of the partly filled block that ends with token number `num_tokens`."""
+        num_full = num_tokens // self.blocks.block_size
+        keys = self._content_keys(sequence, num_full)
+        first = num_full * self.blocks.block_size
+        return content_key(keys[num_full - 1] if num_full else b"", sequence.state.tokens[first:num_tokens])
+
+    def keep(self, sequence: Sequence) -> list[bytes]:
+        """Publishes all blocks of a sequence that is about to leave, the partly filled one, too, so that they can be
+        found while nothing runs. Returns their contents."""
+        num_tokens = sequence.num_computed
+        num_full = num_tokens // self.blocks.block_size
+        keys = self._content_keys(sequence, num_full)[:num_full]
+        if num_tokens % self.blocks.block_size:
+            keys = [*keys, self._tail_key(sequence, num_tokens)]
+        for index, key in enumerate(keys):
+            self.blocks.publish(sequence, index, key)
+        return keys
 
     def _content_keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Returns the keys of at least the first `num_blocks` blocks, each computed once. Not to be modified."""

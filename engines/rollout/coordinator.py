@@ -23,7 +23,7 @@ from engines.control.transport import Server
 from engines.coordination import requests
 from engines.coordination.core import RolloutCore
 from engines.coordination.requests import Request, RequestRefused, Result
-from engines.parallel.layout import ReplicaSpec
+from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout.telemetry import Mark
 from engines.sequence import Finished, KVPart, SequenceState
 
@@ -243,6 +243,10 @@ class Coordinator:
             self._absences.append((now - away_s, away_s))
         self._taken = now
         return now - away_s
+
+    def assume(self, layout: Layout) -> None:
+        """Takes over a layout in which the world's ranks take their places by themselves; only between two phases."""
+        self._take(requests.AssumeLayout(layout=layout))
 
     def shut_down(self) -> None:
         """Sends all processes the command to end; only between two phases."""

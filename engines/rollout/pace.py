@@ -31,7 +31,8 @@ class Pace(Protocol):
     def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
         """Of a regroup: from the moment at which all ranks of a new replica have left their old ones until it is ready.
 
-        `num_kv_tokens` are those that the regroup itself moves, beside what was exported before.
+        `num_kv_tokens`: KV that a rank gets from the caches of other ranks, in tokens of all heads. What was exported
+        before is not counted here.
         """
         ...
 

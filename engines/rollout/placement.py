@@ -1,8 +1,8 @@
-"""Checks what an `LLM` is given; builds, and rebuilds after a regroup, this rank's engine in the run's layout."""
+"""Checks what an `LLM` is given; builds this rank's engine in the run's layout, and reshapes it for others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,19 @@ from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.memory.plan import MemoryPlan
-from engines.models.host_weights import HostWeights
-from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
-from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, nested_layout
 from engines.parallel.sharding import check_shardable
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.replica import HiddenStop
+from engines.replica.reshape import Joint
 from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace, row_seconds
+from engines.sequence import SequenceId
 from engines.speculation.choose import Connect
 from engines.speculation.policy import DraftPolicy
 
@@ -128,20 +128,17 @@ class Placement:
             device=self.device,
             free=FreeMemory.agree(self._world, memory),
             max_tp_size=groups.max_tp_size if groups is not None else 1,
-            host_copy=regroups,
         ).with_kv_bytes(sorted(sizes))
         self.config = self._capacity.config
         self._num_kv_tokens = {size: kv_capacity(self.model, self.config, size) for size in sorted(sizes)}
         """Tokens that the KV cache holds, by the sizes of replicas that this run may have."""
         self._capacity.check(self.layout)
         self._given = given
+        self.source = source
         self.connect_drafts: Connect | None = None
         """Makes a replica's client of the draft server; None without one."""
         self.kv_store: KVStore | None = None
         """Where the engines made here store the KV of preempted sequences."""
-        self.host_weights: HostWeights | None = None
-        self.weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: checkpoint_tensors(source)
-        """Returns the whole weights, from which this rank's shard in any layout is cut."""
         self.engine: LocalEngine
 
     def _check(
@@ -190,10 +187,10 @@ class Placement:
     @property
     def memory(self) -> MemoryPlan:
         spec, rank = self.engine.spec, self._world.rank
-        return self._capacity.plan(spec.tp_size, rank, drafts=rank == spec.ranks[0])
+        return self._capacity.plan(spec.tp_size, drafts=rank == spec.ranks[0])
 
-    def check(self, layout: Layout) -> None:
-        """Raises ValueError for a layout that this run cannot regroup to."""
+    def check(self, before: Layout, layout: Layout) -> None:
+        """Raises ValueError for a layout that this run cannot regroup to from `before`."""
         _check_groups(layout, self._groups)
         for replica in layout.replicas:
             check_shardable(self.model, replica.tp_size)
@@ -203,8 +200,11 @@ class Placement:
                     f"of {sorted(self._num_kv_tokens)}; add the layout to GroupCache's, and give LLM a layout_policy"
                 )
         self._capacity.check(layout)
-        if self.weights is _no_whole_weights:
-            raise ValueError("layout: whole weights are kept after an update only with a layout_policy; give LLM one")
+        if not self.can_reshape(before, layout):
+            raise ValueError(
+                f"layout: ranks {joint_groups(before, layout)} would exchange weights, and not all of these groups "
+                f"were made at start; add both layouts to GroupCache's"
+            )
 
     def build(self, layout: Layout) -> None:
         """Builds this rank's engine in the layout: allocates its memory, but does not load the weights."""
@@ -233,40 +233,38 @@ class Placement:
             return policy
         return lambda _: policy(row_seconds(pace, spec))
 
-    def rebuild(self, layout: Layout) -> LocalEngine:
-        """Builds this rank's engine in another layout, with its weights; first releases the old engine's memory."""
-        version = self.engine.replica.policy_version
-        self.engine.sleep(weights=True)
-        self.build(layout)
-        self.engine.load(self.weights(), version)
-        return self.engine
+    def can_reshape(self, before: Layout, after: Layout) -> bool:
+        """Whether the ranks can exchange the weights and KV that they lack in the other layout."""
+        return self._groups is not None and self._groups.joins(before, after)
 
-    def share_weights(self) -> None:
-        """Allocates a copy of the weights on each host, so that the layout may also change after an update."""
+    def reshape(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine:
+        """Gives this rank's engine its place in another layout; see `LocalEngine.reshape`. All ranks whose replicas
+        change call it together; others need not."""
         assert self._groups is not None
-        self.host_weights = HostWeights(self._groups, self.model, self.config.dtype)
+        rank = self._world.rank
+        spec = after.replica_of(rank)
+        joint = next((ranks for ranks in joint_groups(before, after) if rank in ranks), None)
+        if spec is not None and joint is not None:
+            group = self._groups.get(joint)
+            self.engine.reshape(
+                Joint.of(group, joint, before, after, max_tp_size=self._capacity.max_tp_size),
+                self._groups.get(spec.ranks),
+                places,
+                draft_policy=self._draft_policy(spec),
+            )
+        return self.engine
 
     def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Loads new weights. If one rank fails, all raise and none has weights."""
-        kept = self.host_weights
-        self.weights = kept.tensors if kept is not None else _no_whole_weights
         try:
             if self.config.drafter == "model":
                 with together(self._world, "update_weights"):  # before the stream, in which the ranks may meet
                     self.engine.load_draft_model()
             with together(self._world, "update_weights"):
-                self.engine.load(kept.keep(weights) if kept is not None else weights, version)
+                self.engine.load(weights, version)
         except BaseException:
             self.engine.has_weights = False
             raise
-
-    def close(self) -> None:
-        if self.host_weights is not None:
-            self.host_weights.close()
-
-
-def _no_whole_weights() -> Iterable[tuple[str, Tensor]]:
-    raise RuntimeError("regroup: whole weights are kept after an update only with a layout_policy; give LLM one")
 
 
 def _can_be_cut(model: ModelConfig, tp_size: int) -> bool:

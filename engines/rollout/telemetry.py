@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.replica.moves import Switch
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -42,6 +44,19 @@ class StepRecord:
     @property
     def num_accepted(self) -> int:
         return sum(self.accepted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchRecord:
+    """One regroup on one rank. Times are as in `StepRecord`."""
+
+    epoch: int
+    """Epoch of the new layout."""
+    tp_size: int
+    """Of the rank's new replica."""
+    start: float
+    seconds: float
+    parts: Switch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -20,14 +20,18 @@ from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.pace import Pace
 from engines.rollout.steps import Stepper, wait_until
-from engines.rollout.telemetry import StepRecord
+from engines.rollout.telemetry import StepRecord, SwitchRecord
 from engines.rollout.worker_core import WorkerCore
+from engines.sequence import SequenceId
 
 IDLE_WAIT_S = 0.2
 """Longest time that a leader without work waits for a command before it shows its followers that it is alive."""
 NO_WEIGHTS = -1
 """`policy_version` of a replica that has loaded no weights yet; no phase has this version."""
 
+Reshape = Callable[[Layout, Layout, Mapping[SequenceId, int]], LocalEngine | None]
+"""(layout before, layout after, places of kept sequences) -> this rank's engine after, with its weights; None if it is
+idle then. The ranks that change their replicas call it together."""
 LoadFrom = Callable[[str, int], int]
 """(folder, policy version) -> checksum of the weights that the engine now has."""
 
@@ -50,17 +54,17 @@ class Worker:
         client: Client,
         layout: Layout,
         engine: LocalEngine | None,
-        rebuild: Callable[[Layout], LocalEngine | None],
+        reshape: Reshape,
         pace: Pace | None = None,
         load_from: LoadFrom | None = None,
     ) -> None:
-        """`rebuild` makes this rank's engine in another layout, with its weights; None if the rank is idle there.
+        """`reshape`: see `Reshape`.
 
         `load_from` is given only outside the torchrun world, where commands load weights and end the process.
         """
         self._rank = rank
         self._client = client
-        self._rebuild = rebuild
+        self._reshape = reshape
         self._pace = pace
         self._load_from = load_from
         self._core = WorkerCore(rank)
@@ -70,11 +74,13 @@ class Worker:
         """Whether a command has ended the process's work; outside the world only."""
         self.step_records: list[StepRecord] = []
         """The steps of this rank's replicas since `run` was last called."""
+        self.switches: list[SwitchRecord] = []
+        """What its regroups have taken since it was made."""
         self._take_place(layout, engine)
 
     def _take_place(self, layout: Layout, engine: LocalEngine | None) -> None:
         """Takes this rank's place in the layout; a replica's leader announces it once all its ranks have done so."""
-        self.engine, self._layout = engine, layout
+        self.engine = engine
         self._stepper = None if engine is None else Stepper(engine, layout.epoch, self._pace)
         if engine is None:
             self._core.take_place(layout.epoch, None, None, time.monotonic())
@@ -157,10 +163,7 @@ class Worker:
             self._stepper.wait_for_transfers(start)
         self._say(*events)
         if isinstance(command, m.Regroup):
-            engine = self._rebuild(command.layout)
-            if self._pace is not None:
-                wait_until(start + self._pace.switch(self._layout, command.layout, 0))
-            self._take_place(command.layout, engine)
+            self.regroup(command.before, command.layout, dict(command.places))
         elif isinstance(command, m.LoadWeights | m.Shutdown):
             if self._load_from is None:
                 raise RuntimeError(f"rank {self._rank}: cannot {type(command).__name__} inside a torchrun world")
@@ -171,6 +174,24 @@ class Worker:
             else:
                 self.is_shut_down = True
         return self.is_shut_down or isinstance(command, m.EndPhase)
+
+    def regroup(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> None:
+        """Leaves this rank's place for that in another layout."""
+        start = time.monotonic()
+        engine = self._reshape(before, after, places)
+        switch = None if engine is None else engine.switch
+        if self._pace is not None:
+            wait_until(start + self._pace.switch(before, after, 0 if switch is None else switch.num_kv_tokens))
+        if engine is not None and switch is not None:
+            record = SwitchRecord(
+                epoch=after.epoch,
+                tp_size=engine.spec.tp_size,
+                start=start,
+                seconds=time.monotonic() - start,
+                parts=switch,
+            )
+            self.switches.append(record)
+        self._take_place(after, engine)
 
     def _say(self, *events: m.Event) -> None:
         if not self._speaks:

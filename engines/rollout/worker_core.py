@@ -66,7 +66,7 @@ class WorkerCore:
         if isinstance(command, m.PauseSequences):
             ids = command.sequence_ids
             here = None if ids is None else [id_ for id_ in ids if self._here.holds(id_)]
-            works = self._here.pause(here, with_kv=command.with_kv)
+            works = self._here.pause(here, with_kv=command.with_kv, keeping=frozenset(command.keeping))
             return [self.event(m.SequencesPaused, acks=command.seq, works=tuple(works))]
         if isinstance(command, m.AbortSequences):
             finished = tuple(self._here.abort(id_) for id_ in command.sequence_ids if self._here.holds(id_))

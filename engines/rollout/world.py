@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -20,9 +20,9 @@ from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import Coordinator, peer_of
 from engines.rollout.pace import Pace
-from engines.rollout.telemetry import Mark, StepRecord
-from engines.rollout.worker import Worker
-from engines.sequence import Finished, SequenceState
+from engines.rollout.telemetry import Mark, StepRecord, SwitchRecord
+from engines.rollout.worker import Reshape, Worker
+from engines.sequence import Finished, SequenceId, SequenceState
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -53,15 +53,17 @@ class RolloutWorld:
         layout: Layout,
         *,
         engine: LocalEngine | None,
-        rebuild: Callable[[Layout], LocalEngine | None],
+        reshape: Reshape,
+        can_reshape: Callable[[Layout, Layout], bool],
         make_kv_store: Callable[[str], FileKVStore | TieredKVStore],
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
-        check_layout: Callable[[Layout], None] | None = None,
+        check_layout: Callable[[Layout, Layout], None] | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`rebuild`: see `Worker`; `check_layout`: see `RolloutCore`. `make_kv_store` makes this rank's store from the
-        run's token, for the KV of sequences that move to other replicas or are preempted.
+        """`reshape`: see `Worker`; `check_layout`, and `can_reshape` as `keeps_kv`: see `RolloutCore`. `make_kv_store`
+        makes this rank's store from the run's token, for the KV of sequences that move to other replicas or are
+        preempted.
 
         The timeout is the groups'. This rank listens on the loopback address if all ranks are on one host, otherwise on
         the address by which other hosts reach it (`GroupCache.address`).
@@ -81,7 +83,7 @@ class RolloutWorld:
         if len(set(groups.hosts)) > 1:
             host = groups.hosts[world.rank]
             self._kv_store = PeerKVStore(local_store, host=host, address=address, token=launch.token)
-        self._rebuild_engine = rebuild
+        self._reshape_engine = reshape
         if server is not None:
             core = RolloutCore(
                 layout=layout,
@@ -89,6 +91,7 @@ class RolloutWorld:
                 schedule_policy=schedule_policy,
                 layout_policy=layout_policy,
                 check_layout=check_layout,
+                keeps_kv=can_reshape,
                 timeout_s=timeout_s,
             )
             self.coordinator = Coordinator(
@@ -100,7 +103,7 @@ class RolloutWorld:
             client=self._client,
             layout=layout,
             engine=self._with_store(engine),
-            rebuild=self._rebuild,
+            reshape=self._reshape,
             pace=pace,
         )
 
@@ -119,10 +122,18 @@ class RolloutWorld:
             engine.mover.use(self._kv_store)
         return engine
 
-    def _rebuild(self, layout: Layout) -> LocalEngine | None:
-        engine = self._rebuild_engine(layout)
-        self.layout = layout
+    def _reshape(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine | None:
+        engine = self._reshape_engine(before, after, places)
+        self.layout = after
         return self._with_store(engine)
+
+    def regroup(self, layout: Layout) -> None:
+        """Takes this rank's place in another layout between two rollouts. All ranks of the world call it together."""
+        before, self.layout = self.layout, layout
+        if self.coordinator is not None:
+            self.coordinator.assume(layout)
+        if before.replica_of(self._world.rank) != layout.replica_of(self._world.rank):
+            self._worker.regroup(before, layout, {})
 
     @property
     def engine(self) -> LocalEngine | None:
@@ -133,6 +144,11 @@ class RolloutWorld:
     def step_records(self) -> list[StepRecord]:
         """The steps of this rank's replicas in the last rollout."""
         return self._worker.step_records
+
+    @property
+    def switches(self) -> list[SwitchRecord]:
+        """The regroups of this rank since it was made."""
+        return self._worker.switches
 
     @property
     def marks(self) -> list[Mark]:

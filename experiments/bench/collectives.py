@@ -1,4 +1,4 @@
-"""All-reduce and all-gather between processes of this host: gloo and shared memory, interleaved, in one run.
+"""All-reduce, all-gather and all-to-all between this host's processes: gloo and shared memory, interleaved, in one run.
 
     python experiments/bench/collectives.py
     python experiments/bench/collectives.py --ranks 2 --sizes 4096
@@ -34,7 +34,7 @@ Size = Annotated[int, Meta(ge=4, multiple_of=4, description="a multiple of 4, th
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesBench(harness.BenchConfig):
-    """Time all-reduce and all-gather over shared memory and gloo, interleaved."""
+    """Time all-reduce, all-gather and all-to-all over shared memory and gloo, interleaved."""
 
     turns: Count = 30
     """Interleaved measurements of each transport; medians are reported."""
@@ -56,9 +56,8 @@ def measure(config: CollectivesBench) -> dict[str, Any]:
     ranks = tuple(range(world.size))
     caches = {name: GroupCache(world, [ranks], timeout_s=60, transport=name) for name in (SHARED_MEMORY, GLOO)}
     groups: dict[str, Communicator] = {name: cache.get(ranks) for name, cache in caches.items()}
-    rows = [
-        _compare(operation, size, config, groups) for operation in ("all_reduce", "all_gather") for size in config.sizes
-    ]
+    operations = ("all_reduce", "all_gather", "all_to_all")
+    rows = [_compare(operation, size, config, groups) for operation in operations for size in config.sizes]
     for cache in caches.values():
         cache.close()
     dist.destroy_process_group()
@@ -67,7 +66,8 @@ def measure(config: CollectivesBench) -> dict[str, Any]:
 
 def _compare(operation: str, size: int, config: CollectivesBench, groups: dict[str, Communicator]) -> harness.Row:
     tensor = torch.zeros(size // 4)  # zeros stay zeros, however often they are summed
-    num_results = 1 if operation == "all_reduce" else groups[GLOO].size
+    num_results = groups[GLOO].size if operation == "all_gather" else 1
+    counts = _equal_parts(len(tensor), groups[GLOO]) if operation == "all_to_all" else ()
     source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(num_results, size, dtype=torch.uint8)
     inbox = torch.zeros_like(source)
 
@@ -76,12 +76,18 @@ def _compare(operation: str, size: int, config: CollectivesBench, groups: dict[s
         target.copy_(source)  # and each byte of the result written once
 
     calls: dict[str, Callable[[], Any]] = {
-        **{name: partial(getattr(group, operation), tensor) for name, group in groups.items()},
+        **{name: partial(getattr(group, operation), tensor, *counts) for name, group in groups.items()},
         "floor": least_bytes,
     }
     variants = {name: partial(_slowest, call, config.calls, groups[SHARED_MEMORY]) for name, call in calls.items()}
     name = f"{operation} {size}"
     return harness.compare(name, harness.interleave(variants, config.turns, name=name))
+
+
+def _equal_parts(total: int, group: Communicator) -> tuple[list[int], list[int]]:
+    """What this rank sends to each rank and receives from it: equal parts of its message, up to one element."""
+    sends = [total * (rank + 1) // group.size - total * rank // group.size for rank in range(group.size)]
+    return sends, [sends[group.rank]] * group.size
 
 
 def _slowest(call: Callable[[], Any], num_calls: int, group: Communicator) -> float:

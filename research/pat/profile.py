@@ -132,8 +132,8 @@ def deployment_of(
 ) -> Deployment:
     """Returns what decoding and switching take at this pace, for the TP sizes of `num_kv_tokens` (tokens of a replica).
 
-    A switch exports the KV of every unfinished sequence from its old replica, regroups, and imports it into the new
-    one; the replicas have equal shares. A sample needs at most the KV that a replica has.
+    In a switch between nested replicas, which have equal shares of the sequences, ranks exchange the KV that they lack.
+    A sample needs at most the KV that a replica has.
     """
     layouts = {size: nested_layout(range(num_ranks), size) for size in num_kv_tokens}
 
@@ -145,11 +145,8 @@ def deployment_of(
         return batch, tokens, pace.step(layouts[size].replicas[0], output)
 
     def switch_seconds(before: int, after: int, num_tokens: float) -> float:
-        moves = [
-            pace.transfer(layouts[size].replicas[0], round(num_tokens * size / num_ranks), "host")
-            for size in (before, after)
-        ]
-        return sum(moves) + pace.switch(layouts[before], layouts[after], 0)
+        share = (1 - before / after) / after if after > before else 1 / after - 1 / before
+        return pace.switch(layouts[before], layouts[after], round(share * num_tokens * after / num_ranks))
 
     return Deployment(
         num_ranks=num_ranks,

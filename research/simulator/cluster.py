@@ -6,7 +6,7 @@ passes and KV (`runner.py`), the time that they take (`pace.py`), and messages, 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,21 +33,20 @@ from engines.coordination.requests import (
 from engines.coordination.views import Decision
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.cost import SwapCost
-from engines.parallel.layout import Layout, ReplicaSpec
+from engines.kvcache.kept import KeptKV, arrivals
+from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, share_lacked
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
 from engines.rollout.pace import Pace, row_seconds
 from engines.rollout.telemetry import StepRecord
-from engines.rollout.worker_core import REPORT_EVERY_S, WorkerCore
+from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId, SequenceState
 from engines.speculation.drafter import Drafter
 from engines.speculation.policy import AdaptedDrafter, DraftPolicy
 from research.simulator.drafts import DraftAcceptance, References, SimulatedDrafter
-from research.simulator.events import EventQueue
+from research.simulator.events import STEP_END, TO_CORE, TO_WORKER, EventQueue
+from research.simulator.rank import Rank
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
-
-# Of what happens at one time: first messages reach workers, then the coordinator, then steps end, then steps begin.
-_TO_WORKER, _TO_CORE, _STEP_END, _TURN = range(4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,17 +194,17 @@ class Cluster:
             world_size=num_ranks,
             schedule_policy=schedule_policy,
             layout_policy=layout_policy,
-            check_layout=check,
+            check_layout=lambda _, after: check(after),
+            keeps_kv=lambda *_: True,
             timeout_s=config.timeout_s,
         )
         self._layout = config.layout
-        self._old: set[ReplicaSpec] = set()
-        self._switch_s = 0.0
-        """Of the regroup to `_layout`, from `_old`."""
         self._unplaced: set[int] = set()
-        """Ranks that have left a replica and wait for the others of their next one."""
+        """Ranks that have left a replica and wait for the others with which they exchange weights and KV."""
+        self._kept: dict[SequenceId, KeptKV] = {}
+        """What is in the caches of these ranks."""
         self._num_ranks = num_ranks
-        self._ranks = [_Rank(self, rank) for rank in range(num_ranks + len(config.outside))]
+        self._ranks = [Rank(self, rank) for rank in range(num_ranks + len(config.outside))]
         self._finish_times: dict[SequenceId, float] = {}
         self._lengths_of_ended: dict[SequenceId, int] = {}
         self._is_complete = False
@@ -244,7 +243,7 @@ class Cluster:
         while not self._is_complete:
             if not self.queue.run_next():
                 # Nothing will happen any more but that deadlines pass.
-                self.queue.at(self.queue.now + self.config.timeout_s + 1, (_TO_CORE,), lambda: self._take(Tick()))
+                self.queue.at(self.queue.now + self.config.timeout_s + 1, (TO_CORE,), lambda: self._take(Tick()))
         if self.core.layout_error is not None:
             raise ValueError(self.core.layout_error)
         return SimulatedRollout(
@@ -265,13 +264,13 @@ class Cluster:
             self._take(AddReplica(spec=spec))
             rank.take_place(spec, 0)
 
-        self.queue.at(outside.join_s, (_TO_CORE, rank.number), join)
+        self.queue.at(outside.join_s, (TO_CORE, rank.number), join)
         if outside.death_s is not None:
-            self.queue.at(outside.death_s, (_TO_WORKER, rank.number), rank.die)
-            self.queue.at(outside.death_s + outside.detection_s, (_TO_CORE, rank.number), lambda: self._take(lost))
+            self.queue.at(outside.death_s, (TO_WORKER, rank.number), rank.die)
+            self.queue.at(outside.death_s + outside.detection_s, (TO_CORE, rank.number), lambda: self._take(lost))
 
     def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
-        self._at_arrival((_TO_CORE, event.rank), delay_s, lambda: self._take(event))
+        self._at_arrival((TO_CORE, event.rank), delay_s, lambda: self._take(event))
 
     def _take(self, event: Request | messages.Event) -> None:
         for output in self.core.on_event(event, self.queue.now):
@@ -296,7 +295,7 @@ class Cluster:
         rank = self._ranks[command.rank]
         if command.rank >= self._num_ranks:  # a copy, as in a live run: what it generates is lost with it
             command = messages.decode_command(messages.encode(command))
-        self._at_arrival((_TO_WORKER, command.rank), 0.0, lambda: rank.hear(command))
+        self._at_arrival((TO_WORKER, command.rank), 0.0, lambda: rank.hear(command))
 
     def _at_arrival(self, way: tuple[int, ...], delay_s: float, action: Callable[[], None]) -> None:
         time = self.queue.now + delay_s + self.vary(self.config.overheads.message_s)
@@ -336,12 +335,13 @@ class Cluster:
 
     # -- places
 
-    def replica(self, spec: ReplicaSpec) -> tuple[Replica, SimulatedMover]:
-        """A live replica with a runner and a mover that only count; and this mover."""
+    def replica(self, spec: ReplicaSpec, contents: Iterable[bytes]) -> tuple[Replica, SimulatedMover]:
+        """A live replica with a runner and a mover that only count, and these contents in its cache; and this mover."""
         config, tp_size = self.config, spec.tp_size
         swap_cost = config.swap_cost.get(tp_size)
         mover = SimulatedMover(self.pool, config.engine.preemption, swap_cost, config.host_of(spec))
-        blocks = BlockManager(config.num_kv_tokens[tp_size] // config.engine.block_size, config.engine.block_size)
+        blocks = BlockManager(self._num_blocks(spec), config.engine.block_size)
+        blocks.adopt(list(contents))
         replica = Replica(
             runner=SimulatedRunner(),
             scheduler=Scheduler(config.engine, blocks),
@@ -369,121 +369,44 @@ class Cluster:
             return drafter
         return AdaptedDrafter(drafter, config.draft_policy(row_seconds(config.pace, spec)))
 
-    def regroup(self, ranks: Iterable[int], layout: Layout) -> None:
-        """These ranks have left their places; a replica of the layout forms when all its ranks have left theirs."""
+    def regroup(self, command: messages.Regroup, ranks: Iterable[int], kept: dict[SequenceId, KeptKV]) -> None:
+        """These ranks have left their replica, or were idle; `kept` is in their caches. Ranks that exchange weights and
+        KV form their next replicas when all of them have left."""
+        before, after = command.before, command.layout
+        self._layout = after
         self._unplaced |= set(ranks)
-        if layout.epoch != self._layout.epoch:
-            self._switch_s = self.config.pace.switch(self._layout, layout, 0)
-            self._old, self._layout = set(self._layout.replicas), layout
-        old, switch_s = self._old, self._switch_s
-        for new in layout.replicas:
-            if new not in old and set(new.ranks) <= self._unplaced:
-                self._unplaced -= set(new.ranks)
-                form = partial(self._form, new, layout.epoch)
-                self.queue.at(self.queue.now + switch_s, (_STEP_END, new.ranks[0]), form)
-        for idle in [one for one in sorted(self._unplaced) if layout.replica_of(one) is None]:
-            self._unplaced.discard(idle)
-            self._ranks[idle].take_place(None, layout.epoch)
+        self._kept |= kept
+        groups = joint_groups(before, after)
+        for group in groups:
+            if set(group) <= self._unplaced:
+                self._unplaced -= set(group)
+                self._form_all([spec for spec in after.replicas if spec.ranks[0] in group], command)
+                for rank in group:
+                    if after.replica_of(rank) is None:
+                        self._ranks[rank].take_place(None, after.epoch)
+        for rank in sorted(self._unplaced.difference(*groups)):
+            self._unplaced.discard(rank)
+            self._ranks[rank].take_place(None, after.epoch)
 
-    def _form(self, spec: ReplicaSpec, epoch: int) -> None:
-        self._ranks[spec.ranks[0]].take_place(spec, epoch)
-
-
-class _Rank:
-    """A rank that speaks for a replica, or that is idle: its worker's loop, turn by turn."""
-
-    def __init__(self, cluster: Cluster, number: int) -> None:
-        self.number = number
-        self._cluster = cluster
-        self._core = WorkerCore(number)
-        self._inbox: deque[messages.Command] = deque()
-        self._spec: ReplicaSpec | None = None
-        self._replica: Replica | None = None
-        self._mover: SimulatedMover | None = None
-        self._epoch = 0
-        self._is_free = True
-        """Whether no turn or step of it is scheduled."""
-        self._is_dead = False
-
-    def take_place(self, spec: ReplicaSpec | None, epoch: int) -> None:
-        cluster = self._cluster
-        self._spec, self._epoch = spec, epoch
-        self._replica, self._mover = (None, None) if spec is None else cluster.replica(spec)
-        self._core.take_place(epoch, None if spec is None else spec.id, self._replica, cluster.queue.now)
-        if spec is None:
-            event = self._core.event(messages.RankIdle)
-        else:
-            engine = cluster.config.engine
-            event = self._core.event(
-                messages.ReplicaReady,
-                max_num_seqs=engine.max_num_seqs,
-                num_kv_tokens=cluster.config.num_kv_tokens[spec.tp_size],
-                block_size=engine.block_size,
-                policy_version=0,
+    def _form_all(self, specs: list[ReplicaSpec], command: messages.Regroup) -> None:
+        """Forms these replicas, after the time of the switch, with the KV that the command sends there."""
+        places = {id_: to for id_, to in command.places if any(spec.id == to for spec in specs)}
+        arriving = arrivals(self._kept, places, {spec.id: self._num_blocks(spec) for spec in specs})
+        for id_ in places:
+            self._kept.pop(id_, None)
+        old = {spec.id: spec for spec in command.before.replicas}
+        for spec in specs:
+            counts = Counter(replica_id for replica_id, _ in arriving[spec.id].values())
+            num_blocks = max(
+                sum(count * share_lacked(old[id_], spec, rank) for id_, count in counts.items()) for rank in spec.ranks
             )
-        cluster.send_event(event)
-        self._is_free = True
-        if self._inbox:
-            self._begin_turn(0.0)
+            num_tokens = round(num_blocks * self.config.engine.block_size)
+            seconds = self.config.pace.switch(command.before, command.layout, num_tokens)
+            form = partial(self._form, spec, command.layout.epoch, list(arriving[spec.id]))
+            self.queue.at(self.queue.now + seconds, (STEP_END, spec.ranks[0]), form)
 
-    def check_integrity(self) -> None:
-        if self._replica is not None:
-            self._replica.scheduler.blocks.check_integrity()
+    def _num_blocks(self, spec: ReplicaSpec) -> int:
+        return self.config.num_kv_tokens[spec.tp_size] // self.config.engine.block_size
 
-    def die(self) -> None:
-        """Ends it: it obeys nothing and sends nothing any more."""
-        self._is_dead = True
-
-    def hear(self, command: messages.Command) -> None:
-        """A command has come: it is obeyed at the next turn, which is now where nothing runs."""
-        self._inbox.append(command)
-        if self._is_free:
-            self._begin_turn(0.0)
-
-    def _begin_turn(self, gap_s: float) -> None:
-        self._is_free = False
-        queue = self._cluster.queue
-        queue.at(queue.now + gap_s, (_TURN, self.number), self._turn)
-
-    def _turn(self) -> None:
-        """Between two steps: obeys, then starts a step."""
-        if self._is_dead:
-            return
-        cluster = self._cluster
-        self._is_free = True
-        delay_s = 0.0
-        while self._inbox:
-            command = self._inbox.popleft()
-            if isinstance(command, messages.Regroup):
-                spec, self._spec, self._replica = self._spec, None, None
-                cluster.regroup((self.number,) if spec is None else spec.ranks, command.layout)
-                return
-            events = self._core.obey(command)
-            delay_s += self._transfer_s()
-            for event in events:
-                cluster.send_event(event, delay_s)
-        if self._core.has_work:
-            self._is_free = False
-            self._start(cluster.queue.now + delay_s)
-
-    def _start(self, start: float) -> None:
-        assert self._replica is not None and self._spec is not None
-        cluster = self._cluster
-        output = self._replica.step()
-        seconds = cluster.config.pace.step(self._spec, output) + self._transfer_s()
-        cluster.record(self._spec, self._epoch, start, seconds, output)
-        cluster.queue.at(start + seconds, (_STEP_END, self.number), lambda: self._end_step(output, seconds))
-
-    def _end_step(self, output: StepOutput, seconds: float) -> None:
-        if self._is_dead:
-            return
-        for event in self._core.on_step(output, seconds, self._cluster.queue.now):
-            self._cluster.send_event(event)
-        self._begin_turn(self._cluster.vary(self._cluster.config.overheads.gap_s))
-
-    def _transfer_s(self) -> float:
-        """What the KV that has moved since the last call takes."""
-        if self._mover is None or self._spec is None:
-            return 0.0
-        pace = self._cluster.config.pace
-        return sum(pace.transfer(self._spec, count, path) for path, count in self._mover.take_moved().items())
+    def _form(self, spec: ReplicaSpec, epoch: int, contents: Iterable[bytes] = ()) -> None:
+        self._ranks[spec.ranks[0]].take_place(spec, epoch, contents)

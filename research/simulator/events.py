@@ -5,6 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
+# Of what happens at one time: first messages reach workers, then the coordinator, then steps end, then steps begin.
+TO_WORKER, TO_CORE, STEP_END, TURN = range(4)
+
 
 class EventQueue:
     """Runs actions in the order of their times. No clock of the machine enters.

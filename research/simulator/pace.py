@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from engines.constraints import NonNegative, Positive, check_fields
-from engines.parallel.layout import Layout, ReplicaSpec
+from engines.parallel.layout import Layout, ReplicaSpec, share_lacked
 from engines.rollout.pace import Path
-from research.simulator.datasheets import Device, ModelShape
+from research.simulator.datasheets import BYTES_PER_ELEMENT, Device, ModelShape
 from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile
 from research.simulator.links import HostLinks
 
@@ -35,6 +35,9 @@ class ProfilePace:
     """Seconds here per second of the profile."""
     token_scale: Positive = 1.0
     """Tokens of the profile's context per token here: short sequences stand for long ones."""
+    restart_s: NonNegative = 2.13
+    """What a regroup to another TP size takes beside weights and KV: 0.73 s for CUDA graphs, 1.40 s for control (PAT,
+    Fig. 12: 8 A40, Llama-3.1-8B)."""
     lookup_s: NonNegative = 8e-6
     """To look up one sequence's draft, before the pass; suffix trees are on the host (measured: docs/drafting.md)."""
 
@@ -65,13 +68,25 @@ class ProfilePace:
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
         """Each rank moves its own KV heads at the same time as the others."""
         num_bytes = num_tokens * self.token_scale * self.shape.kv_bytes_per_token / spec.tp_size
-        return self.scale * self.links.seconds(path, num_bytes)
+        return self._move_scale * self.links.seconds(path, num_bytes)
+
+    @property
+    def _move_scale(self) -> float:
+        """A sequence has fewer steps than the one it stands for, so what comes between steps takes less, too."""
+        return self.scale / self.token_scale
 
     def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
-        """A regroup as it is today: each rank whose replica is new reads its weights from host memory.
-
-        KV that is exported before and imported after is counted by `transfer`, not here.
-        """
-        new = set(after.replicas) - set(before.replicas)
-        num_bytes = max((self.profiles[spec.tp_size].weight_bytes_per_rank for spec in new), default=0.0)
-        return self.scale * self.links.seconds("host", num_bytes)
+        """Weights and KV that a rank lacks come over its device's link; where TP sizes change, `restart_s` more."""
+        changes = [
+            (before.replica_of(rank), spec, rank)
+            for spec in set(after.replicas) - set(before.replicas)
+            for rank in spec.ranks
+        ]
+        if not changes:
+            return 0.0
+        share = max(share_lacked(*change) for change in changes)
+        num_bytes = share * self.shape.num_parameters * BYTES_PER_ELEMENT
+        num_bytes += num_kv_tokens * self.token_scale * self.shape.kv_bytes_per_token
+        is_wider = any(old is None or old.tp_size != new.tp_size for old, new, _ in changes)
+        moving = num_bytes / (self.device.link_bandwidth * self.device.link_efficiency)
+        return self._move_scale * (moving + is_wider * self.restart_s)

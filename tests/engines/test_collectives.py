@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engines.parallel import groups as groups_module
 from engines.parallel import owned_files
-from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
+from engines.parallel.collectives import Communicator, SingleRank, TorchGroup, as_bytes
 from engines.parallel.groups import GroupCache, all_layouts
 from engines.parallel.layout import nested_layout
 from engines.parallel.owned_files import reclaim
@@ -38,6 +38,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "scalar": lambda pool: pool[0],
     "empty": lambda pool: pool[:0].view(0, 3),
     "one": lambda pool: pool[:1],
+    "one strided": lambda pool: pool[:2][::2],
     "odd": lambda pool: pool[:231].view(7, 33),
     "transposed": lambda pool: pool[:231].view(7, 33).t(),
     "strided": lambda pool: pool[:100].view(10, 10)[::2, ::3],
@@ -67,7 +68,7 @@ def summed_in_order(parts: list[Tensor]) -> Tensor:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
 def wrong_results(group: Communicator, ranks: tuple[int, ...]) -> list[str]:
@@ -100,7 +101,7 @@ def wrong_results(group: Communicator, ranks: tuple[int, ...]) -> list[str]:
                     else torch.allclose(mine.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 8)
                 )
                 check(close, "all_reduce", dtype, name)
-            copies = group.all_gather_bytes(mine.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            copies = group.all_gather_bytes(as_bytes(mine.contiguous()).numpy().tobytes())
             check(len(set(copies)) == 1, "all_reduce", dtype, name, "has other bits on other ranks")
     flags = torch.tensor([True, False, group.rank == 0])
     check(group.all_gather(flags)[:, 2].tolist() == [True] + [False] * (group.size - 1), "all_gather of bool")

@@ -352,16 +352,6 @@ def test_after_close_nothing_is_generated(qwen3: str) -> None:
             call()
 
 
-def test_no_layout_is_built_from_weights_that_were_not_kept(qwen3: str) -> None:
-    llm = LLM(qwen3)
-    before = llm.checksum()
-    llm._placement.rebuild(llm.layout)
-    assert llm.checksum() == before
-    llm.update_weights(((name, tensor + 1) for name, tensor in checkpoint_tensors(qwen3)), version=1)
-    with pytest.raises(RuntimeError, match="only with a layout_policy"):
-        llm._placement.rebuild(llm.layout)
-
-
 class TestChecksum:
     def test_any_bit_name_or_order_shows(self) -> None:
         generator = torch.Generator().manual_seed(0)

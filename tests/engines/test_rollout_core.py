@@ -1107,7 +1107,7 @@ COMMANDS = [
     m.SubmitWork(**ENVELOPE, works=(WORK,)),
     m.PauseSequences(**ENVELOPE, sequence_ids=((0, 1, 2),), with_kv=True),
     m.AbortSequences(**ENVELOPE, sequence_ids=((0, 1, 2),)),
-    m.Regroup(**ENVELOPE, layout=nested_layout(range(4), 2)),
+    m.Regroup(**ENVELOPE, layout=nested_layout(range(4), 2), before=nested_layout(range(4), 1)),
     m.LoadWeights(**ENVELOPE, version=2, source="folder"),
     m.EndPhase(**ENVELOPE),
     m.Shutdown(**ENVELOPE),
@@ -1136,7 +1136,7 @@ def test_bytes_that_are_no_message_are_refused() -> None:
         data[:-1]: "are not a message",
         data.replace(b"epoch", b"epock"): "unknown field `epock`",
         data.replace(b"EndPhase", b"EndPhasy"): "Invalid value 'EndPhasy'",
-        encode(m.Regroup(**ENVELOPE, layout=nested_layout([0, 1], 2))).replace(
+        encode(m.Regroup(**ENVELOPE, layout=nested_layout([0, 1], 2), before=nested_layout([0, 1], 1))).replace(
             b"\x92\x00\x01", b"\x92\x01\x01"
         ): "repeat",
     }

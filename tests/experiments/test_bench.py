@@ -30,7 +30,7 @@ VARIANTS = {
     "option": [{"without", "with"}] * 3,
     "swap": [{"swap", "recompute"}],
     "core": [{"1 waiting", "3 waiting"}] * 3,
-    "collectives": [{"shared memory", "gloo", "floor"}] * 2,
+    "collectives": [{"shared memory", "gloo", "floor"}] * 3,
     "dispatch": [{"on demand", "static"}] * 3,
     "weight_sync": [{"TP 1", "TP 2"}],
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -21,10 +22,12 @@ from engines.kvcache.tiers import make_kv_store
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
-from engines.parallel.layout import Layout, ReplicaSpec
+from engines.parallel.layout import Layout, ReplicaSpec, joint_groups
 from engines.parallel.owned_files import DEV_SHM
 from engines.replica.engine import LocalEngine
+from engines.replica.reshape import Joint
 from engines.rollout import worker_core, world
+from engines.sequence import SequenceId
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
 from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
 from tests.faults.requests import Caller, random_policy
@@ -44,7 +47,7 @@ def run_world_schedules(oracle: Path, seeds: list[int]) -> dict[str, Any]:
     return {**total, "longest_s": round(max(results[0]["seconds"]), 2), "seconds": round(sum(results[0]["seconds"]), 1)}
 
 
-_OF_RANKS = ("kv_exported", "kv_refused", "kv_imported", "kv_recomputed", "preemptions")
+_OF_RANKS = ("kv_exported", "kv_refused", "kv_imported", "kv_recomputed", "preemptions", "reshaped", "kept", "kv_bytes")
 
 
 def _rank(oracle_directory: str, seeds: list[int]) -> dict[str, Any]:
@@ -140,7 +143,8 @@ class _Schedule:
             self._groups,
             self._layout,
             engine=self._build(self._layout),
-            rebuild=self._build,
+            reshape=self._reshape,
+            can_reshape=self._groups.joins,
             schedule_policy=random_policy(self._own),
             pace=_RandomPace(self._own, self._share_slow),
             make_kv_store=partial(make_kv_store, host_bytes=self._kv_store_bytes, disk_bytes=0, disk_parent=None),
@@ -186,6 +190,21 @@ class _Schedule:
             scheduler = self._engine.replica.scheduler
             assert not self._engine.replica.has_work
             assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks, "blocks are not given back"
+
+    def _reshape(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine | None:
+        if not self._groups.joins(before, after):
+            return self._build(after)
+        self._count_moves()
+        (ranks,) = [ranks for ranks in joint_groups(before, after) if self._rank in ranks]
+        assert self._engine is not None
+        spec = after.replica_of(self._rank)
+        assert spec is not None
+        joint = Joint.of(self._groups.get(ranks), ranks, before, after, max_tp_size=NUM_RANKS)
+        self._engine.reshape(joint, self._groups.get(spec.ranks), places)
+        self._counts["reshaped"] += 1
+        self._counts["kept"] += len(places)
+        self._counts["kv_bytes"] += self._engine.switch.kv_bytes if self._engine.switch is not None else 0
+        return self._engine
 
     def _build(self, layout: Layout) -> LocalEngine | None:
         self._count_moves()
@@ -251,4 +270,8 @@ class _Schedule:
         core = self._coordinator.core
         if not core.regrouping:
             layout = random_layout(self._own, core.layout.epoch + 1)
-            self._coordinator.post(RequestRegroup(layout=layout, with_kv=self._own.random() < 0.7))
+            ids, replicas = list(core._books.sequences), [spec.id for spec in layout.replicas]
+            some = self._own.sample(ids, self._own.randint(0, len(ids)))
+            places = {id_: self._own.choice(replicas) for id_ in some}
+            with_kv = self._own.random() < 0.8
+            self._coordinator.post(RequestRegroup(layout=layout, with_kv=with_kv, places=places))

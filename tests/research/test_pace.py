@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.parallel.layout import ReplicaSpec, nested_layout
+from engines.parallel.layout import ReplicaSpec, contiguous_layout, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import ShortestStep, row_seconds
 from research.simulator.datasheets import H100, QWEN_0_5B, QWEN_32B
@@ -71,10 +71,20 @@ def test_transfers_and_regroups_by_hand() -> None:
     kv_bytes = 10_000 * 262_144 / 4  # each of four ranks moves its heads
     assert pace.transfer(SPEC, 10_000, "host") == pytest.approx(3 * (1e-5 + kv_bytes / 50e9))
     assert pace.transfer(SPEC, 0, "host") == 0.0
-    before, after = nested_layout(range(8), 2), nested_layout(range(8), 4, epoch=1)
-    weights = 32_763_876_352 * 2 / 4
-    assert pace.switch(before, after, 0) == pytest.approx(3 * (1e-5 + weights / 50e9))
-    assert pace.switch(before, before, 0) == 0.0
+    half = ProfilePace(device=H100, shape=QWEN_32B, links=LINKS, token_scale=2.0)
+    assert half.transfer(SPEC, 10_000, "host") == pytest.approx((1e-5 + 2 * kv_bytes / 50e9) / 2)
+
+
+def test_regroups_by_hand() -> None:
+    """KV and the weights that a rank lacks come at 0.8 of 450 GB/s; a rank of two holds half of the model."""
+    pace = ProfilePace(device=H100, shape=QWEN_32B, scale=3.0, token_scale=10.0, restart_s=1.5)
+    two, four = nested_layout(range(8), 2), nested_layout(range(8), 4, epoch=1)
+    other_two = contiguous_layout(range(8), 2, epoch=1)
+    kv_s, weights_s = 1_000 * 10 * 262_144 / 360e9, 32_763_876_352 * 2 / 360e9
+    assert pace.switch(two, four, 1_000) == pytest.approx(0.3 * (1.5 + kv_s)), "its new part is in its old one"
+    assert pace.switch(four, two, 0) == pytest.approx(0.3 * (1.5 + weights_s / 4)), "it holds half of its new part"
+    assert pace.switch(two, other_two, 1_000) == pytest.approx(0.3 * (kv_s + weights_s / 2)), "some hold the other half"
+    assert pace.switch(two, two, 0) == 0.0
 
 
 def test_only_sizes_that_split_the_heads() -> None:
