@@ -14,6 +14,7 @@ one JSON object to stdout. docs/pat.md shows and explains a result.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import statistics
@@ -36,11 +37,11 @@ from tqdm import tqdm
 from engines import LLM, SamplingParams
 from engines.config import DType, ModelConfig
 from engines.constraints import Count, Positive, WholeNumber, check_fields
-from engines.coordination.policies import OnDemand
+from engines.coordination.policies import LayoutPolicy, OnDemand
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, Transport
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-from engines.replica.replica import StepOutput
+from engines.replica.replica import HiddenStop, StepOutput
 from engines.rollout.pace import Pace
 from engines.rollout.pace import Path as KVPath
 from engines.rollout.telemetry import StepRecord
@@ -202,7 +203,34 @@ class Bench:
     max_num_seqs: int = 512
 
     def roll_out(self, batch: Batch, variant: Variant) -> Rollout:
-        policy, recorder = variant.policy(), Recorder(self.pace)
+        policy = variant.policy()
+        llm, recorder = self.start(
+            variant,
+            policy,
+            max_model_len=batch.max_model_len,
+            hidden_stop=lambda state: state.num_generated >= batch.lengths[state.key.prompt_uid],
+        )
+        tokens, steps = self.generate(llm, recorder, len(batch.lengths), batch.num_prompt_tokens, batch.longest)
+        assert llm.rollout is not None
+        mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
+        marks = msgspec.msgpack.decode(self.groups.world.broadcast_bytes(msgspec.msgpack.encode(mine)))
+        llm.close()
+        return Rollout(
+            steps=steps,
+            switches=[(start, end - start) for start, end in zip(marks[::2], marks[1::2], strict=True)],
+            digest=hashlib.sha256(repr(tokens).encode()).hexdigest(),
+            policy=policy,
+        )
+
+    def start(
+        self,
+        variant: Variant,
+        policy: LayoutPolicy | None = None,
+        *,
+        max_model_len: int,
+        hidden_stop: HiddenStop | None = None,
+    ) -> tuple[LLM, Recorder]:
+        recorder = Recorder(self.pace)
         bytes_per_token = ModelConfig.from_pretrained(self.model).kv_bytes_per_token(
             getattr(torch, self.dtype).itemsize
         )
@@ -213,28 +241,26 @@ class Bench:
             schedule=OnDemand(),
             layout_policy=policy,
             pace=recorder,
-            hidden_stop=lambda state: state.num_generated >= batch.lengths[state.key.prompt_uid],
+            hidden_stop=hidden_stop,
             dtype=self.dtype,
             block_size=pat_cases.BLOCK_SIZE,
             max_num_seqs=self.max_num_seqs,
-            max_model_len=batch.max_model_len,
+            max_model_len=max_model_len,
             kv_cache_bytes=self.kv_tokens_of_rank(variant.tp_size) * bytes_per_token,
         )
+        return llm, recorder
+
+    def generate(
+        self, llm: LLM, recorder: Recorder, count: int, num_prompt_tokens: int, most: int
+    ) -> tuple[list[list[int]], list[Step]]:
+        """Returns the tokens of `count` sequences of at most `most` tokens, and the steps of all replicas."""
+        recorder.steps.clear()
         generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(2, 64, (len(batch.lengths), batch.num_prompt_tokens), generator=generator).tolist()
-        params = SamplingParams(max_tokens=batch.longest, ignore_eos=True)
-        outputs = llm.generate(prompts, params, prompt_uids=range(len(prompts)))
+        prompts = torch.randint(2, 64, (count, num_prompt_tokens), generator=generator).tolist()
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=most, ignore_eos=True), prompt_uids=range(count))
         assert llm.rollout is not None
-        mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
-        marks = msgspec.msgpack.decode(self.groups.world.broadcast_bytes(msgspec.msgpack.encode(mine)))
-        steps = [(record, *one) for record, one in zip(llm.rollout.step_records, recorder.steps, strict=True)]
-        llm.close()
-        return Rollout(
-            steps=self._gather(steps),
-            switches=[(start, end - start) for start, end in zip(marks[::2], marks[1::2], strict=True)],
-            digest=hashlib.sha256(repr([one.outputs[0].token_ids for one in outputs]).encode()).hexdigest(),
-            policy=policy,
-        )
+        mine = [(record, *one) for record, one in zip(llm.rollout.step_records, recorder.steps, strict=True)]
+        return [one.outputs[0].token_ids for one in outputs], self._gather(mine)
 
     def _gather(self, mine: list[Step]) -> list[Step]:
         """Returns the steps of all replicas, each replica's from its first rank."""
@@ -339,26 +365,23 @@ def measure(bench: Bench, batch: Batch, sizes: list[int]) -> Deployment:
     num_ranks, most = bench.groups.world.size, len(batch.lengths)
     points: dict[int, list[Point]] = {size: [] for size in sizes}
     for size in sizes:
-        most_here = -(-most * size // num_ranks)
-        for count in sorted({1, 2, *(most_here // part for part in (1, 2, 4) if most_here // part > 2)}):
-            for prompt in (2, batch.longest - 10):
-                some = Batch(
-                    lengths=(8,) * (count * num_ranks // size), history=(), longest=10, num_prompt_tokens=prompt
-                )
-                steps = bench.roll_out(some, pat_cases.static(num_ranks, size)).steps
-                decodes = [one for one in steps if one[0].num_tokens == one[0].num_running == count]
-                seconds = statistics.median(step.seconds for step, _, _ in decodes)
-                points[size].append((count, round(statistics.fmean(contexts for _, contexts, _ in decodes)), seconds))
+        llm, recorder = bench.start(pat_cases.static(num_ranks, size), max_model_len=batch.max_model_len)
+        most_here, num_replicas = -(-most * size // num_ranks), num_ranks // size
+        for count, prompt in itertools.product(
+            sorted({1, 2, -(-most_here // 4), most_here}), (batch.num_prompt_tokens, batch.longest // 4)
+        ):
+            _, steps = bench.generate(llm, recorder, count * num_replicas, prompt, 8)
+            decodes = [one for one in steps if one[0].num_tokens == one[0].num_running == count]
+            seconds = statistics.median(step.seconds for step, _, _ in decodes)
+            points[size].append((count, round(statistics.fmean(contexts for _, contexts, _ in decodes)), seconds))
+        llm.close()
     switch_s = {}
     some = Batch(lengths=(4, 12) * (most // 2), history=(), longest=12)
-    for before in sizes:
-        for after in sizes:
-            if before != after:
-                played = PlayedPlan(
-                    Plan(stages=((most, before), (most // 2, after)), seconds=0.0, kept_seconds=0.0), num_ranks
-                )
-                run = bench.roll_out(some, Variant(layout=played.layout(), policy=lambda: played))
-                switch_s[before, after] = run.switches[0][1]
+    for before, after in itertools.permutations(sizes, 2):
+        plan = Plan(stages=((most, before), (most // 2, after)), seconds=0.0, kept_seconds=0.0)
+        played = PlayedPlan(plan, num_ranks)
+        run = bench.roll_out(some, Variant(layout=played.layout(), policy=partial(pat_cases.itself, played)))
+        switch_s[before, after] = run.switches[0][1]
     of_rank = bench.kv_tokens_of_rank(None)
     return Deployment(
         num_ranks=num_ranks,

@@ -116,7 +116,7 @@ PACED_MODEL = DecoderShape(hidden=64, layers=2, heads=8, kv_heads=8, head_dim=8,
 
 
 def live_batch(seed: int, shrink: int) -> Batch:
-    return long_tailed(max(2, 48 // shrink), median=30.0, longest=240, seed=seed)
+    return long_tailed(max(4, 32 // shrink), median=25.0, longest=160, seed=seed)
 
 
 def live_model(hidden: int) -> DecoderShape:
@@ -177,8 +177,9 @@ def informed(deployment: Deployment, batch: Batch, best: int) -> dict[str, Varia
         name: PlayedPlan(plan, deployment.num_ranks, tp_size=size)
         for name, size in (("hindsight", None), ("rebalanced", best))
     }
-    return {name: Variant(layout=one.layout(), policy=partial(_itself, one)) for name, one in played.items()}
+    return {name: Variant(layout=one.layout(), policy=partial(itself, one)) for name, one in played.items()}
 
 
-def _itself(policy: LayoutPolicy) -> LayoutPolicy:
+def itself(policy: LayoutPolicy) -> LayoutPolicy:
+    """For a policy without state, which many rollouts may have."""
     return policy
