@@ -46,6 +46,7 @@ from experiments.bench.models import checkpoint, random_sequence
 from experiments.engine_options import MIB, EngineOptions
 from research.pat.predictor import Point, StepPredictor
 from research.pat.profile import BATCHES, CONTEXTS, Profile, Subject, SwitchTime
+from research.pat.redistribute import redistribute
 from research.workloads.shapes import SHAPES
 
 WARM_UP = 2
@@ -316,7 +317,9 @@ class _OneSwitch:
         if self.target is None or not view.num_delivered:
             return None
         target, self.target = self.target, None
-        return LayoutChange(layout=replace(target, epoch=view.layout.epoch + 1))
+        layout = replace(target, epoch=view.layout.epoch + 1)
+        places = redistribute(view.unfinished.values(), [spec.id for spec in layout.replicas])
+        return LayoutChange(layout=layout, places=places)
 
 
 def _time_switches(
@@ -365,8 +368,8 @@ def switch_times(
 
 
 def _time_switch(llm: LLM, world: Communicator, count: int, context: int, length: int) -> float | None:
-    """Seconds from the last step in the old layout to the end of each replica's first one in the new, which loads KV,
-    less a usual step."""
+    """Seconds from the last step in the old layout to the end of each replica's first one in the new, less
+    a usual step."""
     tokens = torch.randint(2, llm.model_config.vocab_size, (count + 1, context)).tolist()
     prompts = json.loads(world.broadcast_bytes(json.dumps(tokens).encode()))
     # The first sequence ends early, which starts the switch.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from algos.collect import Collector
 from engines.config import ModelConfig, longest_sequence
 from engines.parallel.groups import GroupCache
-from engines.parallel.layout import Layout, nested_layout
+from engines.parallel.layout import nested_layout
 from engines.replica.engine import kv_capacity
 from engines.rollout.telemetry import StepRecord
 from experiments import launch
@@ -44,21 +47,40 @@ def make_controller(config: TrainConfig, profile: Profile, folder: Path, groups:
     return PatController(deployment)
 
 
-def first_layout(controller: PatController, collector: Collector, index: int) -> Layout:
-    """Returns the layout, with the next epoch, in which a rollout should begin whose first problem is `index`.
+class RolloutLayouts:
+    """Chooses the layout in which each rollout begins. All ranks make the same calls; without a controller, which only
+    learns lengths on rank 0, they change nothing."""
 
-    All ranks call it together: only the controller of rank 0 learns lengths.
-    """
-    llm, params = collector.llm, collector.params
+    def __init__(self, controller: PatController | None, collector: Collector) -> None:
+        self._controller, self._collector = controller, collector
 
-    def choose() -> str:
-        problems = [collector.task.train_problem(index + place) for place in range(collector.prompts_per_step)]
-        prompts = np.repeat([len(tokens) for tokens in llm.encode([one.prompt for one in problems])], params.n)
-        limits = np.clip(llm.max_model_len - prompts, 1, params.max_tokens)
-        return str(controller.first_tp_size(prompts.astype(float), limits.astype(float)))
+    def begin(self, index: int, *, keep_weights: bool) -> float:
+        """Regroups for a rollout whose first problem is `index`; returns the seconds. Forgets the decisions so far."""
+        if self._controller is None:
+            return 0.0
+        start = time.perf_counter()
+        self._controller.log.clear()
+        size = int(launch.on_rank_0(self._collector.group, lambda: str(self._first_size(index))))
+        llm = self._collector.llm
+        if size != llm.layout.replicas[0].tp_size:
+            layout = nested_layout(range(self._collector.group.size), size, epoch=llm.layout.epoch + 1)
+            llm.regroup(layout, keep_weights=keep_weights)
+        return time.perf_counter() - start
 
-    size = int(launch.on_rank_0(collector.group, choose))
-    return nested_layout(range(collector.group.size), size, epoch=llm.layout.epoch + 1)
+    def _first_size(self, index: int) -> int:
+        assert self._controller is not None
+        one, params = self._collector, self._collector.params
+        prompts = [one.task.train_problem(index + place).prompt for place in range(one.prompts_per_step)]
+        lengths = np.repeat([len(tokens) for tokens in one.llm.encode(prompts)], params.n)
+        limits = np.clip(one.llm.max_model_len - lengths, 1, params.max_tokens)
+        return self._controller.first_tp_size(lengths.astype(float), limits.astype(float))
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """Returns those of the rollout, with the estimates that they rest on."""
+        return [asdict(one) for one in self._controller.log] if self._controller is not None else []
+
+    def metrics(self, steps: Sequence[StepRecord]) -> dict[str, float]:
+        return switch_metrics(steps) if self._controller is not None else {}
 
 
 def switch_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:

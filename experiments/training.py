@@ -47,7 +47,7 @@ from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
 from experiments.engine_options import draft_policy
 from experiments.pat_profile import nested_layouts
-from experiments.pat_training import first_layout, load_profile, make_controller, switch_metrics
+from experiments.pat_training import RolloutLayouts, load_profile, make_controller
 from experiments.run_folder import (
     AFRESH,
     RunFolder,
@@ -211,7 +211,6 @@ class Run:
     ) -> None:
         """`reward` is the reward to train on; `judge`, the task's own reward, scores evaluations."""
         self.config = config
-        self.controller = controller
         self.group = group = groups.world
         self.judge = judge
         if config.resume:
@@ -253,6 +252,7 @@ class Run:
             prompts_per_step=rollout.prompts_per_step,
             journal=self.journal,
         )
+        self.layouts = RolloutLayouts(controller, self.collector)
 
     def _last_words(self) -> str:
         """The message for an interrupt now: whether and how the run can be resumed."""
@@ -295,6 +295,7 @@ class Run:
         if self.config.resume:
             self._resume()
         self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
+        self.layouts.begin(self.state.data_index, keep_weights=False)
         self._sync_weights()
         tracker = Tracker(self.folder, self.config)
         if not self.config.resume:
@@ -322,8 +323,7 @@ class Run:
 
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
-        if self.controller is not None:
-            self.controller.log.clear()  # what it has decided in evaluations
+        regroup_s = self.layouts.begin(self.state.data_index, keep_weights=True)  # after evaluations
         num_found, num_found_tokens = self.journal.num_found, self.journal.num_found_tokens
         moves = self._moves()
         rollout = self._roll_out()
@@ -339,11 +339,13 @@ class Run:
         self.state.step += 1
         self.state.data_index = rollout.next_index
         self._write_rollout(rollout)
-        for decision in self.controller.log if self.controller is not None else ():
-            self.folder.append("decisions.jsonl", {"training/global_step": self.state.step, **asdict(decision)})
+        for decision in self.layouts.decisions():
+            self.folder.append("decisions.jsonl", {"training/global_step": self.state.step, **decision})
+        regroup_s += self.layouts.begin(self.state.data_index, keep_weights=False)
         synced = time.perf_counter()
         self._sync_weights()
         metrics["timing_s/update_weights"] = time.perf_counter() - synced
+        metrics["timing_s/regroup"] = regroup_s
         last = self.state.step == self.config.steps
         if last or self.state.step % self.config.eval_every == 0:
             metrics |= self._evaluate()
@@ -402,12 +404,10 @@ class Run:
         metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
         if self.llm.config.drafter != "none":
             metrics |= {f"rollout/{name}": value for name, value in draft_metrics(steps).items()}
-        return metrics if self.controller is None else metrics | switch_metrics(steps)
+        return metrics | self.layouts.metrics(steps)
 
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""
-        if self.controller is not None:
-            first_layout(self.controller, self.collector, self.state.data_index)  # connect: self.llm.regroup(...)
         checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.state.step)
         everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
         others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]

@@ -158,6 +158,7 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     for step, row in enumerate(metrics_of(folder)[1:], 1):
         taken = [one for one in decisions if one["training/global_step"] == step and one["chosen"] != one["tp_size"]]
         assert row["rollout/num_switches"] == len(taken) >= 1
+        assert row["rollout/first_tp_size"] == 1, "it has gone back between the rollouts"
         assert row["rollout/last_tp_size"] == taken[-1]["chosen"] == 2
         assert all(one["seconds"] < one["kept_seconds"] for one in taken)
     steps = [json.loads(line) for line in (folder / "rollout_steps.jsonl").read_text().splitlines()]
