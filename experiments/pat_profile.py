@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -242,8 +243,10 @@ class Passes:
         steps = self._num_steps
         num_steps = WARM_UP + batch * steps
         longest = max(3, min(1024, self.longest(batch) - num_steps))
-        for uid, context in enumerate(np.geomspace(2, longest, batch).astype(int).tolist()):
-            length = WARM_UP + (1 + uid * 7 % batch) * steps
+        contexts = np.geomspace(2, longest, batch).astype(int).tolist()
+        places = random.Random(0).sample(range(1, batch + 1), batch)
+        for uid, (context, place) in enumerate(zip(contexts, places, strict=True)):
+            length = WARM_UP + place * steps
             submit_decodes(self._llm, num_sequences=1, context=context, length=length, first_uid=uid)
         rows = self._run(num_steps)[WARM_UP:]
         return [self._median([row for row in rows if row[0] == size]) for size in sorted({row[0] for row in rows})]
