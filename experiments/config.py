@@ -84,6 +84,11 @@ class TrainConfig:
     dispatch: Literal["auto", "on-demand", "static"] = "auto"
     """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
     sequence i to replica i modulo their number. auto: on-demand for several replicas unless `--deterministic`."""
+    layout_policy: Literal["none", "pat"] = "none"
+    """pat: the rollout begins in the tensor-parallel size that is expected to be the best for its batch, and changes to
+    larger ones while the batch shrinks (PAT). Needs `--pat-profile`, several ranks and dispatch on demand."""
+    pat_profile: Path | None = None
+    """What `experiments/pat_profile.py` has measured with the same model, engine options and ranks."""
     resume: bool = False
     """Continue the run called `--name`, or the newest run without a name, from its last published checkpoint."""
     steps: Count = 80
@@ -137,6 +142,7 @@ class TrainConfig:
                     f"{name}={value!r}: depends on {depends_on}, which --deterministic rules out; give {fix}, or "
                     "leave --deterministic out"
                 )
+        self._check_layout_policy()
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
         if self.trainer.mini_batch_size > sequences:
             raise ValueError(
@@ -144,6 +150,22 @@ class TrainConfig:
                 f"(rollout.prompts_per_step={self.rollout.prompts_per_step} x "
                 f"rollout.group_size={self.rollout.group_size}); lower it or raise those"
             )
+
+    def _check_layout_policy(self) -> None:
+        if (self.layout_policy == "pat") != (self.pat_profile is not None):
+            raise ValueError(
+                f"layout_policy={self.layout_policy!r}, pat_profile={self.pat_profile}: 'pat' decides by a profile; "
+                "give both, or neither"
+            )
+        engine = self.rollout.engine
+        for name, value, chosen, fix in (
+            ("deterministic", True, self.deterministic, "leave it out"),
+            ("dispatch", "static", self.dispatch, "give 'on-demand'"),
+            ("rollout.kv_cache_mib", "auto", engine.kv_cache_bytes, "give a number, as the profile was made with"),
+            ("rollout.drafter", engine.drafter, None if engine.drafter == "none" else engine.drafter, "give 'none'"),
+        ):
+            if self.layout_policy == "pat" and chosen == value:
+                raise ValueError(f"{name}={value!r}: does not go with layout_policy='pat'; {fix}")
 
     @property
     def _drafts_alike(self) -> bool:

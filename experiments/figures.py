@@ -111,6 +111,26 @@ def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], swit
     return path
 
 
+def draw_throughput(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Draws tokens per second over the limit of the lengths, a line per variant and a panel per figure of the paper
+    (PAT, Figs. 10 and 11)."""
+    panels = list(dict.fromkeys(row["figure"] for row in rows))
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.2), layout="constrained", squeeze=False)
+    for ax, panel in zip(axes[0], panels, strict=True):
+        mine = [row for row in rows if row["figure"] == panel]
+        for name in mine[0]["tokens_per_second"]:
+            points = [(row["cap"] / 1024, row["tokens_per_second"].get(name, np.nan)) for row in mine]
+            style = ":" if name.startswith("TP") else "-"
+            ax.plot(*zip(*points, strict=True), style, marker="o", markersize=4, label=name)
+        ax.set(title=f"Fig. {panel}: {mine[0]['hosts']} x 8 {mine[0]['gpus']}", xlabel="limit, K tokens", ylim=0)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("tokens per second")
+    axes[0][0].legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
 def draw_drafting(
     path: Path, acceptance: Mapping[str, Mapping[int, Mapping[int, float]]], speedup: Mapping[str, Mapping[int, float]]
 ) -> Path:

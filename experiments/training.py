@@ -46,6 +46,8 @@ from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
 from experiments.engine_options import draft_policy
+from experiments.pat_profile import nested_layouts
+from experiments.pat_training import RolloutLayouts, load_profile, make_controller
 from experiments.run_folder import (
     AFRESH,
     RunFolder,
@@ -56,13 +58,14 @@ from experiments.run_folder import (
     newest_run,
 )
 from experiments.tracking import Tracker
+from research.pat.controller import PatController
 
-STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl")
+STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "decisions.jsonl")
 SAMPLES_PER_STEP = 4
 KV_MOVES = ("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes")
 MAY_CHANGE = (
     *("resume", "name", "runs", "steps", "dispatch", "eval_every", "save_every", "keep_checkpoints"),
-    *("wandb", "reward_limits", "rank_timeout_s"),
+    *("wandb", "reward_limits", "rank_timeout_s", "layout_policy", "pat_profile"),
 )
 
 
@@ -84,6 +87,7 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         _check_same_run(config)
     layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
     _check_engine(config)
+    profile = load_profile(config)
     limits = config.reward_limits
     if config.deterministic:
         limits = replace(limits, beside_rollout=False)
@@ -94,8 +98,12 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         model = _prepare_model(config, threads)
         device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
         world = TorchGroup(timeout_s=config.rank_timeout_s)
-        groups = GroupCache(world, [layout], timeout_s=config.rank_timeout_s, device=device)
-        run = stack.enter_context(contextlib.closing(Run(config, task, model, device, groups, reward, judge)))
+        layouts = [layout] if profile is None else nested_layouts(world.size)
+        groups = GroupCache(world, layouts, timeout_s=config.rank_timeout_s, device=device)
+        controller = None if profile is None else make_controller(config, profile, model, groups)
+        run = stack.enter_context(
+            contextlib.closing(Run(config, task, model, device, groups, reward, judge, controller))
+        )
         result = run.train(start)
     stop_deepspeed()
     return result
@@ -199,6 +207,7 @@ class Run:
         groups: GroupCache,
         reward: RewardRunner,
         judge: RewardRunner,
+        controller: PatController | None = None,
     ) -> None:
         """`reward` is the reward to train on; `judge`, the task's own reward, scores evaluations."""
         self.config = config
@@ -217,7 +226,8 @@ class Run:
             device=device,
             world=groups,
             tensor_parallel_size=config.tensor_parallel_size,
-            schedule=OnDemand() if config.is_on_demand and num_replicas > 1 else None,
+            schedule=OnDemand() if controller is not None or (config.is_on_demand and num_replicas > 1) else None,
+            layout_policy=controller,
             draft_policy=draft_policy(rollout.draft_lengths, rollout.engine),
             load=False,
             **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
@@ -242,6 +252,7 @@ class Run:
             prompts_per_step=rollout.prompts_per_step,
             journal=self.journal,
         )
+        self.layouts = RolloutLayouts(controller, self.collector)
 
     def _last_words(self) -> str:
         """The message for an interrupt now: whether and how the run can be resumed."""
@@ -284,6 +295,7 @@ class Run:
         if self.config.resume:
             self._resume()
         self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
+        self.layouts.begin(self.state.data_index, keep_weights=False)
         self._sync_weights()
         tracker = Tracker(self.folder, self.config)
         if not self.config.resume:
@@ -311,6 +323,7 @@ class Run:
 
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
+        regroup_s = self.layouts.begin(self.state.data_index, keep_weights=True)  # after evaluations
         num_found, num_found_tokens = self.journal.num_found, self.journal.num_found_tokens
         moves = self._moves()
         rollout = self._roll_out()
@@ -326,9 +339,13 @@ class Run:
         self.state.step += 1
         self.state.data_index = rollout.next_index
         self._write_rollout(rollout)
+        for decision in self.layouts.decisions():
+            self.folder.append("decisions.jsonl", {"training/global_step": self.state.step, **decision})
+        regroup_s += self.layouts.begin(self.state.data_index, keep_weights=False)
         synced = time.perf_counter()
         self._sync_weights()
         metrics["timing_s/update_weights"] = time.perf_counter() - synced
+        metrics["timing_s/regroup"] = regroup_s
         last = self.state.step == self.config.steps
         if last or self.state.step % self.config.eval_every == 0:
             metrics |= self._evaluate()
@@ -374,7 +391,9 @@ class Run:
     def _hear_replicas(self, moves: dict[str, int]) -> dict[str, float]:
         """Sums `moves` over the replicas' first ranks. Also writes their steps of the last rollout to the folder."""
         leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
-        mine = (moves, self.llm.step_records) if leads else (dict.fromkeys(moves, 0), [])
+        # In all nested layouts the first rank of replica i is rank i.
+        led = [step for step in self.llm.step_records if step.replica_id == self.group.rank]
+        mine = (moves if leads else dict.fromkeys(moves, 0), led)
         heard = self.group.all_gather_bytes(msgspec.msgpack.encode(mine))
         everyone = [msgspec.msgpack.decode(one, type=tuple[dict[str, int], list[StepRecord]]) for one in heard]
         steps = [step for _, part in everyone for step in part]
@@ -385,7 +404,7 @@ class Run:
         metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
         if self.llm.config.drafter != "none":
             metrics |= {f"rollout/{name}": value for name, value in draft_metrics(steps).items()}
-        return metrics
+        return metrics | self.layouts.metrics(steps)
 
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""

@@ -139,7 +139,7 @@ def machine() -> dict[str, Any]:
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 

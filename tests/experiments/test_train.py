@@ -27,6 +27,7 @@ from tests.worlds import ROOT, refused_by, run_main
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 SCRIPT = str(ROOT / "experiments/train.py")
 DRAFTS = ["--rollout.drafter", "grouped_suffix", "--rollout.draft-lengths", "fixed"]
+PAT = ["--layout-policy", "pat", "--pat-profile"]
 SMALL = [
     "--steps", "5", "--save-every", "2", "--eval-every", "2", "--eval-problems", "8", "--eval-samples", "2",
     "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "24",
@@ -134,6 +135,34 @@ def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, ru
         rewards.add(step["critic/rewards/mean"])
         assert name == "on-demand" or step["timing_s/reward_overlapped"] == 0
     assert len(digests) == len(rewards) == 1
+
+
+def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path) -> None:
+    """By the profile up to 12 sequences are faster on two ranks, and more on one each; a switch takes no time."""
+    path = tmp_path / "profile.json"
+    least = ["--batches", "1", "--contexts", "8", "--steps", "1", "--turns", "1", "--prefill-tokens", "0"]
+    least += ["--kv-cache-mib", "32", "--max-num-seqs", "16", "--max-model-len", "128", "--switch-tokens", "0"]
+    run_main("pat_profile", ["--model", str(model), "--output", str(path), *least], num_ranks=2)
+    engine = ["--rollout.max-num-seqs", "16", "--rollout.max-tokens", "400", "--rollout.kv-cache-mib", "32"]
+    run = small(model, tmp_path, *engine, "--name", "pat", "--steps", "2", "--eval-every", "2", *PAT, str(path))
+    assert "error: layout_policy='pat': one rank has only one layout" in refused_by("train", run)
+    assert "error: profile: its points of TP size 1 reach 16 sequences" in refused_by("train", run, num_ranks=2)
+    profile = json.loads(path.read_text())
+    seconds = {1: lambda batch: 1.0, 2: lambda batch: 0.08 * batch}
+    points = [(size, batch, tokens) for size in (1, 2) for batch in (1, 16) for tokens in (1, 8192)]
+    profile["decodes"] = [(size, batch, tokens, seconds[size](batch)) for size, batch, tokens in points]
+    profile["switches"] = [(1, 2, 1, 0.0), (2, 1, 1, 0.0)]
+    path.write_text(json.dumps(profile))
+    folder = Path(run_main("train", run, num_ranks=2)["run_dir"])
+    decisions = [json.loads(line) for line in (folder / "decisions.jsonl").read_text().splitlines()]
+    for step, row in enumerate(metrics_of(folder)[1:], 1):
+        taken = [one for one in decisions if one["training/global_step"] == step and one["chosen"] != one["tp_size"]]
+        assert row["rollout/num_switches"] == len(taken) >= 1
+        assert row["rollout/first_tp_size"] == 1, "it has gone back between the rollouts"
+        assert row["rollout/last_tp_size"] == taken[-1]["chosen"] == 2
+        assert all(one["seconds"] < one["kept_seconds"] for one in taken)
+    steps = [json.loads(line) for line in (folder / "rollout_steps.jsonl").read_text().splitlines()]
+    assert {(step["tp_size"], step["replica_id"]) for step in steps} == {(1, 0), (1, 1), (2, 0)}
 
 
 def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
@@ -356,6 +385,15 @@ class TestBadInput:
             (["--deterministic", "--rollout.kv-cache-mib", "auto"], "rollout.kv_cache_mib='auto': depends on how much"),
             (["--rollout.kv-cache-mib", "0"], "EngineConfig.kv_cache_bytes=0: must be"),
             (["--rollout.batch-invariant", "--rollout.kernels", "torch"], "EngineConfig.batch_invariant=True: needs"),
+            (
+                ["--layout-policy", "pat"],
+                "layout_policy='pat', pat_profile=None: 'pat' decides by a profile; give both",
+            ),
+            (["--pat-profile", "x.json"], "layout_policy='none', pat_profile=x.json"),
+            ([*PAT, "x.json", "--deterministic"], "deterministic=True: does not go with layout_policy='pat'"),
+            ([*PAT, "x.json", "--dispatch", "static"], "dispatch='static': does not go with layout_policy='pat'"),
+            ([*PAT, "x.json", "--rollout.kv-cache-mib", "auto"], "rollout.kv_cache_mib='auto': does not go with"),
+            ([*PAT, "x.json", "--rollout.drafter", "suffix"], "rollout.drafter='suffix': does not go with"),
             (["--rollout.seed", "1"], "rollout.seed"),
             (["--zero-stage", "4"], "zero-stage"),
             (["--no-such-option", "1"], "no-such-option"),

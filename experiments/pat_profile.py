@@ -1,0 +1,392 @@
+"""Profiles this machine's engine for PAT (§4.2): seconds of decode steps, prefills and switches, by TP size.
+
+    python experiments/pat_profile.py --model 25m --output runs/25m.json
+    torchrun --standalone --nproc-per-node 2 experiments/pat_profile.py --model FOLDER --output FILE --check
+
+For each TP size that the ranks and the model's heads allow, all replicas run batches of dummy sequences, whose KV is
+zeros and so needs no prefill. Points take turns; each is the median of its steps. Switches are timed in rollouts, KV
+included. `--check` also measures points between the profiled ones, and batches whose sequences
+end one by one, and compares them with the predictor. The file is for `train.py --layout-policy pat` with the same
+engine options. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from tqdm import tqdm
+
+from engines import LLM, SamplingParams
+from engines.config import ModelConfig
+from engines.constraints import Count, Counts, WholeNumber, check_fields
+from engines.coordination.policies import OnDemand
+from engines.coordination.views import LayoutChange, LayoutView
+from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
+from engines.parallel.groups import GroupCache, Transport
+from engines.parallel.layout import Layout, nested_layout
+from engines.parallel.sharding import check_shardable
+from engines.replica.engine import kv_capacity
+from engines.sequence import Work
+from experiments import launch
+from experiments.bench.blank_kv import submit_decodes
+from experiments.bench.harness import machine, short
+from experiments.bench.models import checkpoint, random_sequence
+from experiments.engine_options import MIB, EngineOptions
+from research.pat.predictor import Point, StepPredictor
+from research.pat.profile import BATCHES, CONTEXTS, Profile, Subject, SwitchTime
+from research.pat.redistribute import redistribute
+from research.workloads.shapes import SHAPES
+
+WARM_UP = 2
+PREFILL_BATCHES = (1, 4)
+NO_MATTER = ("rope", "max_position_embeddings", "eos_token_ids", "rms_norm_eps")
+"""Fields of a model on which the time of a step does not depend."""
+SHAPE_POSITIONS = 8192
+"""Longest sequence of a model that is named by its shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatProfileConfig:
+    """Measure what PAT's decisions rest on, and write it to a file."""
+
+    model: str
+    """A Hugging Face folder, or a name in research/workloads/shapes.py, which gets random weights."""
+    output: Path
+    """The profile to write: one for a model, a device and a transport."""
+    transport: Transport = "auto"
+    """How ranks exchange tensors on a CPU."""
+    batches: Counts = BATCHES
+    """Sequences of a replica, below --max-num-seqs, which is added."""
+    contexts: Counts = CONTEXTS
+    """Tokens of each sequence, as far as the KV cache allows; the longest that fit are added."""
+    steps: Count = 5
+    """Timed steps of a point in a turn (PAT: 60)."""
+    turns: Count = 3
+    """Times that each point is measured."""
+    prefill_tokens: WholeNumber = 2048
+    """Most tokens of a timed prefill; 0: none are timed."""
+    switch_tokens: WholeNumber = 2048
+    """Most context tokens during a timed switch; 0: none are timed."""
+    check: bool = False
+    """Compare the predictor with points that are not in the profile, and with batches that drain. Needs two turns."""
+    engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: EngineOptions(kv_cache_bytes=256 * MIB)
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if self.model not in SHAPES and not Path(self.model).is_dir():
+            raise ValueError(f"model={self.model!r}: give a Hugging Face folder, or one of {', '.join(SHAPES)}")
+        if not self.output.absolute().parent.is_dir() or self.output.is_dir():
+            raise ValueError(f"output={str(self.output)!r}: is a folder, or in none; give a file in a folder")
+        if self.engine.drafter != "none":
+            raise ValueError(f"drafter={self.engine.drafter!r}: the profile has no times of drafts; give 'none'")
+        if self.check and self.turns < 2:
+            raise ValueError(f"turns={self.turns}: --check compares turns; give 2 or more")
+
+
+def main() -> dict[str, Any]:
+    with launch.told_once():
+        config = tyro.cli(PatProfileConfig)
+    start = time.perf_counter()
+    launch.share_cores()
+    groups = _join(config.transport)
+    world: Communicator = groups.world if groups is not None else SingleRank()
+    positions = config.engine.max_model_len or SHAPE_POSITIONS
+    with checkpoint(config.model, max_positions=positions, dtype=config.engine.dtype, world=world) as folder:
+        profile = measure(config, folder, groups)
+    if world.rank == 0:
+        profile.save(config.output)
+        for one in profile.checks:
+            print(f"TP{one['tp_size']}, {one['what']}: error {one['error']:.1%}, A/A {one['a_a']:.1%}", file=sys.stderr)
+    if groups is not None:
+        groups.close()
+        dist.destroy_process_group()
+    return {
+        "experiment": "pat_profile",
+        "tier": "gpu" if torch.cuda.is_available() else "live",
+        "machine": machine(),
+        "minutes": round((time.perf_counter() - start) / 60, 2),
+        "output": str(config.output),
+        "num_points": len(profile.decodes),
+        "switches": profile.switches,
+        "predictor_error": profile.checks,
+    }
+
+
+def nested_layouts(num_ranks: int, model: ModelConfig | None = None) -> list[Layout]:
+    """Returns the nested layout of each TP size that divides the ranks, and into which the model can be cut."""
+    layouts = [nested_layout(range(num_ranks), size) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    return [one for one in layouts if model is None or _can_be_cut(model, one.replicas[0].tp_size)]
+
+
+def _can_be_cut(model: ModelConfig, tp_size: int) -> bool:
+    try:
+        check_shardable(model, tp_size)
+    except ValueError:
+        return False
+    return True
+
+
+def subject_of(model: ModelConfig, dtype: str, groups: GroupCache | None) -> Subject:
+    """Returns what a profile that is made or used here is of."""
+    num_ranks = groups.world.size if groups is not None else 1
+    where = machine()
+    return {
+        **{f"model.{name}": value for name, value in asdict(model).items() if name not in NO_MATTER},
+        "dtype": dtype,
+        "device": where["cpu"] if where["device"] == "cpu" else where["device"],
+        "transport": groups.get(tuple(range(num_ranks))).name if groups is not None else "single",
+        "num_ranks": num_ranks,
+        "num_threads": where["threads"],
+    }
+
+
+def _join(transport: Transport) -> GroupCache | None:
+    if launch.num_ranks() == 1:
+        return None
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank())
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return GroupCache(TorchGroup(), nested_layouts(launch.num_ranks()), transport=transport)
+
+
+def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) -> Profile:
+    world: Communicator = groups.world if groups is not None else SingleRank()
+    model = ModelConfig.from_pretrained(folder)
+    sizes = [layout.replicas[0].tp_size for layout in nested_layouts(world.size, model)]
+    options = asdict(config.engine)
+    decodes, prefills, switches, checks = [], [], [], []
+    with tqdm(desc="profile", unit="batch", disable=world.rank > 0) as bar:
+        for size in sizes:
+            llm = LLM(folder, world=groups, tensor_parallel_size=size, **options)
+            launch.tell_engine(llm)
+            timed = _time_passes(config, Passes(llm, world, config.steps, bar))
+            llm.close()
+            points = _medians(timed["decodes"])
+            decodes += [(size, *point) for point in points]
+            prefills += [(size, *point) for point in _medians(timed["prefills"])]
+            predictor = StepPredictor(points)
+            checks += [
+                {"tp_size": size, "what": what, **_errors(predictor, timed[what])}
+                for what in ("held out", "draining")
+                if config.check
+            ]
+        if groups is not None and len(sizes) > 1 and config.switch_tokens:
+            fastest = min(seconds for *_, seconds in decodes)
+            switches = _time_switches(config, folder, groups, sizes, fastest, bar)
+    return Profile(
+        format=1,
+        subject=subject_of(model, config.engine.dtype, groups),
+        torch=str(torch.__version__),
+        decodes=tuple(decodes),
+        prefills=tuple(prefills),
+        switches=tuple(switches),
+        checks=tuple(checks),
+    )
+
+
+# -- passes
+
+
+class Passes:
+    """Times passes of this rank's replica, while the other replicas do the same."""
+
+    def __init__(self, llm: LLM, world: Communicator, num_steps: int, bar: tqdm[Any]) -> None:
+        self._llm, self._world, self._num_steps, self._bar = llm, world, num_steps, bar
+        self._uids = itertools.count()
+        self.num_kv_tokens = kv_capacity(llm.model_config, llm.config, llm.layout.replicas[0].tp_size)
+
+    def longest(self, batch: int) -> int:
+        """Returns the tokens of the longest contexts with which a batch fits and can decode."""
+        block_size = self._llm.config.block_size
+        fitting = self.num_kv_tokens // block_size // batch * block_size
+        return min(self._llm.max_model_len, fitting) - WARM_UP - self._num_steps - 1
+
+    def grid(self, batches: Iterable[int], contexts: Iterable[int]) -> list[tuple[int, int]]:
+        """Returns the batches and contexts that fit, the largest that fit included."""
+        slots, points = self._llm.config.max_num_seqs, []
+        for batch in sorted({slots, *(one for one in batches if one < slots)}):
+            most = self.longest(batch)
+            mine = sorted({most, *(one for one in contexts if 1.1 * one < most)})
+            points += [(batch, context) for context in mine if len(mine) > 1]
+        if len({batch for batch, _ in points}) < 2:
+            raise ValueError(
+                f"kv_cache_bytes={self._llm.config.kv_cache_bytes}: fewer than two batch sizes fit with two contexts "
+                f"each; raise --kv-cache-mib, or give other --batches and --contexts"
+            )
+        return points
+
+    def decode(self, batch: int, context: int) -> Point:
+        """Returns the batch, its tokens, and the seconds of a step."""
+        num_steps = WARM_UP + self._num_steps
+        submit_decodes(self._llm, num_sequences=batch, context=context, length=num_steps + 1)
+        rows = self._run(num_steps)[WARM_UP:]
+        assert {running for running, _, _ in rows} == {batch}
+        return self._median(rows)
+
+    def drain(self, batch: int) -> list[Point]:
+        """Decodes unequal sequences that end one by one; returns a point for each number of them."""
+        steps = self._num_steps
+        num_steps = WARM_UP + batch * steps
+        longest = max(3, min(1024, self.longest(batch) - num_steps))
+        contexts = np.geomspace(2, longest, batch).astype(int).tolist()
+        places = random.Random(0).sample(range(1, batch + 1), batch)
+        for uid, (context, place) in enumerate(zip(contexts, places, strict=True)):
+            length = WARM_UP + place * steps
+            submit_decodes(self._llm, num_sequences=1, context=context, length=length, first_uid=uid)
+        rows = self._run(num_steps)[WARM_UP:]
+        return [self._median([row for row in rows if row[0] == size]) for size in sorted({row[0] for row in rows})]
+
+    def prefill(self, batch: int, context: int) -> Point:
+        """Returns the batch, its tokens, and the seconds until each sequence has its first new token."""
+        for uid in itertools.islice(self._uids, batch):
+            self._llm.replica.submit(Work(state=random_sequence(uid, num_tokens=context, length=1)))
+        return self._median([(batch, batch * context, sum(seconds for _, _, seconds in self._run()))])
+
+    def _run(self, most_steps: int = 2**31) -> list[Point]:
+        """Steps while there are sequences, but at most so often, and removes those that are left."""
+        rows: list[Point] = []
+        self._world.barrier()
+        while self._llm.replica.has_work and len(rows) < most_steps:
+            start = time.perf_counter()
+            output = self._llm.replica.step()
+            rows.append((output.num_running, output.num_context_tokens, time.perf_counter() - start))
+        self._llm.replica.clear()
+        self._bar.update()
+        return rows
+
+    def _median(self, rows: list[Point]) -> Point:
+        """Of one batch size: the median tokens, and the median seconds, of which the ranks take the mean."""
+        _, tokens, seconds = (statistics.median(column) for column in zip(*rows, strict=True))
+        everyone = self._world.all_gather_bytes(repr(seconds).encode())
+        return rows[0][0], round(tokens), statistics.fmean(map(float, everyone))
+
+
+def _time_passes(config: PatProfileConfig, passes: Passes) -> dict[str, list[list[Point]]]:
+    """Returns the points of each turn. All kinds take turns, so that a machine that gets slower or faster favours
+    none."""
+    grid = passes.grid(config.batches, config.contexts)
+    batches = sorted({batch for batch, _ in grid})
+    most = min(config.prefill_tokens, passes.num_kv_tokens // 2)
+    contexts = [one for one in config.contexts if one < passes.longest(1)]
+    prompts = [point for point in itertools.product(PREFILL_BATCHES, contexts) if point[0] * point[1] <= most]
+    between = [round((a * b) ** 0.5) for a, b in itertools.pairwise(batches) if b > a + 1] or batches
+    held_out = [(size, max(2, round(share * passes.longest(size)))) for size in between for share in (0.03, 0.2, 0.6)]
+    timed: dict[str, list[list[Point]]] = {"decodes": [], "prefills": [], "held out": [], "draining": []}
+    for _ in range(config.turns):
+        timed["decodes"].append([passes.decode(*point) for point in grid])
+        timed["prefills"].append([passes.prefill(*point) for point in prompts])
+        if config.check:
+            timed["held out"].append([passes.decode(*point) for point in held_out])
+            timed["draining"].append(passes.drain(min(24, batches[-1])))
+    return timed
+
+
+def _medians(turns: list[list[Point]]) -> list[Point]:
+    return [(*same[0][:2], statistics.median(point[2] for point in same)) for same in zip(*turns, strict=True)]
+
+
+def _errors(predictor: StepPredictor, turns: list[list[Point]]) -> dict[str, float]:
+    """Mean relative errors of single turns: the predictor's, and one turn taken for the next (A/A)."""
+    pairs = [(float(predictor.seconds(batch, tokens)), s) for turn in turns for batch, tokens, s in turn]
+    again = [(a[2], b[2]) for one, other in itertools.pairwise(turns) for a, b in zip(one, other, strict=True)]
+    error, a_a = (short(statistics.fmean(abs(a / b - 1) for a, b in some)) for some in (pairs, again))
+    return {"num_points": len(turns[0]), "error": error, "a_a": a_a}
+
+
+# -- switches
+
+
+class _OneSwitch:
+    """A `LayoutPolicy` that regroups to its target once a sequence has ended."""
+
+    target: Layout | None = None
+
+    def decide(self, view: LayoutView) -> LayoutChange | None:
+        if self.target is None or not view.num_delivered:
+            return None
+        target, self.target = self.target, None
+        layout = replace(target, epoch=view.layout.epoch + 1)
+        places = redistribute(view.unfinished.values(), [spec.id for spec in layout.replicas])
+        return LayoutChange(layout=layout, places=places)
+
+
+def _time_switches(
+    config: PatProfileConfig, folder: str, groups: GroupCache, sizes: list[int], fastest_s: float, bar: tqdm[Any]
+) -> list[SwitchTime]:
+    """Between each two sizes, both ways, with few and with many tokens."""
+    policy = _OneSwitch()
+    llm = LLM(
+        folder,
+        world=groups,
+        tensor_parallel_size=sizes[0],
+        schedule=OnDemand(),
+        layout_policy=policy,
+        **asdict(config.engine),
+    )
+    walk = [
+        (size, tokens)
+        for pair in itertools.combinations(sizes, 2)
+        for tokens in (64, max(65, config.switch_tokens))
+        for size in (*pair[::-1], *pair[::-1])
+    ]
+    # The rest of a rollout is long enough for messages to arrive.
+    length = 16 + min(llm.max_model_len // 2, round(0.2 / fastest_s))
+    times = switch_times(llm, policy, groups.world, [*walk[:2], *config.turns * walk], length, bar)
+    llm.close()
+    return times
+
+
+def switch_times(
+    llm: LLM, policy: _OneSwitch, world: Communicator, targets: Iterable[tuple[int, int]], length: int, bar: tqdm[Any]
+) -> list[SwitchTime]:
+    """Times a switch to each target (TP size, context tokens of a sequence), each in a rollout of sequences that
+    generate `length` tokens. The first two targets warm up. Targets that are the present size, and switches that come
+    too late in their rollout, are left out."""
+    count = min(2 * world.size, llm.config.max_num_seqs - 1)
+    times: list[SwitchTime | None] = []
+    for size, context in targets:
+        before = llm.layout.replicas[0].tp_size
+        policy.target = nested_layout(range(world.size), size) if size != before else None
+        if policy.target is not None:
+            context = max(1, min(context // count, llm.max_model_len - length - 1))
+            seconds = _time_switch(llm, world, count, context, length)
+            times.append(None if seconds is None else (before, size, count * context, seconds))
+            bar.update()
+    return [one for one in times[2:] if one is not None]
+
+
+def _time_switch(llm: LLM, world: Communicator, count: int, context: int, length: int) -> float | None:
+    """Seconds from the last step in the old layout to the end of each replica's first one in the new, less
+    a usual step."""
+    tokens = torch.randint(2, llm.model_config.vocab_size, (count + 1, context)).tolist()
+    prompts = json.loads(world.broadcast_bytes(json.dumps(tokens).encode()))
+    # The first sequence ends early, which starts the switch.
+    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in [2] + [length] * count]
+    llm.generate(prompts, params)
+    mine = [(one.epoch, one.start, one.seconds) for one in llm.step_records]
+    everyone = [json.loads(part) for part in world.all_gather_bytes(json.dumps(mine).encode())]
+    old = [start + seconds for part in everyone for epoch, start, seconds in part if epoch < llm.layout.epoch]
+    new = [[(start, seconds) for epoch, start, seconds in part if epoch == llm.layout.epoch] for part in everyone]
+    if not old or not all(new):
+        return None
+    usual = statistics.median(seconds for part in new for _, seconds in part)
+    return max(0.0, max(sum(part[0]) for part in new) - max(old) - usual)
+
+
+if __name__ == "__main__":
+    launch.run(main)

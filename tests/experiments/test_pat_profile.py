@@ -1,0 +1,129 @@
+"""`pat_profile.py` on real engines, what it refuses, and what a profile is good for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from research.pat.profile import Profile
+from tests.worlds import refused_by, run_main
+
+SMALL = [
+    "--batches", "1", "2", "--contexts", "8", "32", "--max-num-seqs", "4", "--max-model-len", "512", "--steps", "2",
+    "--turns", "2", "--kv-cache-mib", "8", "--prefill-tokens", "16", "--switch-tokens", "256",
+]  # fmt: skip
+LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512}
+
+
+@pytest.fixture(scope="module")
+def path(text_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pat") / "profile.json"
+    result = run_main("pat_profile", ["--model", text_model, "--output", str(path), *SMALL, "--check"], num_ranks=2)
+    assert result["tier"] == "live" and result["output"] == str(path)
+    checks = result["predictor_error"]
+    assert [(one["tp_size"], one["what"]) for one in checks] == [
+        (size, what) for size in (1, 2) for what in ("held out", "draining")
+    ]
+    assert all(one["error"] > 0 and one["a_a"] > 0 for one in checks)
+    assert [one["num_points"] for one in checks if one["what"] == "draining"] == [4, 4], "one by one"
+    return path
+
+
+def test_each_size_has_its_points_and_each_pair_its_switches(path: Path) -> None:
+    profile = Profile.load(path)
+    assert {row[0] for row in profile.decodes} == {1, 2}
+    for size in (1, 2):
+        batches = {batch for tp_size, batch, _, _ in profile.decodes if tp_size == size}
+        assert batches == {1, 2, 4}, "the most sequences are added"
+        longest = max(tokens for tp_size, _, tokens, _ in profile.decodes if tp_size == size)
+        assert 4 * 450 < longest <= 4 * 512, "as far as a sequence may grow"
+        assert {row[1:3] for row in profile.prefills if row[0] == size} == {(1, 8)}
+    assert {row[:2] for row in profile.switches} == {(1, 2), (2, 1)}
+    assert {row[2] for row in profile.switches} == {3 * 21, 3 * 85}
+    assert profile.subject["num_ranks"] == 2 and profile.subject["dtype"] == "float32"
+
+
+def test_its_deployment_has_its_times(path: Path) -> None:
+    profile = Profile.load(path)
+    here = profile.deployment(profile.subject, num_kv_tokens={1: 512, 2: 1024}, **LIMITS)
+    for size, batch, num_tokens, seconds in profile.decodes:
+        assert float(here.steps[size].seconds(batch, num_tokens)) == pytest.approx(seconds)
+    rows = ((1, 2, 10, 1.0), (1, 2, 30, 3.0), (1, 2, 30, 5.0), (2, 1, 10, 4.0), (2, 1, 30, 2.0))
+    lines = replace(profile, switches=rows).deployment(profile.subject, num_kv_tokens={1: 512, 2: 512}, **LIMITS)
+    assert lines.switch_seconds(1, 2, 20.0) == pytest.approx(2.5)
+    assert lines.switch_seconds(2, 1, 99.0) == pytest.approx(3.0), "it never falls"
+    assert lines.switch_seconds(2, 4, 1.0) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("subject", "limits", "message"),
+    [
+        ({"dtype": "bfloat16"}, {}, "dtype='float32', and this run has 'bfloat16'; make one for this run"),
+        ({"model.num_layers": 7}, {}, "model.num_layers="),
+        ({"device": "abacus"}, {}, "this run has 'abacus'"),
+        ({"transport": "gloo"}, {}, "transport='shared memory'"),
+        ({"num_ranks": 4}, {}, "num_ranks=2, and this run has 4"),
+        ({}, {"num_kv_tokens": {4: 512}}, "no points of TP size 4"),
+        ({}, {"num_kv_tokens": {1: 512}, "max_model_len": 4096}, ""),
+        ({}, {"num_kv_tokens": {1: 9999}, "max_model_len": 4096}, "may have max_num_seqs=4 and 9999 tokens"),
+        ({}, {"max_num_seqs": 5}, "reach 4 sequences"),
+    ],
+)
+def test_another_deployment_is_refused(
+    path: Path, subject: dict[str, Any], limits: dict[str, Any], message: str
+) -> None:
+    profile = Profile.load(path)
+    asked = {"num_kv_tokens": {1: 512, 2: 512}, **LIMITS, **limits}
+    if not message:
+        assert profile.deployment(profile.subject, **asked).num_ranks == 2
+        return
+    with pytest.raises(ValueError, match=r"^profile: ") as error:
+        profile.deployment({**profile.subject, **subject}, **asked)
+    assert message in str(error.value)
+
+
+def test_without_switches_only_one_size_can_be_planned(path: Path) -> None:
+    profile = replace(Profile.load(path), switches=())
+    assert profile.deployment(profile.subject, num_kv_tokens={2: 512}, **LIMITS)
+    with pytest.raises(ValueError, match="no times of switches; profile again, with --switch-tokens"):
+        profile.deployment(profile.subject, num_kv_tokens={1: 512, 2: 512}, **LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[:100], "not valid JSON"),
+        (lambda text: text.replace('"format":1', '"format":2'), "of another kind"),
+        (lambda text: json.dumps({**json.loads(text), "decodes": [[1, 1, 8, float("nan")]]}), "damaged"),
+        (lambda text: json.dumps({**json.loads(text), "decodes": [[1, 1, 8, 0.1]]}), "give two batch sizes or more"),
+        (lambda text: "{}", "missing required field"),
+    ],
+)
+def test_a_damaged_file_is_one_error(path: Path, tmp_path: Path, damage: Any, message: str) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=f"^{broken}: ") as error:
+        Profile.load(broken)
+    assert message in str(error.value)
+    with pytest.raises(FileNotFoundError, match="make it with experiments"):
+        Profile.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/nowhere"], "model='/nowhere': give a Hugging Face folder, or one of"),
+        (["--output", "/nowhere/x.json"], "output='/nowhere/x.json': is a folder, or in none"),
+        (["--drafter", "suffix"], "drafter='suffix': the profile has no times of drafts"),
+        (["--check", "--turns", "1"], "turns=1: --check compares turns"),
+        (["--kv-cache-mib", "1", "--max-num-seqs", "1", "--batches", "1"], "fewer than two batch sizes fit"),
+    ],
+)
+def test_what_it_refuses(options: list[str], message: str, tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    assert message in refused_by("pat_profile", ["--model", "0.8m", "--output", str(output), *options])
+    assert not output.exists()
