@@ -287,6 +287,8 @@ def _time_passes(config: PatProfileConfig, passes: Passes) -> dict[str, list[lis
     between = [round((a * b) ** 0.5) for a, b in itertools.pairwise(batches) if b > a + 1] or batches
     held_out = [(size, max(2, round(share * passes.longest(size)))) for size in between for share in (0.03, 0.2, 0.6)]
     timed: dict[str, list[list[Point]]] = {"decodes": [], "prefills": [], "held out": [], "draining": []}
+    for point in prompts:
+        passes.prefill(*point)  # the first pass of a shape may compile kernels
     for _ in range(config.turns):
         timed["decodes"].append([passes.decode(*point) for point in grid])
         timed["prefills"].append([passes.prefill(*point) for point in prompts])
