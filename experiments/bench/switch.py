@@ -11,6 +11,7 @@ The sequences have as much context as fits in the KV caches of TP1. Every way to
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,26 +69,15 @@ class SwitchBench(harness.BenchConfig):
     restarts: Count = 1
     """Turns in which new processes are started, too."""
     resume: Path | None = None
-    """For the processes that `restart` starts: what they continue."""
+    """For the processes that `restart` starts: a file with what they continue."""
 
 
 class Resume(msgspec.Struct):
-    """For the processes that `restart` starts: what they continue."""
+    """What the processes that `restart` starts continue; `epoch` names their layout."""
 
     model: str
     epoch: int
     states: list[SequenceState]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Switched:
-    """One switch. Parts are of the rank that took longest; bytes, and what was made, of both ranks."""
-
-    seconds: float
-    parts: dict[str, float]
-    tokens: list[list[int]]
-    """The last tokens, by sequence."""
-    facts: dict[str, int]
 
 
 def measure(config: SwitchBench) -> dict[str, Any]:
@@ -96,6 +85,7 @@ def measure(config: SwitchBench) -> dict[str, Any]:
     launch.start_under_torchrun(RANKS)
     launch.share_cores()
     dist.init_process_group("gloo")
+    atexit.register(dist.destroy_process_group)
     groups = GroupCache(TorchGroup(), LAYOUTS, transport=config.transport)
     options: dict[str, Any] = {"world": groups, "dtype": config.dtype, "kv_cache_bytes": config.kv_mib << 20}
     if config.resume is not None:
@@ -112,15 +102,11 @@ def measure(config: SwitchBench) -> dict[str, Any]:
         ways = {**there, "rebuild": ranks.rebuild, "restart": ranks.restart}
         for way in there.values():
             ranks.both(way, states)  # the first prefills
-        turns = harness.interleave(
-            {name: partial(ranks.both, way, states) for name, way in ways.items()},
-            config.turns,
-            warm_up=False,
-            most_turns={"restart": config.restarts},
-        )
+        variants = {name: partial(ranks.both, way, states) for name, way in ways.items()}
+        turns = harness.interleave(variants, config.turns, warm_up=False, most_turns={"restart": config.restarts})
         llm.close()
-    names = ("TP1 -> TP2", "TP2 -> TP1")
-    rows = [row(name, {way: [pair[k] for pair in some] for way, some in turns.items()}) for k, name in enumerate(names)]
+    up, down = ({way: [pair[k] for pair in some] for way, some in turns.items()} for k in (0, 1))
+    rows = [compare("TP1 -> TP2", up), compare("TP2 -> TP1", down)]
     return {"context_tokens": len(states[0].tokens), "rows": rows}
 
 
@@ -136,7 +122,9 @@ def contexts(llm: LLM, num_sequences: int) -> list[SequenceState]:
     return make_states(prompts, params, range(num_sequences), run_seed=0, policy_step=0)
 
 
-Taken = tuple[list[Work], dict[str, float], list[list[int]] | None]
+Tokens = dict[str, int]
+"""The token that each sequence has drawn, by its number."""
+Taken = tuple[list[Work], dict[str, float], Tokens | None]
 """All sequences, paused, in the next layout; seconds by part; where other processes have drawn the tokens, these."""
 Way = Callable[[int], Taken]
 
@@ -147,14 +135,14 @@ class Ranks:
     def __init__(self, llm: LLM, groups: GroupCache) -> None:
         self._llm, self._groups, self._placement = llm, groups, llm._placement
 
-    def both(self, way: Way, states: Items[SequenceState]) -> list[Switched]:
+    def both(self, way: Way, states: Items[SequenceState]) -> list[harness.Row]:
         """Runs the sequences in TP1, and switches up and down. All but the first call find the KV in the cache."""
         self._llm.replica.pause()
         gc.collect()  # engines of earlier turns
         self.draw([Work(state=SequenceState.from_bytes(state.to_bytes())) for state in states], 0)
         return [self._switch(way, epoch) for epoch in (1, 0)]
 
-    def draw(self, works: Iterable[Work], epoch: int) -> list[list[int]]:
+    def draw(self, works: Iterable[Work], epoch: int) -> Tokens:
         """Submits the sequences to their replicas; returns the next token of each, by its number."""
         replica, spec, count = self._llm.replica, self._placement.engine.spec, len(LAYOUTS[epoch].replicas)
         mine = [work for work in works if work.state.key.prompt_uid % count == spec.id]
@@ -163,10 +151,8 @@ class Ranks:
             replica.submit(work)
         while any(len(work.state.tokens) == length for work, length in zip(mine, lengths, strict=True)):
             replica.step()
-        drawn = [[work.state.key.prompt_uid, work.state.tokens[-1]] for work in mine]
-        return sorted(
-            one for told in self._gather(drawn if spec.ranks[0] == self._groups.world.rank else []) for one in told
-        )
+        drawn = self._gather({work.state.key.prompt_uid: work.state.tokens[-1] for work in mine})
+        return dict(sorted(pair for told in drawn for pair in told.items()))
 
     def reshape(self, how: Exchange, epoch: int) -> Taken:
         engine = self._placement.engine
@@ -183,15 +169,15 @@ class Ranks:
         return works, {"pause": paused - start, **parts}, None
 
     def rebuild(self, epoch: int) -> Taken:
-        moments = [time.perf_counter()]
+        start = time.perf_counter()
         works = self._pause(with_kv=True)
-        moments.append(time.perf_counter())
+        paused = time.perf_counter()
         del self._placement.engine
         self._placement.build(LAYOUTS[epoch])
-        moments.append(time.perf_counter())
+        built = time.perf_counter()
         self._placement.engine.load(checkpoint_tensors(self._placement.source), version=0)
-        moments.append(time.perf_counter())
-        return works, _parts(("pause", "build", "load"), moments), None
+        loaded = time.perf_counter()
+        return works, {"pause": paused - start, "build": built - paused, "load": loaded - built}, None
 
     def restart(self, epoch: int) -> Taken:
         works, *_ = self.reshape("all_to_all", epoch)  # untimed: so that these ranks follow
@@ -200,7 +186,8 @@ class Ranks:
         parts, tokens = json.loads(answer)
         return works, parts, tokens
 
-    def _switch(self, way: Way, epoch: int) -> Switched:
+    def _switch(self, way: Way, epoch: int) -> harness.Row:
+        """Returns seconds, by part those of the slower rank, the tokens, and both ranks' bytes and what they made."""
         held = _held(self._groups)
         self._groups.world.barrier()
         start = time.perf_counter()
@@ -214,14 +201,14 @@ class Ranks:
         if theirs is None:
             parts["step"] = end - ready
         else:
-            assert tokens == theirs, "new processes have drawn other tokens"
+            assert tokens == theirs, f"new processes have drawn other tokens: {tokens} {theirs}"
         everyone = self._gather([parts, made | moved])
-        return Switched(
-            seconds=sum(parts.values()) if theirs is not None else end - start,
-            parts={name: max(one[name] for one, _ in everyone) for name in parts},
-            tokens=tokens,
-            facts={name: sum(one[name] for _, one in everyone) for name in made | moved},
-        )
+        return {
+            "seconds": end - start if theirs is None else sum(parts.values()),
+            "tokens": tokens,
+            "parts": {name: max(one[name] for one, _ in everyone) for name in parts},
+            "facts": {name: sum(one[name] for _, one in everyone) for name in made | moved},
+        }
 
     def _pause(self, **how: Any) -> list[Work]:
         """Returns the sequences of all replicas."""
@@ -234,7 +221,7 @@ class Ranks:
         return [json.loads(data) for data in self._groups.world.all_gather_bytes(json.dumps(mine).encode())]
 
 
-def _start_anew(task: Resume) -> tuple[dict[str, float], list[list[int]]]:
+def _start_anew(task: Resume) -> tuple[dict[str, float], Tokens]:
     """Seconds by part, and the tokens, of new processes."""
     ours = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
     env = {name: value for name, value in os.environ.items() if not any(word in name for word in ours)}
@@ -246,11 +233,8 @@ def _start_anew(task: Resume) -> tuple[dict[str, float], list[list[int]]]:
     if done.returncode:
         raise ValueError(f"restart: the new processes ended with code {done.returncode}: {done.stderr[-2000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
-    return _parts(("start", "load", "prefill"), [start, *result["moments"]]), result["tokens"]
-
-
-def _parts(names: Items[str], moments: Items[float]) -> dict[str, float]:
-    return {name: end - start for name, (start, end) in zip(names, pairwise(moments), strict=True)}
+    began, loaded, ended = result["moments"]
+    return {"start": began - start, "load": loaded - began, "prefill": ended - loaded}, result["tokens"]
 
 
 def _held(groups: GroupCache) -> dict[str, int]:
@@ -263,19 +247,16 @@ def _held(groups: GroupCache) -> dict[str, int]:
     }
 
 
-def row(name: str, turns: Mapping[str, Items[Switched]]) -> harness.Row:
-    assert len({str(one.tokens) for some in turns.values() for one in some}) == 1, "ways have drawn other tokens"
-    seconds = {way: [one.seconds for one in some] for way, some in turns.items()}
-    found = harness.compare(name, seconds)
+def compare(name: str, turns: Mapping[str, Items[harness.Row]]) -> harness.Row:
+    assert len({str(one["tokens"]) for some in turns.values() for one in some}) == 1, "ways have drawn other tokens"
+    row = harness.compare(name, {way: [one["seconds"] for one in some] for way, some in turns.items()})
     for other in ("rebuild", "restart"):
-        found[f"vs_{other}"] = harness.short(1 - 1 / found["ratios"][other])
-    base = turns["all_to_all"]
-    found |= base[0].facts
-    found["parts_s"] = {
-        way: {part: harness.short(statistics.median(one.parts[part] for one in some)) for part in some[0].parts}
+        row[f"vs_{other}"] = harness.short(1 - 1 / row["ratios"][other])
+    row["parts_s"] = {
+        way: {part: harness.short(statistics.median(one["parts"][part] for one in some)) for part in some[0]["parts"]}
         for way, some in turns.items()
     }
-    return found
+    return row | turns["all_to_all"][-1]["facts"]
 
 
 if __name__ == "__main__":
