@@ -151,7 +151,9 @@ class Ranks:
             replica.submit(work)
         while any(len(work.state.tokens) == length for work, length in zip(mine, lengths, strict=True)):
             replica.step()
-        drawn = self._gather({work.state.key.prompt_uid: work.state.tokens[-1] for work in mine})
+        # While the last prompts are prefilled, the first sequences go on: only the next token of each counts.
+        pairs = zip(mine, lengths, strict=True)
+        drawn = self._gather({work.state.key.prompt_uid: work.state.tokens[length] for work, length in pairs})
         return dict(sorted(pair for told in drawn for pair in told.items()))
 
     def reshape(self, how: Exchange, epoch: int) -> Taken:
