@@ -25,7 +25,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 import torch
@@ -98,10 +98,10 @@ def measure(config: SwitchBench) -> dict[str, Any]:
     with checkpoint(shape, max_positions=2**15, dtype=config.dtype, world=groups.world) as model:
         llm = LLM(model, layout=LAYOUTS[0], **options)
         ranks, states = Ranks(llm, groups), contexts(llm, config.sequences)
-        there = {how: partial(ranks.reshape, how) for how in ("all_to_all", "all_gather")}
+        there: dict[str, Way] = {how: partial(ranks.reshape, how) for how in get_args(Exchange)}
         ways = {**there, "rebuild": ranks.rebuild, "restart": ranks.restart}
         for way in there.values():
-            ranks.both(way, states)  # the first prefills
+            ranks.both(way, states)  # warms up; the first call prefills
         variants = {name: partial(ranks.both, way, states) for name, way in ways.items()}
         turns = harness.interleave(variants, config.turns, warm_up=False, most_turns={"restart": config.restarts})
         llm.close()
