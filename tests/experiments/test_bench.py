@@ -26,6 +26,7 @@ SMALLEST = {
     "collectives": ["--ranks", "2", "--sizes", "64", "--calls", "1"],
     "dispatch": ["--ranks", "2", "--scale", "0.01", "--batch", "4", "--slots", "1", "--cap", "6"],
     "weight_sync": ["--ranks", "2", "--hidden", "128", "--layers", "1", "--stages", "1"],
+    "switch": ["--hidden", "256", "--layers", "1", "--sequences", "3", "--kv-mib", "1"],
 }
 VARIANTS = {
     "engine": [{"ours"}, {"ours", "hf", "hf_cb"}],
@@ -36,6 +37,7 @@ VARIANTS = {
     "collectives": [{"shared memory", "gloo", "floor"}] * 3,
     "dispatch": [{"on demand", "static"}] * 3,
     "weight_sync": [{"TP 1", "TP 2"}],
+    "switch": [{"all_to_all", "all_gather", "rebuild", "restart"}] * 2,
 }
 
 
@@ -80,6 +82,10 @@ def test_runs_at_its_smallest(bench: str, tmp_path: Path) -> None:
     assert result["experiment"] == f"bench/{bench}" and result["machine"]["cores"] >= 1
     assert [set(row["ms"]) for row in result["rows"]] == VARIANTS[bench]
     assert all(value > 0 for row in result["rows"] for value in (row["a_a"], *row["ms"].values()))
+    if bench == "switch":  # which has compared the tokens that all ways drew
+        assert all(row[f"made_{kind}"] == 0 for row in result["rows"] for kind in ("processes", "files", "groups"))
+        assert [row["weight_bytes"] > 0 for row in result["rows"]] == [False, True]
+        assert all(row["kv_bytes"] > 0 for row in result["rows"])
 
 
 def documented() -> Iterator[str]:

@@ -1,0 +1,265 @@
+"""A layout changes under running sequences, from TP1 to TP2 and back, until each of them has its next token.
+
+    torchrun --standalone --nproc-per-node 2 experiments/bench/switch.py
+    python experiments/bench/switch.py --transport "shared memory"
+
+The sequences have as much context as fits in the KV caches of TP1. Every way to switch must draw the same tokens:
+- `all_to_all`, `all_gather`: in the memory and the processes that are there;
+- `rebuild`: KV goes to files, a new engine loads the checkpoint, which is in the page cache, and the KV;
+- `restart`: new processes load the checkpoint and prefill all contexts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import msgspec
+import torch
+import torch.distributed as dist
+from msgspec import Meta
+
+from engines import LLM, SamplingParams, SequenceState
+from engines.config import DType, Exchange
+from engines.constraints import Count
+from engines.models.loader import checkpoint_tensors
+from engines.parallel.collectives import TorchGroup
+from engines.parallel.groups import GroupCache, Transport
+from engines.parallel.layout import nested_layout
+from engines.rollout.generation import make_states
+from engines.sequence import Work
+from experiments import launch
+from experiments.bench import harness
+from experiments.bench.models import checkpoint
+from experiments.pat_cases import live_model
+
+RANKS = 2
+LAYOUTS = nested_layout(range(RANKS), 1), nested_layout(range(RANKS), RANKS, epoch=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchBench(harness.BenchConfig):
+    """Time a switch of two ranks from TP1 to TP2 and back: in place, with a new engine, and with new processes."""
+
+    hidden: Annotated[int, Meta(ge=128, multiple_of=128, description="a multiple of 128")] = 2048
+    """Hidden size of a random Qwen3."""
+    layers: Count = 4
+    """Layers of this model."""
+    sequences: Count = 9
+    """Running sequences of both ranks."""
+    kv_mib: Count = 256
+    """MiB of a rank's KV cache."""
+    dtype: DType = "float32"
+    """Dtype of weights, activations and KV."""
+    transport: Transport = "gloo"
+    """Between the ranks."""
+    restarts: Count = 1
+    """Turns in which new processes are started, too."""
+    resume: Path | None = None
+    """For the processes that `restart` starts: a file with what they continue."""
+
+
+class Resume(msgspec.Struct):
+    """What the processes that `restart` starts continue; `epoch` names their layout."""
+
+    model: str
+    epoch: int
+    states: list[SequenceState]
+
+
+def measure(config: SwitchBench) -> dict[str, Any]:
+    began = time.monotonic()
+    launch.start_under_torchrun(RANKS)
+    launch.share_cores()
+    dist.init_process_group("gloo")
+    atexit.register(dist.destroy_process_group)
+    groups = GroupCache(TorchGroup(), LAYOUTS, transport=config.transport)
+    options: dict[str, Any] = {"world": groups, "dtype": config.dtype, "kv_cache_bytes": config.kv_mib << 20}
+    if config.resume is not None:
+        given = msgspec.msgpack.decode(config.resume.read_bytes(), type=Resume)
+        ranks = Ranks(LLM(given.model, layout=LAYOUTS[given.epoch], **options), groups)
+        loaded = time.monotonic()
+        tokens = ranks.draw([Work(state=state) for state in given.states], given.epoch)
+        return {"rows": [], "moments": [began, loaded, time.monotonic()], "tokens": tokens}
+    shape = replace(live_model(config.hidden), layers=config.layers)
+    with checkpoint(shape, max_positions=2**15, dtype=config.dtype, world=groups.world) as model:
+        llm = LLM(model, layout=LAYOUTS[0], **options)
+        ranks, states = Ranks(llm, groups), contexts(llm, config.sequences)
+        there: dict[str, Way] = {how: partial(ranks.reshape, how) for how in get_args(Exchange)}
+        ways = {**there, "rebuild": ranks.rebuild, "restart": ranks.restart}
+        for way in there.values():
+            ranks.both(way, states)  # warms up; the first call prefills
+        variants = {name: partial(ranks.both, way, states) for name, way in ways.items()}
+        turns = harness.interleave(variants, config.turns, warm_up=False, most_turns={"restart": config.restarts})
+        llm.close()
+    up, down = ({way: [pair[k] for pair in some] for way, some in turns.items()} for k in (0, 1))
+    rows = [compare("TP1 -> TP2", up), compare("TP2 -> TP1", down)]
+    return {"context_tokens": len(states[0].tokens), "rows": rows}
+
+
+def contexts(llm: LLM, num_sequences: int) -> list[SequenceState]:
+    """Prompts that fill, with the three tokens drawn here, the cache of the TP1 replica with the most sequences."""
+    blocks, per_replica = llm.replica.scheduler.blocks.num_blocks, -(-num_sequences // RANKS)
+    length = blocks // per_replica * llm.config.block_size - 3
+    if length < 1:
+        raise ValueError(f"kv_mib: holds {blocks} blocks, and a replica has {per_replica} sequences; give more")
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(2, llm.model_config.vocab_size, (num_sequences, length), generator=generator).tolist()
+    params = [SamplingParams(max_tokens=4, ignore_eos=True)] * num_sequences
+    return make_states(prompts, params, range(num_sequences), run_seed=0, policy_step=0)
+
+
+Tokens = dict[str, int]
+"""The token that each sequence has drawn, by its number."""
+Taken = tuple[list[Work], dict[str, float], Tokens | None]
+"""All sequences, paused, in the next layout; seconds by part; where other processes have drawn the tokens, these."""
+Way = Callable[[int], Taken]
+
+
+class Ranks:
+    """This rank's side of the switches; both ranks call the same methods. Layouts are named by their epoch."""
+
+    def __init__(self, llm: LLM, groups: GroupCache) -> None:
+        self._llm, self._groups, self._placement = llm, groups, llm._placement
+
+    def both(self, way: Way, states: Items[SequenceState]) -> list[harness.Row]:
+        """Runs the sequences in TP1, and switches up and down. All but the first call find the KV in the cache."""
+        self._llm.replica.pause()
+        gc.collect()  # engines of earlier turns
+        self.draw([Work(state=SequenceState.from_bytes(state.to_bytes())) for state in states], 0)
+        return [self._switch(way, epoch) for epoch in (1, 0)]
+
+    def draw(self, works: Iterable[Work], epoch: int) -> Tokens:
+        """Submits the sequences to their replicas; returns the next token of each, by its number."""
+        replica, spec, count = self._llm.replica, self._placement.engine.spec, len(LAYOUTS[epoch].replicas)
+        mine = [work for work in works if work.state.key.prompt_uid % count == spec.id]
+        lengths = [len(work.state.tokens) for work in mine]
+        for work in mine:
+            replica.submit(work)
+        while any(len(work.state.tokens) == length for work, length in zip(mine, lengths, strict=True)):
+            replica.step()
+        # While the last prompts are prefilled, the first sequences go on: only the next token of each counts.
+        pairs = zip(mine, lengths, strict=True)
+        drawn = self._gather({work.state.key.prompt_uid: work.state.tokens[length] for work, length in pairs})
+        return dict(sorted(pair for told in drawn for pair in told.items()))
+
+    def reshape(self, how: Exchange, epoch: int) -> Taken:
+        engine = self._placement.engine
+        engine.config = replace(engine.config, exchange=how)
+        start = time.perf_counter()
+        works = self._pause(keeping=[state.sequence_id for state in engine.replica.states()])
+        paused = time.perf_counter()
+        count = len(LAYOUTS[epoch].replicas)
+        places = {work.state.sequence_id: work.state.key.prompt_uid % count for work in works}
+        self._placement.reshape(LAYOUTS[1 - epoch], LAYOUTS[epoch], places)
+        switch = engine.switch
+        assert switch is not None
+        parts = {"weights": switch.weights_s, "kv": switch.kv_s, "prepare": switch.prepare_s}
+        return works, {"pause": paused - start, **parts}, None
+
+    def rebuild(self, epoch: int) -> Taken:
+        start = time.perf_counter()
+        works = self._pause(with_kv=True)
+        paused = time.perf_counter()
+        del self._placement.engine
+        self._placement.build(LAYOUTS[epoch])
+        built = time.perf_counter()
+        self._placement.engine.load(checkpoint_tensors(self._placement.source), version=0)
+        loaded = time.perf_counter()
+        return works, {"pause": paused - start, "build": built - paused, "load": loaded - built}, None
+
+    def restart(self, epoch: int) -> Taken:
+        works, *_ = self.reshape("all_to_all", epoch)  # untimed: so that these ranks follow
+        task = Resume(model=str(self._placement.source), epoch=epoch, states=[work.state for work in works])
+        answer = launch.on_rank_0(self._groups.world, lambda: json.dumps(_start_anew(task)))
+        parts, tokens = json.loads(answer)
+        return works, parts, tokens
+
+    def _switch(self, way: Way, epoch: int) -> harness.Row:
+        """Returns seconds, by part those of the slower rank, the tokens, and both ranks' bytes and what they made."""
+        held = _held(self._groups)
+        self._groups.world.barrier()
+        start = time.perf_counter()
+        works, parts, theirs = way(epoch)
+        ready = time.perf_counter()
+        tokens = self.draw(works, epoch)
+        end = time.perf_counter()
+        made = {f"made_{name}": now - held[name] for name, now in _held(self._groups).items()}
+        switch = self._placement.engine.switch
+        moved = {} if switch is None else {"weight_bytes": switch.weight_bytes, "kv_bytes": switch.kv_bytes}
+        if theirs is None:
+            parts["step"] = end - ready
+        else:
+            assert tokens == theirs, f"new processes have drawn other tokens: {tokens} {theirs}"
+        everyone = self._gather([parts, made | moved])
+        return {
+            "seconds": end - start if theirs is None else sum(parts.values()),
+            "tokens": tokens,
+            "parts": {name: max(one[name] for one, _ in everyone) for name in parts},
+            "facts": {name: sum(one[name] for _, one in everyone) for name in made | moved},
+        }
+
+    def _pause(self, **how: Any) -> list[Work]:
+        """Returns the sequences of all replicas."""
+        engine, world = self._placement.engine, self._groups.world
+        works = engine.replica.pause(**how)
+        told = world.all_gather_bytes(msgspec.msgpack.encode(works if engine.spec.ranks[0] == world.rank else []))
+        return [work for data in told for work in msgspec.msgpack.decode(data, type=list[Work])]
+
+    def _gather(self, mine: Any) -> list[Any]:
+        return [json.loads(data) for data in self._groups.world.all_gather_bytes(json.dumps(mine).encode())]
+
+
+def _start_anew(task: Resume) -> tuple[dict[str, float], Tokens]:
+    """Seconds by part, and the tokens, of new processes."""
+    ours = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+    env = {name: value for name, value in os.environ.items() if not any(word in name for word in ours)}
+    with tempfile.NamedTemporaryFile() as file:
+        Path(file.name).write_bytes(msgspec.msgpack.encode(task))
+        start = time.monotonic()
+        command = [sys.executable, *sys.argv, "--output", "None", "--resume", file.name]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"restart: the new processes ended with code {done.returncode}: {done.stderr[-2000:]}")
+    result = json.loads(done.stdout.splitlines()[-1])
+    began, loaded, ended = result["moments"]
+    return {"start": began - start, "load": loaded - began, "prefill": ended - loaded}, result["tokens"]
+
+
+def _held(groups: GroupCache) -> dict[str, int]:
+    """What this process has of each kind."""
+    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    return {
+        "processes": sum(map(len, children)),
+        "files": len(os.listdir("/proc/self/fd")),
+        "groups": len(groups._made),
+    }
+
+
+def compare(name: str, turns: Mapping[str, Items[harness.Row]]) -> harness.Row:
+    assert len({str(one["tokens"]) for some in turns.values() for one in some}) == 1, "ways have drawn other tokens"
+    row = harness.compare(name, {way: [one["seconds"] for one in some] for way, some in turns.items()})
+    for other in ("rebuild", "restart"):
+        row[f"vs_{other}"] = harness.short(1 - 1 / row["ratios"][other])
+    row["parts_s"] = {
+        way: {part: harness.short(statistics.median(one["parts"][part] for one in some)) for part in some[0]["parts"]}
+        for way, some in turns.items()
+    }
+    return row | turns["all_to_all"][-1]["facts"]
+
+
+if __name__ == "__main__":
+    harness.run(SwitchBench, measure)
