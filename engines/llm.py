@@ -88,7 +88,7 @@ class LLM:
             load=load,
         )
         self._turn = Turn()
-        self._closed = False
+        self._closed = self._has_failed = False
         self._next_uid = 0
         self.step_records: list[StepRecord] = []
         """One entry per step of this rank's part of the last `generate`."""
@@ -161,7 +161,8 @@ class LLM:
 
     @property
     def memory(self) -> MemoryPlan:
-        """The memory that this rank uses in the current layout."""
+        """The plan of this rank's memory in the current layout; after a regroup to wider replicas the weights keep the
+        memory that they had."""
         return self._placement.memory
 
     @property
@@ -314,6 +315,7 @@ class LLM:
                 raise ValueError(f"layout={layout!r}: give a Layout with the next epoch, {self.layout.epoch + 1}")
             self._placement.check(self.layout, layout)
         before, self.layout = self.layout, layout
+        self._has_failed = True  # until all ranks have their places
         with together(self._world, "regroup"):
             if not keep_weights:
                 self._engine.has_weights = False
@@ -321,6 +323,7 @@ class LLM:
                 self.rollout.regroup(layout)
             else:
                 self._placement.reshape(before, layout, {})
+        self._has_failed = False
 
     def checksum(self) -> int:
         """Checksum of the weights in use, over logical elements: equal for equal weights, in any layout.
@@ -361,5 +364,7 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("LLM: is closed; make a new one")
+        if self._has_failed:
+            raise RuntimeError("LLM: a regroup has failed, and the ranks have different layouts; make a new one")
         if self.rollout is not None and self.rollout.has_failed:
             raise RuntimeError("LLM: a rollout has failed, which ended the ranks' connections; make a new one")

@@ -323,8 +323,7 @@ class _OneSwitch:
             return None
         target, self.target = self.target, None
         layout = replace(target, epoch=view.layout.epoch + 1)
-        places = redistribute(view.unfinished.values(), [spec.id for spec in layout.replicas])
-        return LayoutChange(layout=layout, places=places)
+        return LayoutChange(layout=layout, places=redistribute(view.unfinished.values(), view.layout, layout))
 
 
 def _time_switches(

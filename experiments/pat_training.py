@@ -85,7 +85,9 @@ class RolloutLayouts:
 
 def switch_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Returns the TP sizes of a rollout, the number of its switches, and their mean seconds: from the last step before
-    to the first one after."""
+    to the first one after. Without steps, as when all sequences were in the journal, there was no switch."""
+    if not steps:
+        return {"rollout/num_switches": 0.0}
     epochs = [[step for step in steps if step.epoch == epoch] for epoch in sorted({step.epoch for step in steps})]
     gaps = [min(s.start for s in new) - max(s.start + s.seconds for s in old) for old, new in pairwise(epochs)]
     metrics = {

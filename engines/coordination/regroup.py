@@ -136,12 +136,8 @@ class Regrouper:
             return {}
         group_of = {rank: ranks for ranks in joint_groups(before, layout) for rank in ranks}
         coming = {spec.id: group_of.get(spec.ranks[0]) for spec in layout.replicas}
-        return {
-            id_: places[id_]
-            for replica in leaving
-            for id_ in replica.assigned
-            if id_ in places and coming[places[id_]] == group_of[replica.spec.ranks[0]]
-        }
+        homes = {id_: group_of[replica.spec.ranks[0]] for replica in leaving for id_ in replica.assigned}
+        return {id_: target for id_, target in places.items() if id_ in homes and homes[id_] == coming[target]}
 
     def _check(self, layout: Layout) -> None:
         if self.under_way:

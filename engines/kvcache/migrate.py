@@ -52,7 +52,7 @@ class KVMove:
 @torch.inference_mode()
 def migrate_kv(kv: PagedKVCache, move: KVMove, num_blocks: int, blocks: Sequence[int]) -> int:
     """Gives the cache `num_blocks` blocks with this rank's heads after, and writes its arrivals to `blocks`, bit for
-    bit. All other contents are lost. All ranks of the group call it together.
+    bit. All other contents are lost; memory that is released stays so. All ranks of the group call it together.
 
     Returns the bytes that this rank lacked.
     """
@@ -99,7 +99,11 @@ def migrate_kv(kv: PagedKVCache, move: KVMove, num_blocks: int, blocks: Sequence
         arrays = [cache.index_select(0, leaving) for cache in caches]
         received = exchange(move.group, move.how, arrays, shapes, parts) if is_needed else [[] for _ in members]
         for cache, array in zip(caches, arrays, strict=True):
+            is_released = not cache.untyped_storage().size()
             reuse_storage(cache, (num_blocks + 1, size, mine[1] - mine[0], dim))
+            if is_released:
+                cache.untyped_storage().resize_(0)
+                continue
             if kept[0] < kept[1]:
                 first = move.heads_before[me][0]
                 piece = _take(array, taken[me, me], (kept[0] - first, kept[1] - first))

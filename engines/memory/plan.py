@@ -34,7 +34,7 @@ class MemoryPlan:
 
     weights: int
     copies: int
-    """Copies of weights: matrices in the form of the CPU's library, and this rank's part of the host's copy."""
+    """Copies of weights: matrices in the form of the CPU's library."""
     loading: int
     """Extra memory while weights are loaded: one parameter of the whole model."""
     layers: int

@@ -139,13 +139,16 @@ class LocalEngine:
         who call it together, between two steps.
 
         The KV of paused sequences (`Replica.kept`) goes to the replicas that `places` names. An engine without weights
-        needs a `load` then, as after an error. Memory stays as large as it was at its largest.
+        needs a `load` then. Memory stays as large as it was at its largest. After an error the engine is of no use.
         """
         start = time.perf_counter()
         version, store = self.replica.policy_version, self.mover.store
         has_weights, self.has_weights = self.has_weights, False
         self._draft_policy, self._max_kv_tokens = draft_policy, max_kv_tokens
         self._runner.drop_graphs()
+        if self._model_drafter is not None:
+            self._model_drafter.sleep(weights=True)
+        moves, num_preemptions = self.mover.moves, self.replica.scheduler.num_preemptions
         kept = joint.gather_kept(self.replica)
         room = {spec.id: self._num_blocks(spec) for spec in joint.after}
         arriving = arrivals(kept, places, room)
@@ -162,12 +165,13 @@ class LocalEngine:
             blocks.adopt(list(arriving[joint.mine.id])),
         )
         moved = time.perf_counter()
-        if self.is_asleep:
-            self.kv.release()
         self._assemble(joint.mine, tensor_parallel, blocks, store)
+        self.mover.moves, self.replica.scheduler.num_preemptions = moves, num_preemptions
         if has_weights:
             self.decoder.prepare()
             self.load_draft_model()
+        if self.is_asleep and self._model_drafter is not None:
+            self._model_drafter.sleep(weights=not has_weights)
         self.has_weights, self.replica.policy_version = has_weights, version
         self.switch = Switch(
             weights_s=reshaped - start,

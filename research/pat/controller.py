@@ -109,7 +109,7 @@ class PatController:
         self._last_switch = view.now
         ranks = range(self._deployment.num_ranks)
         layout = nested_layout(ranks, considered.chosen, epoch=view.layout.epoch + 1)
-        return LayoutChange(layout=layout, places=redistribute(sequences, [spec.id for spec in layout.replicas]))
+        return LayoutChange(layout=layout, places=redistribute(sequences, view.layout, layout))
 
     def _remaining(self, generated: Lengths, limits: Lengths) -> Lengths:
         if self._options.estimator == "paper":

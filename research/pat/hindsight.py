@@ -35,5 +35,4 @@ class PlayedPlan:
         if view.layout.replicas[0].id // self._num_ranks == stage:
             return None
         layout = self.layout(stage, epoch=view.layout.epoch + 1)
-        places = redistribute(view.unfinished.values(), [spec.id for spec in layout.replicas])
-        return LayoutChange(layout=layout, places=places)
+        return LayoutChange(layout=layout, places=redistribute(view.unfinished.values(), view.layout, layout))

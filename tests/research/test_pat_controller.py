@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ import pytest
 from engines.config import EngineConfig
 from engines.coordination.policies import OnDemand
 from engines.coordination.views import EndedView, LayoutView, SequenceView
-from engines.parallel.layout import nested_layout
+from engines.parallel.layout import contiguous_layout, joint_groups, nested_layout
 from engines.sequence import SamplingParams, SequenceKey, SequenceState
 from research.pat.controller import PatController, PatOptions
 from research.pat.lookahead import Deployment
 from research.pat.profile import deployment_of
-from research.pat.redistribute import balance
+from research.pat.redistribute import balance, redistribute
 from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
@@ -43,6 +44,39 @@ def test_balance(seed: int) -> None:
     best = max(max(lengths.values()), sum(lengths.values()) / len(ids))
     assert max(map(sum, groups.values())) <= 4 / 3 * best + max(lengths.values())
     assert balance(dict(reversed(lengths.items())), reversed(ids)) == places
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_redistribute(seed: int) -> None:
+    """Equal numbers, and no more sequences leave the ranks that exchange KV than must."""
+    rng = random.Random(seed)
+    make = rng.choice([nested_layout, contiguous_layout])
+    before, after = nested_layout(range(8), rng.choice([1, 2, 4])), make(range(8), rng.choice([1, 2, 4, 8]), epoch=1)
+    views = [
+        SequenceView(
+            sequence_id=(0, uid, 0), index=uid, group_id=uid, num_prompt_tokens=4, num_generated=rng.randint(0, 99),
+            max_tokens=100, last_replica_id=rng.choice([None, *(spec.id for spec in before.replicas)]), has_kv=False,
+        )
+        for uid in range(rng.randint(1, 60))
+    ]  # fmt: skip
+    rng.shuffle(views)
+    ran = {one.sequence_id: one.last_replica_id for one in views if one.last_replica_id is not None}
+    places = redistribute(views, before, after)
+    groups = joint_groups(before, after)
+    if not groups:
+        assert places == {}
+        return
+    assert places.keys() == ran.keys()
+    counts = Counter(places.values())
+    assert max(counts.values(), default=0) <= -(-len(ran) // len(after.replicas)) + 1
+    home = {spec.id: spec.ranks[0] for spec in before.replicas}
+    new = {spec.id: spec.ranks[0] for spec in after.replicas}
+    for ranks in groups:
+        members = {id_ for id_, replica_id in ran.items() if home[replica_id] in ranks}
+        most = -(-len(ran) * sum(spec.ranks[0] in ranks for spec in after.replicas) // len(after.replicas))
+        stay = {id_ for id_ in members if new[places[id_]] in ranks}
+        assert len(members - stay) == max(0, len(members) - most)
+    assert redistribute(reversed(views), before, after) == places
 
 
 def deployment() -> Deployment:
