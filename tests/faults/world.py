@@ -194,8 +194,9 @@ class _Schedule:
     def _reshape(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine | None:
         if not self._groups.joins(before, after):
             return self._build(after)
-        self._count_moves()
-        (ranks,) = [ranks for ranks in joint_groups(before, after) if self._rank in ranks]
+        ranks = next((ranks for ranks in joint_groups(before, after) if self._rank in ranks), None)
+        if ranks is None:  # idle in both layouts
+            return self._engine
         assert self._engine is not None
         spec = after.replica_of(self._rank)
         assert spec is not None
