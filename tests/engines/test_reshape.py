@@ -393,6 +393,7 @@ def regroup_badly(directory: str) -> dict[str, Any]:
     llm.sleep()
     llm.regroup(two, keep_weights=False)
     lacked = llm._engine.switch.weight_bytes  # type: ignore[union-attr]
+    asleep = sum(tensor.untyped_storage().size() for tensor in llm._engine.kv.keys)
     errors.append(error_of(lambda: llm.generate(PROMPTS, PARAMS)))
     llm.wake_up()
     errors.append(error_of(lambda: llm.generate(PROMPTS, PARAMS)))
@@ -404,7 +405,7 @@ def regroup_badly(directory: str) -> dict[str, Any]:
     llm.update_weights(checkpoint_tensors(f"{directory}/qwen3"), version=0)
     again = tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(10)))
     llm.close()
-    return {"errors": errors, "same": before == after == again, "lacked": lacked}
+    return {"errors": errors, "same": before == after == again, "lacked": lacked, "asleep": asleep}
 
 
 def test_layouts_between_rollouts(checkpoints: Path) -> None:
@@ -417,6 +418,7 @@ def test_layouts_between_rollouts(checkpoints: Path) -> None:
         assert "memory is released; call wake_up() first" in asleep
         assert "there are no weights; call update_weights() first" in empty
         assert result["same"] and result["lacked"] == 0
+        assert result["asleep"] == 0, "memory that was given back was taken"
 
 
 def reshape_a_larger_model(directory: str) -> dict[str, float]:
