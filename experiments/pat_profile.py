@@ -37,7 +37,7 @@ from engines.coordination.views import LayoutChange, LayoutView
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.groups import GroupCache, Transport
 from engines.parallel.layout import Layout, nested_layout
-from engines.parallel.sharding import check_shardable
+from engines.parallel.sharding import is_shardable
 from engines.replica.engine import kv_capacity
 from engines.sequence import Work
 from experiments import launch
@@ -130,15 +130,7 @@ def main() -> dict[str, Any]:
 def nested_layouts(num_ranks: int, model: ModelConfig | None = None) -> list[Layout]:
     """Returns the nested layout of each TP size that divides the ranks, and into which the model can be cut."""
     layouts = [nested_layout(range(num_ranks), size) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
-    return [one for one in layouts if model is None or _can_be_cut(model, one.replicas[0].tp_size)]
-
-
-def _can_be_cut(model: ModelConfig, tp_size: int) -> bool:
-    try:
-        check_shardable(model, tp_size)
-    except ValueError:
-        return False
-    return True
+    return [one for one in layouts if model is None or is_shardable(model, one.replicas[0].tp_size)]
 
 
 def subject_of(model: ModelConfig, dtype: str, groups: GroupCache | None) -> Subject:

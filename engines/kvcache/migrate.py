@@ -64,11 +64,12 @@ def migrate_kv(kv: PagedKVCache, move: KVMove, num_blocks: int, blocks: Sequence
     def index(items: Sequence[int]) -> Tensor:
         return torch.tensor(items, dtype=torch.int64, device=kv.keys[0].device)
 
+    places = [{block: number for number, block in enumerate(one)} for one in sent]
+
     def rows(holder: int, member: int) -> Tensor:
         """Returns the places among the holder's sent blocks of those that the member gets."""
-        place = {block: number for number, block in enumerate(sent[holder])}
         coming = move.arrivals[move.after[member]]
-        return index([place[block] for replica_id, block in coming if replica_id == move.before[holder]])
+        return index([places[holder][block] for replica_id, block in coming if replica_id == move.before[holder]])
 
     taken = {pair: rows(*pair) for pair in heads if me in pair}
     gets = list(zip(move.arrivals[move.after[me]], blocks, strict=True))
@@ -107,14 +108,18 @@ def migrate_kv(kv: PagedKVCache, move: KVMove, num_blocks: int, blocks: Sequence
             if kept[0] < kept[1]:
                 first = move.heads_before[me][0]
                 piece = _take(array, taken[me, me], (kept[0] - first, kept[1] - first))
-                cache[:, :, kept[0] - mine[0] : kept[1] - mine[0]].index_copy_(0, targets[me], piece)
+                _write(cache, targets[me], (kept[0] - mine[0], kept[1] - mine[0]), piece)
         for holder in members:
             intervals = [one for one in heads[holder, me] for _ in caches] if received[holder] else []
             for number, ((start, stop), piece) in enumerate(zip(intervals, received[holder], strict=True)):
-                caches[number % 2][:, :, start - mine[0] : stop - mine[0]].index_copy_(0, targets[holder], piece)
+                _write(caches[number % 2], targets[holder], (start - mine[0], stop - mine[0]), piece)
                 num_bytes += piece.nbytes
     kv.scratch_block = num_blocks
     return num_bytes
+
+
+def _write(cache: Tensor, rows: Tensor, heads: Interval, piece: Tensor) -> None:
+    cache[:, :, heads[0] : heads[1]].index_copy_(0, rows, piece)
 
 
 def _take(array: Tensor, rows: Tensor, heads: Interval) -> Tensor:

@@ -2,8 +2,8 @@
 
 Ranks hold intervals of the same arrays, along one dimension of each. PAT gathers the arrays of all ranks on every rank,
 which then slices ("all_gather"); "all_to_all" sends each rank only what it lacks. Either way the arrays of a layer move
-at a time, so that memory is bounded by one layer, and nothing moves where no rank lacks anything: as when nested
-replicas grow.
+at a time: memory is bounded by what is sent and received of one layer. Nothing moves where no rank lacks anything, as
+when nested replicas grow.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def exchange(
     if how == "all_gather":
         sizes = [[shape.numel() for shape in member] for member in shapes]
         flat = arrays[0].new_zeros(max(map(sum, sizes)))
-        own = torch.cat([array.reshape(-1) for array in arrays], out=flat[: sum(sizes[group.rank])])
-        assert len(own) == sum(sizes[group.rank])
+        flat[: sum(sizes[group.rank])] = torch.cat([array.reshape(-1) for array in arrays])
         gathered = []
         for everything, counts, member in zip(group.all_gather(flat), sizes, shapes, strict=True):
             pieces = everything[: sum(counts)].split(counts)

@@ -52,6 +52,15 @@ def check_shardable(config: ModelConfig, count: int) -> None:
         )
 
 
+def is_shardable(config: ModelConfig, count: int) -> bool:
+    """Whether `check_shardable` finds nothing wrong."""
+    try:
+        check_shardable(config, count)
+    except ValueError:
+        return False
+    return True
+
+
 def padded_vocab_size(config: ModelConfig, max_count: int) -> int:
     """Returns the vocabulary rows, rounded up to a multiple of `max_count`, and so of every shard count of the run."""
     return -(-config.vocab_size // max_count) * max_count

@@ -66,7 +66,7 @@ class LocalEngine:
         """
         if device.type == "cpu":
             watch_cores()
-        self.config, self._model, self._max_tp_size, self._max_model_len = config, model, max_tp_size, max_model_len
+        self.config, self._model, self._max_model_len = config, model, max_model_len
         self._draft_policy, self._connect_drafts = draft_policy, connect_drafts
         self._detokenize, self._hidden_stop, self._max_kv_tokens = detokenize, hidden_stop, max_kv_tokens
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)

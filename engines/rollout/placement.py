@@ -21,7 +21,7 @@ from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_to
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
 from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, nested_layout
-from engines.parallel.sharding import check_shardable
+from engines.parallel.sharding import check_shardable, is_shardable
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
@@ -121,7 +121,7 @@ class Placement:
         regroups = given.layout_policy is not None
         sizes = {replica.tp_size for replica in self.layout.replicas}
         if regroups and groups is not None:
-            sizes |= {size for size in groups.replica_sizes if _can_be_cut(self.model, size)}
+            sizes |= {size for size in groups.replica_sizes if is_shardable(self.model, size)}
         self._capacity = Capacity(
             model=self.model,
             config=self.config,
@@ -273,14 +273,6 @@ class Placement:
         except BaseException:
             self.engine.has_weights = False
             raise
-
-
-def _can_be_cut(model: ModelConfig, tp_size: int) -> bool:
-    try:
-        check_shardable(model, tp_size)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_groups(layout: Layout, groups: GroupCache | None) -> None:
