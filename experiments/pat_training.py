@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -53,6 +54,12 @@ class RolloutLayouts:
 
     def __init__(self, controller: PatController | None, collector: Collector) -> None:
         self._controller, self._collector = controller, collector
+
+    def recall(self, path: Path) -> None:
+        """Learns the lengths that a resumed run wrote to this file, one JSON object per step."""
+        if self._controller is not None and path.exists():
+            for line in path.read_text().splitlines():
+                self._controller.learn(json.loads(line)["lengths"])
 
     def begin(self, index: int, *, keep_weights: bool) -> float:
         """Regroups for a rollout whose first problem is `index`; returns the seconds. Forgets the decisions so far."""

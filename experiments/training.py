@@ -455,6 +455,7 @@ class Run:
             raise ValueError(f"steps={self.config.steps}: the run is at step {self.state.step} already; raise --steps")
         self.folder.truncate(self.state.step, STEP_FILES)
         self.journal.recover(self.state.step)
+        self.layouts.recall(self.folder.path / "lengths.jsonl")
         self.group.barrier()
 
     def _summary(self, start: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from engines.parallel.layout import nested_layout
 from research.pat.lifetimes import Lengths, Lifetimes, run_to_limit
 from research.pat.lookahead import Deployment, Plan, WorkLeft, make_plan
 from research.pat.redistribute import redistribute
+from research.pat.switch_cost import moves_kv
 
 _MOST_LOGGED = 10_000
 Estimator = Literal["lookahead", "paper"]
@@ -34,7 +35,7 @@ class PatOptions:
     """Share of the remaining time that a switch must save beyond its cost."""
     dwell_s: NonNegative = 0.0
     """Shortest time between two switches."""
-    rung: NonNegative = 0.05
+    rung: NonNegative = 0.2
     """Share of the unfinished sequences that must end before it decides again."""
 
     def __post_init__(self) -> None:
@@ -57,6 +58,8 @@ class Considered:
     """The same with the chosen size, its switch included."""
     stages: tuple[tuple[int, int], ...]
     """The plan; see `Plan`."""
+    with_kv: bool
+    """Whether moving KV takes no longer than computing it again."""
 
 
 class PatController:
@@ -75,6 +78,11 @@ class PatController:
         self._last_switch = -np.inf
         self.log: deque[Considered] = deque(maxlen=_MOST_LOGGED)
         """The latest decisions, also those to stay."""
+
+    def learn(self, ended: Iterable[int]) -> None:
+        """Learns the generated tokens of sequences that it has not seen."""
+        for num_generated in ended:
+            self._lifetimes.add(num_generated)
 
     def first_tp_size(self, contexts: Lengths, limits: Lengths) -> int:
         """Returns the TP size to begin a rollout with; both are tokens, [sequences]: of prompts, and of what each may
@@ -109,7 +117,8 @@ class PatController:
         self._last_switch = view.now
         ranks = range(self._deployment.num_ranks)
         layout = nested_layout(ranks, considered.chosen, epoch=view.layout.epoch + 1)
-        return LayoutChange(layout=layout, places=redistribute(sequences, view.layout, layout))
+        places = redistribute(sequences, view.layout, layout)
+        return LayoutChange(layout=layout, places=places, with_kv=considered.with_kv)
 
     def _remaining(self, generated: Lengths, limits: Lengths) -> Lengths:
         if self._options.estimator == "paper":
@@ -124,15 +133,17 @@ class PatController:
         else:
             plan = make_plan(self._deployment, contexts, remaining, tp_size)
         pays = plan.seconds < (1 - self._options.margin) * plan.kept_seconds
+        chosen = plan.stages[0][1] if pays else tp_size
         return Considered(
             now=now,
             num_unfinished=len(contexts),
             num_tokens=float(contexts.sum()),
             tp_size=tp_size,
-            chosen=plan.stages[0][1] if pays else tp_size,
+            chosen=chosen,
             kept_seconds=plan.kept_seconds,
             seconds=plan.seconds,
             stages=plan.stages,
+            with_kv=moves_kv(self._deployment, tp_size, chosen, contexts),
         )
 
     def _one_switch(self, contexts: Lengths, remaining: Lengths, tp_size: int, may_narrow: bool) -> Plan:

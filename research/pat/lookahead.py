@@ -8,11 +8,12 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.kvcache.cost import PrefillCost
 from research.pat.predictor import StepPredictor
 
 Tokens = NDArray[np.float64]
@@ -34,7 +35,9 @@ class Deployment:
     max_model_len: int
     """Tokens of the longest sequence, prompt included."""
     switch_seconds: Callable[[int, int, float], float]
-    """(TP size before, after, context tokens of all unfinished sequences) -> seconds of the switch."""
+    """(TP size before, after, context tokens of all unfinished sequences) -> seconds of the switch, their KV moved."""
+    prefills: Mapping[int, PrefillCost] = field(default_factory=dict)
+    """By TP size, what prefills take on one replica; without it, a switch always moves KV."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from engines.replica.replica import StepOutput
 from engines.rollout.pace import Pace
 from research.pat.lookahead import Deployment
 from research.pat.predictor import Point, StepPredictor
+from research.pat.switch_cost import fit_prefills
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256)
 """Ten sizes from 1 to 256, as PAT profiles; it does not list them."""
@@ -105,6 +106,11 @@ class Profile:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             switch_seconds=_lines(self.switches),
+            prefills={
+                size: fit_prefills(points)
+                for size in num_kv_tokens
+                if (points := [row[1:] for row in self.prefills if row[0] == size])
+            },
         )
 
 
@@ -137,10 +143,14 @@ def deployment_of(
     """
     layouts = {size: nested_layout(range(num_ranks), size) for size in num_kv_tokens}
 
-    def step(size: int, batch: int, context: int) -> Point:
+    def step(size: int, batch: int, context: int, *, is_prefill: bool = False) -> Point:
         tokens = batch * context
         output = StepOutput(
-            num_running=batch, num_tokens=batch, num_context_tokens=tokens, num_pairs=tokens, num_sampled=batch
+            num_running=batch,
+            num_tokens=tokens if is_prefill else batch,
+            num_context_tokens=tokens,
+            num_pairs=tokens * (context + 1) // 2 if is_prefill else tokens,
+            num_sampled=batch,
         )
         return batch, tokens, pace.step(layouts[size].replicas[0], output)
 
@@ -163,4 +173,10 @@ def deployment_of(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         switch_seconds=switch_seconds,
+        prefills={
+            size: fit_prefills(
+                step(size, batch, context, is_prefill=True) for batch in BATCHES[:4] for context in CONTEXTS[1:8]
+            )
+            for size in num_kv_tokens
+        },
     )

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from experiments.pat_training import switch_metrics
+from experiments.pat_training import RolloutLayouts, switch_metrics
+from research.pat.controller import PatController
 from research.pat.profile import Profile
+from tests.research.test_pat_controller import deployment
 from tests.worlds import refused_by, run_main
 
 SMALL = [
@@ -128,6 +130,16 @@ def test_what_it_refuses(options: list[str], message: str, tmp_path: Path) -> No
     output = tmp_path / "out.json"
     assert message in refused_by("pat_profile", ["--model", "0.8m", "--output", str(output), *options])
     assert not output.exists()
+
+
+def test_a_resumed_run_recalls_the_lengths_of_its_rollouts(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"lengths": [3, 5], "training/global_step": 1}\n{"lengths": [7]}\n')
+    controller = PatController(deployment(), ended=[9])
+    layouts = RolloutLayouts(controller, None)  # type: ignore[arg-type]
+    layouts.recall(tmp_path / "missing.jsonl")
+    layouts.recall(path)
+    assert list(controller._lifetimes._ended) == [9, 3, 5, 7]
 
 
 def test_a_rollout_without_steps_has_no_switch() -> None:
