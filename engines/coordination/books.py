@@ -52,6 +52,8 @@ class Books:
         self.ignored: Counter[str] = Counter()
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.replicas: dict[int, ReplicaRecord] = {}
+        self.forming: list[ReplicaRecord] = []
+        """Replicas of the layout to come, while old ones are paused for it."""
         self.outside_ids: set[int] = set()
         """Ids of all replicas that were ever added outside the world."""
         self.sequences: dict[SequenceId, SequenceRecord] = {}
@@ -255,7 +257,7 @@ class Books:
     def check_integrity(self) -> None:
         """Asserts that every unfinished sequence is in exactly one place, and that the replicas' sums are right."""
         places = list(self._waiting)
-        for replica in self.replicas.values():
+        for replica in [*self.replicas.values(), *self.forming]:
             places += [*replica.assigned, *replica.pinned_waiting]
             assert all(sequence.replica is replica for sequence in replica.assigned.values())
             assert all(sequence.pin is replica for sequence in replica.pins.values())

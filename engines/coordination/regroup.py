@@ -31,10 +31,8 @@ class Regrouping:
     layout: Layout
     leaving: list[ReplicaRecord]
     coming: list[ReplicaRecord]
-    places: Mapping[SequenceId, int]
-    """As in `LayoutChange`."""
     kept: Mapping[SequenceId, int]
-    """Those of them whose KV stays in the ranks' caches."""
+    """Sequences whose KV stays in the ranks' caches, and the replicas that continue them."""
     is_ordered: bool = False
     """Whether `Regroup` was sent, as all leaving replicas had paused."""
     idle: list[tuple[str, int, int]] = field(default_factory=list)
@@ -108,11 +106,27 @@ class Regrouper:
         ]
         books.decide("regroup", detail=f"epoch {layout.epoch}: {layout.replicas}")
         kept = self._kept(layout, leaving, places) if with_kv else {}
-        self.under_way = Regrouping(layout=layout, leaving=leaving, coming=coming, places=places, kept=kept)
+        self.under_way = Regrouping(layout=layout, leaving=leaving, coming=coming, kept=kept)
+        books.forming = coming
+        self._pin(
+            places, {spec.id: books.replicas[spec.id] for spec in old & new} | {one.spec.id: one for one in coming}
+        )
         for replica in leaving:
             replica.closed = True
             books.touch(replica)
             self._dispatcher.pause(replica, with_kv, keeping=tuple(id_ for id_ in replica.assigned if id_ in kept))
+
+    def _pin(self, places: Mapping[SequenceId, int], replicas: Mapping[int, ReplicaRecord]) -> None:
+        """Pins sequences before they are paused, so that no replica that goes on takes them meanwhile."""
+        for sequence_id, replica_id in places.items():
+            sequence = self._books.sequences.get(sequence_id)
+            if sequence is None or sequence.aborting:
+                continue
+            if sequence.replica is None:
+                self._books.unqueue(sequence)
+            self._books.pin(sequence, replicas[replica_id])
+            if sequence.replica is None:
+                self._books.wait(sequence)
 
     def assume(self, layout: Layout) -> None:
         """Takes over a layout between phases. Raises RequestRefused for one that cannot be the next."""
@@ -184,17 +198,11 @@ class Regrouper:
             books.remove_replica(replica)
         for rank in books.idle_ranks():
             self._outbox.send_idle(command, rank, books.layout.epoch)
-        books.layout = layout
+        books.layout, books.forming = layout, []
         for replica in regrouping.coming:
             replica.version = None if books.phase is None else books.phase.policy_version
             books.add_replica(replica)
             self._outbox.wait_for(replica.ready_key, replica, "to be ready")
-        for sequence_id, replica_id in regrouping.places.items():
-            sequence = books.sequences.get(sequence_id)
-            if sequence is not None and sequence.replica is None and not sequence.aborting:
-                books.unqueue(sequence)
-                books.pin(sequence, books.replicas[replica_id])
-                books.wait(sequence)
         for rank in books.idle_ranks():
             regrouping.idle.append(("idle", rank, layout.epoch))
             self._outbox.wait_for(regrouping.idle[-1], f"rank {rank}", "to be idle after a regroup")

@@ -70,13 +70,14 @@ def share_lacked(before: ReplicaSpec | None, after: ReplicaSpec, rank: int) -> f
 
 
 def nested_layout(ranks: Sequence[int], tp_size: int, *, epoch: int = 0) -> Layout:
-    """Strided replicas: rank i of the list is shard i // dp of replica i % dp.
+    """Strided replicas: rank i of the list is shard i // dp of the replica whose id is the rank number i % dp of it.
 
     When `tp_size` grows 1 -> 2 -> 4, each rank's new shard is a part of its old shard, so no weight has to move.
     Raises ValueError when `tp_size` does not divide the number of ranks.
     """
     dp_size = _dp_size(ranks, tp_size)
-    return _layout([tuple(ranks[replica::dp_size]) for replica in range(dp_size)], epoch)
+    replicas = [ReplicaSpec(id=ranks[place], ranks=tuple(ranks[place::dp_size])) for place in range(dp_size)]
+    return Layout(epoch=epoch, replicas=tuple(replicas))
 
 
 def contiguous_layout(ranks: Sequence[int], tp_size: int, *, epoch: int = 0) -> Layout:
@@ -84,12 +85,14 @@ def contiguous_layout(ranks: Sequence[int], tp_size: int, *, epoch: int = 0) -> 
 
     Raises ValueError when `tp_size` does not divide the number of ranks.
     """
-    _dp_size(ranks, tp_size)
-    return _layout([tuple(ranks[start : start + tp_size]) for start in range(0, len(ranks), tp_size)], epoch)
+    groups = [tuple(ranks[place * tp_size : (place + 1) * tp_size]) for place in range(_dp_size(ranks, tp_size))]
+    return Layout(epoch=epoch, replicas=tuple(ReplicaSpec(id=id_, ranks=group) for id_, group in enumerate(groups)))
 
 
-def _layout(groups: list[tuple[int, ...]], epoch: int) -> Layout:
-    return Layout(epoch=epoch, replicas=tuple(ReplicaSpec(id=index, ranks=ranks) for index, ranks in enumerate(groups)))
+def nested_on_hosts(hosts: Sequence[Sequence[int]], tp_sizes: Sequence[int], *, epoch: int = 0) -> Layout:
+    """Returns the union of nested layouts, one within the ranks of each host, with its TP size."""
+    nested = [nested_layout(ranks, size) for ranks, size in zip(hosts, tp_sizes, strict=True)]
+    return Layout(epoch=epoch, replicas=tuple(spec for one in nested for spec in one.replicas))
 
 
 def _dp_size(ranks: Sequence[int], tp_size: int) -> int:

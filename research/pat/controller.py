@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from engines.constraints import NonNegative, check_fields
-from engines.coordination.views import LayoutChange, LayoutView
+from engines.coordination.views import EndedView, LayoutChange, LayoutView
 from engines.parallel.layout import nested_layout
 from research.pat.lifetimes import Lengths, Lifetimes, run_to_limit
 from research.pat.lookahead import Deployment, Plan, WorkLeft, make_plan
@@ -62,8 +62,13 @@ class Considered:
     """Whether moving KV takes no longer than computing it again."""
 
 
+def generated_by(ended: Iterable[EndedView]) -> list[int]:
+    """Returns the generated tokens of those that ended by themselves."""
+    return [one.num_generated for one in ended if one.finish_reason != "abort"]
+
+
 class PatController:
-    """A `LayoutPolicy` for equal replicas over all ranks: wide replicas for few sequences, narrow ones for many.
+    """A `LayoutPolicy` for equal replicas over all ranks of the layout: wide replicas for few sequences, narrow ones for many.
 
     It keeps what it has learnt from one rollout to the next.
     """
@@ -91,9 +96,7 @@ class PatController:
         return plan.stages[0][1]
 
     def decide(self, view: LayoutView) -> LayoutChange | None:
-        for ended in view.ended:
-            if ended.finish_reason != "abort":
-                self._lifetimes.add(ended.num_generated)
+        self.learn(generated_by(view.ended))
         count = view.num_unfinished
         is_new = self._next_count is None or view.num_delivered < self._num_delivered
         self._num_delivered = view.num_delivered
@@ -104,6 +107,8 @@ class PatController:
             return None
         self._next_count = min(count - 1, int(count * (1 - self._options.rung)))
         sequences = list(view.unfinished.values())
+        if not sequences:
+            return None
         generated = np.array([one.num_generated for one in sequences], float)
         contexts = generated + [one.num_prompt_tokens for one in sequences]
         longest = self._deployment.max_model_len
@@ -115,7 +120,7 @@ class PatController:
         if considered.chosen == tp_size:
             return None
         self._last_switch = view.now
-        ranks = range(self._deployment.num_ranks)
+        ranks = sorted(rank for spec in view.layout.replicas for rank in spec.ranks)
         layout = nested_layout(ranks, considered.chosen, epoch=view.layout.epoch + 1)
         places = redistribute(sequences, view.layout, layout)
         return LayoutChange(layout=layout, places=places, with_kv=considered.with_kv)

@@ -999,6 +999,23 @@ def test_a_regroup_takes_sequences_to_the_places_that_its_policy_names() -> None
     assert [work.max_new_tokens for c in output if isinstance(c, m.SubmitWork) for work in c.works] == [6] * 4
 
 
+def test_replicas_that_go_on_do_not_take_sequences_which_have_a_place() -> None:
+    class Partly:
+        def decide(self, view: LayoutView) -> LayoutChange | None:
+            if view.layout.epoch:
+                return None
+            layout = Layout(epoch=1, replicas=(view.layout.replicas[0], ReplicaSpec(id=1, ranks=(1, 2))))
+            return LayoutChange(layout=layout, places={(0, 1, 0): 1, (0, 2, 0): 0})
+
+    desk, states = open_desk(3, num_ranks=3, layout_policy=Partly(), slots=4)
+    pauses = {c.replica_id: c.seq for c in desk.report(0) if isinstance(c, m.PauseSequences)}
+    assert pauses.keys() == {1, 2}
+    assert given(pause(desk, 1, states[1], pauses[1])) == {}, "replica 0 has room, and is not its place"
+    assert given(pause(desk, 2, states[2], pauses[2])) == {0: [2]}
+    assert given(desk.ready(1, epoch=1)) == {1: [1]}
+    desk.core.check_integrity()
+
+
 def test_a_layout_policy_must_answer_with_a_change() -> None:
     class Wrong:
         def decide(self, view: LayoutView) -> Any:

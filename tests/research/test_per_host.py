@@ -1,0 +1,93 @@
+"""Hosts that switch each for itself, in the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engines.config import EngineConfig
+from engines.coordination.policies import LayoutPolicy, OnDemand
+from engines.parallel.layout import nested_layout, nested_on_hosts
+from engines.sequence import SamplingParams, SequenceKey, SequenceState
+from research.pat.controller import PatController
+from research.pat.per_host import PerHost
+from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
+from tests.research.test_pat_controller import CAP, KV_TOKENS, LENGTHS, PACE, deployment
+
+HOSTS = [range(8), range(8, 16)]
+
+
+def roll_out(lengths: list[int], hosts: list[range], sizes: list[int], policy: LayoutPolicy | None) -> SimulatedRollout:
+    config = ClusterConfig(
+        layout=nested_on_hosts(hosts, sizes),
+        engine=EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192),
+        pace=PACE,
+        num_kv_tokens=KV_TOKENS,
+        max_model_len=8192,
+    )
+    known = {(0, uid, 0): length for uid, length in enumerate(lengths)}
+    states = [
+        SequenceState(
+            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
+            group_id=uid,
+            tokens=[uid] * 16,
+            num_prompt_tokens=16,
+            params=SamplingParams(max_tokens=CAP),
+        )
+        for uid in range(len(lengths))
+    ]
+    done = Cluster(config, schedule_policy=OnDemand(), lengths=known, layout_policy=policy).roll_out(states)
+    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
+    return done
+
+
+def per_host(hosts: list[range]) -> PerHost:
+    return PerHost(hosts, [PatController(deployment(), ended=LENGTHS.draw(500, seed=9)) for _ in hosts])
+
+
+def test_layouts_of_hosts() -> None:
+    assert nested_on_hosts([range(4)], [2]) == nested_layout(range(4), 2)
+    both = nested_on_hosts([range(4), range(4, 8)], [2, 4], epoch=3)
+    assert both.epoch == 3
+    assert [(one.id, one.ranks) for one in both.replicas] == [(0, (0, 2)), (1, (1, 3)), (4, (4, 5, 6, 7))]
+
+
+def test_one_host_is_the_controller_itself() -> None:
+    lengths = LENGTHS.draw(300, seed=0)
+    alone = PatController(deployment(), ended=LENGTHS.draw(500, seed=9))
+    expected = roll_out(lengths, HOSTS[:1], [1], alone)
+    done = roll_out(lengths, HOSTS[:1], [1], per_host(HOSTS[:1]))
+    assert done.finish_times == expected.finish_times and len(alone.log) > 5
+
+
+def test_each_host_switches_for_itself_and_no_replica_has_ranks_of_both() -> None:
+    lengths = LENGTHS.draw(1200, seed=0)
+    done = roll_out(lengths, HOSTS, [1, 1], per_host(HOSTS))
+    sizes: dict[int, list[int]] = {0: [], 1: []}
+    for step in sorted(done.steps, key=lambda step: step.start):
+        of_host = sizes[step.replica_id // 8]
+        if not of_host or of_host[-1] != step.tp_size:
+            of_host.append(step.tp_size)
+    for of_host in sizes.values():
+        assert of_host == sorted(set(of_host)) and len(of_host) > 1, "up only, each step in one size of its host"
+    num_regroups = sum(one.action == "regroup" for one in done.decisions)
+    assert num_regroups == sum(len(of_host) - 1 for of_host in sizes.values()), "never both hosts at once"
+    best = min(roll_out(lengths, HOSTS, [size, size], None).makespan for size in (1, 2, 4, 8))
+    assert done.makespan < best, "no static layout is as fast"
+
+
+def test_a_host_without_sequences_is_left_alone() -> None:
+    """A single sequence is on one host: the other one has nothing to decide."""
+    policy = per_host(HOSTS)
+    done = roll_out([900], HOSTS, [2, 2], policy)
+    regroups = [one for one in done.decisions if one.action == "regroup"]
+    assert len(regroups) <= 1 and len({step.replica_id // 8 for step in done.steps}) == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_a_host_sees_is_its_own(seed: int) -> None:
+    lengths = LENGTHS.draw(400, seed=seed)
+    policy = per_host(HOSTS)
+    roll_out(lengths, HOSTS, [4, 4], policy)
+    first = [controller.log[0] for controller in policy._controllers]
+    assert np.isclose(sum(one.num_unfinished for one in first), 400, atol=2), "together they see all, once"
