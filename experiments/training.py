@@ -404,7 +404,7 @@ class Run:
         metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
         if self.llm.config.drafter != "none":
             metrics |= {f"rollout/{name}": value for name, value in draft_metrics(steps).items()}
-        return metrics | self.layouts.metrics(steps)
+        return metrics | self.layouts.metrics()
 
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""

@@ -13,6 +13,7 @@ from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.kvcache.store import KVContent, Tier
 from engines.replica.mover import KVMover
 from engines.sequence import KVHandle, KVPart, Work
+from experiments.bench.models import random_prompts
 
 
 class BlankKV:
@@ -42,8 +43,7 @@ def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, f
     mover.use(BlankKV())
     dtype = str(llm.config.dtype)
     heads = llm.model_config.num_kv_heads
-    generator = torch.Generator().manual_seed(first_uid)
-    tokens = torch.randint(2, llm.model_config.vocab_size, (num_sequences, context), generator=generator).tolist()
+    tokens = random_prompts(num_sequences, context, llm.model_config.vocab_size, seed=first_uid)
     params = SamplingParams(max_tokens=length, ignore_eos=True)
     for index in range(num_sequences):
         uid = first_uid + index

@@ -33,7 +33,7 @@ from engines.replica.replica import StepOutput
 from engines.rollout.telemetry import StepRecord, busy_share
 from experiments import launch
 from experiments.bench import harness
-from experiments.bench.models import checkpoint
+from experiments.bench.models import checkpoint, random_prompts
 from experiments.figures import draw_timelines
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
@@ -128,8 +128,7 @@ def _roll_out(
     config: DispatchBench, leads: bool, world: TorchGroup, tokens: list[list[list[int]]], llm: LLM
 ) -> Rollout:
     """Runs one rollout and returns the steps of all replicas, recorded on their first ranks."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(2, 256, (config.batch, PROMPT_LENGTH), generator=generator).tolist()
+    prompts = random_prompts(config.batch, PROMPT_LENGTH)
     params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
     outputs = llm.generate(prompts, params, prompt_uids=range(config.batch))
     tokens.append([output.outputs[0].token_ids for output in outputs])

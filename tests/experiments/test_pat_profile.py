@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from experiments.pat_training import switch_metrics
 from research.pat.profile import Profile
 from tests.worlds import refused_by, run_main
 
@@ -128,8 +127,3 @@ def test_what_it_refuses(options: list[str], message: str, tmp_path: Path) -> No
     output = tmp_path / "out.json"
     assert message in refused_by("pat_profile", ["--model", "0.8m", "--output", str(output), *options])
     assert not output.exists()
-
-
-def test_a_rollout_without_steps_has_no_switch() -> None:
-    """As when all of its sequences were in the journal of a run that is resumed."""
-    assert switch_metrics([]) == {"rollout/num_switches": 0.0}
