@@ -27,6 +27,7 @@ from tqdm import tqdm
 from engines.config import EngineConfig
 from engines.constraints import Count, check_fields
 from engines.coordination.policies import OnDemand
+from engines.sequence import SequenceState
 from experiments import launch
 from experiments.bench.harness import check_folders, in_columns, short
 from experiments.paced import Variant
@@ -34,7 +35,7 @@ from experiments.pat_cases import Batch, Case, adaptive, changing, static
 from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import Deployment, make_plan
 from research.pat.profile import deployment_of
-from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
+from research.simulator.cluster import Cluster, ClusterConfig
 from research.simulator.pace import ProfilePace
 
 GPUS_PER_HOST, BLOCK_SIZE = 8, 16
@@ -109,7 +110,7 @@ def main() -> dict[str, Any]:
     with launch.told_once():
         config = tyro.cli(PatSimConfig)
     rows = [simulate(cell, config.seeds) for cell in tqdm(CELLS[-config.cells :], unit="cell")]
-    _print_table(rows)
+    print_table(rows)
     if config.figure is not None:
         from experiments.figures import draw_throughput
 
@@ -139,7 +140,8 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
         for host in range(cell.hosts):
             part = replace(batch, lengths=batch.lengths[host :: cell.hosts])
             for name, variant in _variants(deployment, part).items():
-                done = _roll_out(pace, deployment, part, variant)
+                cluster, states = simulated(pace, deployment, part, variant)
+                done = cluster.roll_out(states)
                 ends.setdefault(name, []).append(done.makespan)
                 if name == "lookahead":
                     switches.append(sum(decision.action == "regroup" for decision in done.decisions))
@@ -175,23 +177,24 @@ def _variants(deployment: Deployment, batch: Batch) -> dict[str, Variant]:
     }
 
 
-def _roll_out(pace: ProfilePace, deployment: Deployment, batch: Batch, variant: Variant) -> SimulatedRollout:
+def simulated(
+    pace: ProfilePace, deployment: Deployment, batch: Batch, variant: Variant, *, records_steps: bool = False
+) -> tuple[Cluster, list[SequenceState]]:
+    """Returns a cluster, and what it is to roll out."""
     config = ClusterConfig(
         layout=variant.layout,
         engine=EngineConfig(max_num_seqs=SLOTS, max_num_batched_tokens=8192, block_size=BLOCK_SIZE),
         pace=pace,
         num_kv_tokens=deployment.num_kv_tokens,
         max_model_len=deployment.max_model_len,
-        records_steps=False,
+        records_steps=records_steps,
     )
-    work = batch.workload([[uid] * PROMPT for uid in range(len(batch.lengths))])
+    work = batch.workload([[uid] * batch.num_prompt_tokens for uid in range(len(batch.lengths))])
     policy = variant.layout_policy()
-    return Cluster(config, schedule_policy=OnDemand(), lengths=work.lengths, layout_policy=policy).roll_out(
-        work.states()
-    )
+    return Cluster(config, schedule_policy=OnDemand(), lengths=work.lengths, layout_policy=policy), work.states()
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["tokens_per_second"]))
     lines = [["figure", "limit", *names, "best", "PAT / best", "hindsight / best", "claim", "true over"]]
     for row in rows:
