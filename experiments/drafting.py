@@ -14,13 +14,12 @@ docs/drafting.md shows and explains a result. Tier: live.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -97,11 +96,8 @@ class DraftingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        for name, path in (("output", self.output), ("figure", self.figure)):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
-        if self.figure is not None and self.figure.suffix not in (".png", ".pdf", ".svg"):
-            raise ValueError(f"figure={str(self.figure)!r}: must end in .png, .pdf or .svg")
+        harness.check_folders(self)
+        harness.check_figure(self.figure)
 
 
 def main() -> dict[str, Any]:
@@ -121,21 +117,12 @@ def main() -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for part in config.parts or (measures if config.full else PARTS):
         parts |= measures[part](config)
-    result = {
-        "experiment": "drafting",
-        "tier": "live",
-        "machine": harness.machine(),
-        "workload": {key: value for key, value in asdict(config).items() if key not in ("output", "figure", "models")},
-        "seconds": round(time.monotonic() - start, 1),
-        **parts,
-    }
     if config.figure is not None and "acceptance_length" in parts:
         from experiments.figures import draw_drafting
 
         draw_drafting(config.figure, parts["acceptance_length"], parts.get("speedup", {}))
-    if config.output is not None:
-        config.output.write_text(json.dumps(result, indent=2, default=str) + "\n")
-    return dict(json.loads(json.dumps(result, default=str)))
+    measured = {"tier": "live", "seconds": round(time.monotonic() - start, 1), **parts}
+    return harness.report("drafting", config, measured, hidden=["models"])
 
 
 def model(config: DraftingConfig, widen: int = 1) -> Path:
@@ -220,7 +207,7 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
         found[f"{temperature:g}"] = table
         rows = [["references", *(f"{paths} paths" for paths in PATHS)]]
         rows += [[str(count), *(f"{one:.2f}" for one in row.values())] for count, row in table.items()]
-        print(f"tokens per step, T={temperature:g}", *("  ".join(row) for row in rows), sep="\n", file=sys.stderr)
+        print(f"tokens per step, T={temperature:g}", harness.in_columns(rows), sep="\n", file=sys.stderr)
     return {"acceptance_length": found}
 
 
@@ -425,7 +412,7 @@ def agreement(config: DraftingConfig) -> dict[str, Any]:
         rows.append(
             [size, noise, *(f"{value:.4f}" if isinstance(value, float) else str(value) for value in one.values())]
         )
-    print(*("  ".join(row) for row in rows), sep="\n", file=sys.stderr)
+    print(harness.in_columns(rows), file=sys.stderr)
     return {"agreement": found}
 
 

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -29,7 +28,7 @@ from engines.coordination.policies import OnDemand, Static
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import ReplicaSpec, nested_layout
-from engines.replica.replica import StepOutput
+from engines.rollout.pace import decode_seconds
 from engines.rollout.telemetry import StepRecord, busy_share
 from experiments import launch
 from experiments.bench import harness
@@ -132,8 +131,8 @@ def _roll_out(
     params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
     outputs = llm.generate(prompts, params, prompt_uids=range(config.batch))
     tokens.append([output.outputs[0].token_ids for output in outputs])
-    parts = world.all_gather_bytes(msgspec.msgpack.encode(llm.step_records if leads else []))
-    return [record for part in parts for record in msgspec.msgpack.decode(part, type=Rollout)]
+    parts = launch.gather(world, llm.step_records if leads else [], Rollout)
+    return [record for part in parts for record in part]
 
 
 def _rows(runs: dict[str, list[Rollout]], num_replicas: int, facts: dict[str, Any]) -> list[harness.Row]:
@@ -171,15 +170,7 @@ def _floor(config: DispatchBench, pace: ProfilePace, lengths: list[int], num_rep
     spec = ReplicaSpec(id=0, ranks=tuple(range(config.tensor_parallel_size)))
 
     def step(batch: int, context: float) -> float:
-        num_context = round(batch * context)
-        output = StepOutput(
-            num_running=batch,
-            num_tokens=batch,
-            num_sampled=batch,
-            num_context_tokens=num_context,
-            num_pairs=num_context,
-        )
-        return pace.step(spec, output)
+        return decode_seconds(pace, spec, batch, round(batch * context))
 
     contexts = [PROMPT_LENGTH + position for length in lengths for position in range(length)]
     full = step(config.slots, statistics.fmean(contexts)) / config.slots

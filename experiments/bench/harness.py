@@ -54,6 +54,11 @@ def check_folders(config: Any, names: Items[str] = ("output", "figure")) -> None
             raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
 
 
+def check_figure(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"figure={str(path)!r}: must end in .png, .pdf or .svg")
+
+
 def interleave(
     variants: Mapping[str, Callable[[], T]],
     turns: int,

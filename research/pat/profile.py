@@ -13,8 +13,7 @@ import numpy as np
 from engines.constraints import Count, NonNegative, Positive
 from engines.json_files import read_json
 from engines.parallel.layout import nested_layout
-from engines.replica.replica import StepOutput
-from engines.rollout.pace import Pace
+from engines.rollout.pace import Pace, decode_seconds
 from research.pat.lookahead import Deployment
 from research.pat.predictor import Point, StepPredictor
 
@@ -139,10 +138,7 @@ def deployment_of(
 
     def step(size: int, batch: int, context: int) -> Point:
         tokens = batch * context
-        output = StepOutput(
-            num_running=batch, num_tokens=batch, num_context_tokens=tokens, num_pairs=tokens, num_sampled=batch
-        )
-        return batch, tokens, pace.step(layouts[size].replicas[0], output)
+        return batch, tokens, decode_seconds(pace, layouts[size].replicas[0], batch, tokens)
 
     def switch_seconds(before: int, after: int, num_tokens: float) -> float:
         share = (1 - before / after) / after if after > before else 1 / after - 1 / before
