@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -138,8 +138,11 @@ class Rollout:
 
     @property
     def seconds(self) -> float:
-        ends = [step.start + step.seconds for step, _, _ in self.steps]
-        return max(ends) - min(step.start for step, _, _ in self.steps)
+        return makespan([step for step, _, _ in self.steps])
+
+
+def makespan(steps: Collection[StepRecord]) -> float:
+    return max(step.start + step.seconds for step in steps) - min(step.start for step in steps)
 
 
 @dataclass
@@ -188,6 +191,7 @@ class Bench:
         layout_policy = variant.layout_policy()
         llm, recorder = self.start(workload, variant, layout_policy)
         tokens, steps = self.generate(llm, recorder, workload)
+        assert [len(one) for samples in tokens for one in samples] == list(workload.lengths.values())
         assert llm.rollout is not None
         mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
         marks = launch.on_rank_0(self.groups.world, lambda: mine)

@@ -332,7 +332,8 @@ class _OneSwitch:
 def _time_switches(
     config: PatProfileConfig, folder: str, groups: GroupCache, sizes: list[int], fastest_s: float, bar: tqdm[Any]
 ) -> list[SwitchTime]:
-    """Between each two sizes, both ways, with few and with many tokens."""
+    """Between each two sizes, both ways, with few and with many tokens. Switches that come too late in their rollout
+    are left out."""
     policy = _OneSwitch()
     llm = LLM(
         folder,
@@ -348,30 +349,22 @@ def _time_switches(
         for tokens in (64, max(65, config.switch_tokens))
         for size in (*pair[::-1], *pair[::-1])
     ]
-    # The rest of a rollout is long enough for messages to arrive.
+    # So long generate the sequences of each rollout: long enough for messages to arrive.
     length = 16 + min(llm.max_model_len // 2, round(0.2 / fastest_s))
-    times = switch_times(llm, policy, groups.world, [*walk[:2], *config.turns * walk], length, bar)
+    count = min(2 * groups.world.size, llm.config.max_num_seqs - 1)
+    times: list[SwitchTime] = []
+    for place, (size, most) in enumerate([*walk[:2], *config.turns * walk]):
+        before = llm.layout.replicas[0].tp_size
+        if size == before:
+            continue
+        policy.target = nested_layout(range(groups.world.size), size)
+        context = max(1, min(most // count, llm.max_model_len - length - 1))
+        seconds = _time_switch(llm, groups.world, count, context, length)
+        if seconds is not None and place > 1:  # the first two warm up
+            times.append((before, size, count * context, seconds))
+        bar.update()
     llm.close()
     return times
-
-
-def switch_times(
-    llm: LLM, policy: _OneSwitch, world: Communicator, targets: Iterable[tuple[int, int]], length: int, bar: tqdm[Any]
-) -> list[SwitchTime]:
-    """Times a switch to each target (TP size, context tokens of a sequence), each in a rollout of sequences that
-    generate `length` tokens. The first two targets warm up. Targets that are the present size, and switches that come
-    too late in their rollout, are left out."""
-    count = min(2 * world.size, llm.config.max_num_seqs - 1)
-    times: list[SwitchTime | None] = []
-    for size, context in targets:
-        before = llm.layout.replicas[0].tp_size
-        policy.target = nested_layout(range(world.size), size) if size != before else None
-        if policy.target is not None:
-            context = max(1, min(context // count, llm.max_model_len - length - 1))
-            seconds = _time_switch(llm, world, count, context, length)
-            times.append(None if seconds is None else (before, size, count * context, seconds))
-            bar.update()
-    return [one for one in times[2:] if one is not None]
 
 
 def _time_switch(llm: LLM, world: Communicator, count: int, context: int, length: int) -> float | None:

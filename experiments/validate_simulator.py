@@ -13,13 +13,11 @@ docs/simulator.md shows and explains a result.
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +42,7 @@ from engines.rollout.pace import Pace
 from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId
 from experiments import launch
-from experiments.bench.harness import check_folders, in_columns, report, short
+from experiments.bench.harness import busy, check_folders, in_columns, report, short
 from experiments.bench.models import checkpoint
 from experiments.paced import Bench, Variant
 from experiments.validation_cells import KINDS, MAX_MODEL_LEN, OPTIONS, Cell, Kind, Run, cells, describe, score
@@ -153,26 +151,6 @@ def simulate(
     return describe([(step.seconds, step) for step in done.steps], done.finish_times, num_ranks), done
 
 
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    """All cores of this machine compute meanwhile."""
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=_spin, daemon=True) for _ in os.sched_getaffinity(0)]
-    for one in others:
-        one.start()
-    try:
-        yield
-    finally:
-        for one in others:
-            one.kill()
-            one.join()
-
-
-def _spin() -> None:
-    while True:
-        pass
-
-
 def main() -> dict[str, Any] | None:
     with launch.told_once():
         config = tyro.cli(ValidateConfig)
@@ -206,7 +184,7 @@ def main() -> dict[str, Any] | None:
     overheads = [Overheads(**means, seed=seed) for seed in range(SIMULATIONS)]
     roll = partial(simulate, pace=pace, num_ranks=num_ranks)
     logs = {cell.name: [roll(cell, policies[cell.name], overheads=one) for one in overheads] for cell in chosen}
-    with busy_cores():
+    with busy(len(os.sched_getaffinity(0))):
         log_equal = all(
             roll(cell, cell.schedule_policy(), overheads=overheads[0])[1] == logs[cell.name][0][1] for cell in chosen
         )

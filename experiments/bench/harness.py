@@ -11,9 +11,11 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,6 +139,18 @@ def report(experiment: str, config: Any, measured: Mapping[str, Any], *, hidden:
     if config.output is not None:
         config.output.write_text(text + "\n")
     return dict(json.loads(text))
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Runs `count` processes that each keep a core busy."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def machine() -> dict[str, Any]:
