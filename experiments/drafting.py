@@ -19,12 +19,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from msgspec import Meta
 from tqdm import tqdm
 
@@ -34,12 +33,8 @@ from engines import LLM, SamplingParams
 from engines.config import DrafterName, DraftNoise, DType, EngineConfig, ModelConfig
 from engines.constraints import Count, NonNegative, check_fields
 from engines.models.hugging_face import read_checkpoint
-from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import encode_prompt, load_tokenizer
 from engines.parallel.collectives import SingleRank
-from engines.parallel.layout import ReplicaSpec
-from engines.replica.engine import LocalEngine
-from engines.replica.preflight import usable_device
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.choose import choose_drafter
 from engines.speculation.policy import DraftPolicy
@@ -101,8 +96,7 @@ class DraftingConfig:
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(DraftingConfig)
+    config = launch.options(DraftingConfig)
     launch.share_cores()
     measures: dict[Part, Callable[[DraftingConfig], dict[str, Any]]] = {
         "equal": tokens_equal,
@@ -262,18 +256,9 @@ class Bench:
     def __init__(self, folder: Path, *, max_num_seqs: int) -> None:
         """Plans for the largest drafts of the variants."""
         self._models, self._model, self._max_num_seqs = folder.parent, ModelConfig.from_pretrained(folder), max_num_seqs
-        config = self._config(Variant("grouped_suffix", draft_paths=max(PATHS)))
-        self._engine = LocalEngine(
-            self._model,
-            config,
-            spec=ReplicaSpec(id=0, ranks=(0,)),
-            max_tp_size=1,
-            tensor_parallel=SingleRank(),
-            max_model_len=_MAX_LEN,
-            device=usable_device("drafting.py", None),
-            detokenize=None,
-        )
-        self._engine.load(checkpoint_tensors(folder), version=0)
+        largest = self._config(Variant("grouped_suffix", draft_paths=max(PATHS)))
+        self._llm = LLM(folder, **asdict(largest))
+        self._engine = self._llm._engine
         self.replica = self._engine.replica
 
     def _config(self, variant: Variant) -> EngineConfig:
@@ -282,6 +267,7 @@ class Bench:
             dtype=dtype(),
             kv_cache_bytes=(self._max_num_seqs + 1) * _MAX_LEN * self._model.kv_bytes_per_token(4),
             max_num_seqs=self._max_num_seqs,
+            max_model_len=_MAX_LEN,
             drafter=variant.drafter,
             max_draft_tokens=variant.max_draft_tokens,
             draft_paths=variant.draft_paths,

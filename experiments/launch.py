@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Errors that a user can fix, printed in one line. Any other error is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -51,6 +52,14 @@ def told_once() -> Iterator[None]:
         if ended.code and rank() == 0:
             _tell(errors.getvalue().rstrip())
         raise
+
+
+def options(kind: type[T]) -> T:
+    """Returns the options of the command line."""
+    import tyro
+
+    with told_once():
+        return tyro.cli(kind)
 
 
 def share_cores() -> int:

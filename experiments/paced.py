@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import tyro
 from msgspec import Meta
 
 from engines.config import ModelConfig
@@ -73,8 +72,7 @@ def run(experiment: str, kind: type[C], *, live: Measure[C], paced: Measure[C]) 
 
     from engines.parallel.collectives import TorchGroup
 
-    with launch.told_once():
-        config = tyro.cli(kind)
+    config = launch.options(kind)
     start = time.monotonic()
     in_place = config.parts == ("paced",) and launch.num_ranks() in (1, config.ranks)
     launch.start_under_torchrun(config.ranks if in_place else 2)

@@ -99,8 +99,7 @@ class PatProfileConfig:
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(PatProfileConfig)
+    config = launch.options(PatProfileConfig)
     start = time.perf_counter()
     launch.share_cores()
     groups = _join(config.transport)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 
 from engines.config import EngineConfig
@@ -107,8 +106,7 @@ class PatSimConfig:
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(PatSimConfig)
+    config = launch.options(PatSimConfig)
     rows = [simulate(cell, config.seeds) for cell in tqdm(CELLS[-config.cells :], unit="cell")]
     print_table(rows)
     if config.figure is not None:

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from msgspec import Meta
 from tqdm import tqdm
 
@@ -144,8 +143,7 @@ class SimulateConfig:
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(SimulateConfig)
+    config = launch.options(SimulateConfig)
     lengths = _lengths(config)
     runs, seconds = {}, {}
     with tqdm(total=len(lengths) * len(config.policies), unit="sequence") as bar:

@@ -25,7 +25,6 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from msgspec import Meta
 from tqdm import tqdm
 
@@ -152,8 +151,7 @@ def simulate(
 
 
 def main() -> dict[str, Any] | None:
-    with launch.told_once():
-        config = tyro.cli(ValidateConfig)
+    config = launch.options(ValidateConfig)
     launch.start_under_torchrun(4)
     if launch.num_ranks() % 2:
         raise ValueError(f"ranks={launch.num_ranks()}: must be even: a regroup makes replicas of two; start it with 4")

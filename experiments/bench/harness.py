@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
 from tqdm import tqdm
 
 from engines.constraints import Count, check_fields
@@ -117,8 +116,7 @@ def run(kind: type[C], measure: Callable[[C], dict[str, Any]]) -> None:
     """
 
     def main() -> dict[str, Any] | None:
-        with launch.told_once():
-            config = tyro.cli(kind)
+        config = launch.options(kind)
         measured = measure(config)
         if launch.rank() > 0:
             return None
