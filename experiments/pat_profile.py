@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node 2 experiments/pat_profile.py --model FOLDER --output FILE --check
 
 For each TP size that the ranks and the model's heads allow, all replicas run batches of dummy sequences, whose KV is
-zeros and so needs no prefill. Points take turns; each is the median of its steps. Switches are timed in rollouts, KV
-included. `--check` also measures points between the profiled ones, and batches whose sequences
-end one by one, and compares them with the predictor. The file is for `train.py --layout-policy pat` with the same
-engine options. Prints one JSON object.
+zeros and so needs no prefill. Points take turns; each is the median of its steps. Switches are those of rollouts, KV
+included, from the command to the ready replica. `--check` also measures points between the profiled ones, and batches
+whose sequences end one by one, and compares them with the predictor. The file is for `train.py --layout-policy pat`
+with the same engine options. Prints one JSON object.
 """
 
 from __future__ import annotations
