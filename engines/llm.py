@@ -101,11 +101,6 @@ class LLM:
         self._world: Communicator = groups.world if groups is not None else SingleRank()
         try:
             self._placement = Placement(model, device, arguments, options, groups)
-            self.config, self.model_config = self._placement.config, self._placement.model
-            self.device, self.tokenizer = self._placement.device, self._placement.tokenizer
-            self.max_model_len = self._placement.max_model_len
-            self.layout = self._placement.layout
-            """The world's layout; during a rollout, still the layout at its start."""
             self._start(arguments, groups)
         except BaseException:
             self.close()
@@ -114,6 +109,10 @@ class LLM:
     def _start(self, given: Arguments, groups: GroupCache | None) -> None:
         """Allocates the memory and loads the weights; with a schedule policy, connects the ranks."""
         placement = self._placement
+        self.config, self.model_config = placement.config, placement.model
+        self.device, self.tokenizer, self.max_model_len = placement.device, placement.tokenizer, placement.max_model_len
+        self.layout = placement.layout
+        """The world's layout; during a rollout, still the layout at its start."""
         if given.schedule is None and self.config.preemption != "recompute":
             token = self._world.broadcast_bytes(secrets.token_hex(16).encode() if self._world.rank == 0 else None)
             self._kv_store = placement.kv_store = placement.make_kv_store(token.decode())

@@ -14,7 +14,6 @@ docs/drafting.md shows and explains a result. Tier: live.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -25,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from msgspec import Meta
 from tqdm import tqdm
 
@@ -35,12 +33,8 @@ from engines import LLM, SamplingParams
 from engines.config import DrafterName, DraftNoise, DType, EngineConfig, ModelConfig
 from engines.constraints import Count, NonNegative, check_fields
 from engines.models.hugging_face import read_checkpoint
-from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import encode_prompt, load_tokenizer
 from engines.parallel.collectives import SingleRank
-from engines.parallel.layout import ReplicaSpec
-from engines.replica.engine import LocalEngine
-from engines.replica.preflight import usable_device
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.choose import choose_drafter
 from engines.speculation.policy import DraftPolicy
@@ -97,16 +91,12 @@ class DraftingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        for name, path in (("output", self.output), ("figure", self.figure)):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
-        if self.figure is not None and self.figure.suffix not in (".png", ".pdf", ".svg"):
-            raise ValueError(f"figure={str(self.figure)!r}: must end in .png, .pdf or .svg")
+        harness.check_folders(self)
+        harness.check_figure(self.figure)
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(DraftingConfig)
+    config = launch.options(DraftingConfig)
     launch.share_cores()
     measures: dict[Part, Callable[[DraftingConfig], dict[str, Any]]] = {
         "equal": tokens_equal,
@@ -121,21 +111,12 @@ def main() -> dict[str, Any]:
     parts: dict[str, Any] = {}
     for part in config.parts or (measures if config.full else PARTS):
         parts |= measures[part](config)
-    result = {
-        "experiment": "drafting",
-        "tier": "live",
-        "machine": harness.machine(),
-        "workload": {key: value for key, value in asdict(config).items() if key not in ("output", "figure", "models")},
-        "seconds": round(time.monotonic() - start, 1),
-        **parts,
-    }
     if config.figure is not None and "acceptance_length" in parts:
         from experiments.figures import draw_drafting
 
         draw_drafting(config.figure, parts["acceptance_length"], parts.get("speedup", {}))
-    if config.output is not None:
-        config.output.write_text(json.dumps(result, indent=2, default=str) + "\n")
-    return dict(json.loads(json.dumps(result, default=str)))
+    measured = {"tier": "live", "seconds": round(time.monotonic() - start, 1), **parts}
+    return harness.report("drafting", config, measured, hidden=["models"])
 
 
 def model(config: DraftingConfig, widen: int = 1) -> Path:
@@ -220,7 +201,7 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
         found[f"{temperature:g}"] = table
         rows = [["references", *(f"{paths} paths" for paths in PATHS)]]
         rows += [[str(count), *(f"{one:.2f}" for one in row.values())] for count, row in table.items()]
-        print(f"tokens per step, T={temperature:g}", *("  ".join(row) for row in rows), sep="\n", file=sys.stderr)
+        print(f"tokens per step, T={temperature:g}", harness.in_columns(rows), sep="\n", file=sys.stderr)
     return {"acceptance_length": found}
 
 
@@ -275,18 +256,9 @@ class Bench:
     def __init__(self, folder: Path, *, max_num_seqs: int) -> None:
         """Plans for the largest drafts of the variants."""
         self._models, self._model, self._max_num_seqs = folder.parent, ModelConfig.from_pretrained(folder), max_num_seqs
-        config = self._config(Variant("grouped_suffix", draft_paths=max(PATHS)))
-        self._engine = LocalEngine(
-            self._model,
-            config,
-            spec=ReplicaSpec(id=0, ranks=(0,)),
-            max_tp_size=1,
-            tensor_parallel=SingleRank(),
-            max_model_len=_MAX_LEN,
-            device=usable_device("drafting.py", None),
-            detokenize=None,
-        )
-        self._engine.load(checkpoint_tensors(folder), version=0)
+        largest = self._config(Variant("grouped_suffix", draft_paths=max(PATHS)))
+        self._llm = LLM(folder, **asdict(largest))
+        self._engine = self._llm._engine
         self.replica = self._engine.replica
 
     def _config(self, variant: Variant) -> EngineConfig:
@@ -295,6 +267,7 @@ class Bench:
             dtype=dtype(),
             kv_cache_bytes=(self._max_num_seqs + 1) * _MAX_LEN * self._model.kv_bytes_per_token(4),
             max_num_seqs=self._max_num_seqs,
+            max_model_len=_MAX_LEN,
             drafter=variant.drafter,
             max_draft_tokens=variant.max_draft_tokens,
             draft_paths=variant.draft_paths,
@@ -425,7 +398,7 @@ def agreement(config: DraftingConfig) -> dict[str, Any]:
         rows.append(
             [size, noise, *(f"{value:.4f}" if isinstance(value, float) else str(value) for value in one.values())]
         )
-    print(*("  ".join(row) for row in rows), sep="\n", file=sys.stderr)
+    print(harness.in_columns(rows), file=sys.stderr)
     return {"agreement": found}
 
 

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from engines.rollout.telemetry import StepRecord
@@ -72,9 +73,7 @@ def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> 
     axes[-1, 0].set_xlabel("seconds")
     scale = plt.cm.ScalarMappable(cmap=colours, norm=plt.Normalize(0, largest))
     figure.colorbar(scale, ax=axes[:, 0].tolist(), label="sequences in the step")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return _save(figure, path)
 
 
 def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], switches: Sequence[float]) -> Path:
@@ -106,9 +105,7 @@ def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], swit
     axes[1].yaxis.set_major_formatter("{x:g}")
     axes[0].legend(frameon=False)
     axes[-1].set_xlabel("seconds")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return _save(figure, path)
 
 
 def draw_throughput(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -126,9 +123,7 @@ def draw_throughput(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         ax.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("tokens per second")
     axes[0][0].legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return _save(figure, path)
 
 
 def draw_drafting(
@@ -155,9 +150,7 @@ def draw_drafting(
         ax.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
         ax.set(ylabel="times as fast as without drafts")
         ax.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return _save(figure, path)
 
 
 def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Path:
@@ -184,6 +177,10 @@ def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Pat
     places.set(xlabel="place in the draft", ylabel="share accepted", ylim=(0, 1))
     places.xaxis.set_major_locator(MaxNLocator(integer=True))
     tokens.legend(frameon=False)
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> Path:
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
@@ -201,9 +198,7 @@ def _figure(path: Path, draw: Any, rows: list[Any]) -> Path:
     figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
     draw(ax, rows)
     ax.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    return _save(figure, path)
 
 
 def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> None:

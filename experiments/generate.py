@@ -103,8 +103,7 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(GenerateConfig)
+    config = launch.options(GenerateConfig)
     launch.end_on_signals(lambda: "interrupted: nothing was generated")
     from experiments.generation import generate  # its imports take seconds; --help and typos need not wait
 

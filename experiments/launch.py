@@ -8,12 +8,13 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # Errors that a user can fix, printed in one line. Any other error is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -50,6 +52,14 @@ def told_once() -> Iterator[None]:
         if ended.code and rank() == 0:
             _tell(errors.getvalue().rstrip())
         raise
+
+
+def options(kind: type[T]) -> T:
+    """Returns the options of the command line."""
+    import tyro
+
+    with told_once():
+        return tyro.cli(kind)
 
 
 def share_cores() -> int:
@@ -80,7 +90,7 @@ def tell_engine(llm: LLM) -> None:
 
 
 def on_rank_0(group: Communicator, act: Callable[[], Any]) -> Any:
-    """Calls `act` on rank 0 and returns its result (None, text or bytes), or raises ValueError, on every rank."""
+    """Calls `act` on rank 0 and returns its result, which msgpack can hold, or raises ValueError, on every rank."""
     answer, problem = None, ""
     if group.rank == 0:
         try:
@@ -91,6 +101,25 @@ def on_rank_0(group: Communicator, act: Callable[[], Any]) -> Any:
     if problem:
         raise ValueError(problem)
     return answer
+
+
+def gather(group: Communicator, mine: Any, kind: Any = Any) -> list[Any]:
+    """Returns what each rank has given, as `kind`, which msgpack can hold."""
+    return [msgspec.msgpack.decode(part, type=kind) for part in group.all_gather_bytes(msgspec.msgpack.encode(mine))]
+
+
+def start_anew(*arguments: str, **environment: str) -> dict[str, Any]:
+    """Runs this command once more, with these as its last arguments and outside of this torchrun world.
+
+    Returns its result. Raises ValueError if it fails; its own error is then on stderr.
+    """
+    own = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(own)} | environment
+    command = [sys.executable, *sys.argv, *arguments]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{Path(sys.argv[0]).name}: its other processes ended with code {done.returncode}; see above")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def start_under_torchrun(num_ranks: int) -> None:

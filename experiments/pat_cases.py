@@ -11,9 +11,11 @@ import numpy as np
 
 from engines.coordination.policies import LayoutPolicy
 from engines.parallel.layout import Layout, nested_layout
+from engines.sequence import SamplingParams
+from experiments.paced import Variant, Workload
 from research.pat.controller import Estimator, PatController, PatOptions
 from research.pat.hindsight import PlayedPlan
-from research.pat.lookahead import Deployment, WorkLeft, make_plan
+from research.pat.lookahead import Deployment, make_plan
 from research.pat.profile import deployment_of
 from research.simulator.latency import TP_SIZES, LatencyProfile, profile
 from research.simulator.pace import ProfilePace
@@ -21,8 +23,6 @@ from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import DecoderShape
 
 CaseName = Literal["a40-8b-2048", "a40-8b-512", "h100-14b-512", "h100-8b-128", "uniform"]
-TOKEN_SCALE = 64
-"""Tokens of the profile per token here."""
 BLOCK_SIZE = 4
 HISTORY = 2048
 """Lengths of earlier sequences that the controller knows; they are drawn by another seed."""
@@ -37,7 +37,7 @@ class Batch:
     history: tuple[int, ...]
     """The same of earlier sequences."""
     longest: int
-    num_prompt_tokens: int = 2
+    num_prompt_tokens: int
 
     @property
     def max_model_len(self) -> int:
@@ -47,49 +47,67 @@ class Batch:
     def contexts(self) -> np.ndarray:
         return np.full(len(self.lengths), float(self.num_prompt_tokens))
 
+    def workload(self, prompts: list[list[int]]) -> Workload:
+        lengths = {(0, uid, 0): length for uid, length in enumerate(self.lengths)}
+        params = SamplingParams(max_tokens=self.longest, ignore_eos=True)
+        return Workload(prompts=prompts, params=params, lengths=lengths)
 
-def long_tailed(count: int, *, median: float, longest: int, sigma: float = 0.884, seed: int) -> Batch:
+
+def long_tailed(
+    count: int, *, median: float, longest: int, sigma: float = 0.884, seed: int, num_prompt_tokens: int = 2
+) -> Batch:
     """PAT's spread of lengths (Fig. 3b); with `sigma=0` all lengths are equal."""
     draw = LogNormalLengths(median=median, sigma=sigma, cap=longest).draw
-    return Batch(lengths=tuple(draw(count, seed)), history=tuple(draw(HISTORY, seed + 1000)), longest=longest)
+    return Batch(
+        lengths=tuple(draw(count, seed)),
+        history=tuple(draw(HISTORY, seed + 1000)),
+        longest=longest,
+        num_prompt_tokens=num_prompt_tokens,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A batch on GPUs of one kind; lengths in tokens of the profile."""
 
-    name: CaseName
+    name: CaseName | Literal[""] = ""
     gpus: str
     """As in the names of latency profiles."""
     batch: int
     median: float
     cap: int
     sigma: float = 0.884
-    scale: float
+    scale: float = 1.0
     """Seconds here per second of the profile with which 8 processes on 2 cores can follow."""
+    token_scale: int = 64
+    """Tokens of the profile per token here."""
+    num_prompt_tokens: int = 2
+    """Tokens here, as `block_size`."""
+    block_size: int = BLOCK_SIZE
 
     @cached_property
     def profiles(self) -> dict[int, LatencyProfile]:
         """By TP size."""
         return {size: profile(f"{self.gpus}-tp{size}") for size in TP_SIZES}
 
-    def draw(self, seed: int, shrink: int) -> Batch:
+    def draw(self, seed: int, shrink: int = 1) -> Batch:
         return long_tailed(
             max(1, self.batch // shrink),
-            median=self.median / TOKEN_SCALE,
-            longest=self.cap // TOKEN_SCALE,
+            median=self.median / self.token_scale,
+            longest=self.cap // self.token_scale,
             sigma=self.sigma,
             seed=seed,
+            num_prompt_tokens=self.num_prompt_tokens,
         )
 
-    def pace(self, scale: float) -> ProfilePace:
+    def pace(self, scale: float = 1.0) -> ProfilePace:
         one = self.profiles[1]
-        return ProfilePace(device=one.device, shape=one.shape, scale=self.scale * scale, token_scale=TOKEN_SCALE)
+        return ProfilePace(device=one.device, shape=one.shape, scale=self.scale * scale, token_scale=self.token_scale)
 
     def num_kv_tokens(self, num_ranks: int) -> dict[int, int]:
         """Tokens here that a replica's KV cache holds, by the TP sizes in which a sequence of any length fits."""
-        tokens = {size: one.kv_tokens_capacity() // TOKEN_SCALE for size, one in self.profiles.items()}
-        longest = self.cap // TOKEN_SCALE + 2 * BLOCK_SIZE
+        tokens = {size: one.kv_tokens_capacity() // self.token_scale for size, one in self.profiles.items()}
+        longest = self.num_prompt_tokens + self.cap // self.token_scale + self.block_size
         return {size: count for size, count in tokens.items() if count >= longest and num_ranks % size == 0}
 
     def deployment(self, pace: ProfilePace, num_ranks: int, max_num_seqs: int, max_model_len: int) -> Deployment:
@@ -133,25 +151,15 @@ def live_model(hidden: int) -> DecoderShape:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """How a batch is laid out."""
-
-    layout: Layout
-    policy: Callable[[], LayoutPolicy | None] = lambda: None
-    """Makes the layout policy of one rollout."""
-    tp_size: int | None = None
-    """The one of a static variant."""
+def static(num_ranks: int, tp_size: int, num_kv_tokens: int) -> Variant:
+    """`num_kv_tokens`: of a replica."""
+    return Variant(layout=nested_layout(range(num_ranks), tp_size), num_kv_tokens=num_kv_tokens // tp_size)
 
 
-def static(num_ranks: int, tp_size: int) -> Variant:
-    return Variant(layout=nested_layout(range(num_ranks), tp_size), tp_size=tp_size)
-
-
-def predicted(deployment: Deployment, batch: Batch) -> dict[int, float]:
-    """Seconds of the batch by static TP size."""
-    work = WorkLeft.of(deployment, batch.contexts, np.array(batch.lengths, float))
-    return {size: float(work.seconds(size).sum()) for size in deployment.steps}
+def changing(deployment: Deployment, layout: Layout, policy: Callable[[], LayoutPolicy]) -> Variant:
+    """Each rank's KV pool stays as it is in the deployment's replicas with the least per rank."""
+    of_rank = min(count // size for size, count in deployment.num_kv_tokens.items())
+    return Variant(layout=layout, num_kv_tokens=of_rank, layout_policy=policy)
 
 
 def adaptive(
@@ -164,7 +172,7 @@ def adaptive(
         return PatController(deployment, PatOptions(estimator=estimator), ended=history)
 
     first = controller().first_tp_size(batch.contexts, np.full(len(batch.lengths), float(batch.longest)))
-    return Variant(layout=nested_layout(range(deployment.num_ranks), first), policy=controller)
+    return changing(deployment, nested_layout(range(deployment.num_ranks), first), controller)
 
 
 def informed(deployment: Deployment, batch: Batch, best: int) -> dict[str, Variant]:
@@ -173,13 +181,8 @@ def informed(deployment: Deployment, batch: Batch, best: int) -> dict[str, Varia
     plan = make_plan(deployment, batch.contexts, np.array(batch.lengths, float), None)
     if len(plan.stages) == 1:
         return {}
-    played = {
-        name: PlayedPlan(plan, deployment.num_ranks, tp_size=size)
+    plans = {
+        name: partial(PlayedPlan, plan, deployment.num_ranks, tp_size=size)
         for name, size in (("hindsight", None), ("rebalanced", best))
     }
-    return {name: Variant(layout=one.layout(), policy=partial(itself, one)) for name, one in played.items()}
-
-
-def itself(policy: LayoutPolicy) -> LayoutPolicy:
-    """For a policy without state, which many rollouts may have."""
-    return policy
+    return {name: changing(deployment, make().layout(), make) for name, make in plans.items()}

@@ -4,16 +4,15 @@
     torchrun --standalone --nproc-per-node 2 experiments/pat_profile.py --model FOLDER --output FILE --check
 
 For each TP size that the ranks and the model's heads allow, all replicas run batches of dummy sequences, whose KV is
-zeros and so needs no prefill. Points take turns; each is the median of its steps. Switches are timed in rollouts, KV
-included. `--check` also measures points between the profiled ones, and batches whose sequences
-end one by one, and compares them with the predictor. The file is for `train.py --layout-policy pat` with the same
-engine options. Prints one JSON object.
+zeros and so needs no prefill. Points take turns; each is the median of its steps. Switches are those of rollouts, KV
+included, from the command to the ready replica. `--check` also measures points between the profiled ones, and batches
+whose sequences end one by one, and compares them with the predictor. The file is for `train.py --layout-policy pat`
+with the same engine options. Prints one JSON object.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -30,7 +29,7 @@ import tyro
 from tqdm import tqdm
 
 from engines import LLM, SamplingParams
-from engines.config import ModelConfig
+from engines.config import EngineConfig, ModelConfig, longest_sequence
 from engines.constraints import Count, Counts, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand
 from engines.coordination.views import LayoutChange, LayoutView
@@ -45,6 +44,7 @@ from experiments.bench.blank_kv import submit_decodes
 from experiments.bench.harness import machine, short
 from experiments.bench.models import checkpoint, random_sequence
 from experiments.engine_options import MIB, EngineOptions
+from research.pat.lookahead import Deployment
 from research.pat.predictor import Point, StepPredictor
 from research.pat.profile import BATCHES, CONTEXTS, Profile, Subject, SwitchTime
 from research.pat.redistribute import redistribute
@@ -99,8 +99,7 @@ class PatProfileConfig:
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(PatProfileConfig)
+    config = launch.options(PatProfileConfig)
     start = time.perf_counter()
     launch.share_cores()
     groups = _join(config.transport)
@@ -145,6 +144,18 @@ def subject_of(model: ModelConfig, dtype: str, groups: GroupCache | None) -> Sub
         "num_ranks": num_ranks,
         "num_threads": where["threads"],
     }
+
+
+def deployment_here(profile: Profile, folder: str | Path, engine: EngineConfig, groups: GroupCache) -> Deployment:
+    """Returns the profile's times for this run. Raises ValueError if it is of another deployment."""
+    model = ModelConfig.from_pretrained(folder)
+    sizes = [layout.replicas[0].tp_size for layout in nested_layouts(groups.world.size, model)]
+    return profile.deployment(
+        subject_of(model, engine.dtype, groups),
+        num_kv_tokens={size: kv_capacity(model, engine, size) for size in sizes},
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=longest_sequence(engine, model),
+    )
 
 
 def _join(transport: Transport) -> GroupCache | None:
@@ -264,8 +275,7 @@ class Passes:
     def _median(self, rows: list[Point]) -> Point:
         """Of one batch size: the median tokens, and the median seconds, of which the ranks take the mean."""
         _, tokens, seconds = (statistics.median(column) for column in zip(*rows, strict=True))
-        everyone = self._world.all_gather_bytes(repr(seconds).encode())
-        return rows[0][0], round(tokens), statistics.fmean(map(float, everyone))
+        return rows[0][0], round(tokens), statistics.fmean(launch.gather(self._world, seconds))
 
 
 def _time_passes(config: PatProfileConfig, passes: Passes) -> dict[str, list[list[Point]]]:
@@ -321,7 +331,8 @@ class _OneSwitch:
 def _time_switches(
     config: PatProfileConfig, folder: str, groups: GroupCache, sizes: list[int], fastest_s: float, bar: tqdm[Any]
 ) -> list[SwitchTime]:
-    """Between each two sizes, both ways, with few and with many tokens."""
+    """Between each two sizes, both ways, with few and with many tokens. Switches that come too late in their rollout
+    are left out."""
     policy = _OneSwitch()
     llm = LLM(
         folder,
@@ -337,48 +348,35 @@ def _time_switches(
         for tokens in (64, max(65, config.switch_tokens))
         for size in (*pair[::-1], *pair[::-1])
     ]
-    # The rest of a rollout is long enough for messages to arrive.
+    # So long generate the sequences of each rollout: long enough for messages to arrive.
     length = 16 + min(llm.max_model_len // 2, round(0.2 / fastest_s))
-    times = switch_times(llm, policy, groups.world, [*walk[:2], *config.turns * walk], length, bar)
+    count = min(2 * groups.world.size, llm.config.max_num_seqs - 1)
+    times: list[SwitchTime] = []
+    for place, (size, most) in enumerate([*walk[:2], *config.turns * walk]):
+        before = llm.layout.replicas[0].tp_size
+        if size == before:
+            continue
+        policy.target = nested_layout(range(groups.world.size), size)
+        context = max(1, min(most // count, llm.max_model_len - length - 1))
+        seconds = _time_switch(llm, groups.world, count, context, length)
+        if seconds is not None and place > 1:  # the first two warm up
+            times.append((before, size, count * context, seconds))
+        bar.update()
     llm.close()
     return times
 
 
-def switch_times(
-    llm: LLM, policy: _OneSwitch, world: Communicator, targets: Iterable[tuple[int, int]], length: int, bar: tqdm[Any]
-) -> list[SwitchTime]:
-    """Times a switch to each target (TP size, context tokens of a sequence), each in a rollout of sequences that
-    generate `length` tokens. The first two targets warm up. Targets that are the present size, and switches that come
-    too late in their rollout, are left out."""
-    count = min(2 * world.size, llm.config.max_num_seqs - 1)
-    times: list[SwitchTime | None] = []
-    for size, context in targets:
-        before = llm.layout.replicas[0].tp_size
-        policy.target = nested_layout(range(world.size), size) if size != before else None
-        if policy.target is not None:
-            context = max(1, min(context // count, llm.max_model_len - length - 1))
-            seconds = _time_switch(llm, world, count, context, length)
-            times.append(None if seconds is None else (before, size, count * context, seconds))
-            bar.update()
-    return [one for one in times[2:] if one is not None]
-
-
 def _time_switch(llm: LLM, world: Communicator, count: int, context: int, length: int) -> float | None:
-    """Seconds from the last step in the old layout to the end of each replica's first one in the new, less
-    a usual step."""
-    tokens = torch.randint(2, llm.model_config.vocab_size, (count + 1, context)).tolist()
-    prompts = json.loads(world.broadcast_bytes(json.dumps(tokens).encode()))
+    """Seconds of a switch on the rank that took longest, with its waits for the others; None if there was none."""
+    vocab_size = llm.model_config.vocab_size
+    prompts = launch.on_rank_0(world, lambda: torch.randint(2, vocab_size, (count + 1, context)).tolist())
     # The first sequence ends early, which starts the switch.
     params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in [2] + [length] * count]
+    before = llm.layout.epoch
     llm.generate(prompts, params)
-    mine = [(one.epoch, one.start, one.seconds) for one in llm.step_records]
-    everyone = [json.loads(part) for part in world.all_gather_bytes(json.dumps(mine).encode())]
-    old = [start + seconds for part in everyone for epoch, start, seconds in part if epoch < llm.layout.epoch]
-    new = [[(start, seconds) for epoch, start, seconds in part if epoch == llm.layout.epoch] for part in everyone]
-    if not old or not all(new):
-        return None
-    usual = statistics.median(seconds for part in new for _, seconds in part)
-    return max(0.0, max(sum(part[0]) for part in new) - max(old) - usual)
+    assert llm.rollout is not None
+    everyone = launch.gather(world, [one.seconds for one in llm.rollout.switches if one.epoch > before])
+    return max((seconds for mine in everyone for seconds in mine), default=None)
 
 
 if __name__ == "__main__":

@@ -16,30 +16,32 @@ import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 
 from engines.config import EngineConfig
 from engines.constraints import Count, check_fields
 from engines.coordination.policies import OnDemand
-from engines.sequence import SamplingParams, SequenceKey, SequenceState
+from engines.sequence import SequenceState
 from experiments import launch
-from experiments.bench.harness import short
-from experiments.pat_cases import Batch, Variant, adaptive, long_tailed, static
+from experiments.bench.harness import check_folders, in_columns, short
+from experiments.paced import Variant
+from experiments.pat_cases import Batch, Case, adaptive, changing, static
 from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import Deployment, make_plan
 from research.pat.profile import deployment_of
-from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
-from research.simulator.latency import TP_SIZES, profile
+from research.simulator.cluster import Cluster, ClusterConfig
 from research.simulator.pace import ProfilePace
 
 GPUS_PER_HOST, BLOCK_SIZE = 8, 16
 BATCH, PROMPT, SLOTS = 128, 512, 256
-MEDIAN = 2750.0  # with sigma 0.884, 10.85 % of responses pass 8K and 2.18 % pass 16K (Fig. 3b)
+# With this median, and sigma 0.884, 10.85 % of responses pass 8K and 2.18 % pass 16K (Fig. 3b).
+CASE: dict[str, Any] = {"batch": BATCH, "median": 2750, "num_prompt_tokens": PROMPT, "block_size": BLOCK_SIZE}
+CASE |= {"token_scale": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +102,13 @@ class PatSimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        for name in ("output", "figure"):
-            path = getattr(self, name)
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+        check_folders(self)
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(PatSimConfig)
+    config = launch.options(PatSimConfig)
     rows = [simulate(cell, config.seeds) for cell in tqdm(CELLS[-config.cells :], unit="cell")]
-    _print_table(rows)
+    print_table(rows)
     if config.figure is not None:
         from experiments.figures import draw_throughput
 
@@ -125,13 +123,23 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
     """Returns medians over batches whose longest response reaches the limit."""
     runs: dict[str, list[tuple[int, float]]] = {}
     switches = []
-    drawn = (long_tailed(BATCH, median=MEDIAN, longest=cell.cap, seed=seed) for seed in itertools.count())
+    case = Case(gpus=cell.gpus, cap=cell.cap, **CASE)
+    pace = case.pace()
+    deployment = deployment_of(
+        pace,
+        num_ranks=GPUS_PER_HOST,
+        num_kv_tokens=case.num_kv_tokens(GPUS_PER_HOST),  # each TP size has its own
+        max_num_seqs=SLOTS,
+        max_model_len=PROMPT + cell.cap,
+    )
+    drawn = (case.draw(seed) for seed in itertools.count())
     for batch in itertools.islice((one for one in drawn if max(one.lengths) == cell.cap), num_seeds):
         ends: dict[str, list[float]] = {}
         for host in range(cell.hosts):
-            part = replace(batch, lengths=batch.lengths[host :: cell.hosts], num_prompt_tokens=PROMPT)
-            for name, variant in _variants(cell, part).items():
-                done = _roll_out(cell, part, variant)
+            part = replace(batch, lengths=batch.lengths[host :: cell.hosts])
+            for name, variant in _variants(deployment, part).items():
+                cluster, states = simulated(pace, deployment, part, variant)
+                done = cluster.roll_out(states)
                 ends.setdefault(name, []).append(done.makespan)
                 if name == "lookahead":
                     switches.append(sum(decision.action == "regroup" for decision in done.decisions))
@@ -156,54 +164,35 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
     }
 
 
-def _deployment(cell: Cell) -> tuple[ProfilePace, Deployment]:
-    """Of a host, with the TP sizes in which a sequence of any length fits."""
-    sizes = {size: profile(f"{cell.gpus}-tp{size}").kv_tokens_capacity() for size in TP_SIZES}
-    one, longest = profile(f"{cell.gpus}-tp{GPUS_PER_HOST}"), PROMPT + cell.cap
-    pace = ProfilePace(device=one.device, shape=one.shape)
-    fitting = {size: count // BLOCK_SIZE * BLOCK_SIZE for size, count in sizes.items() if count >= longest + BLOCK_SIZE}
-    return pace, deployment_of(
-        pace, num_ranks=GPUS_PER_HOST, num_kv_tokens=fitting, max_num_seqs=SLOTS, max_model_len=longest
-    )
-
-
-def _variants(cell: Cell, batch: Batch) -> dict[str, Variant]:
-    _, deployment = _deployment(cell)
+def _variants(deployment: Deployment, batch: Batch) -> dict[str, Variant]:
     plan = make_plan(deployment, batch.contexts, np.array(batch.lengths, float), None)
-    played = PlayedPlan(plan, GPUS_PER_HOST)
+    play = partial(PlayedPlan, plan, GPUS_PER_HOST)
     return {
-        **{f"TP{size}": static(GPUS_PER_HOST, size) for size in deployment.steps},
+        **{f"TP{size}": static(GPUS_PER_HOST, size, count) for size, count in deployment.num_kv_tokens.items()},
         "lookahead": adaptive(deployment, batch),
         "paper": adaptive(deployment, batch, "paper"),
-        "hindsight": Variant(layout=played.layout(), policy=lambda: played),
+        "hindsight": changing(deployment, play().layout(), play),
     }
 
 
-def _roll_out(cell: Cell, batch: Batch, variant: Variant) -> SimulatedRollout:
-    pace, deployment = _deployment(cell)
+def simulated(
+    pace: ProfilePace, deployment: Deployment, batch: Batch, variant: Variant, *, records_steps: bool = False
+) -> tuple[Cluster, list[SequenceState]]:
+    """Returns a cluster, and what it is to roll out."""
     config = ClusterConfig(
         layout=variant.layout,
         engine=EngineConfig(max_num_seqs=SLOTS, max_num_batched_tokens=8192, block_size=BLOCK_SIZE),
         pace=pace,
         num_kv_tokens=deployment.num_kv_tokens,
         max_model_len=deployment.max_model_len,
-        records_steps=False,
+        records_steps=records_steps,
     )
-    states = [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
-            group_id=uid,
-            tokens=[uid] * PROMPT,
-            num_prompt_tokens=PROMPT,
-            params=SamplingParams(max_tokens=cell.cap),
-        )
-        for uid in range(len(batch.lengths))
-    ]
-    lengths = {(0, uid, 0): length for uid, length in enumerate(batch.lengths)}
-    return Cluster(config, schedule_policy=OnDemand(), lengths=lengths, layout_policy=variant.policy()).roll_out(states)
+    work = batch.workload([[uid] * batch.num_prompt_tokens for uid in range(len(batch.lengths))])
+    policy = variant.layout_policy()
+    return Cluster(config, schedule_policy=OnDemand(), lengths=work.lengths, layout_policy=policy), work.states()
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["tokens_per_second"]))
     lines = [["figure", "limit", *names, "best", "PAT / best", "hindsight / best", "claim", "true over"]]
     for row in rows:
@@ -211,9 +200,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         ratios = [f"{row['vs_best_static'][name]:g}" for name in ("lookahead", "hindsight")]
         claim = [f"{row['claim'] or '-'}", ", ".join(row["true_over"]) or "-"]
         lines.append([row["figure"], f"{row['cap'] // 1024}K", *speeds, row["best_static"], *ratios, *claim])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.rjust, line, widths)), file=sys.stderr)
+    print(in_columns(lines), file=sys.stderr)
 
 
 if __name__ == "__main__":

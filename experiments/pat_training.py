@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from algos.collect import Collector
-from engines.config import ModelConfig, longest_sequence
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
-from engines.replica.engine import kv_capacity
-from engines.rollout.telemetry import StepRecord
+from engines.rollout.telemetry import SwitchRecord
 from experiments import launch
 from experiments.config import TrainConfig
-from experiments.pat_profile import nested_layouts, subject_of
+from experiments.pat_profile import deployment_here
 from research.pat.controller import PatController
 from research.pat.profile import Profile
 
@@ -36,16 +32,7 @@ def load_profile(config: TrainConfig) -> Profile | None:
 
 def make_controller(config: TrainConfig, profile: Profile, folder: Path, groups: GroupCache) -> PatController:
     """Raises ValueError if the profile is of another deployment."""
-    model = ModelConfig.from_pretrained(folder)
-    engine = config.rollout.engine_config(config.seed)
-    sizes = [layout.replicas[0].tp_size for layout in nested_layouts(groups.world.size, model)]
-    deployment = profile.deployment(
-        subject_of(model, engine.dtype, groups),
-        num_kv_tokens={size: kv_capacity(model, engine, size) for size in sizes},
-        max_num_seqs=engine.max_num_seqs,
-        max_model_len=longest_sequence(engine, model),
-    )
-    return PatController(deployment)
+    return PatController(deployment_here(profile, folder, config.rollout.engine_config(config.seed), groups))
 
 
 class RolloutLayouts:
@@ -54,6 +41,7 @@ class RolloutLayouts:
 
     def __init__(self, controller: PatController | None, collector: Collector) -> None:
         self._controller, self._collector = controller, collector
+        self._first = self._num_before = 0
 
     def recall(self, path: Path) -> None:
         """Learns the lengths that a resumed run wrote to this file, one JSON object per step."""
@@ -72,6 +60,7 @@ class RolloutLayouts:
         if size != llm.layout.replicas[0].tp_size:
             layout = nested_layout(range(self._collector.group.size), size, epoch=llm.layout.epoch + 1)
             llm.regroup(layout, keep_weights=keep_weights)
+        self._first, self._num_before = size, len(self._switches())
         return time.perf_counter() - start
 
     def _first_size(self, index: int) -> int:
@@ -86,20 +75,19 @@ class RolloutLayouts:
         """Returns those of the rollout, with the estimates that they rest on."""
         return [asdict(one) for one in self._controller.log] if self._controller is not None else []
 
-    def metrics(self, steps: Sequence[StepRecord]) -> dict[str, float]:
-        return switch_metrics(steps) if self._controller is not None else {}
+    def metrics(self) -> dict[str, float]:
+        """Returns the TP sizes at both ends, the number of switches since `begin`, and their mean seconds."""
+        if self._controller is None:
+            return {}
+        switches = self._switches()[self._num_before :]
+        metrics = {
+            "rollout/num_switches": float(len(switches)),
+            "rollout/first_tp_size": float(self._first),
+            "rollout/last_tp_size": float(switches[-1].tp_size if switches else self._first),
+        }
+        return metrics | ({"timing_s/switch": float(np.mean([one.seconds for one in switches]))} if switches else {})
 
-
-def switch_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Returns the TP sizes of a rollout, the number of its switches, and their mean seconds: from the last step before
-    to the first one after. Without steps, as when all sequences were in the journal, there was no switch."""
-    if not steps:
-        return {"rollout/num_switches": 0.0}
-    epochs = [[step for step in steps if step.epoch == epoch] for epoch in sorted({step.epoch for step in steps})]
-    gaps = [min(s.start for s in new) - max(s.start + s.seconds for s in old) for old, new in pairwise(epochs)]
-    metrics = {
-        "rollout/num_switches": float(len(gaps)),
-        "rollout/first_tp_size": float(epochs[0][0].tp_size),
-        "rollout/last_tp_size": float(epochs[-1][0].tp_size),
-    }
-    return metrics | ({"timing_s/switch": float(np.mean(gaps))} if gaps else {})
+    def _switches(self) -> list[SwitchRecord]:
+        """Returns those of this rank, all of a run."""
+        assert self._collector.llm.rollout is not None
+        return self._collector.llm.rollout.switches

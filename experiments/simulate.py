@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from msgspec import Meta
 from tqdm import tqdm
 
@@ -25,9 +24,11 @@ from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, W
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.parallel.layout import contiguous_layout
 from engines.rollout.telemetry import StepRecord, busy_share, draft_metrics, write_chrome_trace
-from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
+from engines.sequence import SamplingParams, SequenceId
 from experiments import launch
+from experiments.bench.harness import check_figure, check_folders, in_columns
 from experiments.engine_options import DraftLengths, draft_policy
+from experiments.paced import Workload
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
 from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
 from research.simulator.hindsight import LongestFirst, floor_seconds
@@ -115,14 +116,8 @@ class SimulateConfig:
                 f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the {self.num_kv_tokens()} "
                 f"tokens of KV that a replica holds; give a larger --tensor-parallel-size or a lower --cap"
             )
-        for name in ("figure", "traces"):
-            path = getattr(self, name)
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(
-                    f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it, or give another --{name}"
-                )
-        if self.figure is not None and self.figure.suffix not in (".png", ".pdf", ".svg"):
-            raise ValueError(f"figure={str(self.figure)!r}: must end in .png, .pdf or .svg")
+        check_folders(self, ["figure", "traces"])
+        check_figure(self.figure)
         if self.traces is not None and self.traces.exists() and not self.traces.is_dir():
             raise ValueError(f"traces={str(self.traces)!r}: is a file; give a folder")
 
@@ -148,8 +143,7 @@ class SimulateConfig:
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(SimulateConfig)
+    config = launch.options(SimulateConfig)
     lengths = _lengths(config)
     runs, seconds = {}, {}
     with tqdm(total=len(lengths) * len(config.policies), unit="sequence") as bar:
@@ -214,17 +208,9 @@ def _roll_out(
         drafts=config.drafts(),
         draft_policy=draft_policy(config.draft_lengths, config.engine()),
     )
-    params = SamplingParams(max_tokens=config.cap)
-    states = [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index),
-            group_id=uid,
-            tokens=[uid * config.prompt + place for place in range(config.prompt)],
-            num_prompt_tokens=config.prompt,
-            params=params,
-        )
-        for _, uid, index in lengths
-    ]
+    prompts = [list(range(uid * config.prompt, (uid + 1) * config.prompt)) for uid in range(config.groups)]
+    params = SamplingParams(max_tokens=config.cap, n=config.group_size)
+    states = Workload(prompts=prompts, params=params, lengths=lengths).states()
     if config.max_draft_tokens:
         states.sort(key=lambda state: state.key.sample_index)  # as `LLM.generate` does
     simulated = Cluster(cluster, schedule_policy=policy, lengths=lengths)
@@ -250,9 +236,7 @@ def _describe(
 def _print_table(results: dict[str, dict[str, float]]) -> None:
     columns = list(next(iter(results.values())))
     lines = [["", *columns], *([name, *(f"{one[key]:g}" for key in columns)] for name, one in results.items())]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.rjust, line, widths)), file=sys.stderr)
+    print(in_columns(lines), file=sys.stderr)
 
 
 def _draw(config: SimulateConfig, runs: dict[PolicyName, SimulatedRollout]) -> None:

@@ -394,8 +394,7 @@ class Run:
         # In all nested layouts the first rank of replica i is rank i.
         led = [step for step in self.llm.step_records if step.replica_id == self.group.rank]
         mine = (moves if leads else dict.fromkeys(moves, 0), led)
-        heard = self.group.all_gather_bytes(msgspec.msgpack.encode(mine))
-        everyone = [msgspec.msgpack.decode(one, type=tuple[dict[str, int], list[StepRecord]]) for one in heard]
+        everyone = launch.gather(self.group, mine, tuple[dict[str, int], list[StepRecord]])
         steps = [step for _, part in everyone for step in part]
         if self.folder.is_writer:
             self.folder.replace("rollout_steps.jsonl", "".join(json.dumps(asdict(step)) + "\n" for step in steps))
@@ -404,7 +403,7 @@ class Run:
         metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
         if self.llm.config.drafter != "none":
             metrics |= {f"rollout/{name}": value for name, value in draft_metrics(steps).items()}
-        return metrics | self.layouts.metrics(steps)
+        return metrics | self.layouts.metrics()
 
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""

@@ -13,58 +13,38 @@ docs/simulator.md shows and explains a result.
 from __future__ import annotations
 
 import inspect
-import itertools
-import json
-import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import torch
 import torch.distributed as dist
-import tyro
 from msgspec import Meta
 from tqdm import tqdm
 
-from engines import LLM, SamplingParams
+from engines import LLM
 from engines.config import EngineConfig
 from engines.constraints import Count, NonNegative, Positive, check_fields
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
-from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-from engines.replica.replica import StepOutput
+from engines.parallel.layout import nested_layout
 from engines.rollout import world as rollout_world
-from engines.rollout.generation import make_states
 from engines.rollout.pace import Pace
-from engines.rollout.pace import Path as KVPath
-from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId
 from experiments import launch
-from experiments.bench.harness import machine, short
+from experiments.bench.harness import busy, check_folders, in_columns, report, short
 from experiments.bench.models import checkpoint
-from experiments.validation_cells import (
-    KINDS,
-    MAX_MODEL_LEN,
-    Cell,
-    Kind,
-    Run,
-    Steps,
-    cells,
-    describe,
-    engine_options,
-    score,
-)
+from experiments.paced import Bench, Variant
+from experiments.validation_cells import KINDS, MAX_MODEL_LEN, OPTIONS, Cell, Kind, Run, cells, describe, score
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
@@ -101,91 +81,38 @@ class ValidateConfig:
         check_fields(self, "")
         if self.batch % 4:
             raise ValueError(f"batch={self.batch}: must be a multiple of 4, the size of a group of the mixed cells")
-        if self.output is not None and not self.output.parent.is_dir():
-            raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
-
-
-@dataclass
-class PricedSteps:
-    """A `Pace` that keeps the seconds that another one returned for each step, with its transfers."""
-
-    pace: Pace
-    seconds: list[float] = field(default_factory=list)
-    _in_step: bool = False
-    """Whether the next transfer belongs to the last step, and not to a command."""
-
-    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
-        self.seconds.append(self.pace.step(spec, output))
-        self._in_step = True
-        return self.seconds[-1]
-
-    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: KVPath) -> float:
-        seconds = self.pace.transfer(spec, num_tokens, path)
-        if self._in_step:
-            self.seconds[-1] += seconds
-        self._in_step = False
-        return seconds
-
-    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
-        return self.pace.switch(before, after, num_kv_tokens)
+        check_folders(self)
 
 
 class Paced:
     """Rolls cells out with real processes. All ranks make and call it together."""
 
-    def __init__(self, model: str, groups: GroupCache, pace: ProfilePace) -> None:
-        self._model, self._groups, self._pace = model, groups, pace
-        self.kv_bytes_per_token = 0
+    def __init__(self, model: str, groups: GroupCache) -> None:
+        self._model, self._groups = model, groups
         self.num_replayed = 0
         """Commands that fresh cores returned again."""
 
     def roll_out(self, cell: Cell, policy: SchedulePolicy, pace: Pace | None) -> Run:
-        world, lengths = self._groups.world, cell.lengths()
-        priced = PricedSteps(pace) if pace is not None else None
-        layout_policy = cell.layout_policy(world.size)
+        world, workload = self._groups.world, cell.workload()
+        options = {"dtype": "float32", "preemption": cell.preemption, **OPTIONS}
+        bench = Bench(model=self._model, groups=self._groups, pace=pace, options=options)
+        layout = nested_layout(range(world.size), 1)
+        variant = Variant(layout=layout, num_kv_tokens=cell.num_kv_tokens, schedule=lambda: policy)
         with recording(rollout_world):
-            llm = LLM(
-                self._model,
-                world=self._groups,
-                layout=nested_layout(range(world.size), 1),
-                schedule=policy,
-                layout_policy=layout_policy,
-                pace=priced,
-                hidden_stop=lambda state: state.num_generated >= lengths[state.sequence_id],
-                **engine_options(cell, self.kv_bytes_per_token),
-            )
+            llm, recorder = bench.start(workload, variant, cell.layout_policy(world.size))
         ends: dict[SequenceId, float] = {}
 
         def hear(finished: Finished) -> None:
             ends[finished.state.sequence_id] = time.monotonic()
 
-        params = SamplingParams(max_tokens=cell.cap, ignore_eos=True, n=cell.group_size)
         time.sleep(2 * REPORT_EVERY_S)  # a world is mostly older than that when a rollout begins
-        llm.generate(
-            cell.prompts(),
-            params,
-            prompt_uids=range(cell.num_prompts),
-            on_finished=hear,
-        )
-        assert llm.rollout is not None
-        steps = self._gather(llm.rollout.step_records, priced.seconds if priced is not None else [])
+        _, steps = bench.generate(llm, recorder, workload, on_finished=hear)
         self._replay(llm, cell)
         llm.close()
-        ends = msgspec.msgpack.decode(
-            world.broadcast_bytes(msgspec.msgpack.encode(list(ends.items()))), type=list[tuple[SequenceId, float]]
+        heard = launch.on_rank_0(world, lambda: list(ends.items()))
+        return describe(
+            [(priced, step) for step, _, priced in steps], {tuple(id_): end for id_, end in heard}, world.size
         )
-        return describe(steps, dict(ends), world.size)
-
-    def _gather(self, steps: list[StepRecord], priced: list[float]) -> Steps:
-        """Returns the steps of all replicas, each replica's from its first rank. Unpaced steps have a price of 0."""
-        mine = list(itertools.zip_longest(priced, steps, fillvalue=0.0))
-        first: dict[tuple[int, int], int] = {}
-        found: Steps = []
-        for rank, part in enumerate(self._groups.world.all_gather_bytes(msgspec.msgpack.encode(mine))):
-            for pair in msgspec.msgpack.decode(part, type=Steps):
-                if first.setdefault((pair[1].epoch, pair[1].replica_id), rank) == rank:
-                    found.append(pair)
-        return found
 
     def _replay(self, llm: LLM, cell: Cell) -> None:
         """Plays the log of the rollout to a fresh core and policies; AssertionError where they decide otherwise."""
@@ -210,7 +137,7 @@ def simulate(
 ) -> tuple[Run, SimulatedRollout]:
     config = ClusterConfig(
         layout=nested_layout(range(num_ranks), 1),
-        engine=EngineConfig(**engine_options(cell, 1)),
+        engine=EngineConfig(preemption=cell.preemption, **OPTIONS),
         pace=pace,
         num_kv_tokens={tp_size: tp_size * cell.num_kv_tokens for tp_size in (1, 2)},
         max_model_len=MAX_MODEL_LEN,
@@ -219,35 +146,12 @@ def simulate(
     cluster = Cluster(
         config, schedule_policy=policy, lengths=cell.lengths(), layout_policy=cell.layout_policy(num_ranks)
     )
-    params = [SamplingParams(max_tokens=cell.cap, ignore_eos=True, n=cell.group_size)] * cell.num_prompts
-    states = make_states(cell.prompts(), params, range(cell.num_prompts), run_seed=0, policy_step=0)
-    done = cluster.roll_out(states)
+    done = cluster.roll_out(cell.workload().states())
     return describe([(step.seconds, step) for step in done.steps], done.finish_times, num_ranks), done
 
 
-@contextmanager
-def busy_cores() -> Iterator[None]:
-    """All cores of this machine compute meanwhile."""
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=_spin, daemon=True) for _ in os.sched_getaffinity(0)]
-    for one in others:
-        one.start()
-    try:
-        yield
-    finally:
-        for one in others:
-            one.kill()
-            one.join()
-
-
-def _spin() -> None:
-    while True:
-        pass
-
-
 def main() -> dict[str, Any] | None:
-    with launch.told_once():
-        config = tyro.cli(ValidateConfig)
+    config = launch.options(ValidateConfig)
     launch.start_under_torchrun(4)
     if launch.num_ranks() % 2:
         raise ValueError(f"ranks={launch.num_ranks()}: must be even: a regroup makes replicas of two; start it with 4")
@@ -264,8 +168,7 @@ def main() -> dict[str, Any] | None:
     paced: dict[str, list[Run]] = {}
     policies = {cell.name: cell.schedule_policy() for cell in chosen}
     with checkpoint("0.8m", max_positions=MAX_MODEL_LEN, dtype="float32", world=world) as model:
-        real = Paced(model, groups, pace)
-        real.kv_bytes_per_token = _kv_bytes_per_token(model)
+        real = Paced(model, groups)
         real.roll_out(chosen[0], policies[chosen[0].name], None)  # live, by the same policy object; it also warms up
         gap_s = real.roll_out(calibration, OnDemand(), pace).mean_gap
         for _turn in range(config.turns):
@@ -279,18 +182,12 @@ def main() -> dict[str, Any] | None:
     overheads = [Overheads(**means, seed=seed) for seed in range(SIMULATIONS)]
     roll = partial(simulate, pace=pace, num_ranks=num_ranks)
     logs = {cell.name: [roll(cell, policies[cell.name], overheads=one) for one in overheads] for cell in chosen}
-    with busy_cores():
+    with busy(len(os.sched_getaffinity(0))):
         log_equal = all(
             roll(cell, cell.schedule_policy(), overheads=overheads[0])[1] == logs[cell.name][0][1] for cell in chosen
         )
     simulated = {name: [run for run, _ in pairs] for name, pairs in logs.items()}
     return _result(config, simulated, paced, gap_s, replayed, log_equal, policies)
-
-
-def _kv_bytes_per_token(model: str) -> int:
-    from engines.config import ModelConfig
-
-    return ModelConfig.from_pretrained(model).kv_bytes_per_token(4)
 
 
 def _result(
@@ -317,14 +214,9 @@ def _result(
         **{what: partial(_parts, what=what, simulated=simulated, paced=paced) for what in ("busy", "gap", "idle")},
     }
     lines = [list(columns), *([column(name) for column in columns.values()] for name in simulated)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.rjust, line, widths)), file=sys.stderr)
-    result = {
-        "experiment": "validate_simulator",
+    print(in_columns(lines), file=sys.stderr)
+    measured = {
         "tier": "paced and sim",
-        "machine": machine(),
-        "workload": {key: value for key, value in asdict(config).items() if key != "output"},
         "policies": {
             name: f"{type(policy).__name__} of {Path(inspect.getfile(type(policy))).relative_to(HOUSE)}"
             for name, policy in policies.items()
@@ -344,10 +236,7 @@ def _result(
         "median_error": short(statistics.median(one["makespan_error"] for one in scores.values())),
         "worst_error": short(max(one["makespan_error"] for one in scores.values())),
     }
-    text = json.dumps(result, indent=2, default=str)
-    if config.output is not None:
-        config.output.write_text(text + "\n")
-    return dict(json.loads(text))
+    return report("validate_simulator", config, measured)
 
 
 def _parts(name: str, *, what: str, simulated: dict[str, list[Run]], paced: dict[str, list[Run]]) -> str:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from engines.config import Preemption
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy, Static
 from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
 from engines.parallel.layout import nested_layout
 from engines.rollout.telemetry import StepRecord
-from engines.sequence import SequenceId
+from engines.sequence import SamplingParams, SequenceId
+from experiments.bench.models import random_prompts
+from experiments.paced import Workload
 from research.workloads.lengths import LogNormalLengths
 
 SLOTS = 16
@@ -86,9 +86,12 @@ class Cell:
         longest = self.num_prompt_tokens + self.cap
         return -(-max(round(self.room * demand), longest) // BLOCK_SIZE) * BLOCK_SIZE
 
-    def prompts(self) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(2, 256, (self.num_prompts, self.num_prompt_tokens), generator=generator).tolist()
+    def workload(self) -> Workload:
+        return Workload(
+            prompts=random_prompts(self.num_prompts, self.num_prompt_tokens),
+            params=SamplingParams(max_tokens=self.cap, ignore_eos=True, n=self.group_size),
+            lengths=self.lengths(),
+        )
 
     def schedule_policy(self) -> SchedulePolicy:
         kinds: dict[Kind, Callable[[], SchedulePolicy]] = {"static": Static, "moves": InChunks}
@@ -107,15 +110,12 @@ def cells(kinds: tuple[Kind, ...], rooms: tuple[float, ...], batch: int) -> list
     ]
 
 
-def engine_options(cell: Cell, kv_bytes_per_token: int) -> dict[str, Any]:
-    return {
-        "max_num_seqs": SLOTS,
-        "block_size": BLOCK_SIZE,
-        "max_num_batched_tokens": 512,
-        "max_model_len": MAX_MODEL_LEN,
-        "kv_cache_bytes": cell.num_kv_tokens * kv_bytes_per_token,
-        "preemption": cell.preemption,
-    }
+OPTIONS: dict[str, Any] = {
+    "max_num_seqs": SLOTS,
+    "block_size": BLOCK_SIZE,
+    "max_num_batched_tokens": 512,
+    "max_model_len": MAX_MODEL_LEN,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

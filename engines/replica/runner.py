@@ -110,6 +110,12 @@ class ModelRunner:
         assert self._padded is not None
         return self._decoder.hidden(self._padded.batch(size), self._kv)
 
+    def _follow(self, sequences: list[Sequence], contexts: np.ndarray) -> None:
+        """Takes over the blocks that sequences have got for their new tokens."""
+        num_known = np.array([sequence.num_table_blocks for sequence in sequences])
+        for row in np.flatnonzero(num_known * self._block_size < contexts).tolist():
+            self._slots.follow(sequences[row])
+
     def _build(self, scheduled: list[Scheduled], has_forks: bool) -> _Pass:
         sequences = [item.sequence for item in scheduled]
         starts = np.array([sequence.num_computed for sequence in sequences])
@@ -120,9 +126,7 @@ class ModelRunner:
         slots = np.array([sequence.slot for sequence in sequences])
         contexts = starts + lengths
         block_size = self._block_size
-        num_known = np.array([sequence.num_table_blocks for sequence in sequences])
-        for row in np.flatnonzero(num_known * block_size < contexts).tolist():
-            self._slots.follow(sequences[row])
+        self._follow(sequences, contexts)
         known = np.array([len(sequence.state.tokens) for sequence in sequences])
         num_seqs, num_tokens = len(sequences), int(lengths.sum())
         ends = np.cumsum(lengths)

@@ -5,19 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from engines.parallel.collectives import Communicator
-from engines.sequence import (
-    Completion,
-    Finished,
-    SamplingParams,
-    SequenceId,
-    SequenceKey,
-    SequenceState,
-    is_int64,
-)
+from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState, is_int64
+
+if TYPE_CHECKING:
+    from engines.parallel.collectives import Communicator
 
 
 def make_states(

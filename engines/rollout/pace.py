@@ -61,7 +61,16 @@ def row_seconds(pace: Pace, spec: ReplicaSpec) -> RowSeconds:
 
     Each row attends to itself alone: the KV that draft tokens attend to is read for their sequence in any case.
     """
-    return lambda rows: pace.step(
-        spec,
-        StepOutput(num_running=rows, num_tokens=rows, num_context_tokens=rows, num_pairs=rows, num_sampled=rows),
+    return lambda rows: decode_seconds(pace, spec, rows, rows)
+
+
+def decode_seconds(pace: Pace, spec: ReplicaSpec, batch: int, num_context_tokens: int) -> float:
+    """Returns the seconds of a step that gives each sequence of a batch its next token."""
+    output = StepOutput(
+        num_running=batch,
+        num_tokens=batch,
+        num_context_tokens=num_context_tokens,
+        num_pairs=num_context_tokens,
+        num_sampled=batch,
     )
+    return pace.step(spec, output)

@@ -9,10 +9,12 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines import LLM, SamplingParams
 from engines.kvcache.store import KVContent, Tier
 from engines.replica.mover import KVMover
+from engines.rollout.generation import make_states
 from engines.sequence import KVHandle, KVPart, Work
+from experiments.bench.models import random_prompts
 
 
 class BlankKV:
@@ -42,13 +44,10 @@ def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, f
     mover.use(BlankKV())
     dtype = str(llm.config.dtype)
     heads = llm.model_config.num_kv_heads
-    generator = torch.Generator().manual_seed(first_uid)
-    tokens = torch.randint(2, llm.model_config.vocab_size, (num_sequences, context), generator=generator).tolist()
+    tokens = random_prompts(num_sequences, context, llm.model_config.vocab_size, seed=first_uid)
     params = SamplingParams(max_tokens=length, ignore_eos=True)
-    for index in range(num_sequences):
-        uid = first_uid + index
-        key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
-        state = SequenceState(key=key, group_id=uid, tokens=tokens[index], num_prompt_tokens=context, params=params)
+    uids = range(first_uid, first_uid + num_sequences)
+    for state in make_states(tokens, [params] * num_sequences, uids, run_seed=0, policy_step=0):
         handle = KVHandle(
             num_tokens=context - 1,
             policy_version=llm.policy_version,

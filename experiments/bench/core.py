@@ -21,7 +21,8 @@ from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand
 from engines.coordination.requests import BeginPhase, SubmitSequences
 from engines.parallel.layout import contiguous_layout
-from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState
+from engines.rollout.generation import make_states
+from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceState
 from experiments.bench import harness
 
 EVENTS = ("finished", "reported", "submitted")
@@ -99,11 +100,9 @@ class _Driver:
                 self.running[item.replica_id] += [work.state for work in item.works]
 
     def submit(self, num_states: int, timed: str = "") -> None:
-        params = SamplingParams(max_tokens=1 << 20)
-        states = []
-        for uid in range(self.num_states, self.num_states + num_states):
-            key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
-            states.append(SequenceState(key=key, group_id=uid, tokens=[1], num_prompt_tokens=1, params=params))
+        params = [SamplingParams(max_tokens=1 << 20)] * num_states
+        uids = range(self.num_states, self.num_states + num_states)
+        states = make_states([[1]] * num_states, params, uids, run_seed=0, policy_step=0)
         self.num_states += num_states
         self.say(SubmitSequences(states=tuple(states)), timed)
 

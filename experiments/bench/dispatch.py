@@ -14,27 +14,28 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from engines import LLM, SamplingParams
+from engines import SamplingParams
 from engines.constraints import Count, NonNegative
-from engines.coordination.policies import OnDemand, Static
+from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import ReplicaSpec, nested_layout
-from engines.replica.replica import StepOutput
+from engines.rollout.pace import decode_seconds
 from engines.rollout.telemetry import StepRecord, busy_share
 from experiments import launch
 from experiments.bench import harness
-from experiments.bench.models import checkpoint
+from experiments.bench.models import checkpoint, random_prompts
 from experiments.figures import draw_timelines
+from experiments.paced import Bench, Variant, Workload, makespan
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import LogNormalLengths
@@ -91,32 +92,27 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     groups = GroupCache(world, [layout])
     pace = config.pace()
     lengths = LogNormalLengths(median=100.0, sigma=SIGMA, cap=config.cap).draw(config.batch, seed=0)
-    with checkpoint(config.model, max_positions=PROMPT_LENGTH + config.cap, dtype="float32", world=world) as folder:
-        engines = {
-            name: LLM(
-                folder,
-                world=groups,
-                layout=layout,
-                schedule=policy,
-                pace=pace,
-                hidden_stop=lambda state: state.num_generated >= lengths[state.key.prompt_uid],
-                max_num_seqs=config.slots,
-                max_model_len=PROMPT_LENGTH + config.cap,
-                kv_cache_bytes=64 * 2**20,
-            )
-            for name, policy in ((ON_DEMAND, OnDemand()), (STATIC, Static()))
+    workload = Workload(
+        prompts=random_prompts(config.batch, PROMPT_LENGTH),
+        params=SamplingParams(max_tokens=config.cap, ignore_eos=True),
+        lengths={(0, uid, 0): length for uid, length in enumerate(lengths)},
+    )
+    longest = PROMPT_LENGTH + config.cap
+    room = config.slots * (longest + 16)
+    options = {"dtype": "float32", "max_num_seqs": config.slots, "max_model_len": longest}
+    schedules: dict[str, Callable[[], SchedulePolicy]] = {ON_DEMAND: OnDemand, STATIC: Static}
+    with checkpoint(config.model, max_positions=longest, dtype="float32", world=world) as folder:
+        bench = Bench(model=folder, groups=groups, pace=pace, options=options)
+        variants = {
+            name: partial(bench.roll_out, workload, Variant(layout=layout, num_kv_tokens=room, schedule=policy))
+            for name, policy in schedules.items()
         }
-    leads = any(replica.ranks[0] == world.rank for replica in layout.replicas)
-    tokens: list[list[list[int]]] = []
-    roll_out = partial(_roll_out, config, leads, world, tokens)
-    runs = harness.interleave({name: partial(roll_out, llm) for name, llm in engines.items()}, config.turns)
-    assert all(one == tokens[0] for one in tokens), "dispatch changed a token"
-    assert [len(one) for one in tokens[0]] == lengths
-    for llm in engines.values():
-        llm.close()
+        rollouts = harness.interleave(variants, config.turns)
+    assert len({one.digest for some in rollouts.values() for one in some}) == 1, "dispatch changed a token"
+    runs = {name: [[step for step, _, _ in one.steps] for one in some] for name, some in rollouts.items()}
     dist.destroy_process_group()
     if config.figure is not None and world.rank == 0:
-        draw_timelines(config.figure, {name: runs[name][0] for name in engines})
+        draw_timelines(config.figure, {name: runs[name][0] for name in schedules})
     facts: dict[str, Any] = {"tokens": sum(lengths), "longest": max(lengths)}
     if pace is not None:
         facts["floor_ms"] = harness.short(1e3 * _floor(config, pace, lengths, len(layout.replicas)))
@@ -124,25 +120,9 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     return {"tier": "paced" if pace is not None else "live", "ranks": world.size, "rows": rows}
 
 
-def _roll_out(
-    config: DispatchBench, leads: bool, world: TorchGroup, tokens: list[list[list[int]]], llm: LLM
-) -> Rollout:
-    """Runs one rollout and returns the steps of all replicas, recorded on their first ranks."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(2, 256, (config.batch, PROMPT_LENGTH), generator=generator).tolist()
-    params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
-    outputs = llm.generate(prompts, params, prompt_uids=range(config.batch))
-    tokens.append([output.outputs[0].token_ids for output in outputs])
-    parts = world.all_gather_bytes(msgspec.msgpack.encode(llm.step_records if leads else []))
-    return [record for part in parts for record in msgspec.msgpack.decode(part, type=Rollout)]
-
-
 def _rows(runs: dict[str, list[Rollout]], num_replicas: int, facts: dict[str, Any]) -> list[harness.Row]:
     """Rows of the makespan, a step, and the gap between two steps, in which commands are received and events sent."""
-    makespans = {
-        name: [max(step.start + step.seconds for step in run) - min(step.start for step in run) for run in some]
-        for name, some in runs.items()
-    }
+    makespans = {name: [makespan(run) for run in some] for name, some in runs.items()}
     idle = {
         name: harness.short(
             statistics.median(1 - statistics.fmean(busy_share(run, range(num_replicas)).values()) for run in some)
@@ -172,15 +152,7 @@ def _floor(config: DispatchBench, pace: ProfilePace, lengths: list[int], num_rep
     spec = ReplicaSpec(id=0, ranks=tuple(range(config.tensor_parallel_size)))
 
     def step(batch: int, context: float) -> float:
-        num_context = round(batch * context)
-        output = StepOutput(
-            num_running=batch,
-            num_tokens=batch,
-            num_sampled=batch,
-            num_context_tokens=num_context,
-            num_pairs=num_context,
-        )
-        return pace.step(spec, output)
+        return decode_seconds(pace, spec, batch, round(batch * context))
 
     contexts = [PROMPT_LENGTH + position for length in lengths for position in range(length)]
     full = step(config.slots, statistics.fmean(contexts)) / config.slots

@@ -26,7 +26,7 @@ from engines.config import DType
 from engines.constraints import Count, WholeNumber
 from experiments import launch
 from experiments.bench import harness
-from experiments.bench.models import checkpoint, floor_seconds
+from experiments.bench.models import checkpoint, floor_seconds, random_prompts
 from experiments.bench.peers import ContinuousBatchingPeer, HuggingFacePeer, Side, vllm_peer
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import SHAPES
@@ -74,10 +74,9 @@ class EngineBench(harness.BenchConfig):
 
 
 def measure(config: EngineBench) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
     drawn = LogNormalLengths(median=100.0, sigma=1.0, cap=config.cap).draw(config.tail, seed=0)
     cells = {f"batch {size}": [config.length] * size for size in config.batches} | ({"tail": drawn} if drawn else {})
-    prompts = torch.randint(2, 256, (max(map(len, cells.values())), PROMPT_LENGTH), generator=generator).tolist()
+    prompts = random_prompts(max(map(len, cells.values())), PROMPT_LENGTH)
     rows = []
     for model in config.models:
         with (

@@ -11,14 +11,15 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
 from tqdm import tqdm
 
 from engines.constraints import Count, check_fields
@@ -43,10 +44,20 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        for name in ("output", "figure"):
-            path = getattr(self, name, None)
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+        check_folders(self)
+
+
+def check_folders(config: Any, names: Items[str] = ("output", "figure")) -> None:
+    """Raises ValueError where a file of these options would be in no folder."""
+    for name in names:
+        path = getattr(config, name, None)
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+
+
+def check_figure(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"figure={str(path)!r}: must end in .png, .pdf or .svg")
 
 
 def interleave(
@@ -105,26 +116,39 @@ def run(kind: type[C], measure: Callable[[C], dict[str, Any]]) -> None:
     """
 
     def main() -> dict[str, Any] | None:
-        with launch.told_once():
-            config = tyro.cli(kind)
+        config = launch.options(kind)
         measured = measure(config)
         if launch.rank() > 0:
             return None
-        where = machine()
-        result = {
-            "experiment": f"bench/{Path(sys.argv[0]).stem}",
-            "tier": "live" if where["device"] == "cpu" else "gpu",
-            "machine": where,
-            "workload": {key: value for key, value in asdict(config).items() if key not in ("output", "figure")},
-            **measured,
-        }
         print(table(measured["rows"]), file=sys.stderr, flush=True)
-        text = json.dumps(result, indent=2, default=str)
-        if config.output is not None:
-            config.output.write_text(text + "\n")
-        return dict(json.loads(text))
+        tier = "live" if machine()["device"] == "cpu" else "gpu"
+        return report(f"bench/{Path(sys.argv[0]).stem}", config, {"tier": tier, **measured})
 
     launch.run(main)
+
+
+def report(experiment: str, config: Any, measured: Mapping[str, Any], *, hidden: Items[str] = ()) -> dict[str, Any]:
+    """Returns the result of an experiment, and writes it to the file that its option `output` names. Its options, less
+    files and those that are `hidden`, are the workload."""
+    hidden = ("output", "figure", *hidden)
+    workload = {name: value for name, value in asdict(config).items() if name not in hidden}
+    result = {"experiment": experiment, "machine": machine(), "workload": workload, **measured}
+    text = json.dumps(result, indent=2, default=str)
+    if config.output is not None:
+        config.output.write_text(text + "\n")
+    return dict(json.loads(text))
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Runs `count` processes that each keep a core busy."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def machine() -> dict[str, Any]:
@@ -152,5 +176,9 @@ def table(rows: Items[Row]) -> str:
         lines += [(row["name"], one, f"{ms:g} ms", ratios[one]) for one, ms in row["ms"].items()]
         facts = {key: value for key, value in row.items() if key not in ("name", "a_a")}
         lines += [(row["name"], key, str(one), "") for key, one in facts.items() if isinstance(one, int | float | str)]
+    return in_columns(lines, str.ljust)
+
+
+def in_columns(lines: Items[Items[str]], justify: Callable[[str, int], str] = str.rjust) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    return "\n".join("  ".join(map(justify, line, widths)).rstrip() for line in lines)

@@ -80,13 +80,17 @@ def random_weights(llm: LLM) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.empty(size, dtype=dtype, device=llm.device).normal_(0, 0.02, generator=generator)
 
 
+def random_prompts(count: int, length: int, vocab_size: int = 256, *, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, vocab_size, (count, length), generator=generator).tolist()
+
+
 def random_sequence(uid: int, *, num_tokens: int, length: int, sample_index: int = 0) -> SequenceState:
     """A sequence that generates `length` tokens. A uid always has the same prompt."""
-    generator = torch.Generator().manual_seed(uid)
     return SequenceState(
         key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=sample_index),
         group_id=uid,
-        tokens=torch.randint(2, 256, (num_tokens,), generator=generator).tolist(),
+        tokens=random_prompts(1, num_tokens, seed=uid)[0],
         num_prompt_tokens=num_tokens,
         params=SamplingParams(max_tokens=length, ignore_eos=True),
     )

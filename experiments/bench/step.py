@@ -19,14 +19,11 @@ synchronised around each part, so these steps take longer than the others.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -179,7 +176,7 @@ def _finish(llm: LLM, count: int, at_once: int) -> None:
 
 def _turn(llm: LLM, num_steps: int, settle: bool, neighbours: int = 0) -> float:
     """Median seconds of a step, which ends when the sampled tokens are on the host."""
-    with _busy(neighbours):
+    with harness.busy(neighbours):
         end = time.monotonic() + SETTLE_S * settle
         while time.monotonic() < end:
             torch.ones(64, 512) @ torch.ones(512, 64)
@@ -189,18 +186,6 @@ def _turn(llm: LLM, num_steps: int, settle: bool, neighbours: int = 0) -> float:
             llm.replica.step()
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-@contextlib.contextmanager
-def _busy(count: int) -> Iterator[None]:
-    """Runs `count` processes that each keep a core busy."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
 
 
 def _watch_parts(llm: LLM) -> dict[str, list[float]]:

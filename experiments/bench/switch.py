@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import atexit
 import gc
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +25,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import msgspec
-import torch
 import torch.distributed as dist
 from msgspec import Meta
 
@@ -43,11 +39,13 @@ from engines.rollout.generation import make_states
 from engines.sequence import Work
 from experiments import launch
 from experiments.bench import harness
-from experiments.bench.models import checkpoint
+from experiments.bench.models import checkpoint, random_prompts
 from experiments.pat_cases import live_model
 
 RANKS = 2
 LAYOUTS = nested_layout(range(RANKS), 1), nested_layout(range(RANKS), RANKS, epoch=1)
+RESUME = "CURTAIL_SWITCH_RESUME"
+"""Environment of the processes that `restart` starts: names the file with what they continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +66,6 @@ class SwitchBench(harness.BenchConfig):
     """Between the ranks."""
     restarts: Count = 1
     """Turns in which new processes are started, too."""
-    resume: Path | None = None
-    """For the processes that `restart` starts: a file with what they continue."""
 
 
 class Resume(msgspec.Struct):
@@ -88,8 +84,8 @@ def measure(config: SwitchBench) -> dict[str, Any]:
     atexit.register(dist.destroy_process_group)
     groups = GroupCache(TorchGroup(), LAYOUTS, transport=config.transport)
     options: dict[str, Any] = {"world": groups, "dtype": config.dtype, "kv_cache_bytes": config.kv_mib << 20}
-    if config.resume is not None:
-        given = msgspec.msgpack.decode(config.resume.read_bytes(), type=Resume)
+    if RESUME in os.environ:
+        given = msgspec.msgpack.decode(Path(os.environ[RESUME]).read_bytes(), type=Resume)
         ranks = Ranks(LLM(given.model, layout=LAYOUTS[given.epoch], **options), groups)
         loaded = time.monotonic()
         tokens = ranks.draw([Work(state=state) for state in given.states], given.epoch)
@@ -116,14 +112,13 @@ def contexts(llm: LLM, num_sequences: int) -> list[SequenceState]:
     length = blocks // per_replica * llm.config.block_size - 3
     if length < 1:
         raise ValueError(f"kv_mib: holds {blocks} blocks, and a replica has {per_replica} sequences; give more")
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(2, llm.model_config.vocab_size, (num_sequences, length), generator=generator).tolist()
+    prompts = random_prompts(num_sequences, length, llm.model_config.vocab_size)
     params = [SamplingParams(max_tokens=4, ignore_eos=True)] * num_sequences
     return make_states(prompts, params, range(num_sequences), run_seed=0, policy_step=0)
 
 
-Tokens = dict[str, int]
-"""The token that each sequence has drawn, by its number."""
+Tokens = list[int]
+"""The token that each sequence has drawn."""
 Taken = tuple[list[Work], dict[str, float], Tokens | None]
 """All sequences, paused, in the next layout; seconds by part; where other processes have drawn the tokens, these."""
 Way = Callable[[int], Taken]
@@ -143,18 +138,17 @@ class Ranks:
         return [self._switch(way, epoch) for epoch in (1, 0)]
 
     def draw(self, works: Iterable[Work], epoch: int) -> Tokens:
-        """Submits the sequences to their replicas; returns the next token of each, by its number."""
+        """Submits the sequences to their replicas; returns the next token of each."""
         replica, spec, count = self._llm.replica, self._placement.engine.spec, len(LAYOUTS[epoch].replicas)
-        mine = [work for work in works if work.state.key.prompt_uid % count == spec.id]
-        lengths = [len(work.state.tokens) for work in mine]
-        for work in mine:
+        mine = [(one, len(one.state.tokens)) for one in works if one.state.key.prompt_uid % count == spec.id]
+        for work, _ in mine:
             replica.submit(work)
-        while any(len(work.state.tokens) == length for work, length in zip(mine, lengths, strict=True)):
+        while any(len(work.state.tokens) == length for work, length in mine):
             replica.step()
         # While the last prompts are prefilled, the first sequences go on: only the next token of each counts.
-        pairs = zip(mine, lengths, strict=True)
-        drawn = self._gather({work.state.key.prompt_uid: work.state.tokens[length] for work, length in pairs})
-        return dict(sorted(pair for told in drawn for pair in told.items()))
+        drawn = [(work.state.key.prompt_uid, work.state.tokens[length]) for work, length in mine]
+        everyone = launch.gather(self._groups.world, drawn)
+        return list({uid: token for uid, token in sorted(pair for part in everyone for pair in part)}.values())
 
     def reshape(self, how: Exchange, epoch: int) -> Taken:
         engine = self._placement.engine
@@ -184,8 +178,7 @@ class Ranks:
     def restart(self, epoch: int) -> Taken:
         works, *_ = self.reshape("all_to_all", epoch)  # untimed: so that these ranks follow
         task = Resume(model=str(self._placement.source), epoch=epoch, states=[work.state for work in works])
-        answer = launch.on_rank_0(self._groups.world, lambda: json.dumps(_start_anew(task)))
-        parts, tokens = json.loads(answer)
+        parts, tokens = launch.on_rank_0(self._groups.world, lambda: _start_anew(task))
         return works, parts, tokens
 
     def _switch(self, way: Way, epoch: int) -> harness.Row:
@@ -204,7 +197,7 @@ class Ranks:
             parts["step"] = end - ready
         else:
             assert tokens == theirs, f"new processes have drawn other tokens: {tokens} {theirs}"
-        everyone = self._gather([parts, made | moved])
+        everyone = launch.gather(self._groups.world, [parts, made | moved])
         return {
             "seconds": end - start if theirs is None else sum(parts.values()),
             "tokens": tokens,
@@ -216,25 +209,16 @@ class Ranks:
         """Returns the sequences of all replicas."""
         engine, world = self._placement.engine, self._groups.world
         works = engine.replica.pause(**how)
-        told = world.all_gather_bytes(msgspec.msgpack.encode(works if engine.spec.ranks[0] == world.rank else []))
-        return [work for data in told for work in msgspec.msgpack.decode(data, type=list[Work])]
-
-    def _gather(self, mine: Any) -> list[Any]:
-        return [json.loads(data) for data in self._groups.world.all_gather_bytes(json.dumps(mine).encode())]
+        told = launch.gather(world, works if engine.spec.ranks[0] == world.rank else [], list[Work])
+        return [work for part in told for work in part]
 
 
 def _start_anew(task: Resume) -> tuple[dict[str, float], Tokens]:
     """Seconds by part, and the tokens, of new processes."""
-    ours = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-    env = {name: value for name, value in os.environ.items() if not any(word in name for word in ours)}
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(msgspec.msgpack.encode(task))
         start = time.monotonic()
-        command = [sys.executable, *sys.argv, "--output", "None", "--resume", file.name]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"restart: the new processes ended with code {done.returncode}: {done.stderr[-2000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
+        result = launch.start_anew("--output", "None", **{RESUME: file.name})
     began, loaded, ended = result["moments"]
     return {"start": began - start, "load": loaded - began, "prefill": ended - loaded}, result["tokens"]
 

@@ -12,7 +12,6 @@ checksums are compared.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -94,8 +93,8 @@ def _compare(
         name=f"ZeRO {stage}",
     )
     checksums = {checksum for some in updates.values() for _, _, checksum in some}
-    everyone = set(world.all_gather_bytes(repr(sorted(checksums)).encode()))
-    assert len(checksums) == 1 and len(everyone) == 1, "layouts or ranks hold other weights"
+    everyone = {one for mine in launch.gather(world, list(checksums)) for one in mine}
+    assert len(everyone) == 1, "layouts or ranks hold other weights"
     return harness.compare(
         f"ZeRO {stage}",
         {name: [seconds for seconds, _, _ in some] for name, some in updates.items()},
@@ -110,8 +109,7 @@ def _update(llm: LLM, trainer: Trainer, world: TorchGroup) -> tuple[float, int, 
     start = time.perf_counter()
     checksum = llm.update_weights(trainer.named_weights(), version=0)
     mine = time.perf_counter() - start, _status("VmHWM") - before
-    everyone = [json.loads(part) for part in world.all_gather_bytes(json.dumps(mine).encode())]
-    seconds, extra = zip(*everyone, strict=True)
+    seconds, extra = zip(*launch.gather(world, mine), strict=True)
     return max(seconds), max(extra), checksum
 
 
@@ -135,7 +133,7 @@ def _copy_bandwidth(world: TorchGroup) -> float:
         start = time.perf_counter()
         target.copy_(source)
         rates.append(2 * source.nbytes / (time.perf_counter() - start))
-    return min(float(part) for part in world.all_gather_bytes(str(statistics.median(rates)).encode()))
+    return min(launch.gather(world, statistics.median(rates)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from engines.constraints import Count, NonNegative, Positive
 from engines.json_files import read_json
 from engines.parallel.layout import nested_layout
 from engines.replica.replica import StepOutput
-from engines.rollout.pace import Pace
+from engines.rollout.pace import Pace, decode_seconds
 from research.pat.lookahead import Deployment
 from research.pat.predictor import Point, StepPredictor
 from research.pat.switch_cost import fit_prefills
@@ -143,13 +143,17 @@ def deployment_of(
     """
     layouts = {size: nested_layout(range(num_ranks), size) for size in num_kv_tokens}
 
-    def step(size: int, batch: int, context: int, *, is_prefill: bool = False) -> Point:
+    def decode(size: int, batch: int, context: int) -> Point:
+        tokens = batch * context
+        return batch, tokens, decode_seconds(pace, layouts[size].replicas[0], batch, tokens)
+
+    def prefill(size: int, batch: int, context: int) -> Point:
         tokens = batch * context
         output = StepOutput(
             num_running=batch,
-            num_tokens=tokens if is_prefill else batch,
+            num_tokens=tokens,
             num_context_tokens=tokens,
-            num_pairs=tokens * (context + 1) // 2 if is_prefill else tokens,
+            num_pairs=tokens * (context + 1) // 2,
             num_sampled=batch,
         )
         return batch, tokens, pace.step(layouts[size].replicas[0], output)
@@ -162,7 +166,7 @@ def deployment_of(
         num_ranks=num_ranks,
         steps={
             size: StepPredictor(
-                step(size, batch, context)
+                decode(size, batch, context)
                 for batch in BATCHES
                 for place, context in enumerate(CONTEXTS)
                 if place < 2 or batch * context <= most
@@ -174,9 +178,7 @@ def deployment_of(
         max_model_len=max_model_len,
         switch_seconds=switch_seconds,
         prefills={
-            size: fit_prefills(
-                step(size, batch, context, is_prefill=True) for batch in BATCHES[:4] for context in CONTEXTS[1:8]
-            )
+            size: fit_prefills(prefill(size, batch, context) for batch in BATCHES[:4] for context in CONTEXTS[1:8])
             for size in num_kv_tokens
         },
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.pat_training import RolloutLayouts, switch_metrics
+from experiments.pat_training import RolloutLayouts
 from research.pat.controller import PatController
 from research.pat.profile import Profile
 from tests.research.test_pat_controller import deployment
@@ -140,8 +140,3 @@ def test_a_resumed_run_recalls_the_lengths_of_its_rollouts(tmp_path: Path) -> No
     layouts.recall(tmp_path / "missing.jsonl")
     layouts.recall(path)
     assert list(controller._lifetimes._ended) == [9, 3, 5, 7]
-
-
-def test_a_rollout_without_steps_has_no_switch() -> None:
-    """As when all of its sequences were in the journal of a run that is resumed."""
-    assert switch_metrics([]) == {"rollout/num_switches": 0.0}

@@ -9,25 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.config import EngineConfig
-from engines.coordination.policies import OnDemand
 from engines.coordination.views import EndedView, LayoutView, SequenceView
 from engines.parallel.layout import contiguous_layout, joint_groups, nested_layout
-from engines.sequence import SamplingParams, SequenceKey, SequenceState
 from research.pat.controller import PatController, PatOptions
-from research.pat.lookahead import Deployment
-from research.pat.profile import deployment_of
 from research.pat.redistribute import balance, redistribute
-from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
-from research.simulator.latency import profile
-from research.simulator.pace import ProfilePace
+from research.simulator.cluster import SimulatedRollout
 from research.workloads.lengths import LogNormalLengths
+from tests.research.pat_world import A40, CAP, KV_TOKENS, NUM_RANKS, PACE, deployment, roll_out
 
-NUM_RANKS, CAP = 8, 1500
-A40 = {size: profile(f"a40-8b-tp{size}") for size in (1, 2, 4, 8)}
-PACE = ProfilePace(device=A40[1].device, shape=A40[1].shape, restart_s=0.1)
-"""Lengths are a twentieth of what they are in the paper, and so is what a switch takes."""
-KV_TOKENS = {size: one.kv_tokens_capacity() for size, one in A40.items()}
 LENGTHS = LogNormalLengths(median=60, sigma=0.884, cap=CAP)
 
 
@@ -79,10 +68,6 @@ def test_redistribute(seed: int) -> None:
     assert redistribute(reversed(views), before, after) == places
 
 
-def deployment() -> Deployment:
-    return deployment_of(PACE, num_ranks=NUM_RANKS, num_kv_tokens=KV_TOKENS, max_num_seqs=256, max_model_len=8192)
-
-
 def test_a_deployment_s_steps_are_those_of_its_pace() -> None:
     one = deployment()
     for size, predictor in one.steps.items():
@@ -94,42 +79,22 @@ def test_a_deployment_s_steps_are_those_of_its_pace() -> None:
     assert one.switch_seconds(2, 8, 1e6) > one.switch_seconds(2, 8, 1e3)
 
 
-def rollout(lengths: list[int], size: int, policy: PatController | None) -> tuple[SimulatedRollout, Cluster]:
-    config = ClusterConfig(
-        layout=nested_layout(range(NUM_RANKS), size),
-        engine=EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192),
-        pace=PACE,
-        num_kv_tokens=KV_TOKENS,
-        max_model_len=8192,
-    )
-    known = {(0, uid, 0): length for uid, length in enumerate(lengths)}
-    simulated = Cluster(config, schedule_policy=OnDemand(), lengths=known, layout_policy=policy)
-    states = [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
-            group_id=uid,
-            tokens=[uid] * 16,
-            num_prompt_tokens=16,
-            params=SamplingParams(max_tokens=CAP),
-        )
-        for uid in range(len(lengths))
-    ]
-    return simulated.roll_out(states), simulated
+def rollout(lengths: list[int], size: int, policy: PatController | None = None) -> SimulatedRollout:
+    return roll_out(lengths, nested_layout(range(NUM_RANKS), size), policy)
 
 
 def run_pat(lengths: list[int], **options: Any) -> tuple[SimulatedRollout, PatController, list[int]]:
     policy = PatController(deployment(), PatOptions(**options), ended=LENGTHS.draw(500, seed=9))
     first = policy.first_tp_size(np.full(len(lengths), 16.0), np.full(len(lengths), float(CAP)))
-    done, _ = rollout(lengths, first, policy)
+    done = rollout(lengths, first, policy)
     sizes = [first, *(one.chosen for one in policy.log if one.chosen != one.tp_size)]
-    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
     return done, policy, sizes
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_long_tail_runs_on_wider_and_wider_replicas(seed: int) -> None:
     lengths = LENGTHS.draw(600, seed=seed)
-    best = min(rollout(lengths, size, None)[0].makespan for size in (1, 2, 4, 8))
+    best = min(rollout(lengths, size).makespan for size in (1, 2, 4, 8))
     done, policy, sizes = run_pat(lengths)
     assert sizes == sorted(set(sizes)) and len(sizes) > 1
     assert done.makespan < best, "no static layout is as fast"
@@ -140,7 +105,7 @@ def test_a_long_tail_runs_on_wider_and_wider_replicas(seed: int) -> None:
 
 def test_equal_lengths_need_no_switch() -> None:
     policy = PatController(deployment(), ended=[200] * 100)
-    done, _ = rollout([200] * 256, policy.first_tp_size(np.full(256, 16.0), np.full(256, float(CAP))), policy)
+    done = rollout([200] * 256, policy.first_tp_size(np.full(256, 16.0), np.full(256, float(CAP))), policy)
     assert not [one for one in policy.log if one.chosen != one.tp_size] and policy.log
     assert policy.log[0].seconds == pytest.approx(done.makespan, rel=0.1)
 
@@ -206,7 +171,7 @@ def test_aborted_sequences_teach_nothing() -> None:
 
 
 def test_a_sequence_that_has_no_room_for_its_limit_counts_with_its_room() -> None:
-    one = deployment_of(PACE, num_ranks=NUM_RANKS, num_kv_tokens=KV_TOKENS, max_num_seqs=256, max_model_len=100)
+    one = deployment(max_model_len=100)
     policy = PatController(one, PatOptions(estimator="paper"))
     policy.decide(view_of([60] * 9, size=2))
     assert policy.log[0].kept_seconds == pytest.approx(24 * float(one.steps[2].seconds(3, 3 * 88)), rel=0.02)

@@ -7,73 +7,36 @@ import random
 import numpy as np
 import pytest
 
-from engines.config import EngineConfig
-from engines.coordination.policies import LayoutPolicy, OnDemand
 from engines.coordination.views import LayoutChange, LayoutView, SequenceView
 from engines.parallel.layout import Layout, nested_layout
-from engines.sequence import SamplingParams, SequenceKey, SequenceState
 from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import Plan, make_plan
-from research.pat.profile import deployment_of
-from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
-from research.simulator.latency import profile
-from research.simulator.pace import ProfilePace
 from research.workloads.lengths import LogNormalLengths
+from tests.research.pat_world import CAP, KV_TOKENS, NUM_RANKS, PROMPT, deployment, roll_out
 
-NUM_RANKS, CAP, PROMPT = 8, 1500, 16
-A40 = {size: profile(f"a40-8b-tp{size}") for size in (1, 2, 4, 8)}
-PACE = ProfilePace(device=A40[1].device, shape=A40[1].shape)
-KV_TOKENS = {size: one.kv_tokens_capacity() for size, one in A40.items()}
 LENGTHS = LogNormalLengths(median=60, sigma=0.884, cap=CAP).draw(1500, seed=0)
-DEPLOYMENT = deployment_of(PACE, num_ranks=NUM_RANKS, num_kv_tokens=KV_TOKENS, max_num_seqs=256, max_model_len=8192)
-PLAN = make_plan(DEPLOYMENT, np.full(len(LENGTHS), float(PROMPT)), np.array(LENGTHS, float), None)
+PLAN = make_plan(deployment(), np.full(len(LENGTHS), float(PROMPT)), np.array(LENGTHS, float), None)
 COUNTS = [count for count, _ in PLAN.stages]
 SIZES = [size for _, size in PLAN.stages]
-
-
-def played(layout: Layout, policy: LayoutPolicy | None) -> SimulatedRollout:
-    config = ClusterConfig(
-        layout=layout,
-        engine=EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192),
-        pace=PACE,
-        num_kv_tokens=KV_TOKENS,
-        max_model_len=8192,
-    )
-    known = {(0, uid, 0): length for uid, length in enumerate(LENGTHS)}
-    simulated = Cluster(config, schedule_policy=OnDemand(), lengths=known, layout_policy=policy)
-    states = [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
-            group_id=uid,
-            tokens=[uid] * PROMPT,
-            num_prompt_tokens=PROMPT,
-            params=SamplingParams(max_tokens=CAP),
-        )
-        for uid in range(len(LENGTHS))
-    ]
-    done = simulated.roll_out(states)
-    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(LENGTHS))
-    simulated.check_integrity()
-    return done
 
 
 def test_the_plan_is_played_and_is_what_it_promised() -> None:
     assert len(SIZES) > 1, "the lengths must be worth a switch"
     policy = PlayedPlan(PLAN, NUM_RANKS)
-    done = played(policy.layout(), policy)
+    done = roll_out(LENGTHS, policy.layout(), policy)
     sizes = {step.epoch: step.tp_size for step in sorted(done.steps, key=lambda step: step.epoch)}
     assert list(sizes.values()) == SIZES
     moments = [one.num_unfinished for one in done.decisions if one.action == "regroup"]
     assert all(moment <= count for moment, count in zip(moments, COUNTS[1:], strict=True))
     assert done.makespan == pytest.approx(PLAN.seconds, rel=0.15), "the plan has no prefills"
-    assert done.makespan < min(played(nested_layout(range(NUM_RANKS), size), None).makespan for size in KV_TOKENS)
-    assert played(policy.layout(), policy).finish_times == done.finish_times, "it has no state"
+    assert done.makespan < min(roll_out(LENGTHS, nested_layout(range(NUM_RANKS), size)).makespan for size in KV_TOKENS)
+    assert roll_out(LENGTHS, policy.layout(), policy).finish_times == done.finish_times, "it has no state"
 
 
 def test_rebalancing_keeps_the_size_at_the_same_moments() -> None:
     policy = PlayedPlan(PLAN, NUM_RANKS, tp_size=2)
     assert policy.layout() == nested_layout(range(NUM_RANKS), 2)
-    done = played(policy.layout(), policy)
+    done = roll_out(LENGTHS, policy.layout(), policy)
     assert {step.tp_size for step in done.steps} == {2}
     moments = [one.num_unfinished for one in done.decisions if one.action == "regroup"]
     assert len(moments) == len(COUNTS) - 1

@@ -1,0 +1,243 @@
+"""Rollouts with hidden lengths, at the speed of a pace or at the ranks' own: what experiments share that compare them.
+
+An experiment has two parts: `live`, on torchrun's ranks, and `paced`, on as many ranks as it needs, which rank 0 then
+starts. Imports torch only where it rolls out, since simulations share its workloads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from msgspec import Meta
+
+from engines.config import ModelConfig
+from engines.constraints import Count, Positive, WholeNumber, check_fields
+from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy
+from engines.parallel.layout import Layout, ReplicaSpec
+from engines.replica.replica import StepOutput
+from engines.rollout.generation import make_states
+from engines.rollout.pace import Pace
+from engines.rollout.pace import Path as KVPath
+from engines.rollout.telemetry import StepRecord
+from engines.sequence import Finished, SamplingParams, SequenceId, SequenceState
+from experiments import launch
+from experiments.bench import harness
+
+if TYPE_CHECKING:
+    from engines import LLM
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache
+
+Part = Literal["live", "paced"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacedConfig:
+    """Options of all experiments with a live and a paced part."""
+
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = ("live", "paced")
+    """What to measure."""
+    turns: Count = 3
+    """Interleaved measurements of each variant; medians count."""
+    ranks: Count = 8
+    """Ranks of the paced part."""
+    scale: Positive = 1.0
+    """Multiplies the time that paced work takes: larger where this machine is too slow to follow."""
+    shrink: Count = 1
+    """Divides the number of sequences."""
+    seed: WholeNumber = 3
+    """Of the lengths."""
+    output: Path | None = None
+    """Also write the JSON result to this file."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        harness.check_folders(self, ["output"])
+
+
+C = TypeVar("C", bound=PacedConfig)
+Measure = Callable[[C, "TorchGroup"], dict[str, Any]]
+
+
+def run(experiment: str, kind: type[C], *, live: Measure[C], paced: Measure[C]) -> dict[str, Any] | None:
+    """Reads the command line and measures. All ranks call `live` and `paced`, which return fields of the result on
+    rank 0; `paced` returns one field of that name."""
+    import torch.distributed as dist
+
+    from engines.parallel.collectives import TorchGroup
+
+    config = launch.options(kind)
+    start = time.monotonic()
+    in_place = config.parts == ("paced",) and launch.num_ranks() in (1, config.ranks)
+    launch.start_under_torchrun(config.ranks if in_place else 2)
+    launch.share_cores()
+    dist.init_process_group("gloo")
+    world = TorchGroup()
+    measured = live(config, world) if "live" in config.parts else {}
+    if in_place:
+        measured |= paced(config, world)
+    dist.destroy_process_group()
+    if world.rank:
+        return None
+    if "paced" in config.parts and not in_place:
+        measured["paced"] = launch.start_anew("--parts", "paced")["paced"]
+    return harness.report(experiment, config, {"seconds": round(time.monotonic() - start, 1), **measured})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is rolled out."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    lengths: Mapping[SequenceId, int]
+    """What each sequence will generate; the policies do not know it."""
+
+    def states(self) -> list[SequenceState]:
+        params = [self.params] * len(self.prompts)
+        return make_states(self.prompts, params, range(len(self.prompts)), run_seed=0, policy_step=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How a workload is rolled out."""
+
+    layout: Layout
+    num_kv_tokens: int
+    """Tokens that a rank's KV cache would hold with all heads."""
+    schedule: Callable[[], SchedulePolicy] = OnDemand
+    """Makes the schedule policy of one rollout."""
+    layout_policy: Callable[[], LayoutPolicy | None] = lambda: None
+    """Makes its layout policy."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other arguments of `LLM`."""
+
+
+Step = tuple[StepRecord, int, float]
+"""A step, its context tokens, and the seconds that it should take, with its transfers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """The same on all ranks, but for `layout_policy`, which decides on rank 0."""
+
+    steps: list[Step]
+    switches: list[tuple[float, float]]
+    """Start, on the clock of the steps, and seconds."""
+    digest: str
+    """Of all tokens."""
+    layout_policy: Any
+
+    @property
+    def seconds(self) -> float:
+        return makespan([step for step, _, _ in self.steps])
+
+
+def makespan(steps: Collection[StepRecord]) -> float:
+    return max(step.start + step.seconds for step in steps) - min(step.start for step in steps)
+
+
+@dataclass
+class Recorder:
+    """A `Pace` that keeps what steps were; without another pace, all takes its own time."""
+
+    pace: Pace | None
+    steps: list[tuple[int, float]] = field(default_factory=list)
+    _in_step: bool = False
+    """Whether the next transfer belongs to the last step, and not to a command."""
+
+    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        self.steps.append((output.num_context_tokens, self.pace.step(spec, output) if self.pace else 0.0))
+        self._in_step = True
+        return self.steps[-1][1]
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: KVPath) -> float:
+        seconds = self.pace.transfer(spec, num_tokens, path) if self.pace else 0.0
+        if self._in_step:
+            self.steps[-1] = self.steps[-1][0], self.steps[-1][1] + seconds
+        self._in_step = False
+        return seconds
+
+    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
+        return self.pace.switch(before, after, num_kv_tokens) if self.pace else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Rolls workloads out. All ranks make and call it together."""
+
+    model: str
+    groups: GroupCache
+    pace: Pace | None
+    options: Mapping[str, Any]
+    """Arguments of `LLM` for all variants, its dtype among them."""
+
+    @cached_property
+    def _kv_bytes_per_token(self) -> int:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.options["dtype"])
+        return ModelConfig.from_pretrained(self.model).kv_bytes_per_token(dtype.itemsize)
+
+    def roll_out(self, workload: Workload, variant: Variant) -> Rollout:
+        layout_policy = variant.layout_policy()
+        llm, recorder = self.start(workload, variant, layout_policy)
+        tokens, steps = self.generate(llm, recorder, workload)
+        assert [len(one) for samples in tokens for one in samples] == list(workload.lengths.values())
+        assert llm.rollout is not None
+        mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
+        marks = launch.on_rank_0(self.groups.world, lambda: mine)
+        llm.close()
+        return Rollout(
+            steps=steps,
+            switches=[(start, end - start) for start, end in zip(marks[::2], marks[1::2], strict=True)],
+            digest=hashlib.sha256(repr(tokens).encode()).hexdigest(),
+            layout_policy=layout_policy,
+        )
+
+    def start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> tuple[LLM, Recorder]:
+        from engines import LLM
+
+        recorder, lengths = Recorder(self.pace), workload.lengths
+        options = {
+            "world": self.groups,
+            "layout": variant.layout,
+            "schedule": variant.schedule(),
+            "layout_policy": layout_policy,
+            "pace": recorder,
+            "hidden_stop": lambda state: state.num_generated >= lengths[state.sequence_id],
+            "kv_cache_bytes": variant.num_kv_tokens * self._kv_bytes_per_token,
+            **self.options,
+            **variant.options,
+        }
+        return LLM(self.model, **options), recorder
+
+    def generate(
+        self, llm: LLM, recorder: Recorder, workload: Workload, on_finished: Callable[[Finished], None] | None = None
+    ) -> tuple[list[list[list[int]]], list[Step]]:
+        """Returns the tokens of each prompt's samples, and the steps of all replicas, each's from its first rank."""
+        recorder.steps.clear()
+        uids = range(len(workload.prompts))
+        outputs = llm.generate(workload.prompts, workload.params, prompt_uids=uids, on_finished=on_finished)
+        assert llm.rollout is not None
+        mine = [(record, *one) for record, one in zip(llm.rollout.step_records, recorder.steps, strict=True)]
+        first: dict[tuple[int, int], int] = {}
+        steps = [
+            one
+            for rank, part in enumerate(launch.gather(self.groups.world, mine, list[Step]))
+            for one in part
+            if first.setdefault((one[0].epoch, one[0].replica_id), rank) == rank
+        ]
+        return [[one.token_ids for one in output.outputs] for output in outputs], steps
+
+
+def longer_than_paced(runs: Iterable[Rollout]) -> float:
+    """Returns the share of steps that took 10 % longer than they should: what this machine did not follow."""
+    steps = [(step.seconds, priced) for run in runs for step, _, priced in run.steps]
+    return harness.short(sum(seconds > 1.1 * priced for seconds, priced in steps) / len(steps))
