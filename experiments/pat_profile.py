@@ -189,7 +189,7 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
                 if config.check
             ]
         if groups is not None and len(sizes) > 1 and config.switch_tokens:
-            fastest = min(seconds for *_, seconds in decodes)
+            fastest = {size: min(row[-1] for row in decodes if row[0] == size) for size in sizes}
             switches = _time_switches(config, folder, groups, sizes, fastest, bar)
     return Profile(
         format=1,
@@ -329,7 +329,12 @@ class _OneSwitch:
 
 
 def _time_switches(
-    config: PatProfileConfig, folder: str, groups: GroupCache, sizes: list[int], fastest_s: float, bar: tqdm[Any]
+    config: PatProfileConfig,
+    folder: str,
+    groups: GroupCache,
+    sizes: list[int],
+    fastest_s: dict[int, float],
+    bar: tqdm[Any],
 ) -> list[SwitchTime]:
     """Between each two sizes, both ways, with few and with many tokens. Switches that come too late in their rollout
     are left out."""
@@ -348,8 +353,6 @@ def _time_switches(
         for tokens in (64, max(65, config.switch_tokens))
         for size in (*pair[::-1], *pair[::-1])
     ]
-    # So long generate the sequences of each rollout: long enough for messages to arrive.
-    length = 16 + min(llm.max_model_len // 2, round(0.2 / fastest_s))
     count = min(2 * groups.world.size, llm.config.max_num_seqs - 1)
     times: list[SwitchTime] = []
     for place, (size, most) in enumerate([*walk[:2], *config.turns * walk]):
@@ -357,6 +360,8 @@ def _time_switches(
         if size == before:
             continue
         policy.target = nested_layout(range(groups.world.size), size)
+        # Tokens of the other sequences: enough for messages to arrive before they end.
+        length = 16 + min(llm.max_model_len // 2, round(0.2 / fastest_s[before]))
         context = max(1, min(most // count, llm.max_model_len - length - 1))
         seconds = _time_switch(llm, groups.world, count, context, length)
         if seconds is not None and place > 1:  # the first two warm up
