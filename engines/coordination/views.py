@@ -65,12 +65,17 @@ class ReplicaView:
     """From the replica's last report, like `num_running`, `num_waiting` and `seconds`."""
     seconds: float
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether it has room for a sequence with `num_tokens` reserved tokens. An empty replica has room for any."""
-        if not self.accepts or self.num_assigned >= self.max_num_seqs:
+    def has_room(self, num_tokens: int, num_queued: int = 0) -> bool:
+        """Whether it has room for a sequence with `num_tokens` reserved tokens. An empty replica has room for any.
+
+        With `num_queued`, also where it would wait behind at most about that many others, taken at their mean size.
+        """
+        if not self.accepts or self.num_assigned >= self.max_num_seqs + num_queued:
             return False
-        num_blocks = -(-num_tokens // self.block_size)
-        return not self.num_assigned or self.num_reserved_blocks + num_blocks <= self.num_blocks
+        if not self.num_assigned:
+            return True
+        num_blocks = self.num_blocks + num_queued * self.num_reserved_blocks // self.num_assigned
+        return self.num_reserved_blocks - (-num_tokens // self.block_size) <= num_blocks
 
     def room_for(self, sequence: SequenceView, max_new_tokens: int | None = None) -> bool:
         """Whether a dispatch of the sequence here would be valid; see `num_reserved_tokens`."""

@@ -190,7 +190,8 @@ class Replica:
             if work.max_new_tokens < 1:
                 raise ValueError(f"Work.max_new_tokens={work.max_new_tokens}: must be at least 1")
             release_len = min(max_len, len(state.tokens) + work.max_new_tokens)
-        sequence = Sequence(state=state, max_len=max_len, release_len=release_len, kv=work.kv)
+        is_bounded = work.max_new_tokens is not None
+        sequence = Sequence(state=state, max_len=max_len, release_len=release_len, is_bounded=is_bounded, kv=work.kv)
         try:
             self._sequences[state.sequence_id] = sequence
             self.scheduler.add(sequence)

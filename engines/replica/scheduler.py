@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +34,8 @@ class Sequence:
     """Length at which it is finished."""
     release_len: int
     """Length at which this replica releases it; `max_len` when it may finish here."""
+    is_bounded: bool = False
+    """Whether its stay here has a bound of its own, so that it is not preempted."""
     kv: KVHandle | None = None
     """Stored KV, which is loaded when the sequence is admitted; None from then on."""
     is_swapped_out: bool = False
@@ -50,6 +52,8 @@ class Sequence:
     """Content keys of its first full blocks, as far as they have been needed."""
     num_published: int = 0
     """Leading blocks that have been published since the sequence was admitted."""
+    num_kept_free: int = 0
+    """Free blocks that no other sequence is admitted to, while it is running."""
     stop_search: StopSearch | None = None
     """State of the search for stop strings since the sequence was admitted."""
 
@@ -60,7 +64,7 @@ class Sequence:
     def leave_slot(self) -> None:
         """Resets all fields that are valid only while the sequence is running."""
         self.slot, self.blocks = -1, []
-        self.num_computed = self.num_table_blocks = self.num_published = 0
+        self.num_computed = self.num_table_blocks = self.num_published = self.num_kept_free = 0
         self.stop_search = None
 
 
@@ -118,9 +122,9 @@ class Scheduler:
     """Schedules running sequences first, then admits waiting ones while slots, blocks and the token budget last.
 
     A waiting sequence shares blocks of known content. It is admitted when the free blocks suffice for its other tokens
-    and for one more block of each running sequence that may still grow. When a running sequence cannot grow, the one
-    that was admitted last is preempted: its blocks are released, and KV that is not stored is recomputed when the
-    sequence is admitted again.
+    and for those kept free for running sequences: all that a bounded one may still need, and one of any other that may
+    grow. When a running sequence cannot grow, the one without a bound that was admitted last is preempted: its blocks
+    are released, and KV that is not stored is recomputed when the sequence is admitted again. Bounded ones are not.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -168,7 +172,7 @@ class Scheduler:
             num_tokens = len(sequence.state.tokens)
             # The sequence has all blocks that the runner has copied: most steps need no further check.
             if num_tokens > sequence.num_table_blocks * block_size and not self._make_room(sequence, preempted):
-                break  # it was admitted last, and is preempted itself
+                continue  # it is preempted itself
             index += 1
             if num_tokens - sequence.num_computed == 1:
                 decodes.append(item := Scheduled(sequence, 1))
@@ -268,11 +272,11 @@ class Scheduler:
                 self.blocks.release(fork)
         self._publish(Scheduled(sequence, 0))
         self.blocks.shrink(sequence, sequence.num_computed)
+        self._keep_free(sequence)
         sequence.num_table_blocks = min(sequence.num_table_blocks, len(sequence.blocks))
 
     def _admit(self, budget: int, chunks: list[Scheduled], arriving: list[Sequence]) -> int:
         """Returns the remaining budget in tokens."""
-        num_growing = sum(self._may_grow(sequence) for sequence in self.running) if self.waiting else 0
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
             if self._config.prefix_caching and any(
@@ -281,8 +285,9 @@ class Scheduler:
                 break  # another member of the group is still computing the prompt that they share
             num_tokens = len(sequence.state.tokens)
             shared, num_found = self._find_prefix(sequence)
-            num_taken = self.blocks.blocks_for(num_tokens) - len(shared) + self.blocks.num_free_of(shared)
-            if num_taken + num_growing > self.blocks.num_free_blocks:
+            num_wanted = self.blocks.blocks_for(sequence.release_len - 1 if sequence.is_bounded else num_tokens)
+            num_taken = num_wanted - len(shared) + self.blocks.num_free_of(shared)
+            if num_taken + self._num_kept_free.total() > self.blocks.num_free_blocks:
                 break
             self.waiting.popleft()
             self.blocks.share(sequence, shared)
@@ -294,16 +299,20 @@ class Scheduler:
             self.num_shared_tokens += sequence.num_computed
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
-            num_growing += self._may_grow(sequence)
+            self._keep_free(sequence)
             if sequence.kv is not None:
                 arriving.append(sequence)
             else:
                 budget -= self._chunk(sequence, budget, chunks)
         return budget
 
-    def _may_grow(self, sequence: Sequence) -> bool:
-        """Whether the sequence may need more blocks here: all tokens but the last of `release_len` are computed."""
-        return self.blocks.blocks_for(sequence.release_len - 1) > len(sequence.blocks)
+    def _keep_free(self, sequence: Sequence) -> None:
+        """Keeps free what a running sequence may still need here: all tokens but the last of `release_len` are
+        computed. Of one without a bound, that is one block."""
+        num_left = self.blocks.blocks_for(sequence.release_len - 1) - len(sequence.blocks)
+        num_kept = num_left if sequence.is_bounded else min(num_left, 1)
+        self._num_kept_free[sequence.is_bounded] += num_kept - sequence.num_kept_free
+        sequence.num_kept_free = num_kept
 
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
         """Returns cached blocks with the KV of the sequence's first tokens, and their number of tokens; its last token
@@ -368,15 +377,19 @@ class Scheduler:
         sequence.num_published = num_full
 
     def _make_room(self, sequence: Sequence, preempted: list[tuple[Sequence, CachedKV]]) -> bool:
-        """Allocates blocks for all tokens of the sequence, and preempts the latest admitted while too few are free.
+        """Allocates blocks for all tokens of the sequence, and preempts the latest admitted without a bound while too
+        few are free beside those that are kept free for bounded ones.
 
         Returns False when the sequence itself was preempted.
         """
-        while not self.blocks.can_grow(sequence, len(sequence.state.tokens)):
+        num_missing = self.blocks.blocks_for(len(sequence.state.tokens)) - len(sequence.blocks)
+        num_kept = 0 if sequence.is_bounded else self._num_kept_free[True]
+        while num_missing > self.blocks.num_free_blocks - num_kept:
             preempted.append(self._preempt_latest())
             if preempted[-1][0] is sequence:
                 return False
-        self.blocks.grow(sequence, len(sequence.state.tokens))
+        if self.blocks.grow(sequence, len(sequence.state.tokens)):
+            self._keep_free(sequence)
         return True
 
     def _num_common_tokens(self, sequence: Sequence) -> int:
@@ -395,12 +408,14 @@ class Scheduler:
         self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque(sequences)
+        self._num_kept_free = Counter[bool]()
+        """Sums of what is kept free for running sequences, by whether they are bounded."""
         for sequence in self.waiting:
             sequence.leave_slot()
             sequence.content_keys = []  # some may name tokens that a failed step took back
 
     def _preempt_latest(self) -> tuple[Sequence, CachedKV]:
-        victim = self.running.pop()
+        victim = self.running.pop(max((i for i, one in enumerate(self.running) if not one.is_bounded), default=-1))
         cached = victim.cached._replace(num_common=self._num_common_tokens(victim))
         self._vacate(victim)
         self.waiting.appendleft(victim)
@@ -410,6 +425,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
         self._free_slots.append(sequence.slot)
+        self._num_kept_free[sequence.is_bounded] -= sequence.num_kept_free
         sequence.leave_slot()
 
 

@@ -2,30 +2,37 @@
 
     python experiments/bench/core.py
 
-Every replica is full, and the other sequences wait. When a sequence finishes, the core takes the event, delivers the
-completion, asks the policy, and dispatches the next sequence. In between, every replica reports a step in which each of
-its sequences got a token. Messages are not encoded: that is part of the transport's cost. Tier: sim.
+Every replica is full, and the other sequences wait, in groups. When a sequence finishes, the core takes the event,
+delivers the completion, asks the policy, and dispatches the next sequence; when one is released, it waits again. In
+between, every replica reports a step in which each of its sequences got a token. Messages are not encoded: that is part
+of the transport's cost. Tier: sim.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from engines.constraints import Count, Counts
-from engines.control.messages import Event, ReplicaReady, SequencesFinished, StepReported, SubmitWork
+from engines.control.messages import Event, ReplicaReady, SequencesFinished, SequencesReleased, StepReported, SubmitWork
 from engines.coordination.core import RolloutCore
-from engines.coordination.policies import OnDemand
+from engines.coordination.policies import OnDemand, SchedulePolicy
 from engines.coordination.requests import BeginPhase, SubmitSequences
 from engines.parallel.layout import contiguous_layout
-from engines.rollout.generation import make_states
-from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceState
+from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState, Work
 from experiments.bench import harness
+from research.seer.context_aware import ContextAware, ContextOptions
 
-EVENTS = ("finished", "reported", "submitted")
+EVENTS = ("finished", "released", "reported", "submitted")
+POLICIES: dict[str, Callable[[], SchedulePolicy]] = {
+    "on demand": OnDemand,
+    "context-aware": lambda: ContextAware(ContextOptions(follow_ups=0)),
+}
+GROUP_SIZE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +50,11 @@ class CoreBench(harness.BenchConfig):
 
 
 def measure(config: CoreBench) -> dict[str, Any]:
-    variants = {f"{waiting} waiting": partial(_turn, _Driver(config, waiting), config) for waiting in config.waiting}
+    variants = {
+        f"{name}, {waiting} waiting": partial(_turn, _Driver(config, waiting, policy()), config)
+        for name, policy in POLICIES.items()
+        for waiting in config.waiting
+    }
     turns = harness.interleave(variants, config.turns)
     rows = []
     for event in EVENTS:
@@ -60,6 +71,7 @@ def _turn(driver: _Driver, config: CoreBench) -> dict[str, list[float]]:
     for index in range(config.events):
         replica = index % config.replicas
         driver.report(replica)
+        driver.release(replica)
         driver.finish(replica)
         driver.submit(1, "submitted")
         assert driver.core.num_waiting == driver.num_waiting
@@ -69,9 +81,9 @@ def _turn(driver: _Driver, config: CoreBench) -> dict[str, list[float]]:
 class _Driver:
     """A core in an open phase, and the number of events that each replica has sent."""
 
-    def __init__(self, config: CoreBench, num_waiting: int) -> None:
+    def __init__(self, config: CoreBench, num_waiting: int, policy: SchedulePolicy) -> None:
         layout = contiguous_layout(range(config.replicas), 1)
-        self.core = RolloutCore(layout=layout, world_size=config.replicas, schedule_policy=OnDemand())
+        self.core = RolloutCore(layout=layout, world_size=config.replicas, schedule_policy=policy)
         self.num_events = [0] * config.replicas
         self.running: list[list[SequenceState]] = [[] for _ in range(config.replicas)]
         self.num_states = 0
@@ -100,14 +112,27 @@ class _Driver:
                 self.running[item.replica_id] += [work.state for work in item.works]
 
     def submit(self, num_states: int, timed: str = "") -> None:
-        params = [SamplingParams(max_tokens=1 << 20)] * num_states
-        uids = range(self.num_states, self.num_states + num_states)
-        states = make_states([[1]] * num_states, params, uids, run_seed=0, policy_step=0)
+        params = SamplingParams(max_tokens=1 << 20)
+        states = []
+        for uid in range(self.num_states, self.num_states + num_states):
+            group, index = divmod(uid, GROUP_SIZE)
+            key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=group, sample_index=index)
+            states.append(SequenceState(key=key, group_id=group, tokens=[1], num_prompt_tokens=1, params=params))
         self.num_states += num_states
         self.say(SubmitSequences(states=tuple(states)), timed)
 
-    def finish(self, replica: int) -> None:
+    def grow(self, replica: int) -> SequenceState:
+        """Takes out the first running sequence, with more tokens."""
         state = self.running[replica].pop(0)
+        state.tokens += [1] * (1 + sum(self.num_events) % 97)
+        return state
+
+    def release(self, replica: int) -> None:
+        works = (Work(state=self.grow(replica)),)
+        self.say(SequencesReleased(**self.envelope(replica), works=works), "released")
+
+    def finish(self, replica: int) -> None:
+        state = self.grow(replica)
         completion = Completion(index=0, token_ids=[], logprobs=[], versions=[], finish_reason="stop")
         finished = (Finished(state=state, completion=completion),)
         self.say(SequencesFinished(**self.envelope(replica), finished=finished), "finished")

@@ -17,7 +17,7 @@ from engines.control import messages as m
 from engines.control.messages import ProtocolError, decode_command, decode_event, encode
 from engines.coordination import requests as r
 from engines.coordination.core import RolloutCore
-from engines.coordination.policies import OnDemand, Static
+from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.coordination.views import Dispatch, EndedView, LayoutChange, LayoutView, ScheduleView
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
 from engines.sequence import (
@@ -200,14 +200,14 @@ class RandomPolicy:
 class World:
     """The core, its replicas, and the wires between: keeps each wire's order, and checks all that the core says."""
 
-    def __init__(self, seed: int, keeps_log: bool = False) -> None:
+    def __init__(self, seed: int, keeps_log: bool = False, policy: SchedulePolicy | None = None) -> None:
         self.keeps_log = keeps_log
         self.rng = rng = random.Random(seed)
         self.world_size = rng.choice([0, 1, 2, 4, 4])
         self.now = 0.0
         layout = self.random_layout(0)
         self.policy_kind = rng.choice(["on_demand", "random"])
-        policy = OnDemand() if self.policy_kind == "on_demand" else RandomPolicy(rng)
+        policy = policy or (OnDemand() if self.policy_kind == "on_demand" else RandomPolicy(rng))
         self.layout_policy = RandomLayouts(self) if rng.random() < 0.2 else None
         self.core = RolloutCore(
             layout=layout,
@@ -525,8 +525,8 @@ class RandomLayouts:
         return LayoutChange(layout=layout, places=places)
 
 
-def replay(seed: int, keeps_log: bool = False) -> World:
-    world = World(seed, keeps_log)
+def replay(seed: int, keeps_log: bool = False, policy: SchedulePolicy | None = None) -> World:
+    world = World(seed, keeps_log, policy)
     try:
         for phase in range(world.rng.choice([1, 1, 2])):
             world.phase, world.version = phase, phase

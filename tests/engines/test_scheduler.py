@@ -9,7 +9,8 @@ import pytest
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
 from engines.replica.scheduler import Scheduled, Scheduler, Sequence
-from engines.sequence import KVHandle
+from engines.sequence import KVHandle, SequenceState
+from engines.speculation.drafter import Draft
 from tests.states import make_state
 
 
@@ -243,3 +244,59 @@ def test_no_block_is_kept_for_who_cannot_grow() -> None:
     for uid in range(5):
         scheduler.add(make_sequence(uid, 2, 4))
     assert [uid for uid, _ in run_step(scheduler)] == [0, 1, 2], "two may each need another"
+
+
+class Guesses:
+    """Drafts of random lengths."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+        lengths = [self.rng.randint(0, limit) for limit in limits]
+        return [Draft([1] * length, [1.0] * length) for length in lengths]
+
+
+def test_bounded_work_is_never_preempted() -> None:
+    """Beside sequences without a bound, of which some are; with prefixes that members share, and with drafts."""
+    num_preempted = [run_bounded(seed) for seed in range(60)]
+    assert sum(num > 0 for num in num_preempted) > 10 and not any(num_preempted[::3])
+
+
+def run_bounded(seed: int) -> int:
+    rng = random.Random(seed)
+    scheduler = make_scheduler(rng.randint(14, 30), max_num_seqs=rng.randint(2, 8), max_draft_tokens=5)
+    pending = [make_sequence(uid % 5, rng.randint(1, 20), rng.randint(1, 25)) for uid in range(30)]
+    for sequence in pending:
+        sequence.is_bounded = not seed % 3 or rng.random() < 0.5
+        if sequence.is_bounded:
+            sequence.release_len = rng.randint(len(sequence.state.tokens) + 1, sequence.max_len)
+    while pending or scheduler.has_work:
+        while pending and rng.random() < 0.5:
+            scheduler.add(pending.pop())
+        schedule = scheduler.schedule()
+        assert schedule.batch or not scheduler.has_work, "there is work, and nothing runs"
+        assert not any(sequence.is_bounded for sequence, _ in schedule.preempted)
+        kept = {True: 0, False: 0}
+        for one in scheduler.running:
+            num_left = scheduler.blocks.blocks_for(one.release_len - 1) - len(scheduler.blocks.table(one))
+            assert num_left >= 0
+            kept[one.is_bounded] += num_left if one.is_bounded else min(1, num_left)
+        assert kept == {key: scheduler._num_kept_free[key] for key in kept}
+        assert kept[True] <= scheduler.blocks.num_free_blocks
+        if seed % 2:
+            scheduler.add_drafts(schedule, Guesses(rng))  # type: ignore[arg-type]
+        for item in schedule.batch:
+            tokens, samples = item.sequence.state.tokens, item.samples
+            item.sequence.num_computed += item.num_tokens
+            if samples:
+                tokens += [1] * (1 + rng.randint(0, len(item.draft)))
+            if item.draft:
+                item.sequence.num_computed = len(tokens) - 1
+                scheduler.settle(item)
+            if len(tokens) >= item.sequence.release_len:
+                scheduler.remove(item.sequence)
+        scheduler.blocks.check_integrity()
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+    assert not any(scheduler._num_kept_free.values())
+    return scheduler.num_preemptions

@@ -33,7 +33,7 @@ VARIANTS = {
     "step": [{"bfloat16", "sdpa", "no graphs", "after finished", "busy"}] * 3,
     "option": [{"without", "with"}] * 3,
     "swap": [{"swap", "recompute"}],
-    "core": [{"1 waiting", "3 waiting"}] * 3,
+    "core": [{f"{name}, {count} waiting" for name in ("on demand", "context-aware") for count in (1, 3)}] * 4,
     "collectives": [{"shared memory", "gloo", "floor"}] * 3,
     "dispatch": [{"on demand", "static"}] * 3,
     "weight_sync": [{"TP 1", "TP 2"}],

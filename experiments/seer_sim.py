@@ -1,0 +1,304 @@
+"""Seer's scheduling (Tables 5 and 6, Figs. 8 and 10) on simulated GPUs. Tier: sim.
+
+    python experiments/seer_sim.py --output seer_sim.json
+
+The tasks of Table 5 with all their GPUs and sequences: groups bound to instances (the baseline), divided rollout, with
+context-aware scheduling, with grouped drafts, and with an oracle of the lengths; and two harder baselines that bind
+single sequences. The paper does not print the distribution of the lengths, and its models are no dense decoders:
+docs/seer.md has what is assumed. Without `--full` a sequence has a sixteenth of its tokens, each of which is priced as
+sixteen. The further cases are those in which context should not help. Prints a table, and one JSON object, in which
+`paper` is what the paper prints, and all else is ours.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from msgspec import Meta
+from tqdm import tqdm
+
+from engines.config import EngineConfig
+from engines.constraints import Count, WholeNumber, check_fields
+from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.parallel.layout import ReplicaSpec, contiguous_layout
+from engines.rollout.pace import Path as KVPath
+from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
+from experiments import launch
+from experiments.bench.harness import short
+from experiments.engine_options import draft_policy
+from research.seer.baselines import Divided, GroupStatic
+from research.seer.chunks import ChunkOptions
+from research.seer.context_aware import ContextAware, ContextOptions
+from research.simulator.cluster import Cluster, ClusterConfig, Overheads
+from research.simulator.datasheets import H800, QWEN_72B, Device, ModelShape
+from research.simulator.drafts import DraftAcceptance
+from research.simulator.latency import LatencyProfile
+from research.simulator.pace import ProfilePace
+from research.workloads.lengths import GroupedLengths, LogNormalLengths
+
+BLOCK_SIZE, SLOTS, PROMPT = 16, 1024, 1024
+RESERVE = 0.35
+"""Share of a GPU's memory that weights and KV may not use: training, which has the same GPUs, keeps some. Assumed."""
+BASE, DRAFTING = "group static", "context, drafts"
+CaseName = Literal["moonlight", "qwen2-vl-72b", "kimi-k2", "independent", "chunk of mean", "kv for all"]
+
+
+def _sparse(device: Device, *, active: float, gpus: int = 1) -> Device:
+    """`gpus` of them as one, on which the products of a mixture of experts take what its active share takes. A batch
+    uses all experts, so that all weights are read."""
+    return replace(
+        device,
+        name=f"{gpus} x {device.name}",
+        peak_flops=gpus * device.peak_flops / active,
+        memory_bandwidth=gpus * device.memory_bandwidth,
+        memory_bytes=gpus * device.memory_bytes,
+    )
+
+
+# Dense stand-ins with the bytes of the weights (Table 5) and of a token's KV (576 elements a layer, as MLA keeps them).
+MOONLIGHT = ModelShape(
+    name="Moonlight", num_layers=27, hidden=2048, intermediate=90_670, num_heads=16, num_kv_heads=2, head_dim=144,
+    vocab=163_840, qkv_bias=False, source="moonshotai/Moonlight-16B-A3B: layers, hidden, vocab"
+)  # fmt: skip
+KIMI_K2 = ModelShape(
+    name="Kimi-K2", num_layers=61, hidden=7168, intermediate=377_600, num_heads=64, num_kv_heads=8, head_dim=36,
+    vocab=163_840, qkv_bias=False, source="moonshotai/Kimi-K2-Base: layers, hidden, vocab; 1 TB as bf16"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A task of Table 5, in tokens of the paper."""
+
+    name: CaseName
+    device: Device
+    shape: ModelShape
+    tp_size: int
+    instances: int
+    groups: int
+    group_size: int
+    cap: int
+    correlation: float = 0.7
+    """Of the logarithms of the lengths of two members of a group: assumed, as are the lengths' median, a quarter of the
+    cap, and sigma, 0.8: tens of thousands of tokens on average (§2.2)."""
+    chunk: int = 8192
+    kv_for_all: bool = False
+    """Whether all sequences fit at once."""
+    paper: dict[str, float] = field(default_factory=dict)
+    """Table 6, over the baseline; of Fig. 10, what is left of the baseline's tail, and the share of the oracle."""
+
+
+TASKS = (
+    Case(
+        name="moonlight", device=_sparse(H800, active=3 / 16), shape=MOONLIGHT, tp_size=1,
+        instances=32, groups=400, group_size=8, cap=65_536,
+        paper={"divided": 1.27, "context": 1.33, DRAFTING: 1.77},
+    ),
+    Case(
+        name="qwen2-vl-72b", device=H800, shape=QWEN_72B, tp_size=8,
+        instances=16, groups=600, group_size=16, cap=40_960,
+        paper={"divided": 1.31, "context": 1.44, DRAFTING: 1.87, "divided tail": 0.94, "context tail": 0.13,
+               "context of oracle": 0.95},
+    ),
+    Case(
+        name="kimi-k2", device=_sparse(H800, active=32 / 500, gpus=4), shape=KIMI_K2, tp_size=8,
+        instances=8, groups=800, group_size=8, cap=98_304,
+        paper={"divided": 1.35, "context": 1.47, DRAFTING: 1.77},
+    ),
+)  # fmt: skip
+CASES = {
+    case.name: case
+    for case in (
+        *TASKS,
+        replace(TASKS[0], name="independent", correlation=0.0, paper={}),
+        replace(TASKS[0], name="chunk of mean", chunk=16_384, paper={}),
+        replace(TASKS[0], name="kv for all", kv_for_all=True, paper={}),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeerSimConfig:
+    """Simulate Seer's scheduling."""
+
+    cases: Annotated[tuple[CaseName, ...], Meta(min_length=1, description="one or more cases")] = tuple(CASES)
+    """Tasks, and cases in which context should not help."""
+    seeds: Count = 5
+    """Draws of the lengths, and of what is random in policies; medians are reported, with the range."""
+    full: bool = False
+    """Sequences of their whole lengths: sixteen times as slow."""
+    shrink: Count = 1
+    """Simulate one in so many instances, with their part of the groups."""
+    follow_ups: WholeNumber = 2
+    """See `ChunkOptions`."""
+    drafts: bool = False
+    """Also simulate grouped drafts, which takes a few times as long."""
+    output: Path | None = None
+    """Also write the JSON result to this file."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if self.output is not None and not self.output.absolute().parent.is_dir():
+            raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
+        fewest = min(CASES[name].instances for name in self.cases)
+        if self.shrink > fewest:
+            raise ValueError(f"shrink={self.shrink}: the smallest case has {fewest} instances; give at most as many")
+
+    @property
+    def scale(self) -> int:
+        return 1 if self.full else 16
+
+
+class _Counting:
+    """A pace that adds up the seconds for which replicas wait for stored KV."""
+
+    def __init__(self, pace: ProfilePace) -> None:
+        self._pace = pace
+        self.transfer_s = 0.0
+        self.step, self.switch = pace.step, pace.switch
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: KVPath) -> float:
+        seconds = self._pace.transfer(spec, num_tokens, path)
+        self.transfer_s += seconds
+        return seconds
+
+
+def main() -> dict[str, Any]:
+    with launch.told_once():
+        config = tyro.cli(SeerSimConfig)
+    names = [*_policies(CASES["moonlight"], config, {}, 0), *([DRAFTING] if config.drafts else [])]
+    rows = []
+    with tqdm(total=len(config.cases) * config.seeds * len(names), unit="rollout") as bar:
+        for case in (CASES[name] for name in config.cases):
+            bar.set_description(case.name)
+            rows.append(simulate(case, config, names, bar))
+    _print_table(rows)
+    workload = {"seeds": config.seeds, "full": config.full, "shrink": config.shrink, "follow_ups": config.follow_ups}
+    result = {"experiment": "seer_sim", "tier": "sim", "workload": workload, "rows": rows}
+    if config.output is not None:
+        config.output.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def simulate(case: Case, config: SeerSimConfig, names: list[str], bar: tqdm[Any]) -> dict[str, Any]:
+    """Returns medians over the seeds, each with its range; ratios are to the baseline of the same seed."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for seed in range(config.seeds):
+        alone = LogNormalLengths(median=case.cap / 4 / config.scale, sigma=0.8, cap=case.cap // config.scale)
+        drawn = GroupedLengths(lengths=alone, correlation=case.correlation).draw(
+            case.groups * (case.instances // config.shrink) // case.instances, case.group_size, seed
+        )
+        lengths = {(0, uid, index): length for uid, group in enumerate(drawn) for index, length in enumerate(group)}
+        policies = _policies(case, config, lengths, seed)
+        for name in names:
+            policy = policies["context" if name == DRAFTING else name]()
+            runs[name].append(_roll_out(case, config, policy, lengths, drafts=name == DRAFTING))
+            bar.update()
+    base, oracle = runs[BASE], runs["oracle"]
+    variants = {
+        name: {
+            "throughput": _spread([one["seconds"] / mine["seconds"] for one, mine in zip(base, some, strict=True)]),
+            "tail": _spread([mine["tail"] / one["tail"] for one, mine in zip(base, some, strict=True)]),
+            "of_oracle": _spread([one["seconds"] / mine["seconds"] for one, mine in zip(oracle, some, strict=True)]),
+            **{key: _spread([one[key] for one in some]) for key in some[0]},
+        }
+        for name, some in runs.items()
+    }
+    return {"case": case.name, "paper": case.paper, "variants": variants}
+
+
+def _spread(values: list[float]) -> list[float]:
+    """The median, the least and the largest."""
+    return [short(value) for value in (statistics.median(values), min(values), max(values))]
+
+
+def _policies(
+    case: Case, config: SeerSimConfig, lengths: dict[SequenceId, int], seed: int
+) -> dict[str, Callable[[], SchedulePolicy]]:
+    chunks: dict[str, Any] = {"chunk_tokens": case.chunk // config.scale, "follow_ups": config.follow_ups}
+    context = ContextOptions(**chunks, seed=seed)
+    context.check(block_size=BLOCK_SIZE, max_tokens=case.cap // config.scale)
+    return {
+        BASE: lambda: GroupStatic(seed),
+        "divided": lambda: Divided(ChunkOptions(**chunks)),
+        "context": lambda: ContextAware(context),
+        "oracle": lambda: ContextAware(context, lengths=lengths),
+        "static": Static,
+        "on demand": OnDemand,
+    }
+
+
+def _roll_out(
+    case: Case, config: SeerSimConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int], *, drafts: bool
+) -> dict[str, float]:
+    num_instances, prompt = case.instances // config.shrink, PROMPT // config.scale
+    profile = LatencyProfile(device=case.device, shape=case.shape, tp_size=case.tp_size)
+    room = sum(lengths.values()) + len(lengths) * prompt if case.kv_for_all else profile.kv_tokens_capacity(RESERVE)
+    pace = _Counting(ProfilePace(device=case.device, shape=case.shape, token_scale=config.scale))
+    options: dict[str, Any] = {"drafter": "grouped_suffix", "max_draft_tokens": 8, "draft_server": True}
+    engine = EngineConfig(
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=2 * SLOTS,
+        block_size=BLOCK_SIZE,
+        preemption="recompute",
+        **(options if drafts else {}),
+    )
+    cluster = ClusterConfig(
+        layout=contiguous_layout(range(num_instances * case.tp_size), case.tp_size),
+        engine=engine,
+        pace=pace,
+        num_kv_tokens={case.tp_size: room // (1 if case.kv_for_all else config.scale) // BLOCK_SIZE * BLOCK_SIZE},
+        max_model_len=prompt + case.cap // config.scale,
+        gpus_per_host=8,
+        overheads=Overheads(message_s=0.0005 / config.scale),
+        drafts=DraftAcceptance() if drafts else None,
+        draft_policy=draft_policy("marginal-gain", engine),
+        records_steps=False,
+    )
+    states = [
+        SequenceState(
+            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index),
+            group_id=uid,
+            tokens=[uid * prompt + place for place in range(prompt)],
+            num_prompt_tokens=prompt,
+            params=SamplingParams(max_tokens=case.cap // config.scale),
+        )
+        for _, uid, index in lengths
+    ]
+    start = time.perf_counter()
+    done = Cluster(cluster, schedule_policy=policy, lengths=lengths).roll_out(states)
+    ends = list(done.finish_times.values())
+    return {
+        "seconds": done.makespan * config.scale,
+        "tail": (done.makespan - ends[int(0.9 * (len(ends) - 1))]) * config.scale,
+        "preempted": done.num_preempted,
+        "kv_share": pace.transfer_s / num_instances / done.makespan,
+        "simulated_in": time.perf_counter() - start,
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    lines = [["case", "variant", "throughput", "(range)", "paper", "tail", "paper", "of oracle", "preempted", "KV"]]
+    for row in rows:
+        for name, one in row["variants"].items():
+            low, high = one["throughput"][1:]
+            paper = [f"{row['paper'].get(key, '-')}" for key in (name, f"{name} tail")]
+            values = [f"{one[key][0]:g}" for key in ("throughput", "tail", "of_oracle", "preempted", "kv_share")]
+            lines.append(
+                [row["case"], name, values[0], f"{low:g}-{high:g}", paper[0], values[1], paper[1], *values[2:]]
+            )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.rjust, line, widths)), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,84 @@
+"""Divided rollout (Seer §4.2): a waiting sequence gets the next chunk of its tokens, on any replica. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from engines.constraints import Count, WholeNumber, check_fields
+from engines.coordination.views import Dispatch, ReplicaView, ScheduleView, SequenceView
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkOptions:
+    """How sequences are divided, and where their chunks go."""
+
+    chunk_tokens: Count = 8192
+    """Tokens that a sequence generates before it comes back."""
+    follow_ups: WholeNumber = 2
+    """Sequences that a replica may hold behind those for which it has room. One of them runs in the very step after
+    another sequence's last, without a round trip to the coordinator."""
+    look_ahead: Count = 8
+    """Sequences that are tried, in their order, where the first ones find no room; 1 is Algorithm 1 as printed."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def check(self, *, block_size: int, max_tokens: int) -> None:
+        """Raises ValueError for a chunk that is shorter than a block of KV, or longer than any sequence."""
+        if not block_size <= self.chunk_tokens <= max_tokens:
+            raise ValueError(
+                f"chunk_tokens={self.chunk_tokens}: must be at least a block of KV and at most what a sequence may "
+                f"generate; give a number from {block_size} to {max_tokens}"
+            )
+
+
+def dispatch_chunk(view: ScheduleView, sequences: Iterable[SequenceView], options: ChunkOptions) -> Dispatch | None:
+    """Returns the next chunk of the first sequence for which a replica has room (Algorithm 1, lines 18 to 25).
+
+    Room is for all tokens that the sequence will have at the chunk's end, so that none is preempted (§4.2). Where no
+    replica has room for any of the sequences, the first one becomes a follow-up.
+    """
+    replicas = [
+        one
+        for one in view.replicas.values()
+        if one.accepts and one.num_assigned < one.max_num_seqs + options.follow_ups
+    ]
+    if not replicas:
+        return None
+    first: tuple[SequenceView, int] | None = None
+    fewest_refused = None
+    for sequence in islice(sequences, options.look_ahead):
+        chunk = min(options.chunk_tokens, sequence.max_tokens - sequence.num_generated)
+        num_tokens = sequence.num_prompt_tokens + sequence.num_generated + chunk
+        first = first or (sequence, chunk)
+        if fewest_refused is not None and num_tokens >= fewest_refused:
+            continue
+        if replica := select_instance(replicas, num_tokens):
+            return Dispatch(sequence_id=sequence.sequence_id, replica_id=replica.spec.id, max_new_tokens=chunk)
+        fewest_refused = num_tokens
+    if first is None or not options.follow_ups:
+        return None
+    sequence, chunk = first
+    num_tokens = sequence.num_prompt_tokens + sequence.num_generated + chunk
+    replica = select_instance(replicas, num_tokens, options.follow_ups)
+    if replica is None:
+        return None
+    return Dispatch(sequence_id=sequence.sequence_id, replica_id=replica.spec.id, max_new_tokens=chunk, queued=True)
+
+
+def select_instance(replicas: Iterable[ReplicaView], num_tokens: int, num_queued: int = 0) -> ReplicaView | None:
+    """Returns the replica with the lowest KV use, then with the fewest sequences, of those with room; None if none has.
+
+    The paper names KV use and concurrency as the measures, and does not say how they are combined.
+    """
+    return min(
+        (replica for replica in replicas if replica.has_room(num_tokens, num_queued)),
+        key=lambda replica: (
+            replica.num_reserved_blocks / replica.num_blocks if replica.num_blocks else 0.0,
+            replica.num_assigned,
+            replica.spec.id,
+        ),
+        default=None,
+    )
