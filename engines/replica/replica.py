@@ -55,6 +55,8 @@ class StepOutput:
     """Preempted sequences whose KV was stored."""
     num_swapped_in: int = 0
     """Preempted sequences that were admitted again and whose stored KV was loaded."""
+    kv_use: float = 0.0
+    """Share of the KV blocks that sequences held after the forward pass."""
     finished: list[Finished] = field(default_factory=list)
     released: list[Work] = field(default_factory=list)
     """Unfinished sequences that used up their `max_new_tokens` here; with their KV where the replica has a store."""
@@ -245,6 +247,7 @@ class Replica:
             output.num_tokens, output.num_context_tokens, output.num_pairs = sum_tokens, sum_context, sum_pairs
             if self.drafter is not None:
                 self._observe(self.drafter, scheduled, lengths, output)
+            output.kv_use = 1 - self.scheduler.blocks.num_free_blocks / self.scheduler.blocks.num_blocks
             for sequence in ended:
                 self._leave(sequence)
             if leaving:

@@ -41,21 +41,7 @@ class Stepper:
         output = self._engine.replica.step()
         if self._pace is not None:
             wait_until(start + self._pace.step(self._engine.spec, output) + self._transfer_s(self._pace))
-        record = StepRecord(
-            replica_id=self._engine.spec.id,
-            epoch=self._epoch,
-            tp_size=self._engine.spec.tp_size,
-            start=start,
-            seconds=time.monotonic() - start,
-            num_running=output.num_running,
-            num_tokens=output.num_tokens,
-            drafted=tuple(output.drafted),
-            accepted=tuple(output.accepted),
-            num_preempted=output.num_preempted,
-            num_swapped_out=output.num_swapped_out,
-            num_swapped_in=output.num_swapped_in,
-        )
-        return output, record
+        return output, StepRecord.of(self._engine.spec, self._epoch, start, time.monotonic() - start, output)
 
     def complete(
         self, states: list[SequenceState], hear: Callable[[Finished], None] | None, records: list[StepRecord]

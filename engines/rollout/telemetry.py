@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.parallel.layout import ReplicaSpec
 from engines.replica.moves import Switch
+from engines.replica.replica import StepOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,27 @@ class StepRecord:
     """Preempted sequences whose KV was stored; that of the others is recomputed."""
     num_swapped_in: int = 0
     """Sequences of the forward pass that resumed with stored KV."""
+
+    kv_use: float = 0.0
+    """Share of the KV blocks that sequences held after the forward pass."""
+
+    @classmethod
+    def of(cls, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> StepRecord:
+        return cls(
+            replica_id=spec.id,
+            epoch=epoch,
+            tp_size=spec.tp_size,
+            start=start,
+            seconds=seconds,
+            num_running=output.num_running,
+            num_tokens=output.num_tokens,
+            drafted=tuple(output.drafted),
+            accepted=tuple(output.accepted),
+            num_preempted=output.num_preempted,
+            num_swapped_out=output.num_swapped_out,
+            num_swapped_in=output.num_swapped_in,
+            kv_use=output.kv_use,
+        )
 
     @property
     def num_drafted(self) -> int:

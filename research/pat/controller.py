@@ -68,7 +68,8 @@ def generated_by(ended: Iterable[EndedView]) -> list[int]:
 
 
 class PatController:
-    """A `LayoutPolicy` for equal replicas over all ranks of the layout: wide replicas for few sequences, narrow ones for many.
+    """A `LayoutPolicy` for equal replicas over all ranks of the layout: wide ones for few sequences, narrow ones for
+    many.
 
     It keeps what it has learnt from one rollout to the next.
     """

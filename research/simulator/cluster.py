@@ -316,22 +316,7 @@ class Cluster:
     def record(self, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> None:
         self._num_preempted += output.num_preempted
         if self.config.records_steps:
-            self._steps.append(
-                StepRecord(
-                    replica_id=spec.id,
-                    epoch=epoch,
-                    tp_size=spec.tp_size,
-                    start=start,
-                    seconds=seconds,
-                    num_running=output.num_running,
-                    num_tokens=output.num_tokens,
-                    drafted=tuple(output.drafted),
-                    accepted=tuple(output.accepted),
-                    num_preempted=output.num_preempted,
-                    num_swapped_out=output.num_swapped_out,
-                    num_swapped_in=output.num_swapped_in,
-                )
-            )
+            self._steps.append(StepRecord.of(spec, epoch, start, seconds, output))
 
     # -- places
 
