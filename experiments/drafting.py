@@ -120,11 +120,15 @@ def main() -> dict[str, Any]:
 
 
 def model(config: DraftingConfig, widen: int = 1) -> Path:
+    return make_model(config.models, widen)
+
+
+def make_model(models: Path, widen: int = 1) -> Path:
     """The trained model, widened."""
     from algos.widening import widen as make_wide
 
-    tiny = trained(config.models, "tiny")
-    target = config.models / f"tiny-x{widen}"
+    tiny = trained(models, "tiny")
+    target = models / f"tiny-x{widen}"
     return tiny if widen == 1 else target if (target / "config.json").is_file() else make_wide(tiny, target, widen)
 
 

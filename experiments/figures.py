@@ -108,6 +108,32 @@ def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], swit
     return _save(figure, path)
 
 
+def draw_instances(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tails: Mapping[str, float]) -> Path:
+    """Draws, a column per rollout and a line per replica, KV use, running sequences and preemptions so far over time
+    (Seer, Figs. 3 and 9). The time from `tails` on, on the clock of the steps, is shaded."""
+    figure, axes = plt.subplots(
+        3, len(rollouts), figsize=(3 * len(rollouts), 6), sharex=True, sharey="row", squeeze=False, layout="constrained"
+    )
+    for column, (name, steps) in zip(axes.T, rollouts.items(), strict=True):
+        origin = min(step.start for step in steps)
+        end = max(step.start + step.seconds for step in steps)
+        for replica_id in sorted({step.replica_id for step in steps}):
+            mine = sorted((step for step in steps if step.replica_id == replica_id), key=lambda step: step.start)
+            starts = [step.start - origin for step in mine]
+            preempted = np.cumsum([step.num_preempted for step in mine]).tolist()
+            rows = [[step.kv_use for step in mine], [step.num_running for step in mine], preempted]
+            for ax, values in zip(column, rows, strict=True):
+                ax.step(starts, values, where="post", linewidth=0.8)
+        for ax in column:
+            ax.axvspan(tails[name] - origin, end - origin, color="grey", alpha=0.2, linewidth=0)
+            ax.spines[["top", "right"]].set_visible(False)
+        column[0].set_title(name)
+        column[2].set_xlabel("seconds")
+    for ax, label in zip(axes[:, 0], ("KV use", "running sequences", "preemptions"), strict=True):
+        ax.set_ylabel(label)
+    return _save(figure, path)
+
+
 def draw_throughput(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Draws tokens per second over the limit of the lengths, a line per variant and a panel per figure of the paper
     (PAT, Figs. 10 and 11)."""

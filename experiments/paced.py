@@ -19,11 +19,9 @@ from msgspec import Meta
 from engines.config import ModelConfig
 from engines.constraints import Count, Positive, WholeNumber, check_fields
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy
-from engines.parallel.layout import Layout, ReplicaSpec
-from engines.replica.replica import StepOutput
+from engines.parallel.layout import Layout
 from engines.rollout.generation import make_states
 from engines.rollout.pace import Pace
-from engines.rollout.pace import Path as KVPath
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import Finished, SamplingParams, SequenceId, SequenceState
 from experiments import launch
@@ -96,8 +94,8 @@ class Workload:
 
     prompts: list[list[int]]
     params: SamplingParams
-    lengths: Mapping[SequenceId, int]
-    """What each sequence will generate; the policies do not know it."""
+    lengths: Mapping[SequenceId, int] | None = None
+    """What each sequence will generate, which the policies do not know; None where sequences end by themselves."""
 
     def states(self) -> list[SequenceState]:
         params = [self.params] * len(self.prompts)
@@ -119,53 +117,42 @@ class Variant:
     """Other arguments of `LLM`."""
 
 
-Step = tuple[StepRecord, int, float]
-"""A step, its context tokens, and the seconds that it should take, with its transfers."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """The same on all ranks, but for `layout_policy`, which decides on rank 0."""
 
-    steps: list[Step]
+    steps: list[StepRecord]
     switches: list[tuple[float, float]]
     """Start, on the clock of the steps, and seconds."""
     digest: str
     """Of all tokens."""
     layout_policy: Any
+    lengths: dict[SequenceId, int]
+    """What each sequence has generated."""
+    ends: list[float]
+    """Times at which sequences ended, rising, on the clock of the steps; on rank 0 only."""
 
     @property
     def seconds(self) -> float:
-        return makespan([step for step, _, _ in self.steps])
+        return makespan(self.steps)
+
+    @property
+    def tail_seconds(self) -> float:
+        """The time in which the last tenth of the sequences ended (Seer §6.2)."""
+        return self.ends[-1] - self.ends[max(0, len(self.ends) * 9 // 10 - 1)]
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(step.num_preempted for step in self.steps)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a sequence gains in a forward pass."""
+        return sum(self.lengths.values()) / max(1, sum(step.num_running for step in self.steps))
 
 
 def makespan(steps: Collection[StepRecord]) -> float:
     return max(step.start + step.seconds for step in steps) - min(step.start for step in steps)
-
-
-@dataclass
-class Recorder:
-    """A `Pace` that keeps what steps were; without another pace, all takes its own time."""
-
-    pace: Pace | None
-    steps: list[tuple[int, float]] = field(default_factory=list)
-    _in_step: bool = False
-    """Whether the next transfer belongs to the last step, and not to a command."""
-
-    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
-        self.steps.append((output.num_context_tokens, self.pace.step(spec, output) if self.pace else 0.0))
-        self._in_step = True
-        return self.steps[-1][1]
-
-    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: KVPath) -> float:
-        seconds = self.pace.transfer(spec, num_tokens, path) if self.pace else 0.0
-        if self._in_step:
-            self.steps[-1] = self.steps[-1][0], self.steps[-1][1] + seconds
-        self._in_step = False
-        return seconds
-
-    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
-        return self.pace.switch(before, after, num_kv_tokens) if self.pace else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +174,11 @@ class Bench:
 
     def roll_out(self, workload: Workload, variant: Variant) -> Rollout:
         layout_policy = variant.layout_policy()
-        llm, recorder = self.start(workload, variant, layout_policy)
-        tokens, steps = self.generate(llm, recorder, workload)
-        assert [len(one) for samples in tokens for one in samples] == list(workload.lengths.values())
+        llm = self.start(workload, variant, layout_policy)
+        ends: list[float] = []
+        tokens, steps = self.generate(llm, workload, lambda _: ends.append(time.monotonic()))
+        lengths = {(0, uid, index): len(one) for uid, samples in enumerate(tokens) for index, one in enumerate(samples)}
+        assert workload.lengths in (None, lengths)
         assert llm.rollout is not None
         mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
         marks = launch.on_rank_0(self.groups.world, lambda: mine)
@@ -199,45 +188,49 @@ class Bench:
             switches=[(start, end - start) for start, end in zip(marks[::2], marks[1::2], strict=True)],
             digest=hashlib.sha256(repr(tokens).encode()).hexdigest(),
             layout_policy=layout_policy,
+            lengths=lengths,
+            ends=ends,
         )
 
-    def start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> tuple[LLM, Recorder]:
+    def start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> LLM:
         from engines import LLM
 
-        recorder, lengths = Recorder(self.pace), workload.lengths
+        lengths = workload.lengths
+
+        def has_ended(state: SequenceState) -> bool:
+            return lengths is not None and state.num_generated >= lengths[state.sequence_id]
+
         options = {
             "world": self.groups,
             "layout": variant.layout,
             "schedule": variant.schedule(),
             "layout_policy": layout_policy,
-            "pace": recorder,
-            "hidden_stop": lambda state: state.num_generated >= lengths[state.sequence_id],
+            "pace": self.pace,
+            "hidden_stop": None if lengths is None else has_ended,
             "kv_cache_bytes": variant.num_kv_tokens * self._kv_bytes_per_token,
             **self.options,
             **variant.options,
         }
-        return LLM(self.model, **options), recorder
+        return LLM(self.model, **options)
 
     def generate(
-        self, llm: LLM, recorder: Recorder, workload: Workload, on_finished: Callable[[Finished], None] | None = None
-    ) -> tuple[list[list[list[int]]], list[Step]]:
+        self, llm: LLM, workload: Workload, on_finished: Callable[[Finished], None] | None = None
+    ) -> tuple[list[list[list[int]]], list[StepRecord]]:
         """Returns the tokens of each prompt's samples, and the steps of all replicas, each's from its first rank."""
-        recorder.steps.clear()
         uids = range(len(workload.prompts))
         outputs = llm.generate(workload.prompts, workload.params, prompt_uids=uids, on_finished=on_finished)
         assert llm.rollout is not None
-        mine = [(record, *one) for record, one in zip(llm.rollout.step_records, recorder.steps, strict=True)]
         first: dict[tuple[int, int], int] = {}
         steps = [
             one
-            for rank, part in enumerate(launch.gather(self.groups.world, mine, list[Step]))
+            for rank, part in enumerate(launch.gather(self.groups.world, llm.rollout.step_records, list[StepRecord]))
             for one in part
-            if first.setdefault((one[0].epoch, one[0].replica_id), rank) == rank
+            if first.setdefault((one.epoch, one.replica_id), rank) == rank
         ]
         return [[one.token_ids for one in output.outputs] for output in outputs], steps
 
 
 def longer_than_paced(runs: Iterable[Rollout]) -> float:
     """Returns the share of steps that took 10 % longer than they should: what this machine did not follow."""
-    steps = [(step.seconds, priced) for run in runs for step, _, priced in run.steps]
-    return harness.short(sum(seconds > 1.1 * priced for seconds, priced in steps) / len(steps))
+    steps = [step for run in runs for step in run.steps]
+    return harness.short(sum(step.seconds > 1.1 * step.paced_seconds for step in steps) / len(steps))

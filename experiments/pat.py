@@ -166,10 +166,10 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
     if world.rank:
         return {}
     errors = [
-        abs(float(deployment.steps[step.tp_size].seconds(step.num_running, contexts)) / step.seconds - 1)
+        abs(float(deployment.steps[step.tp_size].seconds(step.num_running, step.num_context_tokens)) / step.seconds - 1)
         for some in runs.values()
         for run in some
-        for step, contexts, _ in run.steps
+        for step in run.steps
         if step.num_tokens == step.num_running
     ]
     found = {"tier": "live", **describe("live", runs, {"transport": config.transport})}
@@ -219,7 +219,7 @@ def draw(folder: Path, name: str, runs: dict[str, list[Rollout]]) -> None:
     from experiments.figures import draw_switches
 
     best = next(iter(runs))
-    chosen = {one: [step for step, _, _ in runs[one][0].steps] for one in (PAT, best)}
+    chosen = {one: runs[one][0].steps for one in (PAT, best)}
     draw_switches(folder / f"{name}.png", chosen, [start for start, _ in runs[PAT][0].switches])
 
 

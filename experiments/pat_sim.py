@@ -189,7 +189,7 @@ def simulated(
     )
     work = batch.workload([[uid] * batch.num_prompt_tokens for uid in range(len(batch.lengths))])
     policy = variant.layout_policy()
-    return Cluster(config, schedule_policy=OnDemand(), lengths=work.lengths, layout_policy=policy), work.states()
+    return Cluster(config, schedule_policy=OnDemand(), lengths=work.lengths or {}, layout_policy=policy), work.states()
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

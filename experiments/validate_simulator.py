@@ -99,20 +99,18 @@ class Paced:
         layout = nested_layout(range(world.size), 1)
         variant = Variant(layout=layout, num_kv_tokens=cell.num_kv_tokens, schedule=lambda: policy)
         with recording(rollout_world):
-            llm, recorder = bench.start(workload, variant, cell.layout_policy(world.size))
+            llm = bench.start(workload, variant, cell.layout_policy(world.size))
         ends: dict[SequenceId, float] = {}
 
         def hear(finished: Finished) -> None:
             ends[finished.state.sequence_id] = time.monotonic()
 
         time.sleep(2 * REPORT_EVERY_S)  # a world is mostly older than that when a rollout begins
-        _, steps = bench.generate(llm, recorder, workload, on_finished=hear)
+        _, steps = bench.generate(llm, workload, on_finished=hear)
         self._replay(llm, cell)
         llm.close()
         heard = launch.on_rank_0(world, lambda: list(ends.items()))
-        return describe(
-            [(priced, step) for step, _, priced in steps], {tuple(id_): end for id_, end in heard}, world.size
-        )
+        return describe(steps, {tuple(id_): end for id_, end in heard}, world.size)
 
     def _replay(self, llm: LLM, cell: Cell) -> None:
         """Plays the log of the rollout to a fresh core and policies; AssertionError where they decide otherwise."""
@@ -147,7 +145,7 @@ def simulate(
         config, schedule_policy=policy, lengths=cell.lengths(), layout_policy=cell.layout_policy(num_ranks)
     )
     done = cluster.roll_out(cell.workload().states())
-    return describe([(step.seconds, step) for step in done.steps], done.finish_times, num_ranks), done
+    return describe(done.steps, done.finish_times, num_ranks), done
 
 
 def main() -> dict[str, Any] | None:

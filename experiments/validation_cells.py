@@ -137,27 +137,23 @@ class Run:
         return max(self.finish_times.values())
 
 
-Steps = list[tuple[float, StepRecord]]
-"""Each step, and the seconds that the pace returned for it."""
-
-
-def describe(steps: Steps, finish_times: dict[SequenceId, float], num_ranks: int) -> Run:
+def describe(steps: list[StepRecord], finish_times: dict[SequenceId, float], num_ranks: int) -> Run:
     """`finish_times` are on the clock of the steps. A hole longer than half a median step has no work: idle time."""
-    start = min(step.start for _, step in steps)
-    half = statistics.median(step.seconds for _, step in steps) / 2
-    ordered = sorted(steps, key=lambda pair: (pair[1].epoch, pair[1].replica_id, pair[1].start))
+    start = min(step.start for step in steps)
+    half = statistics.median(step.seconds for step in steps) / 2
+    ordered = sorted(steps, key=lambda step: (step.epoch, step.replica_id, step.start))
     gaps = [
-        (step.tp_size, after.start - step.start - priced)
-        for (priced, step), (_, after) in itertools.pairwise(ordered)
+        (step.tp_size, after.start - step.start - step.paced_seconds)
+        for step, after in itertools.pairwise(ordered)
         if (step.epoch, step.replica_id) == (after.epoch, after.replica_id)
         and after.start - step.start - step.seconds < half
     ]
     makespan = max(finish_times.values()) - start
-    busy = sum(priced * step.tp_size for priced, step in steps) / num_ranks
+    busy = sum(step.paced_seconds * step.tp_size for step in steps) / num_ranks
     gap = sum(tp_size * seconds for tp_size, seconds in gaps) / num_ranks
     return Run(
         finish_times={id_: moment - start for id_, moment in finish_times.items()},
-        num_preempted=sum(step.num_preempted for _, step in steps),
+        num_preempted=sum(step.num_preempted for step in steps),
         busy=busy,
         gap=gap,
         idle=makespan - busy - gap,

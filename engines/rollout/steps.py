@@ -39,9 +39,11 @@ class Stepper:
     def step(self) -> tuple[StepOutput, StepRecord]:
         start = time.monotonic()
         output = self._engine.replica.step()
+        spec, paced_s = self._engine.spec, 0.0
         if self._pace is not None:
-            wait_until(start + self._pace.step(self._engine.spec, output) + self._transfer_s(self._pace))
-        return output, StepRecord.of(self._engine.spec, self._epoch, start, time.monotonic() - start, output)
+            paced_s = self._pace.step(spec, output) + self._transfer_s(self._pace)
+            wait_until(start + paced_s)
+        return output, StepRecord.of(spec, self._epoch, start, time.monotonic() - start, output, paced_s)
 
     def complete(
         self, states: list[SequenceState], hear: Callable[[Finished], None] | None, records: list[StepRecord]

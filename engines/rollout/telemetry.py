@@ -28,6 +28,8 @@ class StepRecord:
     """Sequences in the forward pass."""
     num_tokens: int
     """Tokens in the forward pass."""
+    num_context_tokens: int = 0
+    """Sum of the sequences' context lengths in tokens, this pass's tokens included."""
     drafted: tuple[int, ...] = ()
     """Draft tokens in the forward pass, by their place in the draft."""
     accepted: tuple[int, ...] = ()
@@ -41,9 +43,13 @@ class StepRecord:
 
     kv_use: float = 0.0
     """Share of the KV blocks that sequences held after the forward pass."""
+    paced_seconds: float = 0.0
+    """What a `Pace` gives the step and the KV that it moved; 0 without one."""
 
     @classmethod
-    def of(cls, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> StepRecord:
+    def of(
+        cls, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput, paced_seconds: float
+    ) -> StepRecord:
         return cls(
             replica_id=spec.id,
             epoch=epoch,
@@ -52,12 +58,14 @@ class StepRecord:
             seconds=seconds,
             num_running=output.num_running,
             num_tokens=output.num_tokens,
+            num_context_tokens=output.num_context_tokens,
             drafted=tuple(output.drafted),
             accepted=tuple(output.accepted),
             num_preempted=output.num_preempted,
             num_swapped_out=output.num_swapped_out,
             num_swapped_in=output.num_swapped_in,
             kv_use=output.kv_use,
+            paced_seconds=paced_seconds,
         )
 
     @property

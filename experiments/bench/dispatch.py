@@ -109,7 +109,7 @@ def measure(config: DispatchBench) -> dict[str, Any]:
         }
         rollouts = harness.interleave(variants, config.turns)
     assert len({one.digest for some in rollouts.values() for one in some}) == 1, "dispatch changed a token"
-    runs = {name: [[step for step, _, _ in one.steps] for one in some] for name, some in rollouts.items()}
+    runs = {name: [one.steps for one in some] for name, some in rollouts.items()}
     dist.destroy_process_group()
     if config.figure is not None and world.rank == 0:
         draw_timelines(config.figure, {name: runs[name][0] for name in schedules})

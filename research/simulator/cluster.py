@@ -316,7 +316,7 @@ class Cluster:
     def record(self, spec: ReplicaSpec, epoch: int, start: float, seconds: float, output: StepOutput) -> None:
         self._num_preempted += output.num_preempted
         if self.config.records_steps:
-            self._steps.append(StepRecord.of(spec, epoch, start, seconds, output))
+            self._steps.append(StepRecord.of(spec, epoch, start, seconds, output, seconds))
 
     # -- places
 

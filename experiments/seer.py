@@ -1,0 +1,285 @@
+"""What divided rollout, context and grouped drafts gain (Seer, Table 6), on a trained model that ends by itself.
+
+    torchrun --standalone --nproc-per-node 2 experiments/seer.py
+    python experiments/seer.py --parts paced --turns 1 --figure .
+
+Parts: `live`, on two ranks at this machine's own speed; `paced`, on eight ranks that rank 0 then starts, each of which
+stands for eight GPUs of a named kind, with a token for 128. The ladder adds one after the other to groups that are
+bound to replicas: chunks that go on anywhere, context-aware scheduling, and drafts from a group's other members. Each
+of the other variants is compared with the ladder's best or with what it differs from in one thing. Makes the models if
+need be. A table goes to stderr, one JSON object to stdout. docs/seer.md shows and explains a result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import torch
+from msgspec import Meta
+
+from engines import SamplingParams
+from engines.config import DType
+from engines.constraints import Count, NonNegative
+from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.replica.replica import StepOutput
+from engines.rollout.pace import Pace
+from engines.rollout.pace import Path as KVPath
+from engines.sequence import SequenceId
+from experiments import drafting, launch, paced
+from experiments.bench import harness
+from experiments.paced import Bench, PacedConfig, Rollout, Variant, Workload
+from research.seer.adaptive import MarginalGain
+from research.seer.baselines import Divided, GroupStatic
+from research.seer.chunks import ChunkOptions
+from research.seer.context_aware import ContextAware, ContextOptions
+from research.simulator.latency import profile
+from research.simulator.pace import ProfilePace
+
+if TYPE_CHECKING:
+    from engines.parallel.collectives import TorchGroup
+
+CAP, BLOCK_SIZE = 320, 16
+STATIC, DIVIDED, CONTEXT, SPECULATION = LADDER = ("static", "divided", "context", "speculation")
+Other = Literal[
+    "static by sequence",
+    "on demand",
+    "oracle",
+    "speculation, no adaptation",
+    "speculation, ungrouped",
+    "static, speculation",
+]
+OTHERS: tuple[Other, ...] = get_args(Other)
+BOUND, ORACLE = OTHERS[:2], OTHERS[2]
+"""Harder baselines, which bind single sequences; and the true lengths."""
+DRAFTS = {"drafter": "grouped_suffix", "max_draft_tokens": 16, "draft_policy": MarginalGain}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeerConfig(PacedConfig):
+    """Measure rollouts in chunks that go on anywhere, the longest first."""
+
+    models: Path = Path("runs/models")
+    """Folder of the models: tiny, and the same function at several times the cost. What is missing is made."""
+    temperatures: Annotated[tuple[NonNegative, ...], Meta(min_length=1, description="one or more")] | None = None
+    """Of sampling; by default 1, with `--full` also 0.6."""
+    full: bool = False
+    """Also measure the second temperature."""
+    others: tuple[Other, ...] = OTHERS
+    """Variants besides the ladder, each of which is measured once."""
+    chunk_tokens: Count = 32
+    """Tokens that a sequence generates before it comes back."""
+    follow_ups: Annotated[int, Meta(ge=0)] = 2
+    """See `ChunkOptions`."""
+    figure: Path | None = None
+    """Draw KV use, running sequences and preemptions of the ladder into this folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.chunks().check(block_size=BLOCK_SIZE, max_tokens=CAP)
+        if self.figure is not None and not self.figure.is_dir():
+            raise ValueError(f"figure={str(self.figure)!r}: is no folder; make it")
+
+    def chunks(self) -> ContextOptions:
+        return ContextOptions(chunk_tokens=self.chunk_tokens, follow_ups=self.follow_ups, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class WideReplica:
+    """A `Pace` by which each rank takes as long as a replica of `tp_size` GPUs."""
+
+    pace: ProfilePace
+    tp_size: int
+
+    def _wide(self, spec: ReplicaSpec) -> ReplicaSpec:
+        return replace(spec, ranks=tuple(range(self.tp_size)))
+
+    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        return self.pace.step(self._wide(spec), output)
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: KVPath) -> float:
+        return self.pace.transfer(self._wide(spec), num_tokens, path)
+
+    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Groups of samples, and the replicas that generate them."""
+
+    name: str
+    widen: int
+    dtype: DType
+    groups: int
+    group_size: int
+    num_kv_tokens: int
+    """Of a replica."""
+    preemption: str
+    pace: Pace | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def bench(self, model: Path, groups: GroupCache) -> Bench:
+        return Bench(
+            model=str(model),
+            groups=groups,
+            pace=self.pace,
+            options={
+                "dtype": self.dtype,
+                "block_size": BLOCK_SIZE,
+                "max_num_seqs": 64,
+                "max_model_len": CAP + 64,
+                "preemption": self.preemption,
+            },
+        )
+
+    def variants(
+        self, config: SeerConfig, num_ranks: int, lengths: Callable[[], dict[SequenceId, int]]
+    ) -> dict[str, Variant]:
+        """The ladder, and the others. `lengths` are the true ones, for the oracle."""
+        options = config.chunks()
+        chunks = ChunkOptions(chunk_tokens=options.chunk_tokens, follow_ups=options.follow_ups)
+        seeds = itertools.count(config.seed)  # the baseline's luck is not that of one seed
+        plain = Variant(layout=nested_layout(range(num_ranks), 1), num_kv_tokens=self.num_kv_tokens)
+
+        def by(schedule: Callable[[], SchedulePolicy], **drafts: Any) -> Variant:
+            return replace(plain, schedule=schedule, options=drafts)
+
+        context = partial(ContextAware, options)
+        return {
+            STATIC: by(lambda: GroupStatic(next(seeds))),
+            DIVIDED: by(partial(Divided, chunks)),
+            CONTEXT: by(context),
+            SPECULATION: by(context, **DRAFTS),
+            "static by sequence": by(Static),
+            "on demand": by(OnDemand),
+            "oracle": by(lambda: ContextAware(options, lengths=lengths())),
+            "speculation, no adaptation": by(context, drafter="grouped_suffix", max_draft_tokens=8),
+            "speculation, ungrouped": by(context, **DRAFTS | {"drafter": "suffix"}),
+            "static, speculation": by(lambda: GroupStatic(next(seeds)), **DRAFTS),
+        }
+
+
+def main() -> dict[str, Any] | None:
+    return paced.run("seer", SeerConfig, live=live, paced=paced_part)
+
+
+def live(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
+    setting = Setting(
+        name="live",
+        widen=8,
+        dtype=drafting.dtype(),
+        groups=max(2, 24 // config.shrink),
+        group_size=8,
+        num_kv_tokens=1280,
+        preemption="auto",
+    )
+    return {"live": {"tier": "live", **measure(config, setting, world)}}
+
+
+def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    one = profile("h800-72b-tp8")
+    pace = ProfilePace(device=one.device, shape=one.shape, scale=PACED_SCALE * config.scale, token_scale=128)
+    setting = Setting(
+        name="paced",
+        widen=1,
+        dtype="float64",
+        groups=max(2, 48 // config.shrink),
+        group_size=16,
+        num_kv_tokens=1600,
+        preemption="recompute",
+        pace=WideReplica(pace, one.tp_size),
+        facts={"profile": one.name, "scale": pace.scale, "token_scale": pace.token_scale},
+    )
+    return {"paced": {"tier": "paced", **measure(config, setting, world)}}
+
+
+PACED_SCALE = 2.0
+"""Seconds here per second of the profile with which 8 processes on 2 cores can follow."""
+
+
+def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str, Any]:
+    """Returns, for the first temperature and under `T=...` for the others, what `describe` does."""
+    model = Path(launch.on_rank_0(world, lambda: str(drafting.make_model(config.models, setting.widen))))
+    prompts = drafting.encode(model, drafting.prompts(setting.groups))
+    groups = GroupCache(world, [nested_layout(range(world.size), 1)])
+    found: dict[str, Any] = {}
+    for temperature in config.temperatures or ((1.0, 0.6) if config.full else (1.0,)):
+        start = time.monotonic()
+        params = SamplingParams(max_tokens=CAP, n=setting.group_size, temperature=temperature)
+        runs = roll_out(config, setting, setting.bench(model, groups), Workload(prompts=prompts, params=params))
+        if world.rank == 0:
+            one = describe(f"{setting.name}, T={temperature:g}", runs, setting)
+            one["seconds"] = round(time.monotonic() - start, 1)
+            found |= {f"T={temperature:g}": one} if found else one
+            if config.figure is not None:
+                draw(config.figure / f"seer_{setting.name}_{temperature:g}.png", runs)
+    groups.close()
+    return found
+
+
+def roll_out(config: SeerConfig, setting: Setting, bench: Bench, workload: Workload) -> dict[str, list[Rollout]]:
+    """Returns the rollouts of each variant: the ladder's take turns, the others come once."""
+    runs: dict[str, list[Rollout]] = {}
+
+    def true_lengths() -> dict[SequenceId, int]:
+        return first.lengths
+
+    known = setting.variants(config, bench.groups.world.size, true_lengths)
+    variants = {one: known[one] for one in (*LADDER, *config.others)}
+    first = bench.roll_out(workload, variants[STATIC])  # warms up, and is known to the oracle
+    calls = {one: partial(bench.roll_out, workload, variant) for one, variant in variants.items()}
+    once = dict.fromkeys((one for one in variants if one not in LADDER), 1)
+    runs = harness.interleave(calls, config.turns, name=setting.name, warm_up=False, most_turns=once)
+    return runs
+
+
+def describe(name: str, runs: dict[str, list[Rollout]], setting: Setting) -> dict[str, Any]:
+    """Returns the results of one temperature. `throughput` and `variants` are ratios to the ladder's first, `tail` is
+    the time of the last tenth as a share of the first's."""
+    row = harness.compare(name, {one: [run.seconds for run in some] for one, some in runs.items()})
+    print(harness.table([row]), file=sys.stderr, flush=True)
+    seconds = {one: statistics.median(run.seconds for run in some) for one, some in runs.items()}
+    tails = {one: statistics.median(run.tail_seconds for run in some) for one, some in runs.items()}
+    faster = {one: harness.short(seconds[STATIC] / took) for one, took in seconds.items()}
+    context_over = {one: harness.short(took / seconds[CONTEXT]) for one, took in seconds.items()}
+    lengths = [*runs[STATIC][0].lengths.values()]
+    slow = {"steps_longer_than_paced": paced.longer_than_paced(run for some in runs.values() for run in some)}
+    return {
+        **setting.facts,
+        "tokens_equal": len({run.digest for some in runs.values() for run in some}) == 1,
+        "throughput": {one: faster[one] for one in LADDER[1:]},
+        "tail": {one: harness.short(tails[one] / tails[STATIC]) for one in LADDER[1:]},
+        "tail_share": {one: harness.short(tails[one] / seconds[one]) for one in LADDER},
+        "variants": {one: faster[one] for one in runs if one not in LADDER and not one.endswith(harness.AGAIN)},
+        "of_oracle": context_over.get(ORACLE),
+        "over_bound": {one: context_over[one] for one in BOUND if one in context_over},
+        "preemptions": {one: statistics.median(run.num_preempted for run in some) for one, some in runs.items()},
+        "tokens_per_step": {one: harness.short(some[0].tokens_per_step) for one, some in runs.items()},
+        "num_sequences": len(lengths),
+        "mean_length": harness.short(statistics.fmean(lengths)),
+        "a_a": row["a_a"],
+        **(slow if setting.pace is not None else {}),
+        "row": row,
+    }
+
+
+def draw(path: Path, runs: dict[str, list[Rollout]]) -> None:
+    from experiments.figures import draw_instances
+
+    tails = {one: runs[one][0].ends[-1] - runs[one][0].tail_seconds for one in LADDER}
+    draw_instances(path, {one: runs[one][0].steps for one in LADDER}, tails)
+
+
+if __name__ == "__main__":
+    launch.run(main)
