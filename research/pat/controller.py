@@ -36,7 +36,7 @@ class PatOptions:
     dwell_s: NonNegative = 0.0
     """Shortest time between two switches."""
     rung: NonNegative = 0.2
-    """Share of the unfinished sequences that must end before it decides again."""
+    """Share of the unfinished sequences that must end before it decides again; fewer where a switch is planned."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -106,7 +106,6 @@ class PatController:
         is_early = view.now - self._last_switch < self._options.dwell_s
         if not count or count > self._next_count or is_early:
             return None
-        self._next_count = min(count - 1, int(count * (1 - self._options.rung)))
         sequences = list(view.unfinished.values())
         if not sequences:
             return None
@@ -118,6 +117,8 @@ class PatController:
         tp_size = view.layout.replicas[0].tp_size
         considered = self._consider(view.now, contexts, remaining, tp_size, may_narrow=is_new)
         self.log.append(considered)
+        planned = next((fewer for fewer, size in considered.stages if size != considered.chosen), 0)
+        self._next_count = min(count - 1, max(planned, int(count * (1 - self._options.rung))))
         if considered.chosen == tp_size:
             return None
         self._last_switch = view.now
