@@ -220,7 +220,7 @@ def simulate(case: Case, config: SeerSimConfig, names: list[str], bar: tqdm[Any]
     variants = {
         name: {
             "throughput": _spread([one["seconds"] / mine["seconds"] for one, mine in zip(base, some, strict=True)]),
-            "tail": _spread([mine["tail"] / one["tail"] for one, mine in zip(base, some, strict=True)]),
+            "tail": _spread([mine["tail_s"] / one["tail_s"] for one, mine in zip(base, some, strict=True)]),
             "of_oracle": _spread([one["seconds"] / mine["seconds"] for one, mine in zip(oracle, some, strict=True)]),
             **{key: _spread([one[key] for one in some]) for key in some[0]},
         }
@@ -290,7 +290,7 @@ def _roll_out(
     ends = list(done.finish_times.values())
     return {
         "seconds": done.makespan * config.token_scale,
-        "tail": (done.makespan - ends[int(0.9 * (len(ends) - 1))]) * config.token_scale,
+        "tail_s": (done.makespan - ends[int(0.9 * (len(ends) - 1))]) * config.token_scale,
         "preempted": done.num_preempted,
         "kv_share": pace.transfer_s / num_instances / done.makespan,
         "simulated_in": time.perf_counter() - start,
