@@ -162,7 +162,7 @@ class SeerSimConfig:
     def block_size(self) -> int:
         return max(1, BLOCK_SIZE // self.token_scale)
 
-    def chunks(self, case: Case) -> dict[str, int]:
+    def chunks(self, case: Case) -> dict[str, Any]:
         return {"chunk_tokens": (self.chunk or case.chunk) // self.token_scale, "follow_ups": self.follow_ups}
 
     def context(self, case: Case, seed: int) -> ContextOptions:
