@@ -5,9 +5,9 @@
 The tasks of Table 5 with all their GPUs and sequences: groups bound to instances (the baseline), divided rollout, with
 context-aware scheduling, with grouped drafts, and with an oracle of the lengths; and two harder baselines that bind
 single sequences. The paper does not print the distribution of the lengths, and its models are no dense decoders:
-docs/seer.md has what is assumed. Without `--full` a sequence has a sixteenth of its tokens, each of which is priced as
-sixteen. The further cases are those in which context should not help. Prints a table, and one JSON object, in which
-`paper` is what the paper prints, and all else is ours.
+docs/seer.md has what is assumed. A sequence has a sixteenth of its tokens, each of which is priced as sixteen. In the
+other cases context should not help. Prints a table, and one JSON object, in which `paper` is what the paper prints, and
+all else is ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,7 +44,7 @@ from research.simulator.latency import LatencyProfile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
 
-BLOCK_SIZE, SLOTS, PROMPT = 16, 1024, 1024
+BLOCK_SIZE, SLOTS, PROMPT = 256, 1024, 1024
 RESERVE = 0.35
 """Share of a GPU's memory that weights and KV may not use: training, which has the same GPUs, keeps some. Assumed."""
 BASE, DRAFTING = "group static", "context, drafts"
@@ -86,9 +86,9 @@ class Case:
     groups: int
     group_size: int
     cap: int
-    correlation: float = 0.7
-    """Of the logarithms of the lengths of two members of a group: assumed, as are the lengths' median, a quarter of the
-    cap, and sigma, 0.8: tens of thousands of tokens on average (§2.2)."""
+    correlation: float = 0.9
+    """Of the logarithms of the lengths of two members of a group: assumed to be high (Fig. 4). Assumed, too, are the
+    lengths' median, a quarter of the cap, and sigma, 0.8: tens of thousands of tokens on average (§2.2)."""
     chunk: int = 8192
     kv_for_all: bool = False
     """Whether all sequences fit at once."""
@@ -133,8 +133,10 @@ class SeerSimConfig:
     """Tasks, and cases in which context should not help."""
     seeds: Count = 5
     """Draws of the lengths, and of what is random in policies; medians are reported, with the range."""
-    full: bool = False
-    """Sequences of their whole lengths: sixteen times as slow."""
+    token_scale: Count = 16
+    """Tokens of the paper that a token stands for, and takes the time of; 1 simulates whole lengths."""
+    chunk: Count | None = None
+    """Tokens of the paper in a chunk, instead of the case's."""
     shrink: Count = 1
     """Simulate one in so many instances, with their part of the groups."""
     follow_ups: WholeNumber = 2
@@ -151,10 +153,20 @@ class SeerSimConfig:
         fewest = min(CASES[name].instances for name in self.cases)
         if self.shrink > fewest:
             raise ValueError(f"shrink={self.shrink}: the smallest case has {fewest} instances; give at most as many")
+        for name in self.cases:
+            self.context(CASES[name], 0).check(
+                block_size=self.block_size, max_tokens=CASES[name].cap // self.token_scale
+            )
 
     @property
-    def scale(self) -> int:
-        return 1 if self.full else 16
+    def block_size(self) -> int:
+        return max(1, BLOCK_SIZE // self.token_scale)
+
+    def chunks(self, case: Case) -> dict[str, Any]:
+        return {"chunk_tokens": (self.chunk or case.chunk) // self.token_scale, "follow_ups": self.follow_ups}
+
+    def context(self, case: Case, seed: int) -> ContextOptions:
+        return ContextOptions(**self.chunks(case), seed=seed)
 
 
 class _Counting:
@@ -181,7 +193,7 @@ def main() -> dict[str, Any]:
             bar.set_description(case.name)
             rows.append(simulate(case, config, names, bar))
     _print_table(rows)
-    workload = {"seeds": config.seeds, "full": config.full, "shrink": config.shrink, "follow_ups": config.follow_ups}
+    workload = {key: value for key, value in asdict(config).items() if key != "output"}
     result = {"experiment": "seer_sim", "tier": "sim", "workload": workload, "rows": rows}
     if config.output is not None:
         config.output.write_text(json.dumps(result, indent=2) + "\n")
@@ -192,7 +204,9 @@ def simulate(case: Case, config: SeerSimConfig, names: list[str], bar: tqdm[Any]
     """Returns medians over the seeds, each with its range; ratios are to the baseline of the same seed."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for seed in range(config.seeds):
-        alone = LogNormalLengths(median=case.cap / 4 / config.scale, sigma=0.8, cap=case.cap // config.scale)
+        alone = LogNormalLengths(
+            median=case.cap / 4 / config.token_scale, sigma=0.8, cap=case.cap // config.token_scale
+        )
         drawn = GroupedLengths(lengths=alone, correlation=case.correlation).draw(
             case.groups * (case.instances // config.shrink) // case.instances, case.group_size, seed
         )
@@ -206,7 +220,7 @@ def simulate(case: Case, config: SeerSimConfig, names: list[str], bar: tqdm[Any]
     variants = {
         name: {
             "throughput": _spread([one["seconds"] / mine["seconds"] for one, mine in zip(base, some, strict=True)]),
-            "tail": _spread([mine["tail"] / one["tail"] for one, mine in zip(base, some, strict=True)]),
+            "tail": _spread([mine["tail_s"] / one["tail_s"] for one, mine in zip(base, some, strict=True)]),
             "of_oracle": _spread([one["seconds"] / mine["seconds"] for one, mine in zip(oracle, some, strict=True)]),
             **{key: _spread([one[key] for one in some]) for key in some[0]},
         }
@@ -223,12 +237,10 @@ def _spread(values: list[float]) -> list[float]:
 def _policies(
     case: Case, config: SeerSimConfig, lengths: dict[SequenceId, int], seed: int
 ) -> dict[str, Callable[[], SchedulePolicy]]:
-    chunks: dict[str, Any] = {"chunk_tokens": case.chunk // config.scale, "follow_ups": config.follow_ups}
-    context = ContextOptions(**chunks, seed=seed)
-    context.check(block_size=BLOCK_SIZE, max_tokens=case.cap // config.scale)
+    context = config.context(case, seed)
     return {
         BASE: lambda: GroupStatic(seed),
-        "divided": lambda: Divided(ChunkOptions(**chunks)),
+        "divided": lambda: Divided(ChunkOptions(**config.chunks(case))),
         "context": lambda: ContextAware(context),
         "oracle": lambda: ContextAware(context, lengths=lengths),
         "static": Static,
@@ -239,15 +251,15 @@ def _policies(
 def _roll_out(
     case: Case, config: SeerSimConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int], *, drafts: bool
 ) -> dict[str, float]:
-    num_instances, prompt = case.instances // config.shrink, PROMPT // config.scale
+    num_instances, prompt = case.instances // config.shrink, PROMPT // config.token_scale
     profile = LatencyProfile(device=case.device, shape=case.shape, tp_size=case.tp_size)
     room = sum(lengths.values()) + len(lengths) * prompt if case.kv_for_all else profile.kv_tokens_capacity(RESERVE)
-    pace = _Counting(ProfilePace(device=case.device, shape=case.shape, token_scale=config.scale))
+    pace = _Counting(ProfilePace(device=case.device, shape=case.shape, token_scale=config.token_scale))
     options: dict[str, Any] = {"drafter": "grouped_suffix", "max_draft_tokens": 8, "draft_server": True}
     engine = EngineConfig(
         max_num_seqs=SLOTS,
         max_num_batched_tokens=2 * SLOTS,
-        block_size=BLOCK_SIZE,
+        block_size=config.block_size,
         preemption="recompute",
         **(options if drafts else {}),
     )
@@ -255,10 +267,10 @@ def _roll_out(
         layout=contiguous_layout(range(num_instances * case.tp_size), case.tp_size),
         engine=engine,
         pace=pace,
-        num_kv_tokens={case.tp_size: room // (1 if case.kv_for_all else config.scale) // BLOCK_SIZE * BLOCK_SIZE},
-        max_model_len=prompt + case.cap // config.scale,
+        num_kv_tokens={case.tp_size: room // (1 if case.kv_for_all else config.token_scale)},
+        max_model_len=prompt + case.cap // config.token_scale,
         gpus_per_host=8,
-        overheads=Overheads(message_s=0.0005 / config.scale),
+        overheads=Overheads(message_s=0.0005 / config.token_scale),
         drafts=DraftAcceptance() if drafts else None,
         draft_policy=draft_policy("marginal-gain", engine),
         records_steps=False,
@@ -269,7 +281,7 @@ def _roll_out(
             group_id=uid,
             tokens=[uid * prompt + place for place in range(prompt)],
             num_prompt_tokens=prompt,
-            params=SamplingParams(max_tokens=case.cap // config.scale),
+            params=SamplingParams(max_tokens=case.cap // config.token_scale),
         )
         for _, uid, index in lengths
     ]
@@ -277,8 +289,8 @@ def _roll_out(
     done = Cluster(cluster, schedule_policy=policy, lengths=lengths).roll_out(states)
     ends = list(done.finish_times.values())
     return {
-        "seconds": done.makespan * config.scale,
-        "tail": (done.makespan - ends[int(0.9 * (len(ends) - 1))]) * config.scale,
+        "seconds": done.makespan * config.token_scale,
+        "tail_s": (done.makespan - ends[int(0.9 * (len(ends) - 1))]) * config.token_scale,
         "preempted": done.num_preempted,
         "kv_share": pace.transfer_s / num_instances / done.makespan,
         "simulated_in": time.perf_counter() - start,

@@ -23,6 +23,9 @@ class WaitingQueue(Generic[Item]):
         self._num_entries += 1
         self._entries[item] = self._num_entries
         heapq.heappush(self._heap, (key, self._num_entries, item))
+        if len(self._heap) > 2 * len(self._entries) + 100:  # a policy may serve thousands of rollouts
+            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
 
     def discard(self, item: Item) -> None:
         self._entries.pop(item, None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from research.seer.baselines import Divided, GroupStatic
 from research.seer.chunks import ChunkOptions
 from research.seer.context_aware import ContextAware, ContextOptions
 from research.seer.length_estimate import LengthEstimate
+from research.seer.waiting_queue import WaitingQueue
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
 from tests.engines.test_rollout_core import replay
@@ -226,6 +229,26 @@ def test_with_follow_ups_a_chunk_s_end_costs_at_most_one_step_of_a_slot() -> Non
         num_ends = sum(0 < now < last for now, _ in times)
         idle[follow_ups] = sum(8 - step.num_running for step in done.steps if step.start < last) / num_ends
     assert idle[2] < 1 and idle[0] > 3
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_queue_is_in_order_and_does_not_grow(seed: int) -> None:
+    rng = random.Random(seed)
+    queue, present = WaitingQueue[int](), dict[int, tuple[tuple[int, ...], int]]()
+    for number in range(2000):
+        item = rng.randrange(30)
+        if rng.random() < 0.7:
+            present[item] = (rng.randrange(5),), number
+            queue.put(item, present[item][0])
+        elif item in present:
+            del present[item]
+            if rng.random() < 0.5:
+                queue.discard(item)
+        if rng.random() < 0.2:
+            with closing(queue.ordered(present)) as ordered:
+                count = rng.randrange(40)
+                assert list(islice(ordered, count)) == sorted(present, key=present.__getitem__)[:count]
+        assert len(queue._heap) <= 200
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -1,0 +1,48 @@
+"""`seer_sim.py` as users run it, on a small part of its tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import refused_by, run_main
+
+SMALL = ["--seeds", "2", "--shrink", "8", "--token-scale", "128"]
+
+
+def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    cases = ["moonlight", "independent", "kv for all"]
+    result = run_main("seer_sim", ["--cases", *cases, *SMALL, "--drafts", "--output", str(output)])
+    assert output.is_file() and result["tier"] == "sim" and [row["case"] for row in result["rows"]] == cases
+    for row in result["rows"]:
+        variants = row["variants"]
+        assert variants.keys() == {
+            "group static", "divided", "context", "context, drafts", "oracle", "static", "on demand"
+        }  # fmt: skip
+        assert variants["oracle"]["of_oracle"] == [1, 1, 1]
+        assert variants["group static"]["throughput"] == variants["group static"]["tail"] == [1, 1, 1]
+        for name, one in variants.items():
+            assert all(low <= median <= high for median, low, high in one.values())
+            assert one["tail"][0] > 0 and one["seconds"][1] > 0
+            assert (one["kv_share"][0] > 0) == (name in ("divided", "context", "context, drafts", "oracle"))
+            assert not one["preempted"][2] or name in ("group static", "static", "on demand")
+        assert variants["context, drafts"]["throughput"][0] > 1.1 * variants["context"]["throughput"][0]
+    assert result["rows"][0]["paper"]["context"] == 1.33 and not result["rows"][1]["paper"]
+    tight, roomy = (result["rows"][place]["variants"]["group static"]["preempted"][0] for place in (0, 2))
+    assert tight > roomy == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--chunk", "64"], "chunk_tokens=4: must be at least a block of KV and at most what a sequence may generate"),
+        (["--chunk", "99999"], "chunk_tokens=6249: must be at least a block"),
+        (["--shrink", "9"], "shrink=9: the smallest case has 8 instances; give at most as many"),
+        (["--output", "/nowhere/result.json"], "output='/nowhere/result.json': there is no folder '/nowhere'"),
+        (["--cases"], "cases=(): must be one or more cases"),
+    ],
+)
+def test_bad_options_are_refused(options: list[str], message: str) -> None:
+    assert message in refused_by("seer_sim", options)
