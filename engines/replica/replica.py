@@ -246,6 +246,7 @@ class Replica:
                 self._observe(self.drafter, scheduled, lengths, output)
             for sequence in ended:
                 self._leave(sequence)
+                self.mover.drop(sequence.kv)
             if leaving:
                 output.released = self._release(leaving, with_kv=True)
             output.num_running, output.num_looked_up = len(scheduled), self.scheduler.num_looked_up - looked_up
@@ -263,12 +264,14 @@ class Replica:
         """Stores the KV of preempted sequences, loads that of arriving ones, and returns the batch of the next pass."""
         schedule = self.scheduler.schedule()
         for sequence, cached in schedule.preempted:
-            sequence.kv = self.mover.swap_out(cached, self.policy_version)
-            sequence.is_swapped_out = sequence.kv is not None
+            handle = self.mover.swap_out(cached, self.policy_version)
+            if handle is not None:
+                sequence.num_pooled = sequence.kv.num_tokens if sequence.kv is not None else 0
+                sequence.kv = handle
         if schedule.arriving:
             loaded = self.mover.load(schedule.arriving, self.policy_version)
-            for sequence, num_tokens in zip(schedule.arriving, loaded, strict=True):
-                sequence.num_computed, sequence.kv, sequence.is_swapped_out = num_tokens, None, False
+            for sequence, (num_tokens, handle) in zip(schedule.arriving, loaded, strict=True):
+                sequence.num_computed, sequence.kv, sequence.num_pooled = num_tokens, handle, None
             self.scheduler.add_loaded(schedule)
         if self.drafter is not None:
             # Each shard of the replica drafts for itself, and all must draft alike: a drafter is a function of the

@@ -23,6 +23,8 @@ class CachedKV(NamedTuple):
     blocks: list[int]
     num_common: int = 0
     """Leading tokens whose KV other sequences hold, too: it is found again while they stay. Set on preemption."""
+    stored: KVHandle | None = None
+    """What is stored already of it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,9 +37,9 @@ class Sequence:
     release_len: int
     """Length at which this replica releases it; `max_len` when it may finish here."""
     kv: KVHandle | None = None
-    """Stored KV, which is loaded when the sequence is admitted; None from then on."""
-    is_swapped_out: bool = False
-    """Whether `kv` was taken from this replica's own blocks when it was preempted."""
+    """Stored KV of its first tokens. What the cache lacks of it is loaded when the sequence is admitted."""
+    num_pooled: int | None = None
+    """How many tokens of `kv` had been stored before its KV was swapped out; None unless it waits swapped out."""
     blocks: list[int] = field(default_factory=list)
     """Its block table while running. It belongs to the block manager and must not be modified."""
     num_computed: int = 0
@@ -55,7 +57,12 @@ class Sequence:
 
     @property
     def cached(self) -> CachedKV:
-        return CachedKV(self.state.tokens, self.num_computed, self.blocks)
+        return CachedKV(self.state.tokens, self.num_computed, self.blocks, stored=self.kv)
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """Whether a part of `kv` was taken from this replica's own blocks when the sequence was preempted."""
+        return self.num_pooled is not None
 
     def leave_slot(self) -> None:
         """Resets all fields that are valid only while the sequence is running."""

@@ -48,11 +48,11 @@ def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, f
     for index in range(num_sequences):
         uid = first_uid + index
         key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
+        blank = KVPart(first_token=0, num_tokens=context - 1, first_head=0, num_heads=heads, location="", num_bytes=0)
         state = SequenceState(key=key, group_id=uid, tokens=tokens[index], num_prompt_tokens=context, params=params)
         handle = KVHandle(
-            num_tokens=context - 1,
             policy_version=llm.policy_version,
             dtype=dtype,
-            parts=(KVPart(first_head=0, num_heads=heads, location="", num_bytes=0),),
+            parts=(blank,),
         )
         llm.replica.submit(Work(state=state, kv=handle if context > 1 else None))

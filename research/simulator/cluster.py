@@ -278,7 +278,7 @@ class Cluster:
                 case Deliver():
                     self._deliver(output.finished)
                 case DiscardKV():
-                    self.pool.drop(output.kv)
+                    self.pool.drop(output.kv.parts)
                 case ReplicaDropped():
                     self._ranks[output.replica_id].die()
                 case PhaseComplete():

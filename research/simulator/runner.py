@@ -7,6 +7,7 @@ prefix cache tells sequences apart as it does in a live run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from engines.config import Preemption
@@ -96,9 +97,8 @@ class KVPool:
             return location
         return None
 
-    def path(self, handle: KVHandle, host: int) -> Path | None:
+    def path(self, part: KVPart, host: int) -> Path | None:
         """Returns the path of the entry to a replica of this host; None when there is no entry."""
-        (part,) = handle.parts
         there = _host_of(part)
         if part.location in self._memory[there].entries:
             return "host" if there == host else "network"
@@ -106,9 +106,9 @@ class KVPool:
             return "disk" if there == host else "network"
         return None
 
-    def drop(self, handle: KVHandle) -> None:
+    def drop(self, parts: Iterable[KVPart]) -> None:
         """An entry that is gone already is no error."""
-        for part in handle.parts:
+        for part in parts:
             for tiers in (self._memory, self._disk):
                 tiers[_host_of(part)].pop(part.location)
 
@@ -142,7 +142,7 @@ class SimulatedMover:
         handles = [self._store(cached, policy_version) for cached in leaving]
         self.moves.num_exported += sum(handle is not None for handle in handles)
         self.moves.num_refused += handles.count(None)
-        return handles
+        return [handle or cached.stored for handle, cached in zip(handles, leaving, strict=True)]
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         way: str = self._preemption
@@ -154,35 +154,40 @@ class SimulatedMover:
         self.moves.num_swapped_out += handle is not None
         return handle
 
-    def load(self, arriving: Items[Sequence], policy_version: int) -> list[int]:
+    def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:
         return [self._load(one, policy_version) for one in arriving]
 
     def drop(self, handle: KVHandle | None) -> None:
         if handle is not None:
-            self._pool.drop(handle)
+            self._pool.drop(handle.parts)
 
     def _store(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
-        location = self._pool.add(cached.num_tokens, self._host, self._moved)
+        first = 0 if cached.stored is None else cached.stored.num_tokens
+        if first >= cached.num_tokens:
+            return cached.stored
+        num_tokens = cached.num_tokens - first
+        location = self._pool.add(num_tokens, self._host, self._moved)
         if location is None:
             return None
-        self.moves.moved_tokens += cached.num_tokens
-        part = KVPart(first_head=0, num_heads=1, location=location, num_bytes=0)
-        return KVHandle(num_tokens=cached.num_tokens, policy_version=policy_version, dtype=DTYPE, parts=(part,))
+        self.moves.stored_tokens += num_tokens
+        part = KVPart(
+            first_token=first, num_tokens=num_tokens, first_head=0, num_heads=1, location=location, num_bytes=0
+        )
+        parts = (part,) if cached.stored is None else (*cached.stored.parts, part)
+        return KVHandle(policy_version=policy_version, dtype=DTYPE, parts=parts)
 
-    def _load(self, one: Sequence, policy_version: int) -> int:
-        handle, num_there = one.kv, one.num_computed
-        assert handle is not None
-        num_tokens = min(handle.num_tokens, len(one.state.tokens) - 1)
-        path = self._pool.path(handle, self._host)
-        usable = path is not None and num_tokens >= 1 and handle.policy_version == policy_version
-        if one.is_swapped_out:
-            self.moves.num_swapped_in += usable
-        else:
-            self.moves.num_imported += usable
-            self.moves.num_recomputed += not usable
-        self._pool.drop(handle)
-        if path is None or not usable or num_tokens <= num_there:
-            return num_there
-        self.moves.moved_tokens += num_tokens - num_there
-        self._moved[path] += num_tokens - num_there
-        return num_tokens
+    def _load(self, one: Sequence, policy_version: int) -> tuple[int, KVHandle | None]:
+        assert one.kv is not None
+        num_usable = 0
+        for (part,) in one.kv.ranges if one.kv.policy_version == policy_version else ():
+            end = part.first_token + part.num_tokens
+            num_lacking = min(end, len(one.state.tokens) - 1) - max(part.first_token, one.num_computed)
+            if num_lacking > 0:
+                path = self._pool.path(part, self._host)
+                if path is None:
+                    break
+                self._moved[path] += num_lacking
+            num_usable = end
+        num_tokens, kept, freed = self.moves.taken_on(one, num_usable)
+        self._pool.drop(freed)
+        return num_tokens, kept

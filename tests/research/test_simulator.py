@@ -14,7 +14,7 @@ from engines.kvcache.cost import CopyCost, PrefillCost, SwapCost
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Path
-from engines.sequence import KVHandle, KVPart, SamplingParams, SequenceKey, SequenceState
+from engines.sequence import KVPart, SamplingParams, SequenceKey, SequenceState
 from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, Overheads
 from research.simulator.datasheets import H100, LLAMA_8B
 from research.simulator.hindsight import LongestFirst, floor_seconds
@@ -227,24 +227,27 @@ class PathPace(FlatPace):
 
 
 def test_kv_from_another_host_crosses_the_network() -> None:
-    """A sequence of 16 + 100 tokens goes to the other replica after 20, 40, 60 and 80 of them."""
+    """A sequence of 16 + 100 tokens goes to the other replica after 20, 40, 60 and 80 of them. Each time the ranges of
+    the other host cross, but not those of its own."""
     options = {"pace": PathPace(), "engine": {"prefix_caching": False}}
     near, far = (
         cluster(2, Moving(), [100], gpus_per_host=count, **options).roll_out(states(1)).makespan for count in (None, 1)
     )
-    num_loaded = sum(16 + done - 1 for done in (20, 40, 60, 80))
-    assert far - near == pytest.approx(num_loaded * (1e-2 - 1e-6), rel=1e-9)
+    num_crossing = 35 + 20 + (35 + 20) + (20 + 20)
+    assert far - near == pytest.approx(num_crossing * (1e-2 - 1e-6), rel=1e-9)
 
 
 def test_a_full_host_moves_its_oldest_kv_to_its_disk() -> None:
     pool = KVPool(memory_tokens=100, disk_tokens=80)
     moved: Counter[Path] = Counter()
 
-    def store(num_tokens: int, host: int = 0) -> KVHandle | None:
+    def store(num_tokens: int, host: int = 0) -> KVPart | None:
         location = pool.add(num_tokens, host, moved)
         pool.check_integrity()
-        parts = (KVPart(first_head=0, num_heads=1, location=location or "", num_bytes=0),)
-        return KVHandle(num_tokens=num_tokens, policy_version=0, dtype="bfloat16", parts=parts) if location else None
+        part = KVPart(
+            first_token=0, num_tokens=num_tokens, first_head=0, num_heads=1, location=location or "", num_bytes=0
+        )
+        return part if location else None
 
     oldest, older, newest = store(60), store(40), store(30)
     assert oldest and older and newest and moved == {"host": 130, "disk": 60}
@@ -252,7 +255,7 @@ def test_a_full_host_moves_its_oldest_kv_to_its_disk() -> None:
     assert pool.path(oldest, 1) == pool.path(newest, 1) == "network"
     assert store(90) is None, "the older one, of 40, has no room on the disk, nor has the new one"
     assert store(90, host=1) is not None
-    pool.drop(oldest)
+    pool.drop([oldest])
     assert pool.path(oldest, 0) is None and store(120) is None
     assert store(70) is not None and moved == {"host": 130 + 90 + 70, "disk": 60 + 40}
     assert [pool.path(one, 0) for one in (older, newest)] == ["disk", "host"]
