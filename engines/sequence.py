@@ -195,6 +195,14 @@ class KVHandle:
             end = first + parts[0].num_tokens
         return ranges
 
+    def lacking(self, num_known: int, num_tokens: int) -> list[tuple[KVPart, ...]]:
+        """Returns the ranges that a cache lacks which has the first `num_known` of these tokens."""
+        return [
+            parts
+            for parts in self.ranges
+            if parts[0].first_token < num_tokens and parts[0].first_token + parts[0].num_tokens > num_known
+        ]
+
     @property
     def num_tokens(self) -> int:
         """Leading tokens whose KV is stored."""

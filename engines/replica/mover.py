@@ -23,23 +23,36 @@ The interface is plain data (tokens, block ids, handles), so that a replica need
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
+from torch import Tensor
 
 from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
 from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digests
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
+from engines.replica.fetcher import Fetcher
 from engines.replica.moves import KVMoves
 from engines.replica.scheduler import CachedKV, Sequence
 from engines.replica.swap import SwapPolicy
 from engines.sequence import KVHandle, KVPart
+
+
+@dataclass(kw_only=True)
+class _Ranges:
+    """What was read of a sequence's KV."""
+
+    num_tokens: int
+    """Leading tokens of the sequence that are usable: those that were read, and those before them."""
+    layers: list[tuple[int, int, Iterator[Tensor]]]
+    """First token of a range, its end, and its layers."""
 
 
 class KVMover:
@@ -69,6 +82,9 @@ class KVMover:
         self._dtype = str(kv.keys[0].dtype).removeprefix("torch.")
         self._heads = kv_heads(model, shard)
         earlier = kv_heads(model, replace(shard, index=shard.index - 1)) if shard.index else None
+        self._fetcher = Fetcher[_Ranges](tensor_parallel)
+        self.fetch_s: Callable[[int], float] = lambda num_tokens: 0.0
+        """Seconds that it takes at least to read the KV of this many tokens ahead: of a paced run."""
         self._stores = earlier != self._heads  # else an earlier shard has the same heads, and stores them
 
     def use(self, store: KVStore) -> None:
@@ -99,18 +115,48 @@ class KVMover:
             self.moves.swapped_out_bytes += self.moves.stored_bytes - num_bytes
         return handle
 
+    def fetch(self, sequence: Sequence, num_known: int, policy_version: int) -> bool:
+        """See `Mover.fetch`."""
+        handle, last = sequence.kv, len(sequence.state.tokens) - 1
+        if self.store is None or handle is None or not self._fits(handle, policy_version):
+            return False
+        lacking = handle.lacking(num_known, last)
+        if not lacking:
+            return False
+        return self._fetcher.start(
+            sequence,
+            partial(self._read, self.store, handle, sequence.state.tokens, num_known),
+            num_bytes=sum(part.num_bytes for parts in lacking for part in parts),
+            num_known=num_known,
+            least_s=self.fetch_s(min(last, handle.num_tokens) - num_known),
+        )
+
+    def fetched(self, *, waits: bool) -> list[Sequence]:
+        """See `Mover.fetched`."""
+        ready, seconds = self._fetcher.ready(waits=waits)
+        self.moves.waited_s += seconds
+        return ready
+
+    def forget(self, sequence: Sequence | None = None) -> None:
+        self._fetcher.forget(sequence)
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        self._fetcher.close()
+
     def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:
         """Loads the KV of admitted sequences, up to the first range that not every shard can read.
 
         Returns for each sequence the number of tokens whose KV is now in the cache, and what stays stored. Blocks that
         were filled before are not written: others may share them.
         """
-        mine = array("q", (self._load(one, policy_version) for one in arriving))
+        fetched = [self._fetcher.take(one, one.num_computed, lost=_Ranges(num_tokens=0, layers=[])) for one in arriving]
+        mine = array("q", (self._load(*pair, policy_version) for pair in zip(arriving, fetched, strict=True)))
         # All shards must schedule alike, but a file may be missing for one of them only. After this all have read.
         told = [array("q", data) for data in self._group.all_gather_bytes(mine.tobytes())]
         results = []
-        for one, num_usable in zip(arriving, map(min, zip(*told, strict=True)), strict=True):
-            num_tokens, kept, freed = self.moves.taken_on(one, num_usable)
+        for one, ranges, num_usable in zip(arriving, fetched, map(min, zip(*told, strict=True)), strict=True):
+            num_tokens, kept, freed = self.moves.taken_on(one, num_usable, was_fetched=ranges is not None)
             self._free(freed)
             results.append((num_tokens, kept))
         return results
@@ -158,27 +204,37 @@ class KVMover:
         part = store.export(self._content(digest, first, cached.num_tokens - first, policy_version), layers)
         return None if part is None else (part,)
 
-    def _load(self, arriving: Sequence, policy_version: int) -> int:
-        """Loads this shard's part of what the prefix cache lacks. Returns how many leading tokens of what the sequence
-        brings can be used, also those that the prefix cache has."""
+    def _load(self, arriving: Sequence, ranges: _Ranges | None, policy_version: int) -> int:
+        """Loads this shard's part of what the prefix cache lacks, unless it has been read already. Returns how many
+        leading tokens of what the sequence brings can be used, also those that the prefix cache has."""
         cached, handle = arriving.cached, arriving.kv
-        if self.store is None or handle is None:
+        if self.store is None or handle is None or not self._fits(handle, policy_version):
             return 0
-        if handle.policy_version != policy_version or handle.dtype != self._dtype:
-            return 0
-        ends = list(accumulate(parts[0].num_tokens for parts in handle.ranges))
-        num_usable = 0
-        for parts, end, digest in zip(handle.ranges, ends, tokens_digests(cached.tokens, ends), strict=True):
-            last = min(end, len(cached.tokens) - 1)
-            if last > cached.num_tokens:
+        ranges = ranges or self._read(self.store, handle, cached.tokens, cached.num_tokens)
+        for start, end, layers in ranges.layers:
+            first, last = max(start, cached.num_tokens), min(end, len(cached.tokens) - 1)
+            if first < last:
+                fill_kv(self._kv, cached.blocks, last, layers, first=first, start=start)
+        return ranges.num_tokens
+
+    def _fits(self, handle: KVHandle, policy_version: int) -> bool:
+        return handle.policy_version == policy_version and handle.dtype == self._dtype
+
+    def _read(self, store: KVStore, handle: KVHandle, tokens: list[int], num_known: int) -> _Ranges:
+        """Reads this shard's heads of the ranges that end behind the first `num_known` tokens, up to the first range
+        that cannot be read: missing or damaged KV is computed again."""
+        lacking = handle.lacking(num_known, len(tokens) - 1)
+        if not lacking:
+            return _Ranges(num_tokens=handle.num_tokens, layers=[])
+        ends = [parts[0].first_token + parts[0].num_tokens for parts in lacking]
+        ranges = _Ranges(num_tokens=lacking[0][0].first_token, layers=[])
+        with contextlib.suppress(ValueError):
+            for parts, end, digest in zip(lacking, ends, tokens_digests(tokens, ends), strict=True):
                 start = parts[0].first_token
-                try:
-                    layers = load_heads(self.store, parts, self._content(digest, start, end - start, policy_version))
-                except ValueError:  # missing or damaged: recomputing is always right
-                    break
-                fill_kv(self._kv, cached.blocks, last, layers, first=max(start, cached.num_tokens), start=start)
-            num_usable = end
-        return num_usable
+                content = self._content(digest, start, end - start, handle.policy_version)
+                ranges.layers.append((start, end, load_heads(store, parts, content)))
+                ranges.num_tokens = end
+        return ranges
 
     def _content(self, digest: str, first_token: int, num_tokens: int, policy_version: int) -> KVContent:
         """Describes the KV of a range of tokens for this shard's KV heads; `digest`: of all tokens up to its end."""

@@ -34,12 +34,19 @@ class KVMoves:
     stored_bytes: int = 0
     loaded_tokens: int = 0
     """Tokens whose KV was loaded, for whatever reason."""
+    fetched_tokens: int = 0
+    """Of the loaded tokens, those that were read before their sequence was admitted."""
+    waited_s: float = 0.0
+    """Seconds that steps have waited for such reads, when nothing could run."""
 
     @property
     def moved_tokens(self) -> int:
-        return self.stored_tokens + self.loaded_tokens
+        """Tokens whose KV was moved while the replica waited."""
+        return self.stored_tokens + self.loaded_tokens - self.fetched_tokens
 
-    def taken_on(self, one: Sequence, num_usable: int) -> tuple[int, KVHandle | None, list[KVPart]]:
+    def taken_on(
+        self, one: Sequence, num_usable: int, *, was_fetched: bool
+    ) -> tuple[int, KVHandle | None, list[KVPart]]:
         """Counts the load of an admitted sequence's KV, of which every shard can use the first `num_usable` tokens.
 
         Returns how many tokens' KV the cache then has, what of the sequence's KV stays stored, and the parts to free:
@@ -57,6 +64,7 @@ class KVMoves:
             self.num_swapped_in += 1
             self.swapped_in_bytes += sum(part.num_bytes for part in freed)
         self.loaded_tokens += num_tokens - one.num_computed
+        self.fetched_tokens += was_fetched * (num_tokens - one.num_computed)
         return num_tokens, kept, freed
 
 
@@ -96,6 +104,21 @@ class Mover(Protocol):
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         """Stores the KV of a sequence that has lost its blocks, where that pays and there is room."""
+        ...
+
+    def fetch(self, sequence: Sequence, num_known: int, policy_version: int) -> bool:
+        """Starts to read the KV that a sequence brings, behind its first `num_known` tokens, while others step.
+
+        Returns False when there is nothing to read, or too much is being read already.
+        """
+        ...
+
+    def fetched(self, *, waits: bool) -> list[Sequence]:
+        """Returns the sequences whose reads have ended since the last call; with `waits`, waits for the first one."""
+        ...
+
+    def forget(self, sequence: Sequence | None = None) -> None:
+        """Drops the read of a sequence that leaves, or all reads."""
         ...
 
     def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:

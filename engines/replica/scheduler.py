@@ -312,6 +312,10 @@ class Scheduler:
         """Whether the sequence may need more blocks here: all tokens but the last of `release_len` are computed."""
         return self.blocks.blocks_for(sequence.release_len - 1) > len(sequence.blocks)
 
+    def num_known_tokens(self, sequence: Sequence) -> int:
+        """Returns how many of a waiting sequence's first tokens the prefix cache has now."""
+        return self._find_prefix(sequence)[1]
+
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
         """Returns cached blocks with the KV of the sequence's first tokens, and their number of tokens; its last token
         is always computed. The last block is partly filled where `keep` has published it so."""

@@ -7,7 +7,7 @@ prefix cache tells sequences apart as it does in a live run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from engines.config import Preemption
@@ -125,18 +125,38 @@ def _host_of(part: KVPart) -> int:
 class SimulatedMover:
     """Answers `engines.replica.mover.Mover`: the rules of `KVMover`, with entries that hold no bytes."""
 
-    def __init__(self, pool: KVPool, preemption: Preemption, swap_cost: SwapCost | None, host: int) -> None:
-        """Without a cost model, preempted sequences are recomputed when `preemption` is "auto"."""
+    def __init__(
+        self,
+        pool: KVPool,
+        preemption: Preemption,
+        swap_cost: SwapCost | None,
+        host: int,
+        *,
+        now: Callable[[], float],
+        transfer_s: Callable[[int, Path], float],
+    ) -> None:
+        """Without a cost model, preempted sequences are recomputed when `preemption` is "auto".
+
+        `transfer_s` returns the seconds for this many tokens on a path.
+        """
         self.moves = KVMoves()
+        self._now, self._transfer_s = now, transfer_s
+        self._reading: dict[Sequence, tuple[float, int, int]] = {}
+        """When its KV will have been read ahead, behind how many tokens, and how many can be used then."""
+        self._read: dict[Sequence, tuple[int, int]] = {}
+        self._end_of_reads = 0.0
         self._moved: Counter[Path] = Counter()
+        self._waited_s = 0.0
         self._pool, self._host = pool, host
         self._preemption = preemption
         self._swap_cost = swap_cost
 
-    def take_moved(self) -> Counter[Path]:
-        """Returns the tokens whose KV has moved since the last call, by their path."""
-        moved, self._moved = self._moved, Counter()
-        return moved
+    def take_seconds(self) -> float:
+        """Returns for how long the replica has waited for KV since the last call."""
+        seconds = sum(self._transfer_s(count, path) for path, count in self._moved.items())
+        seconds += self.moves.waited_s - self._waited_s
+        self._moved, self._waited_s = Counter(), self.moves.waited_s
+        return seconds
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         handles = [self._store(cached, policy_version) for cached in leaving]
@@ -153,6 +173,31 @@ class SimulatedMover:
         handle = self._store(cached, policy_version)
         self.moves.num_swapped_out += handle is not None
         return handle
+
+    def fetch(self, sequence: Sequence, num_known: int, policy_version: int) -> bool:
+        paths, num_usable = self._paths(sequence, num_known, policy_version)
+        if paths:
+            start = max(self._now(), self._end_of_reads)
+            self._end_of_reads = start + sum(self._transfer_s(count, path) for path, count in paths.items())
+            self._reading[sequence] = self._end_of_reads, num_known, num_usable
+        return bool(paths)
+
+    def fetched(self, *, waits: bool) -> list[Sequence]:
+        now = self._now()
+        if waits:
+            first = next(iter(self._reading.values()))[0]
+            self.moves.waited_s += max(0.0, first - now)
+            now = max(now, first)
+        ready = [one for one, (end, *_) in self._reading.items() if end <= now]
+        self._read |= {one: self._reading.pop(one)[1:] for one in ready}
+        return ready
+
+    def forget(self, sequence: Sequence | None = None) -> None:
+        for fetches in (self._reading, self._read):
+            if sequence is None:
+                fetches.clear()
+            else:
+                fetches.pop(sequence, None)
 
     def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:
         return [self._load(one, policy_version) for one in arriving]
@@ -177,17 +222,27 @@ class SimulatedMover:
         return KVHandle(policy_version=policy_version, dtype=DTYPE, parts=parts)
 
     def _load(self, one: Sequence, policy_version: int) -> tuple[int, KVHandle | None]:
+        num_known, num_usable = self._read.pop(one, (one.num_computed + 1, 0))
+        if was_fetched := num_known <= one.num_computed:
+            paths = Counter[Path]()
+        else:
+            paths, num_usable = self._paths(one, one.num_computed, policy_version)
+        self._moved += paths
+        num_tokens, kept, freed = self.moves.taken_on(one, num_usable, was_fetched=was_fetched)
+        self._pool.drop(freed)
+        return num_tokens, kept
+
+    def _paths(self, one: Sequence, num_known: int, policy_version: int) -> tuple[Counter[Path], int]:
+        """Returns the tokens by path that a cache lacks which has the first `num_known`, and how many can be used."""
         assert one.kv is not None
-        num_usable = 0
+        paths, num_usable, last = Counter[Path](), 0, len(one.state.tokens) - 1
         for (part,) in one.kv.ranges if one.kv.policy_version == policy_version else ():
             end = part.first_token + part.num_tokens
-            num_lacking = min(end, len(one.state.tokens) - 1) - max(part.first_token, one.num_computed)
+            num_lacking = min(end, last) - max(part.first_token, num_known)
             if num_lacking > 0:
                 path = self._pool.path(part, self._host)
                 if path is None:
                     break
-                self._moved[path] += num_lacking
+                paths[path] += num_lacking
             num_usable = end
-        num_tokens, kept, freed = self.moves.taken_on(one, num_usable)
-        self._pool.drop(freed)
-        return num_tokens, kept
+        return paths, num_usable
