@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import wait
@@ -21,9 +22,13 @@ from engines import LLM
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv
 from engines.kvcache.store import HEADER_BYTES, KVContent, KVStore
+from engines.parallel.layout import ReplicaSpec
 from engines.replica import fetcher
 from engines.replica.mover import KVMover
 from engines.replica.replica import Replica
+from engines.rollout import pace
+from engines.rollout.pace import ShortestStep
+from engines.rollout.steps import Stepper
 from engines.sequence import Completion, KVPart, SequenceId, Work
 from tests.engines.test_kv_store import TOKEN, files_in, make_store, make_tiers
 from tests.engines.test_token_equality import PARAMS, PROMPTS, TIGHT_KV, make_states
@@ -508,6 +513,27 @@ def test_an_error_of_the_thread_is_raised_or_reported(
     rollout.finish(replica)
     rollout.check({id_: plain[id_] for id_ in rollout.done})
     assert len(rollout.done) == 7 and not list(tmp_path.iterdir())
+
+
+class SlowTransfers(ShortestStep):
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: pace.Path) -> float:
+        return 0.01 * num_tokens
+
+
+def test_a_paced_read_takes_the_time_of_what_the_cache_lacks(qwen3: str, tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    first, llm = make_replica(qwen3, store), LLM(qwen3, dtype="float64", kv_cache_bytes=2**24, prefix_caching=False)
+    llm.replica.mover.use(store)  # type: ignore[attr-defined]
+    stepper = Stepper(llm._engine, 0, SlowTransfers(step_s=0.0))
+    begun(first, 5)
+    (work,) = first.pause([first.states()[0].sequence_id], with_kv=True)
+    assert work.kv is not None
+    start = time.monotonic()
+    llm.replica.submit(work)
+    stepper.step()
+    assert time.monotonic() - start >= 0.01 * work.kv.num_tokens
+    moves = llm.replica.kv_moves
+    assert moves.fetched_tokens == work.kv.num_tokens and moves.moved_tokens == 0 < moves.waited_s
 
 
 def test_closing_ends_the_thread(qwen3: str, tmp_path: Path) -> None:
