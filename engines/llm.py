@@ -351,6 +351,7 @@ class LLM:
         """
         self._closed = True
         if self._kv_store is not None:
+            self._engine.mover.close()
             self._kv_store.close()
         if self.rollout is not None:
             self.rollout.close()

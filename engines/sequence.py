@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -158,8 +160,10 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class KVPart:
-    """The KV of some neighbouring KV heads, all layers, as one piece of storage."""
+    """The KV of some neighbouring tokens and KV heads, all layers, as one piece of storage."""
 
+    first_token: int
+    num_tokens: int
     first_head: int
     num_heads: int
     location: str
@@ -169,17 +173,45 @@ class KVPart:
 
 @dataclass(frozen=True, kw_only=True)
 class KVHandle:
-    """Names the stored KV of a sequence's first `num_tokens` tokens, split by KV heads. Holds no KV itself."""
+    """Names the stored KV of a sequence's first tokens, in ranges that are split by KV heads. Holds no KV itself."""
 
-    num_tokens: int
     policy_version: int
     """Version of the weights that computed this KV; for other weights it must be recomputed."""
     dtype: str
     parts: tuple[KVPart, ...]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+    def ranges(self) -> list[tuple[KVPart, ...]]:
+        """The parts of each range of tokens, as far as the ranges follow each other from the first token on."""
+        start = attrgetter("first_token")
+        ranges: list[tuple[KVPart, ...]] = []
+        end = 0
+        for first, group in groupby(sorted(self.parts, key=start), start):
+            parts = tuple(group)
+            lengths = {part.num_tokens for part in parts}
+            if first != end or len(lengths) > 1 or min(lengths) < 1:
+                break
+            ranges.append(parts)
+            end = first + parts[0].num_tokens
+        return ranges
+
+    def lacking(self, num_known: int, num_tokens: int) -> list[tuple[KVPart, ...]]:
+        """Returns the ranges that a cache lacks which has the first `num_known` of these tokens."""
+        return [
+            parts
+            for parts in self.ranges
+            if parts[0].first_token < num_tokens and parts[0].first_token + parts[0].num_tokens > num_known
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Leading tokens whose KV is stored."""
+        return sum(parts[0].num_tokens for parts in self.ranges)
+
+    def first(self, num_tokens: int) -> KVHandle | None:
+        """Returns the handle of the ranges that end within the first `num_tokens` tokens; None when there is none."""
+        parts = tuple(part for part in self.parts if part.first_token + part.num_tokens <= num_tokens)
+        return replace(self, parts=parts) if parts else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,10 @@ from research.pat.controller import PatController
 
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "decisions.jsonl")
 SAMPLES_PER_STEP = 4
-KV_MOVES = ("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes")
+KV_MOVES = (
+    *("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes"),
+    *("num_imported", "stored_bytes", "stored_tokens", "loaded_tokens", "fetched_tokens"),
+)
 MAY_CHANGE = (
     *("resume", "name", "runs", "steps", "dispatch", "eval_every", "save_every", "keep_checkpoints"),
     *("wandb", "reward_limits", "rank_timeout_s", "layout_policy", "pat_profile"),

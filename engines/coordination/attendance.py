@@ -6,7 +6,7 @@ from engines.control import messages
 from engines.coordination.books import Books
 from engines.coordination.outbox import Outbox
 from engines.coordination.records import ReplicaRecord
-from engines.coordination.requests import DiscardKV, ReplicaDropped, RequestRefused
+from engines.coordination.requests import ReplicaDropped, RequestRefused
 from engines.parallel.layout import ReplicaSpec
 
 
@@ -81,9 +81,7 @@ class Attendance:
         self._books.decide("drop", replica.assigned, replica, reason)
         for sequence in sorted(replica.assigned.values(), key=lambda sequence: sequence.index):
             replica.give_up(sequence)
-            if sequence.kv is not None:
-                self._outbox.tell(DiscardKV(kv=sequence.kv))
-            sequence.take_back(sequence.state, None)
+            sequence.take_back(sequence.state, sequence.kv)
             self._books.send_on(sequence)
         self._books.remove_replica(replica)
         self._outbox.forget(replica)

@@ -82,9 +82,7 @@ class FileKVStore:
         name = new_name(self.token)
         if not self._make(name, num_bytes, write):
             return None
-        return KVPart(
-            first_head=content.first_head, num_heads=content.num_heads, location=name, num_bytes=content.num_bytes
-        )
+        return content.part(name)
 
     def adopt(self, source: Path) -> bool:
         """Copies a file of another tier under the same name; False when there is no room, or the file is missing."""

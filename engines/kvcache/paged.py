@@ -60,25 +60,29 @@ def write_kv(cache: Tensor, slot_mapping: Tensor, new: Tensor) -> None:
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
 
 
-def read_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Iterator[Tensor]:
-    """Yields for each layer the KV of a block table's first tokens, [2, num_tokens, num_heads, head_dim]."""
-    slots = _token_slots(kv, blocks, num_tokens)
+def read_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int, *, first: int = 0) -> Iterator[Tensor]:
+    """Yields for each layer the KV of tokens `first` to `num_tokens` of a block table,
+    [2, num_tokens - first, num_heads, head_dim]."""
+    slots = _token_slots(kv, blocks, num_tokens)[first:]
     for keys, values in zip(kv.keys, kv.values, strict=True):
-        layer = keys.new_empty((2, num_tokens, *keys.shape[2:]))
+        layer = keys.new_empty((2, num_tokens - first, *keys.shape[2:]))
         for cache, out in zip((keys, values), layer, strict=True):
             torch.index_select(cache.view(-1, *cache.shape[2:]), 0, slots, out=out)
         yield layer
 
 
-def fill_kv(kv: PagedKVCache, blocks: list[int], num_tokens: int, layers: Iterable[Tensor], *, first: int = 0) -> None:
-    """Writes tokens `first` to `num_tokens` of each layer, shaped as by `read_kv`, into the blocks of a block table.
+def fill_kv(
+    kv: PagedKVCache, blocks: list[int], num_tokens: int, layers: Iterable[Tensor], *, first: int = 0, start: int = 0
+) -> None:
+    """Writes tokens `first` to `num_tokens` into the blocks of a block table.
 
-    The blocks of earlier tokens are not written: other sequences may hold them, too.
+    The layers are shaped as by `read_kv`, and begin with token `start`. The blocks of earlier tokens are not written:
+    other sequences may hold them, too.
     """
     slots = _token_slots(kv, blocks, num_tokens)[first:]
     for keys, values, layer in zip(kv.keys, kv.values, layers, strict=True):
         for cache, new in zip((keys, values), layer, strict=True):
-            write_kv(cache, slots, new[first:num_tokens].to(cache.device))
+            write_kv(cache, slots, new[first - start : num_tokens - start].to(cache.device))
 
 
 def to_host(layers: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -168,7 +168,9 @@ class PeerKVStore:
         if isinstance(request, Read):
             self._reply(peer, self._read(request))
         else:
-            self._local.drop(KVPart(first_head=0, num_heads=0, location=request.name, num_bytes=0))
+            self._local.drop(
+                KVPart(first_token=0, num_tokens=0, first_head=0, num_heads=0, location=request.name, num_bytes=0)
+            )
 
     def _read(self, request: Read) -> bytes:
         path = self._local.find(request.name)

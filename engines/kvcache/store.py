@@ -1,13 +1,11 @@
 """Stored KV: the interface of a store, and the format of its entries.
 
-An *entry* is one piece of stored KV: all layers of some neighbouring KV heads, for a sequence's first tokens. A
+An *entry* is one piece of stored KV: all layers of some neighbouring KV heads, for a range of a sequence's tokens. A
 `KVPart` names it. An entry begins with a header of `HEADER_BYTES` bytes: a mark, the format's number, a checksum, and
 the entry's `KVContent`. Then follow the layers, each [2 (keys, values), num_tokens, num_heads, head_dim]. Entries are
-cut by heads, so that replicas of any TP degree can read the entries of any other (`load_heads`). An entry of another
-format is refused, and its KV computed again.
-
-Entries may later hold a range of tokens: then the range's first token joins `KVContent` and `KVPart`, and `FORMAT`
-goes up. The digest will still cover all tokens up to the range's end, since KV depends on all of them.
+cut by heads, so that replicas of any TP degree can read the entries of any other (`load_heads`), and each range of
+tokens is cut by heads as the replica that wrote it was. An entry of another format is refused, and its KV computed
+again.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import Tensor
 from engines.sequence import KVPart
 
 MAGIC = b"curtailK"
-FORMAT = 2
+FORMAT = 3
 HEADER_BYTES = 512
 _PREFIX = struct.Struct("<8sIII")  # magic, format, CRC-32 of the layers, bytes of the encoded KVContent that follows
 
@@ -40,9 +38,10 @@ class KVContent:
 
     policy_version: int
     tokens_digest: str
-    """`tokens_digest` of the tokens, so that KV of other tokens is never used."""
+    """Of all tokens up to the range's end, on which its KV depends: see `tokens_digests`."""
     dtype: str
     num_layers: int
+    first_token: int
     num_tokens: int
     first_head: int
     num_heads: int
@@ -56,6 +55,16 @@ class KVContent:
     def num_bytes(self) -> int:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return 2 * self.num_layers * self.num_tokens * self.num_heads * self.head_dim * dtype.itemsize
+
+    def part(self, location: str) -> KVPart:
+        return KVPart(
+            first_token=self.first_token,
+            num_tokens=self.num_tokens,
+            first_head=self.first_head,
+            num_heads=self.num_heads,
+            location=location,
+            num_bytes=self.num_bytes,
+        )
 
 
 class KVStore(Protocol):
@@ -88,12 +97,18 @@ class Tier(NamedTuple):
     store: KVStore
 
 
-def tokens_digest(tokens: Items[int]) -> str:
-    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
+def tokens_digests(tokens: Items[int], ends: Iterable[int]) -> list[str]:
+    """Returns a digest of the tokens up to each of these ends, which must ascend."""
+    digests, hashed, start = [], hashlib.blake2b(digest_size=16), 0
+    for end in ends:
+        hashed.update(array("q", tokens[start:end]).tobytes())
+        digests.append(hashed.hexdigest())
+        start = end
+    return digests
 
 
 def load_heads(store: KVStore, parts: Items[KVPart], wanted: KVContent) -> Iterator[Tensor]:
-    """Returns an iterator over the layers of the wanted KV heads, joined from parts that may be cut in any way.
+    """Returns an iterator over the layers of the wanted KV heads, joined from a range's parts, cut in any way.
 
     Raises ValueError at once, before the first layer, when a needed part is unusable or a head is in no part.
     """

@@ -3,13 +3,15 @@
 KV is a cache of a sequence's state. KV that is lost, damaged, or of other weights, another dtype or other tokens is
 computed again: a move never changes a token, and an error of a store is never an error of the sequence.
 
-*Which entries a handle has.* One for each group of KV heads that a shard holds (`kvcache/store.py` has the format);
-shards with the same heads write them once. Either all shards of a replica store or load a sequence's KV, or none does.
+*Which entries a handle has.* For each range of tokens, one for each group of KV heads that a shard holds
+(`kvcache/store.py` has the format); shards with the same heads write them once. A sequence that leaves again adds the
+range of the tokens that were computed since, so that each token's KV is written once, however many replicas generate
+the sequence. Either all shards of a replica store or load a range, or none does.
 
 *Who frees an entry.* A handle has one owner, and only the owner frees its entries, by `drop`. The owner is the replica
-while the sequence waits there, and the coordinator while it has the sequence's `Work`. The replica frees the entries
-after `load`, whether the KV could be used or not, and when a sequence is aborted; the coordinator frees the entries of
-a sequence that ended or was lost.
+while it has the sequence, and the coordinator while it has the sequence's `Work`. Entries stay when they are loaded.
+The replica frees them when the sequence ends or is aborted, and the coordinator when it aborts a sequence that waits
+there. After `load` the replica frees those that cannot be used, all behind them, and those of a swap.
 
 *What stays.* The entries that a process made outlive it. Their names contain the creator, and `owned_files.reclaim`
 removes them, but not while their run goes on, since their owner may be in another process. Closing a store (new
@@ -21,20 +23,36 @@ The interface is plain data (tokens, block ids, handles), so that a replica need
 
 from __future__ import annotations
 
+import contextlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
+from torch import Tensor
 
 from engines.config import ModelConfig
 from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
-from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digest
+from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digests
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
+from engines.replica.fetcher import Fetcher
 from engines.replica.moves import KVMoves
 from engines.replica.scheduler import CachedKV, Sequence
 from engines.replica.swap import SwapPolicy
 from engines.sequence import KVHandle, KVPart
+
+
+@dataclass(kw_only=True)
+class _Ranges:
+    """What was read of a sequence's KV."""
+
+    num_tokens: int
+    """Leading tokens of the sequence that are usable: those that were read, and those before them."""
+    layers: list[tuple[int, int, Iterator[Tensor]]]
+    """First token of a range, its end, and its layers."""
 
 
 class KVMover:
@@ -64,6 +82,9 @@ class KVMover:
         self._dtype = str(kv.keys[0].dtype).removeprefix("torch.")
         self._heads = kv_heads(model, shard)
         earlier = kv_heads(model, replace(shard, index=shard.index - 1)) if shard.index else None
+        self._fetcher = Fetcher[_Ranges](tensor_parallel)
+        self.fetch_s: Callable[[int], float] = lambda num_tokens: 0.0
+        """Seconds that it takes at least to read the KV of this many tokens ahead: of a paced run."""
         self._stores = earlier != self._heads  # else an earlier shard has the same heads, and stores them
 
     def use(self, store: KVStore) -> None:
@@ -71,52 +92,83 @@ class KVMover:
         self.store = store
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
-        """Stores the KV of leaving sequences. Returns a handle for each, None where a shard's part found no room."""
+        """Stores the KV of leaving sequences. Returns for each what is stored of it then: what it had before where a
+        shard's new part found no room."""
         if self.store is None:
-            return [None] * len(leaving)
+            return [cached.stored for cached in leaving]
         handles = self._store_all(self.store, leaving, policy_version)
         self.moves.num_exported += sum(handle is not None for handle in handles)
         self.moves.num_refused += handles.count(None)
-        return handles
+        return [handle or cached.stored for handle, cached in zip(handles, leaving, strict=True)]
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         """Stores the KV of a preempted sequence; returns None when the policy is against it or there is no room."""
         if self.store is None or not cached.num_tokens:
             return None
-        if not self.swap_policy.swaps(cached.num_tokens, cached.num_common, self.store):
+        num_stored = cached.stored.num_tokens if cached.stored is not None else 0
+        if not self.swap_policy.swaps(cached.num_tokens, cached.num_common, self.store, num_stored=num_stored):
             return None
+        num_bytes = self.moves.stored_bytes
         (handle,) = self._store_all(self.store, [cached], policy_version)
         if handle is not None:
             self.moves.num_swapped_out += 1
-            self.moves.swapped_out_bytes += handle.num_bytes
+            self.moves.swapped_out_bytes += self.moves.stored_bytes - num_bytes
         return handle
 
-    def load(self, arriving: Items[Sequence], policy_version: int) -> list[int]:
-        """Loads the KV of admitted sequences where every shard can read its heads; frees its entries in any case.
+    def fetch(self, sequence: Sequence, num_known: int, policy_version: int) -> bool:
+        """See `Mover.fetch`."""
+        handle, last = sequence.kv, len(sequence.state.tokens) - 1
+        if self.store is None or handle is None or not self._fits(handle, policy_version):
+            return False
+        lacking = handle.lacking(num_known, last)
+        if not lacking:
+            return False
+        return self._fetcher.start(
+            sequence,
+            partial(self._read, self.store, handle, sequence.state.tokens, num_known),
+            num_bytes=sum(part.num_bytes for parts in lacking for part in parts),
+            num_known=num_known,
+            least_s=self.fetch_s(min(last, handle.num_tokens) - num_known),
+        )
 
-        Returns for each sequence the number of tokens whose KV is now in the cache. A sequence's last token is not
-        loaded, since its logits are needed. Blocks that were filled before are not written: others may share them.
+    def fetched(self, *, waits: bool) -> list[Sequence]:
+        """See `Mover.fetched`."""
+        ready, seconds = self._fetcher.ready(waits=waits)
+        self.moves.waited_s += seconds
+        return ready
+
+    def forget(self, sequence: Sequence | None = None) -> None:
+        self._fetcher.forget(sequence)
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        self._fetcher.close()
+
+    def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:
+        """Loads the KV of admitted sequences, up to the first range that not every shard can read.
+
+        Returns for each sequence the number of tokens whose KV is now in the cache, and what stays stored. Blocks that
+        were filled before are not written: others may share them.
         """
-        mine = [self._load(one, policy_version) for one in arriving]
+        fetched = [self._fetcher.take(one, one.num_computed, lost=_Ranges(num_tokens=0, layers=[])) for one in arriving]
+        mine = array("q", (self._load(*pair, policy_version) for pair in zip(arriving, fetched, strict=True)))
         # All shards must schedule alike, but a file may be missing for one of them only. After this all have read.
-        told = self._group.all_gather_bytes(bytes(num > 0 for num in mine))
-        agreed = [all(flags) for flags in zip(*told, strict=True)]
-        for one, usable in zip(arriving, agreed, strict=True):
-            assert one.kv is not None
-            if one.is_swapped_out:
-                self.moves.num_swapped_in += usable
-                self.moves.swapped_in_bytes += usable * one.kv.num_bytes
-            else:
-                self.moves.num_imported += usable
-                self.moves.num_recomputed += not usable
-            self.moves.moved_tokens += usable * max(0, one.kv.num_tokens - one.num_computed)
-            self.drop(one.kv)
-        return [num if usable else one.num_computed for one, num, usable in zip(arriving, mine, agreed, strict=True)]
+        told = [array("q", data) for data in self._group.all_gather_bytes(mine.tobytes())]
+        results = []
+        for one, ranges, num_usable in zip(arriving, fetched, map(min, zip(*told, strict=True)), strict=True):
+            num_tokens, kept, freed = self.moves.taken_on(one, num_usable, was_fetched=ranges is not None)
+            self._free(freed)
+            results.append((num_tokens, kept))
+        return results
 
     def drop(self, handle: KVHandle | None) -> None:
         """Frees the entries of a handle that is no longer needed."""
-        if handle is not None and self.store is not None and self._group.rank == 0:
-            for part in handle.parts:
+        if handle is not None:
+            self._free(handle.parts)
+
+    def _free(self, parts: Iterable[KVPart]) -> None:
+        if self.store is not None and self._group.rank == 0:
+            for part in parts:
                 self.store.drop(part)
 
     def _store_all(self, store: KVStore, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
@@ -132,46 +184,66 @@ class KVMover:
                     store.drop(part)
                 handles.append(None)
                 continue
-            self.moves.moved_tokens += cached.num_tokens
-            parts = tuple(part for shard_parts in by_shard for part in shard_parts or ())
-            handles.append(
-                KVHandle(num_tokens=cached.num_tokens, policy_version=policy_version, dtype=self._dtype, parts=parts)
-            )
+            new = tuple(part for shard_parts in by_shard for part in shard_parts or ())
+            self.moves.stored_tokens += new[0].num_tokens if new else 0
+            self.moves.stored_bytes += sum(part.num_bytes for part in new)
+            parts = new if cached.stored is None else cached.stored.parts + new
+            handles.append(KVHandle(policy_version=policy_version, dtype=self._dtype, parts=parts))
         return handles
 
     def _store(self, store: KVStore, cached: CachedKV, policy_version: int) -> tuple[KVPart, ...] | None:
-        """Stores this shard's part, and returns it; () when another shard stores it, None when there is no room."""
-        if not self._stores:
+        """Stores this shard's part of what is not stored yet, and returns it.
+
+        Returns () when all is stored, or another shard stores it, and None when there is no room.
+        """
+        first = 0 if cached.stored is None else cached.stored.num_tokens
+        if not self._stores or first >= cached.num_tokens:
             return ()
-        layers = to_host(read_kv(self._kv, cached.blocks, cached.num_tokens))
-        part = store.export(self._content(cached.tokens, cached.num_tokens, policy_version), layers)
+        layers = to_host(read_kv(self._kv, cached.blocks, cached.num_tokens, first=first))
+        (digest,) = tokens_digests(cached.tokens, [cached.num_tokens])
+        part = store.export(self._content(digest, first, cached.num_tokens - first, policy_version), layers)
         return None if part is None else (part,)
 
-    def _load(self, arriving: Sequence, policy_version: int) -> int:
-        """Loads this shard's part. Returns the number of tokens then in the cache, 0 when the stored KV is unusable."""
+    def _load(self, arriving: Sequence, ranges: _Ranges | None, policy_version: int) -> int:
+        """Loads this shard's part of what the prefix cache lacks, unless it has been read already. Returns how many
+        leading tokens of what the sequence brings can be used, also those that the prefix cache has."""
         cached, handle = arriving.cached, arriving.kv
-        if self.store is None or handle is None:
+        if self.store is None or handle is None or not self._fits(handle, policy_version):
             return 0
-        num_tokens = min(handle.num_tokens, len(cached.tokens) - 1)
-        if num_tokens < 1 or handle.policy_version != policy_version or handle.dtype != self._dtype:
-            return 0
-        if num_tokens <= cached.num_tokens:
-            return cached.num_tokens  # all that it brings was found in the prefix cache
-        try:
-            wanted = self._content(cached.tokens, handle.num_tokens, policy_version)
-            layers = load_heads(self.store, handle.parts, wanted)
-        except ValueError:  # missing or damaged: recomputing is always right
-            return 0
-        fill_kv(self._kv, cached.blocks, num_tokens, layers, first=cached.num_tokens)
-        return num_tokens
+        ranges = ranges or self._read(self.store, handle, cached.tokens, cached.num_tokens)
+        for start, end, layers in ranges.layers:
+            first, last = max(start, cached.num_tokens), min(end, len(cached.tokens) - 1)
+            if first < last:
+                fill_kv(self._kv, cached.blocks, last, layers, first=first, start=start)
+        return ranges.num_tokens
 
-    def _content(self, tokens: list[int], num_tokens: int, policy_version: int) -> KVContent:
-        """Describes the KV of the first `num_tokens` tokens for this shard's KV heads."""
+    def _fits(self, handle: KVHandle, policy_version: int) -> bool:
+        return handle.policy_version == policy_version and handle.dtype == self._dtype
+
+    def _read(self, store: KVStore, handle: KVHandle, tokens: list[int], num_known: int) -> _Ranges:
+        """Reads this shard's heads of the ranges that end behind the first `num_known` tokens, up to the first range
+        that cannot be read: missing or damaged KV is computed again."""
+        lacking = handle.lacking(num_known, len(tokens) - 1)
+        if not lacking:
+            return _Ranges(num_tokens=handle.num_tokens, layers=[])
+        ends = [parts[0].first_token + parts[0].num_tokens for parts in lacking]
+        ranges = _Ranges(num_tokens=lacking[0][0].first_token, layers=[])
+        with contextlib.suppress(ValueError):
+            for parts, end, digest in zip(lacking, ends, tokens_digests(tokens, ends), strict=True):
+                start = parts[0].first_token
+                content = self._content(digest, start, end - start, handle.policy_version)
+                ranges.layers.append((start, end, load_heads(store, parts, content)))
+                ranges.num_tokens = end
+        return ranges
+
+    def _content(self, digest: str, first_token: int, num_tokens: int, policy_version: int) -> KVContent:
+        """Describes the KV of a range of tokens for this shard's KV heads; `digest`: of all tokens up to its end."""
         return KVContent(
             policy_version=policy_version,
-            tokens_digest=tokens_digest(tokens[:num_tokens]),
+            tokens_digest=digest,
             dtype=self._dtype,
             num_layers=len(self._kv.keys),
+            first_token=first_token,
             num_tokens=num_tokens,
             first_head=self._heads.start,
             num_heads=self._heads.stop - self._heads.start,

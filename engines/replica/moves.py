@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engines.replica.scheduler import CachedKV, Scheduled, Sequence
-from engines.sequence import KVHandle
+from engines.sequence import KVHandle, KVPart
 
 
 @dataclass(kw_only=True)
@@ -29,8 +29,43 @@ class KVMoves:
     swapped_out_bytes: int = 0
     """Bytes stored for preempted sequences by all shards; `swapped_in_bytes`: bytes that were loaded again."""
     swapped_in_bytes: int = 0
-    moved_tokens: int = 0
-    """Tokens whose KV was stored or loaded, for whatever reason."""
+    stored_tokens: int = 0
+    """Tokens whose KV was stored, for whatever reason; `stored_bytes`: their bytes, by all shards."""
+    stored_bytes: int = 0
+    loaded_tokens: int = 0
+    """Tokens whose KV was loaded, for whatever reason."""
+    fetched_tokens: int = 0
+    """Of the loaded tokens, those that were read before their sequence was admitted."""
+    waited_s: float = 0.0
+    """Seconds that steps have waited for such reads, when nothing could run."""
+
+    @property
+    def moved_tokens(self) -> int:
+        """Tokens whose KV was moved while the replica waited."""
+        return self.stored_tokens + self.loaded_tokens - self.fetched_tokens
+
+    def taken_on(
+        self, one: Sequence, num_usable: int, *, was_fetched: bool
+    ) -> tuple[int, KVHandle | None, list[KVPart]]:
+        """Counts the load of an admitted sequence's KV, of which every shard can use the first `num_usable` tokens.
+
+        Returns how many tokens' KV the cache then has, what of the sequence's KV stays stored, and the parts to free:
+        unusable ones, and those of a swapped out sequence that have been stored for the swap. The last token is never
+        loaded, since its logits are needed.
+        """
+        assert one.kv is not None
+        num_tokens = max(one.num_computed, min(num_usable, len(one.state.tokens) - 1))
+        kept = one.kv.first(num_usable if one.num_pooled is None else min(num_usable, one.num_pooled))
+        freed = [part for part in one.kv.parts if kept is None or part not in kept.parts]
+        if one.num_pooled is None:
+            self.num_imported += num_usable > 0
+            self.num_recomputed += num_usable == 0
+        elif num_usable > one.num_pooled:
+            self.num_swapped_in += 1
+            self.swapped_in_bytes += sum(part.num_bytes for part in freed)
+        self.loaded_tokens += num_tokens - one.num_computed
+        self.fetched_tokens += was_fetched * (num_tokens - one.num_computed)
+        return num_tokens, kept, freed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +99,30 @@ class Mover(Protocol):
     moves: KVMoves
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
-        """Stores the KV of sequences that leave; None for those that find no room."""
+        """Stores the KV of sequences that leave, as far as it is not stored yet; returns all that is stored then."""
         ...
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         """Stores the KV of a sequence that has lost its blocks, where that pays and there is room."""
         ...
 
-    def load(self, arriving: Items[Sequence], policy_version: int) -> list[int]:
-        """Takes on the KV that admitted sequences bring, and frees its entries; how many tokens each has now."""
+    def fetch(self, sequence: Sequence, num_known: int, policy_version: int) -> bool:
+        """Starts to read the KV that a sequence brings, behind its first `num_known` tokens, while others step.
+
+        Returns False when there is nothing to read, or too much is being read already.
+        """
+        ...
+
+    def fetched(self, *, waits: bool) -> list[Sequence]:
+        """Returns the sequences whose reads have ended since the last call; with `waits`, waits for the first one."""
+        ...
+
+    def forget(self, sequence: Sequence | None = None) -> None:
+        """Drops the read of a sequence that leaves, or all reads."""
+        ...
+
+    def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:
+        """Takes on the KV that admitted sequences bring; how many tokens each has now, and what stays stored of it."""
         ...
 
     def drop(self, handle: KVHandle | None) -> None:

@@ -159,6 +159,8 @@ class Replica:
         self.kept: dict[SequenceId, list[bytes]] = {}
         """Paused sequences whose KV stays in the cache until the next step: the contents of their blocks."""
         self._sequences: dict[SequenceId, Sequence] = {}
+        self._fetching: dict[Sequence, None] = {}
+        """Sequences whose stored KV is being read; then they wait in the scheduler's queue."""
         self.policy_version = 0
 
     @property
@@ -167,7 +169,11 @@ class Replica:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._fetching)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self._fetching)
 
     @property
     def num_sequences(self) -> int:
@@ -179,7 +185,7 @@ class Replica:
         return self._limits.check(tokens, params, name)
 
     def submit(self, work: Work) -> None:
-        """Adds a sequence to the waiting ones. Stored KV that it brings is loaded when the sequence is admitted.
+        """Adds a sequence to the waiting ones. Stored KV that it brings is read first, while others step.
 
         Raises ValueError when the sequence can never run here, or is here already.
         """
@@ -196,7 +202,11 @@ class Replica:
         sequence = Sequence(state=state, max_len=max_len, release_len=release_len, is_bounded=is_bounded, kv=work.kv)
         try:
             self._sequences[state.sequence_id] = sequence
-            self.scheduler.add(sequence)
+            num_known = 0 if work.kv is None else self.scheduler.num_known_tokens(sequence)
+            if work.kv is not None and self.mover.fetch(sequence, num_known, self.policy_version):
+                self._fetching[sequence] = None
+            else:
+                self.scheduler.add(sequence)
         except BaseException:  # an interrupt
             self._sequences.pop(state.sequence_id, None)
             self._restart()
@@ -250,6 +260,7 @@ class Replica:
             output.kv_use = 1 - self.scheduler.blocks.num_free_blocks / self.scheduler.blocks.num_blocks
             for sequence in ended:
                 self._leave(sequence)
+                self.mover.drop(sequence.kv)
             if leaving:
                 output.released = self._release(leaving, with_kv=True)
             output.num_running, output.num_looked_up = len(scheduled), self.scheduler.num_looked_up - looked_up
@@ -265,14 +276,20 @@ class Replica:
 
     def _schedule(self) -> list[Scheduled]:
         """Stores the KV of preempted sequences, loads that of arriving ones, and returns the batch of the next pass."""
+        if self._fetching:
+            for sequence in self.mover.fetched(waits=not self.scheduler.has_work):
+                del self._fetching[sequence]
+                self.scheduler.add(sequence)
         schedule = self.scheduler.schedule()
         for sequence, cached in schedule.preempted:
-            sequence.kv = self.mover.swap_out(cached, self.policy_version)
-            sequence.is_swapped_out = sequence.kv is not None
+            handle = self.mover.swap_out(cached, self.policy_version)
+            if handle is not None:
+                sequence.num_pooled = sequence.kv.num_tokens if sequence.kv is not None else 0
+                sequence.kv = handle
         if schedule.arriving:
             loaded = self.mover.load(schedule.arriving, self.policy_version)
-            for sequence, num_tokens in zip(schedule.arriving, loaded, strict=True):
-                sequence.num_computed, sequence.kv, sequence.is_swapped_out = num_tokens, None, False
+            for sequence, (num_tokens, handle) in zip(schedule.arriving, loaded, strict=True):
+                sequence.num_computed, sequence.kv, sequence.num_pooled = num_tokens, handle, None
             self.scheduler.add_loaded(schedule)
         if self.drafter is not None:
             # Each shard of the replica drafts for itself, and all must draft alike: a drafter is a function of the
@@ -324,6 +341,8 @@ class Replica:
         """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe."""
         for sequence in returning:
             self._sequences[sequence.state.sequence_id] = sequence
+        self._fetching.clear()
+        self.mover.forget()
         self.scheduler.restart(self._sequences.values())
         if self.drafter is not None:
             for sequence in self._sequences.values():
@@ -381,7 +400,11 @@ class Replica:
     def _leave(self, sequence: Sequence) -> None:
         if self.drafter is not None:
             self.drafter.finish(sequence.state)
-        self.scheduler.remove(sequence)
+        if sequence in self._fetching:
+            del self._fetching[sequence]
+        else:
+            self.scheduler.remove(sequence)
+        self.mover.forget(sequence)
         del self._sequences[sequence.state.sequence_id]
 
     def add_reference(self, state: SequenceState) -> None:

@@ -23,6 +23,8 @@ class CachedKV(NamedTuple):
     blocks: list[int]
     num_common: int = 0
     """Leading tokens whose KV other sequences hold, too: it is found again while they stay. Set on preemption."""
+    stored: KVHandle | None = None
+    """What is stored already of it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,9 +39,9 @@ class Sequence:
     is_bounded: bool = False
     """Whether its stay here has a bound of its own, so that it is not preempted."""
     kv: KVHandle | None = None
-    """Stored KV, which is loaded when the sequence is admitted; None from then on."""
-    is_swapped_out: bool = False
-    """Whether `kv` was taken from this replica's own blocks when it was preempted."""
+    """Stored KV of its first tokens. What the cache lacks of it is loaded when the sequence is admitted."""
+    num_pooled: int | None = None
+    """How many tokens of `kv` had been stored before its KV was swapped out; None unless it waits swapped out."""
     blocks: list[int] = field(default_factory=list)
     """Its block table while running. It belongs to the block manager and must not be modified."""
     num_computed: int = 0
@@ -59,7 +61,12 @@ class Sequence:
 
     @property
     def cached(self) -> CachedKV:
-        return CachedKV(self.state.tokens, self.num_computed, self.blocks)
+        return CachedKV(self.state.tokens, self.num_computed, self.blocks, stored=self.kv)
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """Whether a part of `kv` was taken from this replica's own blocks when the sequence was preempted."""
+        return self.num_pooled is not None
 
     def leave_slot(self) -> None:
         """Resets all fields that are valid only while the sequence is running."""
@@ -313,6 +320,10 @@ class Scheduler:
         num_kept = num_left if sequence.is_bounded else min(num_left, 1)
         self._num_kept_free[sequence.is_bounded] += num_kept - sequence.num_kept_free
         sequence.num_kept_free = num_kept
+
+    def num_known_tokens(self, sequence: Sequence) -> int:
+        """Returns how many of a waiting sequence's first tokens the prefix cache has now."""
+        return self._find_prefix(sequence)[1]
 
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
         """Returns cached blocks with the KV of the sequence's first tokens, and their number of tokens; its last token

@@ -51,15 +51,15 @@ class SwapPolicy:
         self.costs: dict[str, SwapCost] = {}
         """Name of a tier -> its costs, for the tiers that have been measured."""
 
-    def swaps(self, num_tokens: int, num_known: int, store: KVStore) -> bool:
+    def swaps(self, num_tokens: int, num_known: int, store: KVStore, *, num_stored: int = 0) -> bool:
         """Whether to store the KV of a sequence of `num_tokens` computed tokens, the first `num_known` of which lie in
-        blocks that other sequences also hold.
+        blocks that other sequences also hold, and the first `num_stored` of which are stored already.
 
         All ranks of the replica call it together.
         """
         if self._preemption == "recompute":
             return False
-        tier = store.tier_for(num_tokens * self._kv.bytes_per_token)
+        tier = store.tier_for(max(0, num_tokens - num_stored) * self._kv.bytes_per_token)
         mine = 0 if tier is None else _TIERS.index(tier.name)
         everyone = [told[0] for told in self._group.all_gather_bytes(bytes([mine]))]
         if not all(everyone):
@@ -121,7 +121,8 @@ class SwapPolicy:
         _, _, num_heads, head_dim = scratch.keys[0].shape
         content = KVContent(
             policy_version=0, tokens_digest="", dtype=str(scratch.keys[0].dtype).removeprefix("torch."),
-            num_layers=len(scratch.keys), num_tokens=num_tokens, first_head=0, num_heads=num_heads, head_dim=head_dim,
+            num_layers=len(scratch.keys), first_token=0, num_tokens=num_tokens, first_head=0, num_heads=num_heads,
+            head_dim=head_dim,
         )  # fmt: skip
         blocks, times = _blocks(scratch, num_tokens), []
         for _ in range(2):  # the first may pay for memory

@@ -25,6 +25,8 @@ class Stepper:
         self._epoch = epoch
         self._pace = pace
         self._moved_tokens = engine.replica.kv_moves.moved_tokens
+        if pace is not None:
+            engine.mover.fetch_s = lambda num_tokens: pace.transfer(engine.spec, num_tokens, "host")
 
     def wait_for_transfers(self, start: float) -> None:
         """In a paced run, waits until the KV that has moved since the last step or call has taken its time."""
@@ -37,11 +39,12 @@ class Stepper:
         return pace.transfer(self._engine.spec, num_tokens, "host")
 
     def step(self) -> tuple[StepOutput, StepRecord]:
-        start = time.monotonic()
+        start, waited_s = time.monotonic(), self._engine.replica.kv_moves.waited_s
         output = self._engine.replica.step()
         spec, paced_s = self._engine.spec, 0.0
         if self._pace is not None:
-            paced_s = self._pace.step(spec, output) + self._transfer_s(self._pace)
+            waited_s = self._engine.replica.kv_moves.waited_s - waited_s
+            paced_s = waited_s + self._pace.step(spec, output) + self._transfer_s(self._pace)
             wait_until(start + paced_s)
         return output, StepRecord.of(spec, self._epoch, start, time.monotonic() - start, output, paced_s)
 

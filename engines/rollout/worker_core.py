@@ -113,7 +113,7 @@ class WorkerCore:
         return self.event(
             m.StepReported,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=self._here.num_waiting,
             num_free_blocks=scheduler.blocks.num_free_blocks,
             seconds=seconds,
             progress=tuple(one for one in grown if one[1]),

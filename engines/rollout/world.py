@@ -220,6 +220,8 @@ class RolloutWorld:
     def close(self) -> None:
         """Closes the connections, and drops KV that no replica has loaded. Returns quickly."""
         self._client.close()
+        if self.engine is not None:
+            self.engine.mover.close()
         self._kv_store.close()
         if self.coordinator is not None:
             self.coordinator.close()

@@ -46,12 +46,12 @@ def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, f
     heads = llm.model_config.num_kv_heads
     tokens = random_prompts(num_sequences, context, llm.model_config.vocab_size, seed=first_uid)
     params = SamplingParams(max_tokens=length, ignore_eos=True)
+    blank = KVPart(first_token=0, num_tokens=context - 1, first_head=0, num_heads=heads, location="", num_bytes=0)
     uids = range(first_uid, first_uid + num_sequences)
     for state in make_states(tokens, [params] * num_sequences, uids, run_seed=0, policy_step=0):
         handle = KVHandle(
-            num_tokens=context - 1,
             policy_version=llm.policy_version,
             dtype=dtype,
-            parts=(KVPart(first_head=0, num_heads=heads, location="", num_bytes=0),),
+            parts=(blank,),
         )
         llm.replica.submit(Work(state=state, kv=handle if context > 1 else None))

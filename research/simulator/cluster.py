@@ -278,7 +278,7 @@ class Cluster:
                 case Deliver():
                     self._deliver(output.finished)
                 case DiscardKV():
-                    self.pool.drop(output.kv)
+                    self.pool.drop(output.kv.parts)
                 case ReplicaDropped():
                     self._ranks[output.replica_id].die()
                 case PhaseComplete():
@@ -324,7 +324,14 @@ class Cluster:
         """A live replica with a runner and a mover that only count, and these contents in its cache; and this mover."""
         config, tp_size = self.config, spec.tp_size
         swap_cost = config.swap_cost.get(tp_size)
-        mover = SimulatedMover(self.pool, config.engine.preemption, swap_cost, config.host_of(spec))
+        mover = SimulatedMover(
+            self.pool,
+            config.engine.preemption,
+            swap_cost,
+            config.host_of(spec),
+            now=lambda: self.queue.now,
+            transfer_s=partial(config.pace.transfer, spec),
+        )
         blocks = BlockManager(self._num_blocks(spec), config.engine.block_size)
         blocks.adopt(list(contents))
         replica = Replica(

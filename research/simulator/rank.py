@@ -115,8 +115,5 @@ class Rank:
         self._begin_turn(self._cluster.vary(self._cluster.config.overheads.gap_s))
 
     def _transfer_s(self) -> float:
-        """What the KV that has moved since the last call takes."""
-        if self._mover is None or self._spec is None:
-            return 0.0
-        pace = self._cluster.config.pace
-        return sum(pace.transfer(self._spec, count, path) for path, count in self._mover.take_moved().items())
+        """What the KV that has moved since the last call takes, and the waits for KV."""
+        return 0.0 if self._mover is None else self._mover.take_seconds()

@@ -7,6 +7,7 @@ prefix cache tells sequences apart as it does in a live run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from engines.config import Preemption
@@ -96,9 +97,8 @@ class KVPool:
             return location
         return None
 
-    def path(self, handle: KVHandle, host: int) -> Path | None:
+    def path(self, part: KVPart, host: int) -> Path | None:
         """Returns the path of the entry to a replica of this host; None when there is no entry."""
-        (part,) = handle.parts
         there = _host_of(part)
         if part.location in self._memory[there].entries:
             return "host" if there == host else "network"
@@ -106,9 +106,9 @@ class KVPool:
             return "disk" if there == host else "network"
         return None
 
-    def drop(self, handle: KVHandle) -> None:
+    def drop(self, parts: Iterable[KVPart]) -> None:
         """An entry that is gone already is no error."""
-        for part in handle.parts:
+        for part in parts:
             for tiers in (self._memory, self._disk):
                 tiers[_host_of(part)].pop(part.location)
 
@@ -125,24 +125,44 @@ def _host_of(part: KVPart) -> int:
 class SimulatedMover:
     """Answers `engines.replica.mover.Mover`: the rules of `KVMover`, with entries that hold no bytes."""
 
-    def __init__(self, pool: KVPool, preemption: Preemption, swap_cost: SwapCost | None, host: int) -> None:
-        """Without a cost model, preempted sequences are recomputed when `preemption` is "auto"."""
+    def __init__(
+        self,
+        pool: KVPool,
+        preemption: Preemption,
+        swap_cost: SwapCost | None,
+        host: int,
+        *,
+        now: Callable[[], float],
+        transfer_s: Callable[[int, Path], float],
+    ) -> None:
+        """Without a cost model, preempted sequences are recomputed when `preemption` is "auto".
+
+        `transfer_s` returns the seconds for this many tokens on a path.
+        """
         self.moves = KVMoves()
+        self._now, self._transfer_s = now, transfer_s
+        self._reading: dict[Sequence, tuple[float, int, int]] = {}
+        """When its KV will have been read ahead, behind how many tokens, and how many can be used then."""
+        self._read: dict[Sequence, tuple[int, int]] = {}
+        self._end_of_reads = 0.0
         self._moved: Counter[Path] = Counter()
+        self._waited_s = 0.0
         self._pool, self._host = pool, host
         self._preemption = preemption
         self._swap_cost = swap_cost
 
-    def take_moved(self) -> Counter[Path]:
-        """Returns the tokens whose KV has moved since the last call, by their path."""
-        moved, self._moved = self._moved, Counter()
-        return moved
+    def take_seconds(self) -> float:
+        """Returns for how long the replica has waited for KV since the last call."""
+        seconds = sum(self._transfer_s(count, path) for path, count in self._moved.items())
+        seconds += self.moves.waited_s - self._waited_s
+        self._moved, self._waited_s = Counter(), self.moves.waited_s
+        return seconds
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         handles = [self._store(cached, policy_version) for cached in leaving]
         self.moves.num_exported += sum(handle is not None for handle in handles)
         self.moves.num_refused += handles.count(None)
-        return handles
+        return [handle or cached.stored for handle, cached in zip(handles, leaving, strict=True)]
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         way: str = self._preemption
@@ -154,35 +174,75 @@ class SimulatedMover:
         self.moves.num_swapped_out += handle is not None
         return handle
 
-    def load(self, arriving: Items[Sequence], policy_version: int) -> list[int]:
+    def fetch(self, sequence: Sequence, num_known: int, policy_version: int) -> bool:
+        paths, num_usable = self._paths(sequence, num_known, policy_version)
+        if paths:
+            start = max(self._now(), self._end_of_reads)
+            self._end_of_reads = start + sum(self._transfer_s(count, path) for path, count in paths.items())
+            self._reading[sequence] = self._end_of_reads, num_known, num_usable
+        return bool(paths)
+
+    def fetched(self, *, waits: bool) -> list[Sequence]:
+        now = self._now()
+        if waits:
+            first = next(iter(self._reading.values()))[0]
+            self.moves.waited_s += max(0.0, first - now)
+            now = max(now, first)
+        ready = [one for one, (end, *_) in self._reading.items() if end <= now]
+        self._read |= {one: self._reading.pop(one)[1:] for one in ready}
+        return ready
+
+    def forget(self, sequence: Sequence | None = None) -> None:
+        for fetches in (self._reading, self._read):
+            if sequence is None:
+                fetches.clear()
+            else:
+                fetches.pop(sequence, None)
+
+    def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:
         return [self._load(one, policy_version) for one in arriving]
 
     def drop(self, handle: KVHandle | None) -> None:
         if handle is not None:
-            self._pool.drop(handle)
+            self._pool.drop(handle.parts)
 
     def _store(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
-        location = self._pool.add(cached.num_tokens, self._host, self._moved)
+        first = 0 if cached.stored is None else cached.stored.num_tokens
+        if first >= cached.num_tokens:
+            return cached.stored
+        num_tokens = cached.num_tokens - first
+        location = self._pool.add(num_tokens, self._host, self._moved)
         if location is None:
             return None
-        self.moves.moved_tokens += cached.num_tokens
-        part = KVPart(first_head=0, num_heads=1, location=location, num_bytes=0)
-        return KVHandle(num_tokens=cached.num_tokens, policy_version=policy_version, dtype=DTYPE, parts=(part,))
+        self.moves.stored_tokens += num_tokens
+        part = KVPart(
+            first_token=first, num_tokens=num_tokens, first_head=0, num_heads=1, location=location, num_bytes=0
+        )
+        parts = (part,) if cached.stored is None else (*cached.stored.parts, part)
+        return KVHandle(policy_version=policy_version, dtype=DTYPE, parts=parts)
 
-    def _load(self, one: Sequence, policy_version: int) -> int:
-        handle, num_there = one.kv, one.num_computed
-        assert handle is not None
-        num_tokens = min(handle.num_tokens, len(one.state.tokens) - 1)
-        path = self._pool.path(handle, self._host)
-        usable = path is not None and num_tokens >= 1 and handle.policy_version == policy_version
-        if one.is_swapped_out:
-            self.moves.num_swapped_in += usable
+    def _load(self, one: Sequence, policy_version: int) -> tuple[int, KVHandle | None]:
+        num_known, num_usable = self._read.pop(one, (one.num_computed + 1, 0))
+        if was_fetched := num_known <= one.num_computed:
+            paths = Counter[Path]()
         else:
-            self.moves.num_imported += usable
-            self.moves.num_recomputed += not usable
-        self._pool.drop(handle)
-        if path is None or not usable or num_tokens <= num_there:
-            return num_there
-        self.moves.moved_tokens += num_tokens - num_there
-        self._moved[path] += num_tokens - num_there
-        return num_tokens
+            paths, num_usable = self._paths(one, one.num_computed, policy_version)
+        self._moved += paths
+        num_tokens, kept, freed = self.moves.taken_on(one, num_usable, was_fetched=was_fetched)
+        self._pool.drop(freed)
+        return num_tokens, kept
+
+    def _paths(self, one: Sequence, num_known: int, policy_version: int) -> tuple[Counter[Path], int]:
+        """Returns the tokens by path that a cache lacks which has the first `num_known`, and how many can be used."""
+        assert one.kv is not None
+        paths, num_usable, last = Counter[Path](), 0, len(one.state.tokens) - 1
+        for (part,) in one.kv.ranges if one.kv.policy_version == policy_version else ():
+            end = part.first_token + part.num_tokens
+            num_lacking = min(end, last) - max(part.first_token, num_known)
+            if num_lacking > 0:
+                path = self._pool.path(part, self._host)
+                if path is None:
+                    break
+                paths[path] += num_lacking
+            num_usable = end
+        return paths, num_usable

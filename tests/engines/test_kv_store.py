@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import random
 import resource
 import shutil
 import signal
@@ -28,7 +29,7 @@ from engines.config import EngineConfig, ModelConfig
 from engines.kvcache import peer
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.peer import PeerKVStore
-from engines.kvcache.store import HEADER_BYTES, KVContent, KVStore, load_heads, tokens_digest
+from engines.kvcache.store import HEADER_BYTES, KVContent, KVStore, load_heads, tokens_digests
 from engines.kvcache.tiers import (
     DEFAULT_HOST_BYTES,
     TieredKVStore,
@@ -38,16 +39,22 @@ from engines.kvcache.tiers import (
 )
 from engines.parallel.owned_files import reclaim
 from engines.parallel.sharding import Shard, kv_heads
-from engines.sequence import KVPart
+from engines.sequence import KVHandle, KVPart
 from tests.worlds import ROOT
 
 TOKEN = "0123456789abcdef"
+
+
+def digest_of(tokens: list[int]) -> str:
+    return tokens_digests(tokens, [len(tokens)])[0]
+
+
 CONTENT = KVContent(
-    policy_version=3, tokens_digest=tokens_digest([5, 6, 7]), dtype="float32", num_layers=2, num_tokens=3,
+    policy_version=3, tokens_digest=digest_of([5, 6, 7]), dtype="float32", num_layers=2, first_token=0, num_tokens=3,
     first_head=0, num_heads=2, head_dim=4,
 )  # fmt: skip
 SIZE = HEADER_BYTES + CONTENT.num_bytes
-NO_PART = KVPart(first_head=0, num_heads=2, location="", num_bytes=CONTENT.num_bytes)
+NO_PART = CONTENT.part("")
 
 
 def layers_of(content: KVContent) -> list[torch.Tensor]:
@@ -190,8 +197,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (damage(lambda data: data.pop()), "has 895 bytes, 896 wanted"),
     "empty": (damage(lambda data: data.clear()), "has 0 bytes, 896 wanted"),
     "longer": (damage(lambda data: data.append(0)), "has 897 bytes, 896 wanted"),
-    "no magic": (damage(lambda data: data.__setitem__(0, 0)), "no KV of format 2"),
-    "another format": (damage(lambda data: data.__setitem__(8, 9)), "no KV of format 2"),
+    "no magic": (damage(lambda data: data.__setitem__(0, 0)), "no KV of format 3"),
+    "another format": (damage(lambda data: data.__setitem__(8, 9)), "no KV of format 3"),
     "torn header": (damage(lambda data: data.__setitem__(slice(20, 40), bytes(20))), "its header is damaged"),
     "a flipped bit": (damage(lambda data: data.__setitem__(700, data[700] ^ 4)), "its content is damaged"),
     "a link": (to_link, "cannot be read"),
@@ -215,7 +222,13 @@ def test_a_damaged_file_is_refused(pair: Pair, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("policy_version", 4), ("tokens_digest", tokens_digest([5, 6, 8])), ("dtype", "int32"), ("first_head", 1)],
+    [
+        ("policy_version", 4),
+        ("tokens_digest", digest_of([5, 6, 8])),
+        ("dtype", "int32"),
+        ("first_head", 1),
+        ("first_token", 4),
+    ],
 )
 def test_other_content_of_the_same_size_is_refused(pair: Pair, field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field}=.*wanted {value!r}"):
@@ -327,6 +340,41 @@ def test_shards_of_any_count_are_read_by_shards_of_any_count(
             assert torch.equal(got, layer[:, :, heads])
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_ranges_against_every_token_and_head(seed: int) -> None:
+    """Parts in any order, some lost: the first tokens are stored whose ranges are all there, from the first on."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 5) for _ in range(rng.randint(0, 6))]
+    firsts = [sum(lengths[:index]) for index in range(len(lengths))]
+    whole: list[KVPart] = []
+    for first, length in zip(firsts, lengths, strict=True):
+        cuts = [0, *sorted(rng.sample(range(1, 4), rng.randint(0, 3))), 4]
+        whole += [
+            replace(NO_PART, first_token=first, num_tokens=length, first_head=head, num_heads=end - head)
+            for head, end in itertools.pairwise(cuts)
+        ]
+    lost = set(rng.sample(firsts, min(len(firsts), rng.choice([0, 0, 1, 2]))))
+    parts = [part for part in whole if part.first_token not in lost]
+    rng.shuffle(parts)
+    handle = KVHandle(policy_version=0, dtype="float32", parts=tuple(parts))
+    held = {part.first_token + offset for part in parts for offset in range(part.num_tokens)}
+    expected = next(token for token in itertools.count() if token not in held)
+    assert handle.num_tokens == expected
+    assert [(group[0].first_token, group[0].num_tokens) for group in handle.ranges] == [
+        (first, length) for first, length in zip(firsts, lengths, strict=True) if first + length <= expected
+    ]
+    assert all(sum(part.num_heads for part in group) == 4 for group in handle.ranges)
+    num_kept = rng.randint(0, sum(lengths))
+    kept = handle.first(num_kept)
+    assert set(() if kept is None else kept.parts) == {p for p in parts if p.first_token + p.num_tokens <= num_kept}
+
+
+def test_digests_of_all_ends_are_those_of_each_one() -> None:
+    tokens = list(range(50))
+    assert tokens_digests(tokens, [3, 3, 17, 50]) == [digest_of(tokens[:end]) for end in (3, 3, 17, 50)]
+    assert len(set(tokens_digests(tokens, range(1, 51)))) == 50
+
+
 def test_a_head_that_no_part_holds_is_named(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     with pytest.raises(ValueError, match="KV head 2 is in none of 1 parts"):
@@ -356,7 +404,7 @@ def test_against_a_plain_record_of_what_lies_where(operations: list[tuple[str, i
         harmed: set[str] = set()
         for operation, number in operations:
             if operation == "export":
-                content = replace(CONTENT, num_tokens=1 + number, tokens_digest=tokens_digest([len(parts)]))
+                content = replace(CONTENT, num_tokens=1 + number, tokens_digest=digest_of([len(parts)]))
                 size = HEADER_BYTES + content.num_bytes
                 fits = size <= host_bytes
                 while fits and sum(in_host.values()) + size > host_bytes:

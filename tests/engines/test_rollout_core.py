@@ -34,6 +34,7 @@ from engines.sequence import (
 
 BLOCK = 4
 MAX_LEN = 24
+PART = KVPart(first_token=0, num_tokens=4, first_head=0, num_heads=2, location="shm:x", num_bytes=64)
 TIMEOUT = 60.0
 STOP_TOKEN = 0
 
@@ -101,8 +102,8 @@ class ModelReplica:
         self.num_events += 1
 
     def kv(self, state: SequenceState, with_kv: bool) -> KVHandle | None:
-        part = KVPart(first_head=0, num_heads=1, location=f"{self.spec.id}", num_bytes=8)
-        handle = KVHandle(num_tokens=len(state.tokens) - 1, policy_version=self.version, dtype="f", parts=(part,))
+        part = replace(PART, num_tokens=len(state.tokens) - 1, location=f"{self.spec.id}")
+        handle = KVHandle(policy_version=self.version, dtype="f", parts=(part,))
         return handle if with_kv and state.num_generated else None
 
     def take(self) -> m.Command | None:
@@ -768,7 +769,7 @@ def test_stale_and_repeated_events_are_counted_and_change_nothing() -> None:
     }
 
 
-KV = KVHandle(num_tokens=4, policy_version=0, dtype="float32", parts=())
+KV = KVHandle(policy_version=0, dtype="float32", parts=(PART,))
 
 
 def pause(desk: Desk, replica_id: int, state: SequenceState, seq: int, num_new: int = 2) -> list[Any]:
@@ -822,15 +823,14 @@ def test_a_lost_replica_s_sequences_go_on_from_what_is_known() -> None:
         desk.add(50, ranks=(1,))
 
 
-def test_a_loss_drops_kv_and_forgets_tokens_that_were_only_reported() -> None:
+def test_a_loss_keeps_stored_kv_and_forgets_tokens_that_were_only_reported() -> None:
     desk, states = outside_desk(2)
     command = only(desk.move(0, 50), m.PauseSequences)
     assert only(pause(desk, 0, states[0], command.seq), m.SubmitWork).works[0].kv == KV
     desk.report(50, ((0, 0, 0), 4))
     output = desk.lose(50)
-    assert only(output, r.DiscardKV).kv == KV
     (work,) = only(output, m.SubmitWork).works
-    assert work.kv is None and work.state.num_generated == 2
+    assert work.kv == KV and work.state.num_generated == 2 and not [o for o in output if isinstance(o, r.DiscardKV)]
 
 
 def test_policies_hear_once_of_each_sequence_that_has_ended() -> None:
@@ -1111,11 +1111,10 @@ def test_nobody_left_to_run_on_fails_after_the_timeout() -> None:
 # --- Messages
 
 ENVELOPE: dict[str, Any] = {"replica_id": 1, "rank": 2, "phase": 3, "epoch": 4, "seq": 5}
-PART = KVPart(first_head=0, num_heads=2, location="shm:x", num_bytes=64)
 WORK = Work(
     state=make_state(3),
     max_new_tokens=5,
-    kv=KVHandle(num_tokens=2, policy_version=1, dtype="bfloat16", parts=(PART,)),
+    kv=KVHandle(policy_version=1, dtype="bfloat16", parts=(PART,)),
 )
 
 

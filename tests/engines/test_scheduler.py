@@ -9,7 +9,7 @@ import pytest
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
 from engines.replica.scheduler import Scheduled, Scheduler, Sequence
-from engines.sequence import KVHandle, SequenceState
+from engines.sequence import KVHandle, KVPart, SequenceState
 from engines.speculation.drafter import Draft
 from tests.states import make_state
 
@@ -108,7 +108,8 @@ def test_one_that_brings_kv_starts_behind_it() -> None:
     lengths = {0: 6, 1: 9, 2: 5}
     sequences = [make_sequence(uid, length, 9) for uid, length in lengths.items()]
     for sequence, num_tokens in zip(sequences[1:], (7, 4), strict=True):
-        sequence.kv = KVHandle(num_tokens=num_tokens, policy_version=0, dtype="float32", parts=())
+        part = KVPart(first_token=0, num_tokens=num_tokens, first_head=0, num_heads=1, location="", num_bytes=0)
+        sequence.kv = KVHandle(policy_version=0, dtype="float32", parts=(part,))
     for sequence in sequences:
         scheduler.add(sequence)
 

@@ -14,7 +14,8 @@ from engines.kvcache.cost import CopyCost, PrefillCost, SwapCost
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Path
-from engines.sequence import KVHandle, KVPart, SamplingParams, SequenceKey, SequenceState
+from engines.rollout.telemetry import StepRecord
+from engines.sequence import KVPart, SamplingParams, SequenceKey, SequenceState
 from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, Overheads
 from research.simulator.datasheets import H100, LLAMA_8B
 from research.simulator.hindsight import LongestFirst, floor_seconds
@@ -227,24 +228,55 @@ class PathPace(FlatPace):
 
 
 def test_kv_from_another_host_crosses_the_network() -> None:
-    """A sequence of 16 + 100 tokens goes to the other replica after 20, 40, 60 and 80 of them."""
+    """A sequence of 16 + 100 tokens goes to the other replica after 20, 40, 60 and 80 of them. Each time the ranges of
+    the other host cross, but not those of its own."""
     options = {"pace": PathPace(), "engine": {"prefix_caching": False}}
     near, far = (
         cluster(2, Moving(), [100], gpus_per_host=count, **options).roll_out(states(1)).makespan for count in (None, 1)
     )
-    num_loaded = sum(16 + done - 1 for done in (20, 40, 60, 80))
-    assert far - near == pytest.approx(num_loaded * (1e-2 - 1e-6), rel=1e-9)
+    num_crossing = 35 + 20 + (35 + 20) + (20 + 20)
+    assert far - near == pytest.approx(num_crossing * (1e-2 - 1e-6), rel=1e-9)
+
+
+class Joining:
+    """The first sequence runs on replica 0. The second one begins on replica 1, and joins it after 20 tokens."""
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        for id_, sequence in view.waiting.items():
+            if id_[1] == 0 or sequence.num_generated:
+                return Dispatch(sequence_id=id_, replica_id=0)
+            return Dispatch(sequence_id=id_, replica_id=1, max_new_tokens=20)
+        return None
+
+
+def test_kv_that_is_read_while_others_step_costs_the_replica_nothing() -> None:
+    """35 tokens of KV take 0.35 s to cross: for so long the sequence waits, and the other one steps as alone."""
+    simulated = cluster(2, Joining(), [200, 100], pace=PathPace(), gpus_per_host=1, engine={"prefix_caching": False})
+    done = simulated.roll_out(states(2))
+    for step in done.steps:
+        stored_s = 35e-6 * (step.replica_id == 1 and step.num_running > 0 and step is last_of(done.steps, 1))
+        num_context = step.seconds - 0.01 - 0.001 * step.num_running - stored_s
+        assert -1e-12 < num_context < 1e-6 * 500, "a step took longer than its pass"
+    released = last_of(done.steps, 1).start + last_of(done.steps, 1).seconds
+    joined = next(step.start for step in done.steps if step.replica_id == 0 and step.num_running == 2)
+    assert released + 0.35 <= joined < released + 0.35 + 2 * 0.012
+
+
+def last_of(steps: list[StepRecord], replica_id: int) -> StepRecord:
+    return [step for step in steps if step.replica_id == replica_id][-1]
 
 
 def test_a_full_host_moves_its_oldest_kv_to_its_disk() -> None:
     pool = KVPool(memory_tokens=100, disk_tokens=80)
     moved: Counter[Path] = Counter()
 
-    def store(num_tokens: int, host: int = 0) -> KVHandle | None:
+    def store(num_tokens: int, host: int = 0) -> KVPart | None:
         location = pool.add(num_tokens, host, moved)
         pool.check_integrity()
-        parts = (KVPart(first_head=0, num_heads=1, location=location or "", num_bytes=0),)
-        return KVHandle(num_tokens=num_tokens, policy_version=0, dtype="bfloat16", parts=parts) if location else None
+        part = KVPart(
+            first_token=0, num_tokens=num_tokens, first_head=0, num_heads=1, location=location or "", num_bytes=0
+        )
+        return part if location else None
 
     oldest, older, newest = store(60), store(40), store(30)
     assert oldest and older and newest and moved == {"host": 130, "disk": 60}
@@ -252,7 +284,7 @@ def test_a_full_host_moves_its_oldest_kv_to_its_disk() -> None:
     assert pool.path(oldest, 1) == pool.path(newest, 1) == "network"
     assert store(90) is None, "the older one, of 40, has no room on the disk, nor has the new one"
     assert store(90, host=1) is not None
-    pool.drop(oldest)
+    pool.drop([oldest])
     assert pool.path(oldest, 0) is None and store(120) is None
     assert store(70) is not None and moved == {"host": 130 + 90 + 70, "disk": 60 + 40}
     assert [pool.path(one, 0) for one in (older, newest)] == ["disk", "host"]
