@@ -424,7 +424,7 @@ def test_a_lost_range_is_computed_again_and_stored_again(
         lose_some(rng, tmp_path)
     rollout.check(plain)
     assert prefix_caching or rollout.num_tokens > least_tokens(plain)
-    assert sum(replica.scheduler.num_preemptions for replica in replicas) > 0
+    assert not any(replica.scheduler.num_preemptions for replica in replicas), "chunks have room to their ends"
     assert not files_in(tmp_path / "host") and not files_in(store.disk.folders[0])
 
 

@@ -28,7 +28,7 @@ def models(text_model: str, tmp_path: Path) -> Path:
 
 def test_the_ladder_draws_the_same_tokens_and_only_its_first_rung_preempts(models: Path, tmp_path: Path) -> None:
     options = [*SMALL, "--models", str(models), "--figure", str(tmp_path)]
-    found = run_main("seer", options)["paced"]
+    found = run_main("seer", options, num_ranks=2)["paced"]
     assert found["tokens_equal"] is True and found["num_sequences"] == 32
     assert list(found["throughput"]) == list(found["tail"]) == LADDER
     preempted = found["preemptions"]
