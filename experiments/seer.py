@@ -13,6 +13,8 @@ need be. A table goes to stderr, one JSON object to stdout. docs/seer.md shows a
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import statistics
 import sys
 import time
@@ -26,15 +28,14 @@ import torch
 from msgspec import Meta
 
 from engines import SamplingParams
-from engines.config import DType
+from engines.config import DType, EngineConfig, ModelConfig
 from engines.constraints import Count, NonNegative
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.fleet.fleet import Fleet
 from engines.parallel.groups import GroupCache
-from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
-from engines.replica.replica import StepOutput
+from engines.parallel.layout import nested_layout
 from engines.rollout.pace import Pace
-from engines.rollout.pace import Path as KVPath
-from engines.sequence import SequenceId
+from engines.sequence import Finished, SequenceId
 from experiments import drafting, launch, paced
 from experiments.bench import harness
 from experiments.paced import Bench, PacedConfig, Rollout, Variant, Workload
@@ -42,18 +43,21 @@ from research.seer.adaptive import MarginalGain
 from research.seer.baselines import Divided, GroupStatic
 from research.seer.chunks import ChunkOptions
 from research.seer.context_aware import ContextAware, ContextOptions
+from research.simulator.cluster import Cluster, ClusterConfig
 from research.simulator.latency import profile
-from research.simulator.pace import ProfilePace
+from research.simulator.pace import ProfilePace, WideReplica
 
 if TYPE_CHECKING:
     from engines.parallel.collectives import TorchGroup
 
-CAP, BLOCK_SIZE = 320, 16
+CAP, BLOCK_SIZE, MOST_SEQUENCES = 320, 16, 64
+MAX_LEN = CAP + 64
 STATIC, DIVIDED, CONTEXT, SPECULATION = LADDER = ("static", "divided", "context", "speculation")
 Other = Literal[
     "static by sequence",
     "on demand",
     "oracle",
+    "context, as printed",
     "speculation, no adaptation",
     "speculation, ungrouped",
     "static, speculation",
@@ -78,7 +82,7 @@ class SeerConfig(PacedConfig):
     """Variants besides the ladder, each of which is measured once."""
     chunk_tokens: Count = 32
     """Tokens that a sequence generates before it comes back."""
-    follow_ups: Annotated[int, Meta(ge=0)] = 2
+    follow_ups: Annotated[int, Meta(ge=0)] = 4
     """See `ChunkOptions`."""
     figure: Path | None = None
     """Draw KV use, running sequences and preemptions of the ladder into this folder."""
@@ -91,26 +95,6 @@ class SeerConfig(PacedConfig):
 
     def chunks(self) -> ContextOptions:
         return ContextOptions(chunk_tokens=self.chunk_tokens, follow_ups=self.follow_ups, seed=self.seed)
-
-
-@dataclass(frozen=True)
-class WideReplica:
-    """A `Pace` by which each rank takes as long as a replica of `tp_size` GPUs."""
-
-    pace: ProfilePace
-    tp_size: int
-
-    def _wide(self, spec: ReplicaSpec) -> ReplicaSpec:
-        return replace(spec, ranks=tuple(range(self.tp_size)))
-
-    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
-        return self.pace.step(self._wide(spec), output)
-
-    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: KVPath) -> float:
-        return self.pace.transfer(self._wide(spec), num_tokens, path)
-
-    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +120,10 @@ class Setting:
             options={
                 "dtype": self.dtype,
                 "block_size": BLOCK_SIZE,
-                "max_num_seqs": 64,
-                "max_model_len": CAP + 64,
+                "max_num_seqs": MOST_SEQUENCES,
+                "max_model_len": MAX_LEN,
                 "preemption": self.preemption,
+                "batch_invariant": self.dtype != "float64",
             },
         )
 
@@ -163,6 +148,7 @@ class Setting:
             "static by sequence": by(Static),
             "on demand": by(OnDemand),
             "oracle": by(lambda: ContextAware(options, lengths=lengths())),
+            "context, as printed": by(partial(ContextAware, replace(options, order="length"))),
             "speculation, no adaptation": by(context, drafter="grouped_suffix", max_draft_tokens=8),
             "speculation, ungrouped": by(context, **DRAFTS | {"drafter": "suffix"}),
             "static, speculation": by(lambda: GroupStatic(next(seeds)), **DRAFTS),
@@ -183,13 +169,61 @@ def live(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         num_kv_tokens=1280,
         preemption="auto",
     )
-    return {"live": {"tier": "live", **measure(config, setting, world)}}
+    found = {"live": {"tier": "live", **measure(config, setting, world)}}
+    if world.rank == 0:
+        found["fleet"] = {"tier": "paced", **lose_a_replica(config)}
+    world.barrier()
+    return found
+
+
+def stand_in(scale: float) -> WideReplica:
+    """Eight GPUs, with a token for 128."""
+    one = profile("h800-72b-tp8")
+    return WideReplica(ProfilePace(device=one.device, shape=one.shape, scale=scale, token_scale=128), one.tp_size)
+
+
+def lose_a_replica(config: SeerConfig) -> dict[str, Any]:
+    """Four replicas without a torchrun world, one of which is killed once a quarter of the sequences has ended."""
+    model = drafting.make_model(config.models)
+    params = SamplingParams(max_tokens=CAP, n=8)
+    work = Workload(prompts=drafting.encode(model, drafting.prompts(max(2, 16 // config.shrink))), params=params)
+    options: dict[str, Any] = {
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": MOST_SEQUENCES,
+        "max_model_len": MAX_LEN,
+        "dtype": "float64",
+    }
+    num_bytes = 1600 * ModelConfig.from_pretrained(model).kv_bytes_per_token(8)
+
+    def roll_out(is_killed: bool) -> tuple[float, list[Any]]:
+        ended: list[Finished] = []
+
+        def hear(finished: Finished) -> None:
+            ended.append(finished)
+            if is_killed and len(ended) == len(states) // 4:
+                os.kill(fleet.launcher.pids()[min(fleet.coordinator.standing_by)], signal.SIGKILL)
+
+        with Fleet(
+            model,
+            num_replicas=4,
+            schedule_policy=ContextAware(config.chunks()),
+            pace=stand_in(config.scale),
+            kv_cache_bytes=num_bytes,
+            **options,
+        ) as fleet:
+            fleet.wait_for_replicas(4)
+            states = work.states()
+            start = time.monotonic()
+            fleet.roll_out(states, on_finished=hear)
+            return time.monotonic() - start, sorted((one.state.sequence_id, one.completion.token_ids) for one in ended)
+
+    (whole, tokens), (lost, others) = roll_out(is_killed=False), roll_out(is_killed=True)
+    return {"tokens_equal": tokens == others, "seconds": [whole, lost], "later": harness.short(lost / whole - 1)}
 
 
 def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
     torch.set_num_threads(1)
-    one = profile("h800-72b-tp8")
-    pace = ProfilePace(device=one.device, shape=one.shape, scale=PACED_SCALE * config.scale, token_scale=128)
+    wide = stand_in(PACED_SCALE * config.scale)
     setting = Setting(
         name="paced",
         widen=1,
@@ -198,13 +232,13 @@ def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         group_size=16,
         num_kv_tokens=1600,
         preemption="recompute",
-        pace=WideReplica(pace, one.tp_size),
-        facts={"profile": one.name, "scale": pace.scale, "token_scale": pace.token_scale},
+        pace=wide,
+        facts={"profile": "h800-72b-tp8", "scale": wide.pace.scale, "token_scale": wide.pace.token_scale},
     )
     return {"paced": {"tier": "paced", **measure(config, setting, world)}}
 
 
-PACED_SCALE = 2.0
+PACED_SCALE = 1.6
 """Seconds here per second of the profile with which 8 processes on 2 cores can follow."""
 
 
@@ -217,9 +251,12 @@ def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str
     for temperature in config.temperatures or ((1.0, 0.6) if config.full else (1.0,)):
         start = time.monotonic()
         params = SamplingParams(max_tokens=CAP, n=setting.group_size, temperature=temperature)
-        runs = roll_out(config, setting, setting.bench(model, groups), Workload(prompts=prompts, params=params))
+        work = Workload(prompts=prompts, params=params)
+        runs, variants = roll_out(config, setting, setting.bench(model, groups), work)
         if world.rank == 0:
             one = describe(f"{setting.name}, T={temperature:g}", runs, setting)
+            if setting.pace is not None:
+                one["sim_over_paced"] = simulated(setting, work, runs, variants)
             one["seconds"] = round(time.monotonic() - start, 1)
             found |= {f"T={temperature:g}": one} if found else one
             if config.figure is not None:
@@ -228,9 +265,10 @@ def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str
     return found
 
 
-def roll_out(config: SeerConfig, setting: Setting, bench: Bench, workload: Workload) -> dict[str, list[Rollout]]:
-    """Returns the rollouts of each variant: the ladder's take turns, the others come once."""
-    runs: dict[str, list[Rollout]] = {}
+def roll_out(
+    config: SeerConfig, setting: Setting, bench: Bench, workload: Workload
+) -> tuple[dict[str, list[Rollout]], dict[str, Variant]]:
+    """Returns the rollouts of each variant, and these: the ladder's take turns, the others come once."""
 
     def true_lengths() -> dict[SequenceId, int]:
         return first.lengths
@@ -240,8 +278,34 @@ def roll_out(config: SeerConfig, setting: Setting, bench: Bench, workload: Workl
     first = bench.roll_out(workload, variants[STATIC])  # warms up, and is known to the oracle
     calls = {one: partial(bench.roll_out, workload, variant) for one, variant in variants.items()}
     once = dict.fromkeys((one for one in variants if one not in LADDER), 1)
-    runs = harness.interleave(calls, config.turns, name=setting.name, warm_up=False, most_turns=once)
-    return runs
+    return harness.interleave(calls, config.turns, name=setting.name, warm_up=False, most_turns=once), variants
+
+
+def simulated(
+    setting: Setting, workload: Workload, runs: dict[str, list[Rollout]], variants: dict[str, Variant]
+) -> dict[str, float]:
+    """Returns, for each variant without drafts, the seconds of a simulated rollout of the same lengths over the
+    measured ones; of the baseline, the median over as many groupings."""
+    assert setting.pace is not None
+    lengths, found = runs[STATIC][0].lengths, {}
+    for name, variant in variants.items():
+        if variant.options:
+            continue
+        cluster = ClusterConfig(
+            layout=variant.layout,
+            engine=EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=MOST_SEQUENCES, preemption="recompute"),
+            pace=setting.pace,
+            num_kv_tokens={1: variant.num_kv_tokens},
+            max_model_len=MAX_LEN,
+            records_steps=False,
+        )
+        seconds = [
+            Cluster(cluster, schedule_policy=variant.schedule(), lengths=lengths).roll_out(workload.states()).makespan
+            for _ in range(3 if name == STATIC else 1)
+        ]
+        measured = statistics.median(run.seconds for run in runs[name])
+        found[name] = harness.short(statistics.median(seconds) / measured)
+    return found
 
 
 def describe(name: str, runs: dict[str, list[Rollout]], setting: Setting) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class ChunkOptions:
 
     chunk_tokens: Count = 8192
     """Tokens that a sequence generates before it comes back."""
-    follow_ups: WholeNumber = 2
+    follow_ups: WholeNumber = 4
     """Sequences that a replica may hold behind those for which it has room. One of them runs in the very step after
     another sequence's last, without a round trip to the coordinator."""
     look_ahead: Count = 8

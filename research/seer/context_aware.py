@@ -9,6 +9,7 @@ import random
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engines.constraints import Fraction, Int64
 from engines.coordination.views import Dispatch, EndedView, ScheduleView, SequenceView
@@ -29,6 +30,8 @@ class ContextOptions(ChunkOptions):
     """Share of the dispatches that go to the group that has executed the fewest tokens (§4.3: "randomly")."""
     lifts: bool = True
     """Whether unfinished members lift their group's estimate; see `LengthEstimate`."""
+    order: Literal["remaining", "length"] = "remaining"
+    """Which go first behind the probes: those of the longest expected rest, or of the longest group, as printed."""
     seed: Int64 = 0
 
 
@@ -50,8 +53,8 @@ class _Group:
 
 
 class ContextAware:
-    """A `SchedulePolicy`: first the probe of each group, the shortest first; then the others, of the group with the
-    longest estimate first, and within a group that which has generated most.
+    """A `SchedulePolicy`: first the probe of each group, the shortest first; then the others, the longest first, by
+    `ContextOptions.order`, and within a group that which has generated most.
 
     With `lengths` it is the oracle of §6.4.1: these true lengths are the estimates, and nothing is probed.
     """
@@ -143,7 +146,10 @@ class ContextAware:
     def _key(self, group: _Group, sequence: SequenceView) -> tuple[int, ...]:
         if sequence.sequence_id == group.probe and self._lengths is None:
             return (0, sequence.num_generated, sequence.index)  # line 6; SFS, line 13
-        return (1, -self.estimate_of(sequence), group.place, -sequence.num_generated, sequence.index)  # LFS, line 15
+        longest = self.estimate_of(sequence)  # LFS, line 15
+        if self.options.order == "remaining":
+            longest -= sequence.num_generated
+        return (1, -longest, group.place, -sequence.num_generated, sequence.index)
 
     # --- The order (lines 11 to 18)
 

@@ -5,7 +5,7 @@ Real processes that wait and simulated ones ask the same object, so that both ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -90,3 +90,23 @@ class ProfilePace:
         is_wider = any(old is None or old.tp_size != new.tp_size for old, new, _ in changes)
         moving = num_bytes / (self.device.link_bandwidth * self.device.link_efficiency)
         return self._move_scale * (moving + is_wider * self.restart_s)
+
+
+@dataclass(frozen=True)
+class WideReplica:
+    """A `Pace` by which each rank takes as long as a replica of `tp_size` GPUs."""
+
+    pace: ProfilePace
+    tp_size: int
+
+    def _wide(self, spec: ReplicaSpec) -> ReplicaSpec:
+        return replace(spec, ranks=tuple(range(self.tp_size)))
+
+    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        return self.pace.step(self._wide(spec), output)
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
+        return self.pace.transfer(self._wide(spec), num_tokens, path)
+
+    def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
+        return 0.0

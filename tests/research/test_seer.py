@@ -92,7 +92,8 @@ class NaiveAlgorithm:
         if one.sequence_id == members[0] and self.lengths is None:
             return (0, one.num_generated, one.index)
         place = list(self.groups).index((one.sequence_id[0], one.group_id))
-        return (1, -self.estimate(one), place, -one.num_generated, one.index)
+        longest = self.estimate(one) - (one.num_generated if self.options.order == "remaining" else 0)
+        return (1, -longest, place, -one.num_generated, one.index)
 
     def place(self, view: ScheduleView, order: list[SequenceView]) -> Dispatch | None:
         tries = [(one, 0) for one in order]
@@ -179,6 +180,7 @@ def test_decisions_are_those_of_the_algorithm_written_naively(seed: int) -> None
         look_ahead=rng.choice([1, 8]),
         starving_share=rng.choice([0.05, 0.5]),
         lifts=rng.random() < 0.7,
+        order="length" if seed % 2 else "remaining",
         seed=seed,
     )
     lengths = draw(12, 5, seed)
