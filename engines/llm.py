@@ -351,7 +351,8 @@ class LLM:
         """
         self._closed = True
         if self._kv_store is not None:
-            self._engine.mover.close()
+            if (engine := getattr(self._placement, "engine", None)) is not None:  # else it could not be built
+                engine.mover.close()
             self._kv_store.close()
         if self.rollout is not None:
             self.rollout.close()

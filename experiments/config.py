@@ -21,6 +21,7 @@ from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from engines.constraints import Count, Positive, check_fields
 from experiments.engine_options import MIB, DraftLengths, EngineOptions
+from research.seer.context_aware import ContextOptions
 
 Flat = tyro.conf.arg(name="")
 _WHOLE = "training does not apply it, so the ratios would be wrong"
@@ -81,9 +82,12 @@ class TrainConfig:
     """Processes to start; under torchrun, its number of processes applies instead."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
-    dispatch: Literal["auto", "on-demand", "static"] = "auto"
+    dispatch: Literal["auto", "on-demand", "static", "seer"] = "auto"
     """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
-    sequence i to replica i modulo their number. auto: on-demand for several replicas unless `--deterministic`."""
+    sequence i to replica i modulo their number. seer: in chunks that go on anywhere, the longest groups first. auto:
+    on-demand for several replicas unless `--deterministic`."""
+    chunk_tokens: Count | None = None
+    """Tokens of a chunk with `--dispatch seer`; by default an eighth of `--rollout.max-tokens`, or a block."""
     layout_policy: Literal["none", "pat"] = "none"
     """pat: the rollout begins in the tensor-parallel size that is expected to be the best for its batch, and changes to
     larger ones while the batch shrinks (PAT). Needs `--pat-profile`, several ranks and dispatch on demand."""
@@ -132,6 +136,7 @@ class TrainConfig:
         lengths = self.rollout.draft_lengths
         for name, value, depends_on, chosen, fix in (
             ("dispatch", "on-demand", "timing", self.dispatch, "static"),
+            ("dispatch", "seer", "timing", self.dispatch, "static"),
             ("rollout.draft_server", True, "timing", engine.draft_server, "no draft server"),
             ("rollout.preemption", "swap", free, engine.preemption, "recompute"),
             ("rollout.kv_cache_mib", "auto", free, engine.kv_cache_bytes, "a number"),
@@ -143,6 +148,10 @@ class TrainConfig:
                     "leave --deterministic out"
                 )
         self._check_layout_policy()
+        if self.dispatch == "seer":
+            self.chunks()
+        elif self.chunk_tokens is not None:
+            raise ValueError(f"chunk_tokens={self.chunk_tokens}: only --dispatch seer divides; give both, or neither")
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
         if self.trainer.mini_batch_size > sequences:
             raise ValueError(
@@ -161,6 +170,7 @@ class TrainConfig:
         for name, value, chosen, fix in (
             ("deterministic", True, self.deterministic, "leave it out"),
             ("dispatch", "static", self.dispatch, "give 'on-demand'"),
+            ("dispatch", "seer", self.dispatch, "give 'on-demand'"),
             ("rollout.kv_cache_mib", "auto", engine.kv_cache_bytes, "give a number, as the profile was made with"),
             ("rollout.drafter", engine.drafter, None if engine.drafter == "none" else engine.drafter, "give 'none'"),
         ):
@@ -181,6 +191,13 @@ class TrainConfig:
     def is_on_demand(self) -> bool:
         """Whether several replicas get sequences on demand; with one replica there is nothing to dispatch."""
         return not self.deterministic and self.dispatch != "static"
+
+    def chunks(self) -> ContextOptions:
+        """Returns Seer's options. Raises ValueError for a chunk below a block, or above a sequence's most tokens."""
+        block_size, most = self.rollout.engine.block_size, self.rollout.max_tokens
+        options = ContextOptions(chunk_tokens=self.chunk_tokens or max(block_size, most // 8), seed=self.seed)
+        options.check(block_size=block_size, max_tokens=most)
+        return options
 
     @property
     def is_embedded_model(self) -> bool:

@@ -12,16 +12,14 @@ all else is ours.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from msgspec import Meta
 from tqdm import tqdm
 
@@ -32,11 +30,12 @@ from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.rollout.pace import Path as KVPath
 from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
 from experiments import launch
+from experiments.bench import harness
 from experiments.bench.harness import short
 from experiments.engine_options import draft_policy
 from research.seer.baselines import Divided, GroupStatic
 from research.seer.chunks import ChunkOptions
-from research.seer.context_aware import ContextAware, ContextOptions
+from research.seer.context_aware import ContextAware, ContextOptions, Order
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads
 from research.simulator.datasheets import H800, QWEN_72B, Device, ModelShape
 from research.simulator.drafts import DraftAcceptance
@@ -139,8 +138,10 @@ class SeerSimConfig:
     """Tokens of the paper in a chunk, instead of the case's."""
     shrink: Count = 1
     """Simulate one in so many instances, with their part of the groups."""
-    follow_ups: WholeNumber = 2
+    follow_ups: WholeNumber = 4
     """See `ChunkOptions`."""
+    order: Order = "remaining"
+    """See `ContextOptions`; "length" is Algorithm 1 as printed."""
     drafts: bool = False
     """Also simulate grouped drafts, which takes a few times as long."""
     output: Path | None = None
@@ -148,8 +149,7 @@ class SeerSimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise ValueError(f"output={str(self.output)!r}: there is no folder {str(self.output.parent)!r}; make it")
+        harness.check_folders(self, ["output"])
         fewest = min(CASES[name].instances for name in self.cases)
         if self.shrink > fewest:
             raise ValueError(f"shrink={self.shrink}: the smallest case has {fewest} instances; give at most as many")
@@ -166,7 +166,7 @@ class SeerSimConfig:
         return {"chunk_tokens": (self.chunk or case.chunk) // self.token_scale, "follow_ups": self.follow_ups}
 
     def context(self, case: Case, seed: int) -> ContextOptions:
-        return ContextOptions(**self.chunks(case), seed=seed)
+        return ContextOptions(**self.chunks(case), order=self.order, seed=seed)
 
 
 class _Counting:
@@ -184,8 +184,7 @@ class _Counting:
 
 
 def main() -> dict[str, Any]:
-    with launch.told_once():
-        config = tyro.cli(SeerSimConfig)
+    config = launch.options(SeerSimConfig)
     names = [*_policies(CASES["moonlight"], config, {}, 0), *([DRAFTING] if config.drafts else [])]
     rows = []
     with tqdm(total=len(config.cases) * config.seeds * len(names), unit="rollout") as bar:
@@ -193,11 +192,7 @@ def main() -> dict[str, Any]:
             bar.set_description(case.name)
             rows.append(simulate(case, config, names, bar))
     _print_table(rows)
-    workload = {key: value for key, value in asdict(config).items() if key != "output"}
-    result = {"experiment": "seer_sim", "tier": "sim", "workload": workload, "rows": rows}
-    if config.output is not None:
-        config.output.write_text(json.dumps(result, indent=2) + "\n")
-    return result
+    return harness.report("seer_sim", config, {"tier": "sim", "rows": rows})
 
 
 def simulate(case: Case, config: SeerSimConfig, names: list[str], bar: tqdm[Any]) -> dict[str, Any]:
@@ -307,9 +302,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
             lines.append(
                 [row["case"], name, values[0], f"{low:g}-{high:g}", paper[0], values[1], paper[1], *values[2:]]
             )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.rjust, line, widths)), file=sys.stderr)
+    print(harness.in_columns(lines), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class SequenceRecord:
     """The replica that it is assigned to."""
     release_at: int | None = None
     """Length in tokens at which its replica releases it; None when it runs to its end."""
+    chunk: int | None = None
+    """The largest `max_new_tokens` of its dispatches since the last one without."""
     num_blocks: int = 0
     """KV blocks reserved for it on its replica."""
     pin: ReplicaRecord | None = None
@@ -55,9 +57,10 @@ class SequenceRecord:
 
     @property
     def num_left_here(self) -> int | None:
-        """Tokens left of the `max_new_tokens` of its last dispatch; None without such a bound, or if none are left."""
+        """The `max_new_tokens` of its next dispatch if no policy decides on it: what is left of the last one's, or as
+        many again. None without such a bound."""
         left = 0 if self.release_at is None else self.release_at - self.num_tokens
-        return left if left > 0 else None
+        return left if left > 0 else self.chunk
 
     @property
     def max_len(self) -> int:
@@ -134,6 +137,7 @@ class ReplicaRecord:
         sequence.replica = self
         sequence.last_replica_id = self.spec.id
         sequence.release_at = None if max_new_tokens is None else sequence.num_tokens + max_new_tokens
+        sequence.chunk = None if max_new_tokens is None else max(max_new_tokens, sequence.chunk or 0)
         self.assigned[sequence.id] = sequence
         self.num_tokens += sequence.num_tokens
         self._reserve(sequence)

@@ -108,25 +108,26 @@ class Regrouper:
         kept = self._kept(layout, leaving, places) if with_kv else {}
         self.under_way = Regrouping(layout=layout, leaving=leaving, coming=coming, kept=kept)
         books.forming = coming
-        self._pin(
-            places, {spec.id: books.replicas[spec.id] for spec in old & new} | {one.spec.id: one for one in coming}
-        )
+        replicas = {spec.id: books.replicas[spec.id] for spec in old & new} | {one.spec.id: one for one in coming}
+        self._pin({id_: replicas[replica_id] for id_, replica_id in places.items()}, leaving)
         for replica in leaving:
             replica.closed = True
             books.touch(replica)
             self._dispatcher.pause(replica, with_kv, keeping=tuple(id_ for id_ in replica.assigned if id_ in kept))
 
-    def _pin(self, places: Mapping[SequenceId, int], replicas: Mapping[int, ReplicaRecord]) -> None:
-        """Pins sequences before they are paused, so that no replica that goes on takes them meanwhile."""
-        for sequence_id, replica_id in places.items():
+    def _pin(self, places: Mapping[SequenceId, ReplicaRecord], leaving: list[ReplicaRecord]) -> None:
+        """Pins sequences before they are paused, so that no replica that goes on takes them meanwhile; but not those
+        that it runs."""
+        for sequence_id, replica in places.items():
             sequence = self._books.sequences.get(sequence_id)
             if sequence is None or sequence.aborting:
                 continue
             if sequence.replica is None:
                 self._books.unqueue(sequence)
-            self._books.pin(sequence, replicas[replica_id])
-            if sequence.replica is None:
+                self._books.pin(sequence, replica)
                 self._books.wait(sequence)
+            elif sequence.replica in leaving:
+                self._books.pin(sequence, replica)
 
     def assume(self, layout: Layout) -> None:
         """Takes over a layout between phases. Raises RequestRefused for one that cannot be the next."""

@@ -75,15 +75,16 @@ class BlockManager:
         self._num_holders[block] = 1
         return block
 
-    def stretch(self, holder: object, num_tokens: int, *, even_known: bool) -> int:
+    def stretch(self, holder: object, num_tokens: int, *, even_known: bool, num_left_free: int = 0) -> int:
         """Extends the holder's table towards `num_tokens` tokens, as far as free blocks last: those of unknown content,
-        or, with `even_known`, all.
+        or, with `even_known`, all; but `num_left_free` stay free.
 
         Returns how many of these tokens the table covers.
         """
         missing = self.blocks_for(num_tokens) - len(self.table(holder))
         if missing > 0:
             num_free = self.num_free_blocks if even_known else len(self._free)
+            num_free = max(0, min(num_free, self.num_free_blocks - num_left_free))
             self.grow(holder, (len(self.table(holder)) + min(missing, num_free)) * self.block_size)
         return min(num_tokens, len(self.table(holder)) * self.block_size)
 

@@ -74,6 +74,8 @@ class PeerKVStore:
         """Entries that were fetched from other hosts."""
         self._clients: dict[str, Client] = {}
         self._lock = threading.Lock()  # a connection's answers come in the order of its requests
+        self._droppers: dict[str, Client] = {}  # of their own, so that a step does not wait for a read to free KV
+        self._drop_lock = threading.Lock()
         self._server = Server(token, host=address, patience_s=patience_s)
         self._thread = threading.Thread(target=self._serve, name="kv-server", daemon=True)
         self._thread.start()
@@ -91,12 +93,11 @@ class PeerKVStore:
         host, address, name = _split(part)
         if host == self._host:
             return self._local.load(replace(part, location=name), content)
-        num_bytes = HEADER_BYTES + content.num_bytes
-        memory = mmap.mmap(-1, num_bytes)
         try:
+            memory = mmap.mmap(-1, HEADER_BYTES + content.num_bytes)
             with self._lock:
                 self._fetch(address, name, memory)
-        except (ConnectionError, ValueError) as error:  # the peer has ended, or has refused this process
+        except (OSError, ValueError) as error:  # the peer has ended, or has refused this process; or memory is short
             raise ValueError(f"{part.location}: cannot be fetched ({error}); recompute the KV") from None
         self.num_fetched += 1
         return layers_in(memory, content, part.location)
@@ -107,15 +108,16 @@ class PeerKVStore:
             if host == self._host:
                 self._local.drop(replace(part, location=name))
             else:
-                with self._lock:
-                    self._client(address).send(msgspec.msgpack.encode(Drop(name=name)))
+                with self._drop_lock:
+                    self._client(address, self._droppers).send(msgspec.msgpack.encode(Drop(name=name)))
 
     def close(self) -> None:
         """Ends all connections and removes the files that this process has made."""
-        with self._lock:
-            for client in self._clients.values():
+        with self._lock, self._drop_lock:
+            for client in (*self._clients.values(), *self._droppers.values()):
                 client.close()
             self._clients.clear()
+            self._droppers.clear()
         self._server.close()
         self._thread.join()
         self._local.close()
@@ -123,7 +125,7 @@ class PeerKVStore:
     def _fetch(self, address: str, name: str, memory: mmap.mmap) -> None:
         """Fills `memory` with the first bytes of a peer's file. Raises ConnectionError when they do not arrive."""
         try:
-            client = self._client(address)
+            client = self._client(address, self._clients)
             starts = range(0, len(memory), _PIECE_BYTES)
             asks = [Read(name=name, start=start, count=min(_PIECE_BYTES, len(memory) - start)) for start in starts]
             for ask in asks[:_NUM_AHEAD]:
@@ -143,12 +145,12 @@ class PeerKVStore:
                 self._clients.pop(address).close()
             raise
 
-    def _client(self, address: str) -> Client:
+    def _client(self, address: str, clients: dict[str, Client]) -> Client:
         """Returns the connection to a server, made at first use. Raises ConnectionError, or ValueError if refused."""
-        client = self._clients.get(address)
+        client = clients.get(address)
         if client is None:
             name = f"kv-{secrets.token_hex(8)}"
-            client = self._clients[address] = Client(name, address, self._token, patience_s=self._patience_s)
+            client = clients[address] = Client(name, address, self._token, patience_s=self._patience_s)
         return client
 
     def _serve(self) -> None:

@@ -55,8 +55,9 @@ class KVMoves:
         """
         assert one.kv is not None
         num_tokens = max(one.num_computed, min(num_usable, len(one.state.tokens) - 1))
-        kept = one.kv.first(num_usable if one.num_pooled is None else min(num_usable, one.num_pooled))
-        freed = [part for part in one.kv.parts if kept is None or part not in kept.parts]
+        most = num_usable if one.num_pooled is None else min(num_usable, one.num_pooled)
+        kept = one.kv.first(most)
+        freed = [part for part in one.kv.parts if part.first_token + part.num_tokens > most]
         if one.num_pooled is None:
             self.num_imported += num_usable > 0
             self.num_recomputed += num_usable == 0

@@ -233,7 +233,8 @@ class Scheduler:
             sequence = schedule.batch[place].sequence
             num_known = len(sequence.state.tokens)
             wanted = num_known + min(len(draft.tokens), limit, schedule.budget)
-            covered = self.blocks.stretch(sequence, wanted, even_known=not self.waiting)
+            left = self._left_free(sequence)
+            covered = self.blocks.stretch(sequence, wanted, even_known=not self.waiting, num_left_free=left)
             if num_drafted := covered - num_known:
                 schedule.batch[place] = Scheduled(sequence, 1 + num_drafted, tuple(draft.tokens[:num_drafted]))
                 schedule.budget -= num_drafted
@@ -244,6 +245,11 @@ class Scheduler:
                 schedule.batch[place] = item._replace(forks=(*item.forks, fork))
                 schedule.budget -= len(item.sequence.state.tokens) + len(fork.draft) - fork.start
         schedule.batch = _in_order(schedule.batch)
+
+    def _left_free(self, sequence: Sequence) -> int:
+        """Returns the blocks that a sequence may not take, since bounded ones may still need them; these take their own
+        alone."""
+        return 0 if sequence.is_bounded else self._num_kept_free[True]
 
     def _fork(self, item: Scheduled, path: tuple[int, ...], budget: int) -> Fork | None:
         """Returns another path of the item's draft, as far as budget and free blocks last; None if it adds nothing."""
@@ -256,7 +262,8 @@ class Scheduler:
         path = path[: max(0, start + budget - num_known)]
         fork = Fork(draft=path, num_common=num_common, num_shared=num_shared, start=start)
         offset = num_shared * size - num_known
-        covered = self.blocks.stretch(fork, max(0, len(path) - offset), even_known=False)
+        left = self._left_free(sequence)
+        covered = self.blocks.stretch(fork, max(0, len(path) - offset), even_known=False, num_left_free=left)
         fork.draft = path[: max(0, covered + offset)]
         if len(fork.draft) <= num_common or num_known + len(fork.draft) - start < 2:
             self.blocks.release(fork)
@@ -394,7 +401,7 @@ class Scheduler:
         Returns False when the sequence itself was preempted.
         """
         num_missing = self.blocks.blocks_for(len(sequence.state.tokens)) - len(sequence.blocks)
-        num_kept = 0 if sequence.is_bounded else self._num_kept_free[True]
+        num_kept = self._left_free(sequence)
         while num_missing > self.blocks.num_free_blocks - num_kept:
             preempted.append(self._preempt_latest())
             if preempted[-1][0] is sequence:

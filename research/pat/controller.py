@@ -150,7 +150,7 @@ class PatController:
             kept_seconds=plan.kept_seconds,
             seconds=plan.seconds,
             stages=plan.stages,
-            with_kv=moves_kv(self._deployment, tp_size, chosen, contexts),
+            with_kv=chosen == tp_size or moves_kv(self._deployment, tp_size, chosen, contexts),
         )
 
     def _one_switch(self, contexts: Lengths, remaining: Lengths, tp_size: int, may_narrow: bool) -> Plan:

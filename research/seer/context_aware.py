@@ -18,6 +18,7 @@ from research.seer.chunks import ChunkOptions, dispatch_chunk
 from research.seer.length_estimate import LengthEstimate
 from research.seer.waiting_queue import WaitingQueue
 
+Order = Literal["remaining", "length"]
 GroupKey = tuple[int, int]
 """Policy step and group id: a policy may outlive a rollout."""
 
@@ -30,7 +31,7 @@ class ContextOptions(ChunkOptions):
     """Share of the dispatches that go to the group that has executed the fewest tokens (§4.3: "randomly")."""
     lifts: bool = True
     """Whether unfinished members lift their group's estimate; see `LengthEstimate`."""
-    order: Literal["remaining", "length"] = "remaining"
+    order: Order = "remaining"
     """Which go first behind the probes: those of the longest expected rest, or of the longest group, as printed."""
     seed: Int64 = 0
 
@@ -73,10 +74,11 @@ class ContextAware:
         self._for_starving = self._draw()
 
     def next(self, view: ScheduleView) -> Dispatch | None:
-        for sequence in view.entered:
-            self._enter(sequence)
-        for ended in view.ended:
+        for ended in view.ended:  # first: a later rollout may use its ids again
             self._end(ended)
+        for sequence in view.entered:
+            if sequence.sequence_id in view.waiting:
+                self._enter(view.waiting[sequence.sequence_id])
         with closing(self._candidates(view)) as candidates:
             dispatch = dispatch_chunk(view, candidates, self.options)
         if dispatch is not None:

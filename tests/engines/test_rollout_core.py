@@ -1016,6 +1016,35 @@ def test_replicas_that_go_on_do_not_take_sequences_which_have_a_place() -> None:
     desk.core.check_integrity()
 
 
+def test_a_pinned_sequence_between_two_chunks_gets_another_chunk() -> None:
+    class InChunks(OnDemand):
+        def next(self, view: ScheduleView) -> Dispatch | None:
+            dispatch = super().next(view)
+            return None if dispatch is None else replace(dispatch, max_new_tokens=4)
+
+    desk, states = open_desk(1, policy=InChunks())
+    desk.move(0, 1)
+    desk.now = 1.0
+    tokens = states[0].tokens + expected_tokens(states[0])[:4]
+    back = SequenceState.from_bytes(states[0].to_bytes())
+    back.tokens, back.logprobs, back.versions = tokens, [0.0] * 4, [0] * 4
+    (work,) = only(desk.hear(m.SequencesReleased, 0, works=(Work(state=back),)), m.SubmitWork).works
+    assert (work.max_new_tokens, len(work.state.tokens)) == (4, len(tokens)), "no policy has decided on it"
+
+
+def test_a_replica_that_goes_on_keeps_its_sequences() -> None:
+    class Partly:
+        def decide(self, view: LayoutView) -> LayoutChange | None:
+            if view.layout.epoch:
+                return None
+            layout = Layout(epoch=1, replicas=(view.layout.replicas[0], ReplicaSpec(id=1, ranks=(1, 2))))
+            return LayoutChange(layout=layout, places={(0, 0, 0): 1})
+
+    desk, _ = open_desk(3, num_ranks=3, layout_policy=Partly(), slots=4)
+    desk.report(0)
+    assert not desk.core._books.find((0, 0, 0), "test").pin, "replica 0 runs it, and goes on"  # type: ignore[union-attr]
+
+
 def test_a_layout_policy_must_answer_with_a_change() -> None:
     class Wrong:
         def decide(self, view: LayoutView) -> Any:

@@ -287,6 +287,7 @@ def run_bounded(seed: int) -> int:
         assert kept[True] <= scheduler.blocks.num_free_blocks
         if seed % 2:
             scheduler.add_drafts(schedule, Guesses(rng))  # type: ignore[arg-type]
+        assert not {id(one) for one, _ in schedule.preempted} & {id(item.sequence) for item in schedule.batch}
         for item in schedule.batch:
             tokens, samples = item.sequence.state.tokens, item.samples
             item.sequence.num_computed += item.num_tokens
@@ -297,6 +298,7 @@ def run_bounded(seed: int) -> int:
                 scheduler.settle(item)
             if len(tokens) >= item.sequence.release_len:
                 scheduler.remove(item.sequence)
+        assert scheduler._num_kept_free[True] <= scheduler.blocks.num_free_blocks, "drafts have taken what is kept"
         scheduler.blocks.check_integrity()
     assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
     assert not any(scheduler._num_kept_free.values())

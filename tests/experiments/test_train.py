@@ -119,12 +119,13 @@ def test_two_runs_are_bit_identical(model: Path, runs: Path, reward: str, uninte
 
 
 def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, runs: Path, reward: str) -> None:
-    """Data parallel, tensor parallel, and on demand; the last with rewards beside the rollout."""
+    """Data parallel, tensor parallel, on demand, and in chunks; the last two with rewards beside the rollout."""
     digests, rewards = set(), set()
     for name, arguments in {
         "dp": ["--deterministic"],
         "tp": ["--deterministic", "--tensor-parallel-size", "2"],
         "on-demand": ["--dispatch", "on-demand"],
+        "seer": ["--dispatch", "seer", "--chunk-tokens", "16"],
     }.items():
         result = train(
             model, runs, "--name", name, *arguments, "--reward", reward, "--steps", "1", "--rollout.dtype", "float64"
@@ -133,7 +134,7 @@ def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, ru
         digests.add(json.loads((folder / "lengths.jsonl").read_text().splitlines()[0])["digest"])
         step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
         rewards.add(step["critic/rewards/mean"])
-        assert name == "on-demand" or step["timing_s/reward_overlapped"] == 0
+        assert name in ("on-demand", "seer") or step["timing_s/reward_overlapped"] == 0
     assert len(digests) == len(rewards) == 1
 
 

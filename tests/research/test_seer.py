@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from engines.config import EngineConfig
+from engines.control import messages as m
+from engines.coordination import requests as r
 from engines.coordination.policies import SchedulePolicy
 from engines.coordination.views import Dispatch, EndedView, ScheduleView, SequenceView
 from engines.parallel.layout import contiguous_layout
@@ -22,7 +24,7 @@ from research.seer.length_estimate import LengthEstimate
 from research.seer.waiting_queue import WaitingQueue
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
-from tests.engines.test_rollout_core import replay
+from tests.engines.test_rollout_core import given, make_state, open_desk, replay
 from tests.research.test_simulator import FlatPace, check_after_every_event
 
 CAP = 200
@@ -298,3 +300,17 @@ def test_a_chunk_has_at_least_a_block_and_at_most_a_sequence(chunk: int) -> None
         ChunkOptions(chunk_tokens=fine).check(block_size=4, max_tokens=CAP)
     with pytest.raises(ValueError, match="chunk_tokens=0"):
         ContextOptions(chunk_tokens=0)
+
+
+def test_a_later_rollout_may_use_the_ids_of_an_earlier_one() -> None:
+    """The core hands over the last ends of a rollout together with the first sequences of the next one."""
+    desk, states = open_desk(3, policy=ContextAware(ContextOptions(chunk_tokens=8)), slots=2)
+    assert sorted(uid for uids in given(desk.sent).values() for uid in uids) == [0, 1, 2]
+    where = {uid: replica_id for replica_id, uids in given(desk.sent).items() for uid in uids}
+    for uid, state in enumerate(states):
+        desk.finish(where[uid], state)
+    for command in [one for one in desk.ask(r.RequestEndPhase()) if isinstance(one, m.EndPhase)]:
+        desk.hear(m.PhaseEnded, command.replica_id, acks=command.seq)
+    desk.ask(r.BeginPhase(phase=1, policy_version=0, weights_source="somewhere"))
+    again = desk.ask(r.SubmitSequences(states=tuple(make_state(uid) for uid in range(3))))
+    assert sorted(uid for uids in given(again).values() for uid in uids) == [0, 1, 2]
