@@ -260,8 +260,8 @@ class Guesses:
 
 def test_bounded_work_is_never_preempted() -> None:
     """Beside sequences without a bound, of which some are; with prefixes that members share, and with drafts."""
-    num_preempted = [run_bounded(seed) for seed in range(60)]
-    assert sum(num > 0 for num in num_preempted) > 10 and not any(num_preempted[::3])
+    num_preempted = [run_bounded(seed) for seed in range(240)]
+    assert sum(num > 0 for num in num_preempted) > 40 and not any(num_preempted[::3])
 
 
 def run_bounded(seed: int) -> int:
