@@ -57,9 +57,9 @@ Other = Literal[
     "static by sequence",
     "on demand",
     "oracle",
-    "context, as printed",
     "speculation, no adaptation",
     "speculation, ungrouped",
+    "context, as printed",
     "static, speculation",
 ]
 OTHERS: tuple[Other, ...] = get_args(Other)
@@ -77,9 +77,10 @@ class SeerConfig(PacedConfig):
     temperatures: Annotated[tuple[NonNegative, ...], Meta(min_length=1, description="one or more")] | None = None
     """Of sampling; by default 1, with `--full` also 0.6."""
     full: bool = False
-    """Also measure the second temperature."""
-    others: tuple[Other, ...] = OTHERS
-    """Variants besides the ladder, each of which is measured once."""
+    """Also measure the second temperature, and all variants."""
+    others: tuple[Other, ...] | None = None
+    """Variants besides the ladder, each of which is measured once; by default the first five in the paced part, and
+    with `--full` all in both parts."""
     chunk_tokens: Count = 32
     """Tokens that a sequence generates before it comes back."""
     follow_ups: Annotated[int, Meta(ge=0)] = 4
@@ -109,6 +110,8 @@ class Setting:
     num_kv_tokens: int
     """Of a replica."""
     preemption: str
+    others: tuple[Other, ...]
+    """Variants besides the ladder, where the options name none."""
     pace: Pace | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -168,6 +171,7 @@ def live(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         group_size=8,
         num_kv_tokens=1280,
         preemption="auto",
+        others=OTHERS if config.full else (),
     )
     found = {"live": {"tier": "live", **measure(config, setting, world)}}
     if world.rank == 0:
@@ -232,13 +236,14 @@ def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         group_size=16,
         num_kv_tokens=1600,
         preemption="recompute",
+        others=OTHERS if config.full else OTHERS[:5],
         pace=wide,
         facts={"profile": "h800-72b-tp8", "scale": wide.pace.scale, "token_scale": wide.pace.token_scale},
     )
     return {"paced": {"tier": "paced", **measure(config, setting, world)}}
 
 
-PACED_SCALE = 1.6
+PACED_SCALE = 2.0
 """Seconds here per second of the profile with which 8 processes on 2 cores can follow."""
 
 
@@ -274,7 +279,7 @@ def roll_out(
         return first.lengths
 
     known = setting.variants(config, bench.groups.world.size, true_lengths)
-    variants = {one: known[one] for one in (*LADDER, *config.others)}
+    variants = {one: known[one] for one in (*LADDER, *(setting.others if config.others is None else config.others))}
     first = bench.roll_out(workload, variants[STATIC])  # warms up, and is known to the oracle
     calls = {one: partial(bench.roll_out, workload, variant) for one, variant in variants.items()}
     once = dict.fromkeys((one for one in variants if one not in LADDER), 1)
