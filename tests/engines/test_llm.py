@@ -18,6 +18,7 @@ from engines.models.checksums import checksum
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import nested_layout
+from engines.rollout.placement import Placement
 from engines.sequence import Finished, SequenceKey, SequenceState, Work
 from tests.checkpoints import EOS, save_checkpoint
 
@@ -506,3 +507,14 @@ def test_sequences_taken_away_by_a_callback_are_one_clear_error(qwen3: str, how:
     fresh = LLM(qwen3, dtype="float64", kv_cache_bytes=2**22)
     outputs = [one.generate([[5], [6], [7]], params, prompt_uids=range(3)) for one in (llm, fresh)]
     assert outputs[0] == outputs[1]
+
+
+def test_the_error_of_an_engine_that_cannot_be_built_is_the_one_that_is_raised(
+    qwen3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(self: Placement, layout: object) -> None:
+        raise ValueError("no memory is left")
+
+    monkeypatch.setattr(Placement, "build", build)
+    with pytest.raises(ValueError, match="no memory is left"):
+        LLM(qwen3, kv_cache_bytes=2**22)
