@@ -83,13 +83,17 @@ class KVMover:
         self._heads = kv_heads(model, shard)
         earlier = kv_heads(model, replace(shard, index=shard.index - 1)) if shard.index else None
         self._fetcher = Fetcher[_Ranges](tensor_parallel)
+        self._reads_ahead = True
         self.fetch_s: Callable[[int], float] = lambda num_tokens: 0.0
         """Seconds that it takes at least to read the KV of this many tokens ahead: of a paced run."""
         self._stores = earlier != self._heads  # else an earlier shard has the same heads, and stores them
 
-    def use(self, store: KVStore) -> None:
-        """Sets a store that can be made only after the engine, as that of a coordinated rollout with its own token."""
-        self.store = store
+    def use(self, store: KVStore, *, reads_ahead: bool = True) -> None:
+        """Sets a store that can be made only after the engine, as that of a coordinated rollout with its own token.
+
+        Without `reads_ahead`, KV is loaded in the step that admits its sequence.
+        """
+        self.store, self._reads_ahead = store, reads_ahead
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         """Stores the KV of leaving sequences. Returns for each what is stored of it then: what it had before where a
@@ -118,7 +122,7 @@ class KVMover:
     def fetch(self, sequence: Sequence, num_known: int, policy_version: int) -> bool:
         """See `Mover.fetch`."""
         handle, last = sequence.kv, len(sequence.state.tokens) - 1
-        if self.store is None or handle is None or not self._fits(handle, policy_version):
+        if self.store is None or handle is None or not self._reads_ahead or not self._fits(handle, policy_version):
             return False
         lacking = handle.lacking(num_known, last)
         if not lacking:

@@ -170,6 +170,9 @@ class Ranks:
         paused = time.perf_counter()
         del self._placement.engine
         self._placement.build(LAYOUTS[epoch])
+        mover = self._placement.engine.mover
+        assert mover.store is not None
+        mover.use(mover.store, reads_ahead=False)  # else some sequences would draw several tokens
         built = time.perf_counter()
         self._placement.engine.load(checkpoint_tensors(self._placement.source), version=0)
         loaded = time.perf_counter()
