@@ -74,8 +74,6 @@ class PeerKVStore:
         """Entries that were fetched from other hosts."""
         self._clients: dict[str, Client] = {}
         self._lock = threading.Lock()  # a connection's answers come in the order of its requests
-        self._droppers: dict[str, Client] = {}  # of their own, so that a step does not wait for a read to free KV
-        self._drop_lock = threading.Lock()
         self._server = Server(token, host=address, patience_s=patience_s)
         self._thread = threading.Thread(target=self._serve, name="kv-server", daemon=True)
         self._thread.start()
@@ -108,16 +106,15 @@ class PeerKVStore:
             if host == self._host:
                 self._local.drop(replace(part, location=name))
             else:
-                with self._drop_lock:
-                    self._client(address, self._droppers).send(msgspec.msgpack.encode(Drop(name=name)))
+                with self._lock:
+                    self._client(address).send(msgspec.msgpack.encode(Drop(name=name)))
 
     def close(self) -> None:
         """Ends all connections and removes the files that this process has made."""
-        with self._lock, self._drop_lock:
-            for client in (*self._clients.values(), *self._droppers.values()):
+        with self._lock:
+            for client in self._clients.values():
                 client.close()
             self._clients.clear()
-            self._droppers.clear()
         self._server.close()
         self._thread.join()
         self._local.close()
@@ -125,7 +122,7 @@ class PeerKVStore:
     def _fetch(self, address: str, name: str, memory: mmap.mmap) -> None:
         """Fills `memory` with the first bytes of a peer's file. Raises ConnectionError when they do not arrive."""
         try:
-            client = self._client(address, self._clients)
+            client = self._client(address)
             starts = range(0, len(memory), _PIECE_BYTES)
             asks = [Read(name=name, start=start, count=min(_PIECE_BYTES, len(memory) - start)) for start in starts]
             for ask in asks[:_NUM_AHEAD]:
@@ -145,12 +142,12 @@ class PeerKVStore:
                 self._clients.pop(address).close()
             raise
 
-    def _client(self, address: str, clients: dict[str, Client]) -> Client:
+    def _client(self, address: str) -> Client:
         """Returns the connection to a server, made at first use. Raises ConnectionError, or ValueError if refused."""
-        client = clients.get(address)
+        client = self._clients.get(address)
         if client is None:
             name = f"kv-{secrets.token_hex(8)}"
-            client = clients[address] = Client(name, address, self._token, patience_s=self._patience_s)
+            client = self._clients[address] = Client(name, address, self._token, patience_s=self._patience_s)
         return client
 
     def _serve(self) -> None:
