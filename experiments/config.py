@@ -20,8 +20,9 @@ from algos.tasks.task import Task
 from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from engines.constraints import Count, Positive, check_fields
+from engines.coordination.policies import OnDemand, SchedulePolicy
 from experiments.engine_options import MIB, DraftLengths, EngineOptions
-from research.seer.context_aware import ContextOptions
+from research.seer.context_aware import ContextAware, ContextOptions
 
 Flat = tyro.conf.arg(name="")
 _WHOLE = "training does not apply it, so the ratios would be wrong"
@@ -187,10 +188,12 @@ class TrainConfig:
         """How the folder names of runs without a name begin."""
         return f"{self.task}-{self.algo}"
 
-    @property
-    def is_on_demand(self) -> bool:
-        """Whether several replicas get sequences on demand; with one replica there is nothing to dispatch."""
-        return not self.deterministic and self.dispatch != "static"
+    def schedule(self, num_replicas: int) -> SchedulePolicy | None:
+        """Returns the policy of a coordinator; None without one, as for one replica that gets all sequences at once."""
+        if self.dispatch == "seer":
+            return ContextAware(self.chunks())
+        is_on_demand = num_replicas > 1 and not self.deterministic and self.dispatch != "static"
+        return OnDemand() if is_on_demand or self.layout_policy == "pat" else None
 
     def chunks(self) -> ContextOptions:
         """Returns Seer's options. Raises ValueError for a chunk below a block, or above a sequence's most tokens."""

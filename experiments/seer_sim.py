@@ -27,8 +27,9 @@ from engines.config import EngineConfig
 from engines.constraints import Count, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
+from engines.rollout.generation import make_states
 from engines.rollout.pace import Path as KVPath
-from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
+from engines.sequence import SamplingParams, SequenceId
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.harness import short
@@ -270,16 +271,10 @@ def _roll_out(
         draft_policy=draft_policy("marginal-gain", engine),
         records_steps=False,
     )
-    states = [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=index),
-            group_id=uid,
-            tokens=[uid * prompt + place for place in range(prompt)],
-            num_prompt_tokens=prompt,
-            params=SamplingParams(max_tokens=case.cap // config.token_scale),
-        )
-        for _, uid, index in lengths
-    ]
+    uids = range(len(lengths) // case.group_size)
+    params = SamplingParams(max_tokens=case.cap // config.token_scale, n=case.group_size)
+    prompts = [[uid * prompt + place for place in range(prompt)] for uid in uids]
+    states = make_states(prompts, [params] * len(uids), uids, run_seed=0, policy_step=0)
     start = time.perf_counter()
     done = Cluster(cluster, schedule_policy=policy, lengths=lengths).roll_out(states)
     ends = list(done.finish_times.values())

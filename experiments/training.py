@@ -32,7 +32,6 @@ from algos.warmstart import new_config, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import ModelConfig
-from engines.coordination.policies import OnDemand, SchedulePolicy
 from engines.json_files import read_json
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, TorchGroup
@@ -59,7 +58,6 @@ from experiments.run_folder import (
 )
 from experiments.tracking import Tracker
 from research.pat.controller import PatController
-from research.seer.context_aware import ContextAware
 
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "decisions.jsonl")
 SAMPLES_PER_STEP = 4
@@ -224,18 +222,12 @@ class Run:
         self.params = SamplingParams(
             temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
         )
-        num_replicas = group.size // config.tensor_parallel_size
-        schedule: SchedulePolicy | None = None
-        if config.dispatch == "seer":
-            schedule = ContextAware(config.chunks())
-        elif controller is not None or (config.is_on_demand and num_replicas > 1):
-            schedule = OnDemand()
         self.llm = LLM(
             model,
             device=device,
             world=groups,
             tensor_parallel_size=config.tensor_parallel_size,
-            schedule=schedule,
+            schedule=config.schedule(group.size // config.tensor_parallel_size),
             layout_policy=controller,
             draft_policy=draft_policy(rollout.draft_lengths, rollout.engine),
             load=False,

@@ -5,40 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.config import EngineConfig
-from engines.coordination.policies import LayoutPolicy, OnDemand
+from engines.coordination.policies import LayoutPolicy
 from engines.parallel.layout import nested_layout, nested_on_hosts
-from engines.sequence import SamplingParams, SequenceKey, SequenceState
 from research.pat.controller import PatController
 from research.pat.per_host import PerHost
-from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
-from tests.research.test_pat_controller import CAP, KV_TOKENS, LENGTHS, PACE, deployment
+from research.simulator.cluster import SimulatedRollout
+from tests.research import pat_world
+from tests.research.pat_world import deployment
+from tests.research.test_pat_controller import LENGTHS
 
 HOSTS = [range(8), range(8, 16)]
 
 
 def roll_out(lengths: list[int], hosts: list[range], sizes: list[int], policy: LayoutPolicy | None) -> SimulatedRollout:
-    config = ClusterConfig(
-        layout=nested_on_hosts(hosts, sizes),
-        engine=EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192),
-        pace=PACE,
-        num_kv_tokens=KV_TOKENS,
-        max_model_len=8192,
-    )
-    known = {(0, uid, 0): length for uid, length in enumerate(lengths)}
-    states = [
-        SequenceState(
-            key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
-            group_id=uid,
-            tokens=[uid] * 16,
-            num_prompt_tokens=16,
-            params=SamplingParams(max_tokens=CAP),
-        )
-        for uid in range(len(lengths))
-    ]
-    done = Cluster(config, schedule_policy=OnDemand(), lengths=known, layout_policy=policy).roll_out(states)
-    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
-    return done
+    return pat_world.roll_out(lengths, nested_on_hosts(hosts, sizes), policy)
 
 
 def per_host(hosts: list[range]) -> PerHost:
