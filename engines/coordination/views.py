@@ -65,17 +65,24 @@ class ReplicaView:
     """From the replica's last report, like `num_running`, `num_waiting` and `seconds`."""
     seconds: float
 
-    def has_room(self, num_tokens: int, num_queued: int = 0) -> bool:
-        """Whether it has room for a sequence with `num_tokens` reserved tokens. An empty replica has room for any.
-
-        With `num_queued`, also where it would wait behind at most about that many others, taken at their mean size.
-        """
-        if not self.accepts or self.num_assigned >= self.max_num_seqs + num_queued:
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether it has room for a sequence with `num_tokens` reserved tokens. An empty replica has room for any."""
+        if not self.accepts or self.num_assigned >= self.max_num_seqs:
             return False
         if not self.num_assigned:
             return True
-        num_blocks = self.num_blocks + num_queued * self.num_reserved_blocks // self.num_assigned
-        return self.num_reserved_blocks - (-num_tokens // self.block_size) <= num_blocks
+        return self.num_reserved_blocks - (-num_tokens // self.block_size) <= self.num_blocks
+
+    def num_behind(self) -> float:
+        """Returns about how many of its sequences wait for others to leave.
+
+        Sequences that leave at different times run together even if they would need more blocks at their ends than the
+        replica has. So each is taken to hold the mean of what it has now and of what is reserved for it.
+        """
+        if not self.num_assigned:
+            return 0.0
+        num_blocks = (self.num_tokens / self.block_size + self.num_reserved_blocks) / 2 / self.num_assigned
+        return max(0.0, self.num_assigned - min(self.max_num_seqs, self.num_blocks / max(num_blocks, 1.0)))
 
     def room_for(self, sequence: SequenceView, max_new_tokens: int | None = None) -> bool:
         """Whether a dispatch of the sequence here would be valid; see `num_reserved_tokens`."""

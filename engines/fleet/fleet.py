@@ -29,8 +29,8 @@ from engines.models.tokenizer import check_draft_tokenizer, load_tokenizer
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.capacity import Capacity
 from engines.replica.engine import kv_capacity
+from engines.replica.limits import Limits
 from engines.replica.preflight import check_engine, check_policy, usable_device
-from engines.replica.replica import Limits
 from engines.rollout.coordinator import POLL_S, Coordinator
 from engines.rollout.pace import Pace
 from engines.sequence import Finished, SequenceState

@@ -88,8 +88,11 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
         pace=None if orders.pace is None else orders.pace.make(),
         load_from=load_from,
     )
-    while not worker.is_shut_down:
-        worker.run()
+    try:
+        while not worker.is_shut_down:
+            worker.run()
+    finally:
+        engine.mover.close()
 
 
 def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEngine:

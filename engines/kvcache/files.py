@@ -56,6 +56,7 @@ class FileKVStore:
         self.folders = tuple(folders)
         self.files = FileLedger(capacity_bytes)
         self._has_warned = False
+        self._exporting = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -80,9 +81,8 @@ class FileKVStore:
             _write(descriptor, memoryview(encode_header(content, checksum)), 0)
 
         name = new_name(self.token)
-        if not self._make(name, num_bytes, write):
-            return None
-        return content.part(name)
+        with self._exporting:  # else two threads could take the same room
+            return content.part(name) if self._make(name, num_bytes, write) else None
 
     def adopt(self, source: Path) -> bool:
         """Copies a file of another tier under the same name; False when there is no room, or the file is missing."""

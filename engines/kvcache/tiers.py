@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from pathlib import Path
@@ -30,6 +31,7 @@ class TieredKVStore:
         self.host = host
         self.disk = disk
         self.token = host.token
+        self._exporting = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -41,11 +43,12 @@ class TieredKVStore:
 
     def export(self, content: KVContent, layers: Iterable[Tensor]) -> KVPart | None:
         num_bytes = HEADER_BYTES + content.num_bytes
-        if num_bytes <= self.host.files.capacity_bytes and self._make_room(num_bytes):
-            part = self.host.export(content, layers)
-            if part is not None:
-                return part
-        return self.disk.export(content, layers)
+        with self._exporting:  # else two threads could move the same entry down, or one that is being written
+            if num_bytes <= self.host.files.capacity_bytes and self._make_room(num_bytes):
+                part = self.host.export(content, layers)
+                if part is not None:
+                    return part
+            return self.disk.export(content, layers)
 
     def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
         try:

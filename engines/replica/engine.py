@@ -143,6 +143,7 @@ class LocalEngine:
         """
         start = time.perf_counter()
         version, store = self.replica.policy_version, self.mover.store
+        self.mover.close(waits=False)
         has_weights, self.has_weights = self.has_weights, False
         self._draft_policy, self._max_kv_tokens = draft_policy, max_kv_tokens
         self._runner.drop_graphs()

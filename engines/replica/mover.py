@@ -24,6 +24,7 @@ The interface is plain data (tokens, block ids, handles), so that a replica need
 from __future__ import annotations
 
 import contextlib
+import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -38,17 +39,33 @@ from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
 from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digests
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
-from engines.replica.fetcher import Fetcher
+from engines.replica.background import Background
 from engines.replica.moves import KVMoves
 from engines.replica.scheduler import CachedKV, Sequence
 from engines.replica.swap import SwapPolicy
 from engines.sequence import KVHandle, KVPart
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """This shard's part of what was stored of a sequence's KV."""
+
+    policy_version: int = 0
+    parts: tuple[KVPart, ...] | None = None
+    """() where another shard stores it; None when there was no room."""
+    store: KVStore | None = None
+
+    def drop(self) -> None:
+        for part in self.parts or ():
+            assert self.store is not None
+            self.store.drop(part)
+
+
 @dataclass(kw_only=True)
 class _Ranges:
-    """What was read of a sequence's KV."""
+    """What was read of a sequence's KV, behind the first `num_known` tokens."""
 
+    num_known: int = 0
     num_tokens: int
     """Leading tokens of the sequence that are usable: those that were read, and those before them."""
     layers: list[tuple[int, int, Iterator[Tensor]]]
@@ -82,18 +99,19 @@ class KVMover:
         self._dtype = str(kv.keys[0].dtype).removeprefix("torch.")
         self._heads = kv_heads(model, shard)
         earlier = kv_heads(model, replace(shard, index=shard.index - 1)) if shard.index else None
-        self._fetcher = Fetcher[_Ranges](tensor_parallel)
-        self._reads_ahead = True
+        self._reader = Background[_Ranges]("reading", tensor_parallel, undo=lambda _: None)
+        self._writer = Background[_Written]("writing", tensor_parallel, undo=_Written.drop)
+        self._in_background = True
         self.fetch_s: Callable[[int], float] = lambda num_tokens: 0.0
         """Seconds that it takes at least to read the KV of this many tokens ahead: of a paced run."""
         self._stores = earlier != self._heads  # else an earlier shard has the same heads, and stores them
 
-    def use(self, store: KVStore, *, reads_ahead: bool = True) -> None:
+    def use(self, store: KVStore, *, in_background: bool = True) -> None:
         """Sets a store that can be made only after the engine, as that of a coordinated rollout with its own token.
 
-        Without `reads_ahead`, KV is loaded in the step that admits its sequence.
+        Without `in_background`, KV is loaded and stored in the steps that need it.
         """
-        self.store, self._reads_ahead = store, reads_ahead
+        self.store, self._in_background = store, in_background
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         """Stores the KV of leaving sequences. Returns for each what is stored of it then: what it had before where a
@@ -122,31 +140,75 @@ class KVMover:
     def fetch(self, sequence: Sequence, num_known: int, policy_version: int) -> bool:
         """See `Mover.fetch`."""
         handle, last = sequence.kv, len(sequence.state.tokens) - 1
-        if self.store is None or handle is None or not self._reads_ahead or not self._fits(handle, policy_version):
+        if self.store is None or handle is None or not self._in_background or not self._fits(handle, policy_version):
             return False
         lacking = handle.lacking(num_known, last)
         if not lacking:
             return False
-        return self._fetcher.start(
-            sequence,
-            partial(self._read, self.store, handle, sequence.state.tokens, num_known),
-            num_bytes=sum(part.num_bytes for parts in lacking for part in parts),
-            num_known=num_known,
-            least_s=self.fetch_s(min(last, handle.num_tokens) - num_known),
-        )
+        num_bytes = sum(part.num_bytes for parts in lacking for part in parts)
+        if not self._reader.has_room(num_bytes):
+            return False
+        read = partial(self._read, self.store, handle, sequence.state.tokens, num_known)
+        least_s = self.fetch_s(min(last, handle.num_tokens) - num_known)
+        self._reader.start(sequence, read, num_bytes=num_bytes, least_s=least_s)
+        return True
 
     def fetched(self, *, waits: bool) -> list[Sequence]:
         """See `Mover.fetched`."""
-        ready, seconds = self._fetcher.ready(waits=waits)
+        ready, seconds = self._reader.ready(waits=waits)
         self.moves.waited_s += seconds
         return ready
 
-    def forget(self, sequence: Sequence | None = None) -> None:
-        self._fetcher.forget(sequence)
+    def store_later(self, sequence: Sequence, policy_version: int) -> bool:
+        """See `Mover.store_later`. Its KV is copied at once, as its blocks are about to be others'."""
+        cached = sequence.cached
+        first = 0 if cached.stored is None else cached.stored.num_tokens
+        if self.store is None or not self._in_background or first >= cached.num_tokens:
+            return False
+        content, store = self._content("", first, cached.num_tokens - first, policy_version), self.store
+        num_bytes = content.num_bytes * self._group.size
+        if not self._writer.has_room(num_bytes):
+            return False
+        stores, tokens = self._stores, cached.tokens[: cached.num_tokens]
+        layers = list(to_host(read_kv(self._kv, cached.blocks, len(tokens), first=first))) if stores else []
 
-    def close(self) -> None:
-        """Ends the thread that reads ahead."""
-        self._fetcher.close()
+        def write() -> _Written:
+            if not stores:
+                return _Written(policy_version=policy_version, parts=())
+            (digest,) = tokens_digests(tokens, [len(tokens)])
+            try:
+                part = store.export(replace(content, tokens_digest=digest), layers)
+            except Exception as error:  # of one shard alone, perhaps: all must hear that it has no part
+                warnings.warn(f"KV of sequence {sequence.state.sequence_id}: cannot be stored: {error!r}", stacklevel=2)
+                return _Written()
+            return _Written(policy_version=policy_version, parts=None if part is None else (part,), store=store)
+
+        self._writer.start(sequence, write, num_bytes=num_bytes)
+        return True
+
+    def stored(self, *, waits: bool) -> list[tuple[Sequence, KVHandle | None]]:
+        """See `Mover.stored`."""
+        ready, seconds = self._writer.ready(waits=waits)
+        self.moves.waited_s += seconds
+        written = [self._writer.take(one, given_up=_Written()) or _Written() for one in ready]
+        handles = self._agree(
+            [one.kv for one in ready], [one.parts for one in written], [one.policy_version for one in written]
+        )
+        self.moves.num_exported += sum(handle is not None for handle in handles)
+        self.moves.num_refused += handles.count(None)
+        return [(one, handle or one.kv) for one, handle in zip(ready, handles, strict=True)]
+
+    def is_storing(self, sequence: Sequence) -> bool:
+        return self._writer.has(sequence)
+
+    def forget(self, sequence: Sequence | None = None) -> None:
+        self._reader.forget(sequence)
+        self._writer.forget(sequence)
+
+    def close(self, *, waits: bool = True) -> None:
+        """Ends the threads that read ahead and that store; with `waits`, after waiting for what they do."""
+        self._reader.close(waits=waits)
+        self._writer.close(waits=waits)
 
     def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:
         """Loads the KV of admitted sequences, up to the first range that not every shard can read.
@@ -154,7 +216,7 @@ class KVMover:
         Returns for each sequence the number of tokens whose KV is now in the cache, and what stays stored. Blocks that
         were filled before are not written: others may share them.
         """
-        fetched = [self._fetcher.take(one, one.num_computed, lost=_Ranges(num_tokens=0, layers=[])) for one in arriving]
+        fetched = [self._fetched(one) for one in arriving]
         mine = array("q", (self._load(*pair, policy_version) for pair in zip(arriving, fetched, strict=True)))
         # All shards must schedule alike, but a file may be missing for one of them only. After this all have read.
         told = [array("q", data) for data in self._group.all_gather_bytes(mine.tobytes())]
@@ -170,29 +232,49 @@ class KVMover:
         if handle is not None:
             self._free(handle.parts)
 
+    def _fetched(self, one: Sequence) -> _Ranges | None:
+        """Returns what was read ahead for an admitted sequence; None if that is nothing, or less than it needs."""
+        ranges = self._reader.take(one, given_up=_Ranges(num_tokens=0, layers=[]))
+        return ranges if ranges is not None and ranges.num_known <= one.num_computed else None
+
     def _free(self, parts: Iterable[KVPart]) -> None:
-        if self.store is not None and self._group.rank == 0:
+        if self._group.rank == 0:
+            self._drop(parts)
+
+    def _drop(self, parts: Iterable[KVPart]) -> None:
+        if self.store is not None:
             for part in parts:
                 self.store.drop(part)
 
     def _store_all(self, store: KVStore, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
-        if not leaving:
-            return []
         mine = [self._store(store, cached, policy_version) for cached in leaving]
+        return self._agree([cached.stored for cached in leaving], mine, [policy_version] * len(mine))
+
+    def _agree(
+        self,
+        stored: Items[KVHandle | None],
+        mine: Items[tuple[KVPart, ...] | None],
+        policy_versions: Items[int],
+    ) -> list[KVHandle | None]:
+        """Returns handles of what was `stored` before and what each shard has stored now; None where one found no room.
+
+        `mine` are this shard's parts, () where there are none.
+        """
+        if not mine:
+            return []
         decode = msgspec.msgpack.Decoder(list[tuple[KVPart, ...] | None]).decode
         everyone = [decode(told) for told in self._group.all_gather_bytes(msgspec.msgpack.encode(mine))]
         handles: list[KVHandle | None] = []
-        for cached, my_parts, *by_shard in zip(leaving, mine, *everyone, strict=True):
+        for before, version, my_parts, *by_shard in zip(stored, policy_versions, mine, *everyone, strict=True):
             if None in by_shard:  # KV of only some heads is of no use
-                for part in my_parts or ():
-                    store.drop(part)
+                self._drop(my_parts or ())
                 handles.append(None)
                 continue
             new = tuple(part for shard_parts in by_shard for part in shard_parts or ())
             self.moves.stored_tokens += new[0].num_tokens if new else 0
             self.moves.stored_bytes += sum(part.num_bytes for part in new)
-            parts = new if cached.stored is None else cached.stored.parts + new
-            handles.append(KVHandle(policy_version=policy_version, dtype=self._dtype, parts=parts))
+            parts = new if before is None else before.parts + new
+            handles.append(KVHandle(policy_version=version, dtype=self._dtype, parts=parts))
         return handles
 
     def _store(self, store: KVStore, cached: CachedKV, policy_version: int) -> tuple[KVPart, ...] | None:
@@ -229,9 +311,9 @@ class KVMover:
         that cannot be read: missing or damaged KV is computed again."""
         lacking = handle.lacking(num_known, len(tokens) - 1)
         if not lacking:
-            return _Ranges(num_tokens=handle.num_tokens, layers=[])
+            return _Ranges(num_known=num_known, num_tokens=handle.num_tokens, layers=[])
         ends = [parts[0].first_token + parts[0].num_tokens for parts in lacking]
-        ranges = _Ranges(num_tokens=lacking[0][0].first_token, layers=[])
+        ranges = _Ranges(num_known=num_known, num_tokens=lacking[0][0].first_token, layers=[])
         with contextlib.suppress(ValueError):
             for parts, end, digest in zip(lacking, ends, tokens_digests(tokens, ends), strict=True):
                 start = parts[0].first_token

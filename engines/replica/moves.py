@@ -118,8 +118,22 @@ class Mover(Protocol):
         """Returns the sequences whose reads have ended since the last call; with `waits`, waits for the first one."""
         ...
 
+    def store_later(self, sequence: Sequence, policy_version: int) -> bool:
+        """Starts to store the KV of a running sequence that is about to leave, while others step; its blocks are free
+        then. Returns False when there is nothing to store, or too much is being stored already."""
+        ...
+
+    def stored(self, *, waits: bool) -> list[tuple[Sequence, KVHandle | None]]:
+        """Returns the sequences whose KV has been stored since the last call, with all that is stored of each; with
+        `waits`, waits for the first one."""
+        ...
+
+    def is_storing(self, sequence: Sequence) -> bool:
+        """Whether `stored` will return the sequence."""
+        ...
+
     def forget(self, sequence: Sequence | None = None) -> None:
-        """Drops the read of a sequence that leaves, or all reads."""
+        """Gives up the read and the write of a sequence that leaves, or of all."""
         ...
 
     def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
+from engines.replica.limits import Limits
 from engines.replica.moves import KVMoves, Mover, Runner
 from engines.replica.scheduler import Scheduled, Scheduler, Sequence
 from engines.replica.stop_strings import StopSearch, find_stop
@@ -70,52 +71,6 @@ class StepOutput:
         return sum(self.accepted)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits that a sequence must meet to run on a replica."""
-
-    vocab_size: int
-    max_model_len: int
-    """Tokens of the longest sequence, prompt included."""
-    num_kv_tokens: int
-    """Tokens that the KV cache holds in every layout that the run may have."""
-    has_tokenizer: bool
-
-    def check(self, tokens: list[int], params: SamplingParams, name: str = "prompt") -> int:
-        """Returns the length in tokens, prompt included, at which the sequence must end.
-
-        Raises ValueError, whose message begins with `name`, when the prompt cannot run here.
-        """
-        if not tokens:
-            raise ValueError(f"{name}: has no tokens; give at least one")
-        wrong = [token for token in (min(tokens), max(tokens)) if not 0 <= token < self.vocab_size]
-        if wrong:
-            raise ValueError(f"{name}: token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}")
-        if len(tokens) >= self.max_model_len:
-            raise ValueError(
-                f"{name}: {len(tokens)} tokens leave no room in max_model_len={self.max_model_len}; shorten the prompt"
-            )
-        if params.stop and not self.has_tokenizer:
-            raise ValueError(
-                f"{name}: SamplingParams.stop={params.stop}: stop strings need a tokenizer; use stop_token_ids"
-            )
-        max_len = min(len(tokens) + params.max_tokens, self.max_model_len)
-        if max_len > self.num_kv_tokens:
-            raise ValueError(
-                f"{name}: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
-                f"cache holds {self.num_kv_tokens} in whatever layout the run may have; raise kv_cache_bytes or lower "
-                f"max_tokens or max_model_len"
-            )
-        return max_len
-
-    def check_state(self, state: SequenceState) -> int:
-        """As `check`, for a sequence that may have generated tokens; raises ValueError also when it has finished."""
-        max_len = self.check(state.tokens[: state.num_prompt_tokens], state.params)
-        if len(state.tokens) >= max_len:
-            raise ValueError(f"sequence {state.sequence_id}: is finished, {len(state.tokens)} of {max_len} tokens")
-        return max_len
-
-
 class Replica:
     """Holds sequences between steps. `submit`, `pause` and `abort` may be called between any two steps.
 
@@ -161,6 +116,8 @@ class Replica:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._fetching: dict[Sequence, None] = {}
         """Sequences whose stored KV is being read; then they wait in the scheduler's queue."""
+        self._leaving: dict[Sequence, None] = {}
+        """Sequences that have used up their tokens here; they leave when their KV has been stored."""
         self.policy_version = 0
 
     @property
@@ -169,7 +126,7 @@ class Replica:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._fetching)
+        return self.scheduler.has_work or bool(self._fetching or self._leaving)
 
     @property
     def num_waiting(self) -> int:
@@ -226,6 +183,7 @@ class Replica:
         output = StepOutput(num_running=0, num_tokens=0, num_context_tokens=0)
         ended: list[Sequence] = []
         leaving: list[Sequence] = []
+        stored: list[Sequence] = []
         try:
             scheduled = self._schedule()
             results = self._runner.run(scheduled) if scheduled else []
@@ -261,8 +219,12 @@ class Replica:
             for sequence in ended:
                 self._leave(sequence)
                 self.mover.drop(sequence.kv)
-            if leaving:
-                output.released = self._release(leaving, with_kv=True)
+            at_once = [sequence for sequence in leaving if not self._leave_later(sequence)]
+            if at_once:
+                output.released = self._release(at_once, with_kv=True)
+            stored = self._stored(waits=not (self.scheduler.has_work or self._fetching))
+            if stored:
+                output.released += self._release(stored, with_kv=True)
             output.num_running, output.num_looked_up = len(scheduled), self.scheduler.num_looked_up - looked_up
             output.num_preempted = self.scheduler.num_preemptions - preempted
             output.num_swapped_out = moves.num_swapped_out - swapped_out
@@ -271,7 +233,7 @@ class Replica:
         except BaseException:
             for item, length in zip(scheduled, lengths, strict=False):
                 item.sequence.state.cut(length)
-            self._restart([*ended, *leaving])
+            self._restart([*ended, *leaving], stored)
             raise
 
     def _schedule(self) -> list[Scheduled]:
@@ -280,7 +242,7 @@ class Replica:
             for sequence in self.mover.fetched(waits=not self.scheduler.has_work):
                 del self._fetching[sequence]
                 self.scheduler.add(sequence)
-        schedule = self.scheduler.schedule()
+        schedule = self.scheduler.schedule(with_drafts=self.drafter is not None)
         for sequence, cached in schedule.preempted:
             handle = self.mover.swap_out(cached, self.policy_version)
             if handle is not None:
@@ -337,13 +299,20 @@ class Replica:
         output.drafted, output.accepted = [counts[place] for place in range(1 + max(counts))], list(taken.values())
         drafter.observe(states, drafts, accepted)
 
-    def _restart(self, returning: Iterable[Sequence] = ()) -> None:
-        """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe."""
+    def _restart(self, returning: Iterable[Sequence] = (), stored: Iterable[Sequence] = ()) -> None:
+        """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe.
+
+        Those that leave when their KV has been stored, as `stored` were about to, leave with what is stored by now.
+        """
+        for sequence in stored:
+            self._sequences[sequence.state.sequence_id] = sequence
+            self._leaving[sequence] = None
         for sequence in returning:
             self._sequences[sequence.state.sequence_id] = sequence
+            self._leaving.pop(sequence, None)
         self._fetching.clear()
         self.mover.forget()
-        self.scheduler.restart(self._sequences.values())
+        self.scheduler.restart([one for one in self._sequences.values() if one not in self._leaving])
         if self.drafter is not None:
             for sequence in self._sequences.values():
                 self.drafter.finish(sequence.state)
@@ -354,6 +323,7 @@ class Replica:
             self._restart()
         finally:
             self._sequences.clear()
+            self._leaving.clear()
             self.scheduler.restart(())
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Finished | None:
@@ -402,6 +372,8 @@ class Replica:
             self.drafter.finish(sequence.state)
         if sequence in self._fetching:
             del self._fetching[sequence]
+        elif sequence in self._leaving:
+            del self._leaving[sequence]
         else:
             self.scheduler.remove(sequence)
         self.mover.forget(sequence)
@@ -445,13 +417,34 @@ class Replica:
         if absent:
             raise KeyError(f"sequence {absent[0]}: is not on this replica")
         sequences = [self._sequences[sequence_id] for sequence_id in named]
+        leaving = [sequence for sequence in sequences if sequence in self._leaving]
         try:
             return self._release(sequences, with_kv=with_kv, keeping=keeping)
         except BaseException:  # an interrupt
-            self._restart(sequences)
+            self._restart([sequence for sequence in sequences if sequence not in leaving], leaving)
             raise
 
+    def _leave_later(self, sequence: Sequence) -> bool:
+        """Frees the blocks of a running sequence that leaves when its KV has been stored; False if it need not wait."""
+        if not self.mover.store_later(sequence, self.policy_version):
+            return False
+        self.scheduler.remove(sequence)
+        self._leaving[sequence] = None
+        return True
+
+    def _stored(self, *, waits: bool) -> list[Sequence]:
+        """Returns the sequences that leave now, since their KV has been stored; with `waits`, once all have."""
+        while any(self.mover.is_storing(sequence) for sequence in self._leaving):
+            for sequence, handle in self.mover.stored(waits=waits):
+                sequence.kv = handle
+            if not waits:
+                break
+        return [sequence for sequence in self._leaving if not self.mover.is_storing(sequence)]
+
     def _release(self, sequences: list[Sequence], *, with_kv: bool, keeping: Container[SequenceId] = ()) -> list[Work]:
+        storing = [sequence for sequence in sequences if self.mover.is_storing(sequence)]
+        if any(with_kv or sequence.state.sequence_id in keeping for sequence in storing):
+            self._stored(waits=True)
         self.mover.moves.num_exported += sum(sequence.is_swapped_out for sequence in sequences)
         computed = [sequence for sequence in sequences if sequence.num_computed]
         staying = [sequence for sequence in computed if sequence.state.sequence_id in keeping]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
+from engines.replica.peak import peak_blocks
 from engines.replica.stop_strings import StopSearch
 from engines.sequence import KVHandle, SequenceState
 from engines.speculation.drafter import Draft, Drafter
@@ -160,8 +161,11 @@ class Scheduler:
             self.running.remove(sequence)
             self._vacate(sequence)
 
-    def schedule(self) -> Schedule:
+    def schedule(self, *, with_drafts: bool = False) -> Schedule:
         """Plans the next step; the caller advances `num_computed` after the pass.
+
+        `with_drafts`: whether sequences may get several tokens in a pass. Bounded ones are then admitted so that each
+        may get half a draft before drafts have to wait for blocks.
 
         Blocks that the pass will fill are published before it: a pass writes KV before it reads any, so that the
         members of a group can share what one of them computes in the same pass. When the pass fails, these contents
@@ -195,7 +199,8 @@ class Scheduler:
             budget -= self._chunk(sequence, budget, chunks)
         arriving: list[Sequence] = []
         if not preempted:
-            budget = self._admit(budget, chunks, arriving)
+            num_ahead = self._config.max_draft_tokens // 2 if with_drafts else 0
+            budget = self._admit(budget, chunks, arriving, [item.sequence for item in decodes], num_ahead)
         return Schedule(batch=decodes + _in_order(chunks), preempted=preempted, arriving=arriving, budget=budget)
 
     def add_loaded(self, schedule: Schedule) -> None:
@@ -211,7 +216,8 @@ class Scheduler:
         So drafts take nothing from other sequences. Other paths come after the first paths of all sequences. `settle`
         must follow for each sequence that got a draft.
         """
-        most = min(self._config.max_draft_tokens, schedule.budget)
+        decodes = [item.sequence for item in schedule.batch if item.num_tokens == 1 and item.samples]
+        most = self._most_ahead(decodes, min(self._config.max_draft_tokens, schedule.budget))
         limits: dict[int, int] = {}
         for place, item in enumerate(schedule.batch):
             state = item.sequence.state
@@ -289,7 +295,9 @@ class Scheduler:
         self._keep_free(sequence)
         sequence.num_table_blocks = min(sequence.num_table_blocks, len(sequence.blocks))
 
-    def _admit(self, budget: int, chunks: list[Scheduled], arriving: list[Sequence]) -> int:
+    def _admit(
+        self, budget: int, chunks: list[Scheduled], arriving: list[Sequence], decodes: list[Sequence], num_ahead: int
+    ) -> int:
         """Returns the remaining budget in tokens."""
         while self.waiting and self._free_slots and budget > 0:
             sequence = self.waiting[0]
@@ -302,7 +310,9 @@ class Scheduler:
             num_wanted = self.blocks.blocks_for(sequence.release_len - 1 if sequence.is_bounded else num_tokens)
             num_taken = num_wanted - len(shared) + self.blocks.num_free_of(shared)
             if num_taken + self._num_kept_free.total() > self.blocks.num_free_blocks:
-                break
+                beside = {"num_wanted": num_wanted, "num_taken": num_taken}
+                if not sequence.is_bounded or not self._leave_in_time(decodes, num_ahead=num_ahead, **beside):
+                    break
             self.waiting.popleft()
             self.blocks.share(sequence, shared)
             if num_found % self.blocks.block_size:
@@ -319,6 +329,32 @@ class Scheduler:
             else:
                 budget -= self._chunk(sequence, budget, chunks)
         return budget
+
+    def _leave_in_time(
+        self, decodes: Iterable[Sequence], *, num_ahead: int, num_wanted: int = 0, num_taken: int = 0
+    ) -> bool:
+        """Whether bounded sequences leave early enough for each other, although there is less than the sum of what all
+        may still need: where they decode in lockstep, or get up to `num_ahead` tokens more, and beside another one that
+        needs `num_wanted` blocks, `num_taken` of which are free now."""
+        num_held = self.blocks.num_blocks - self.blocks.num_free_blocks + num_taken
+        if num_held > self.blocks.num_blocks or not all(sequence.is_bounded for sequence in self.running):
+            return False
+        decoding = set(decodes)
+        behind = [sequence for sequence in self.running if sequence not in decoding]  # perhaps for several passes
+        stays = [(len(sequence.state.tokens), sequence.release_len) for sequence in decoding]
+        others = [len(sequence.blocks) + sequence.num_kept_free for sequence in behind]
+        num_held += sum(sequence.num_kept_free for sequence in behind)
+        size = self.blocks.block_size
+        peak = peak_blocks(stays, [*others, num_wanted], block_size=size, num_held=num_held, num_ahead=num_ahead)
+        return peak <= self.blocks.num_blocks
+
+    def _most_ahead(self, decodes: list[Sequence], most: int) -> int:
+        """Returns how many draft tokens, up to `most`, each decode may gain so that none lacks blocks later on."""
+        if self._num_kept_free[True] <= self.blocks.num_free_blocks:
+            return most  # there is room for all to their ends
+        while most and not self._leave_in_time(decodes, num_ahead=most):
+            most //= 2
+        return most
 
     def _keep_free(self, sequence: Sequence) -> None:
         """Keeps free what a running sequence may still need here: all tokens but the last of `release_len` are

@@ -56,6 +56,11 @@ class ShortestStep:
         return 0.0
 
 
+def paced_step_s(pace: Pace, spec: ReplicaSpec, output: StepOutput) -> float:
+    """Returns the seconds of a step; 0 of one that only let sequences leave whose KV had been stored."""
+    return pace.step(spec, output) if output.num_running else 0.0
+
+
 def row_seconds(pace: Pace, spec: ReplicaSpec) -> RowSeconds:
     """Returns the times by which a replica's `SpeculationPolicy` decides, in a paced run and in the simulator.
 

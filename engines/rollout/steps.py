@@ -12,7 +12,7 @@ from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import StepOutput
 from engines.rollout.generation import split_done
-from engines.rollout.pace import Pace
+from engines.rollout.pace import Pace, paced_step_s
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
 
@@ -44,7 +44,7 @@ class Stepper:
         spec, paced_s = self._engine.spec, 0.0
         if self._pace is not None:
             waited_s = self._engine.replica.kv_moves.waited_s - waited_s
-            paced_s = waited_s + self._pace.step(spec, output) + self._transfer_s(self._pace)
+            paced_s = waited_s + paced_step_s(self._pace, spec, output) + self._transfer_s(self._pace)
             wait_until(start + paced_s)
         return output, StepRecord.of(spec, self._epoch, start, time.monotonic() - start, output, paced_s)
 

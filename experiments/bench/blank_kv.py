@@ -41,7 +41,7 @@ def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, f
     """
     mover = llm.replica.mover
     assert isinstance(mover, KVMover)
-    mover.use(BlankKV(), reads_ahead=False)
+    mover.use(BlankKV(), in_background=False)
     dtype = str(llm.config.dtype)
     heads = llm.model_config.num_kv_heads
     tokens = random_prompts(num_sequences, context, llm.model_config.vocab_size, seed=first_uid)

@@ -1,5 +1,5 @@
-"""What storing KV takes: a tier beside a copy in memory and a plain file; and a sequence that is generated in chunks,
-with a new range of tokens per chunk, and with all its KV stored anew.
+"""What storing KV takes: a tier beside a copy in memory and a plain file; for how long others wait when a sequence
+leaves; and a sequence that is generated in chunks, with a new range of tokens per chunk, and with all stored anew.
 
     python experiments/bench/kv_pool.py
     python experiments/bench/kv_pool.py --disk-folder /mnt/nvme
@@ -83,6 +83,20 @@ class Pool:
         self.mover.drop(handle)
         return seconds
 
+    def leave(self) -> float:
+        """Seconds for which the others wait while a thread stores the KV of a sequence."""
+        length, tokens = self.num_tokens + 2, self.num_tokens
+        sequence = Sequence(
+            state=self._state, max_len=length, release_len=length, blocks=self._blocks, num_computed=tokens
+        )
+        start = time.perf_counter()
+        is_behind = self.mover.store_later(sequence, 0)
+        seconds = time.perf_counter() - start
+        ((_, handle),) = self.mover.stored(waits=True)
+        assert is_behind and handle is not None
+        self.mover.drop(handle)
+        return seconds
+
     def read(self, store: Callable[[], KVHandle]) -> float:
         """Seconds to load all KV into the cache."""
         length = self.num_tokens + 2
@@ -153,7 +167,9 @@ def _chunks(pool: Pool, config: PoolBench) -> list[harness.Row]:
     per_token = {
         f"bytes_per_token_{way}": round(pool.bytes_written(anew=way == "anew") / pool.num_tokens) for way in written
     }
+    waits: dict[str, Callable[[], float]] = {"in the step": partial(pool.write, whole), "by a thread": pool.leave}
     return [
+        harness.compare("others wait", harness.interleave(waits, config.turns, name="others wait")),
         harness.compare(f"{name}, stored", harness.interleave(written, config.turns, name="stored"), **per_token),
         harness.compare(f"{name}, loaded", harness.interleave(loaded, config.turns, name="loaded")),
     ]

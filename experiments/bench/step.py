@@ -206,11 +206,11 @@ def _watch_parts(llm: LLM) -> dict[str, list[float]]:
 
 def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
     @wraps(method)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()
-        result = method(*args)
+        result = method(*args, **options)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

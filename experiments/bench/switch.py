@@ -172,7 +172,7 @@ class Ranks:
         self._placement.build(LAYOUTS[epoch])
         mover = self._placement.engine.mover
         assert mover.store is not None
-        mover.use(mover.store, reads_ahead=False)  # else some sequences would draw several tokens
+        mover.use(mover.store, in_background=False)  # else some sequences would draw several tokens
         built = time.perf_counter()
         self._placement.engine.load(checkpoint_tensors(self._placement.source), version=0)
         loaded = time.perf_counter()

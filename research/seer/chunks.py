@@ -38,7 +38,7 @@ def dispatch_chunk(view: ScheduleView, sequences: Iterable[SequenceView], option
     """Returns the next chunk of the first sequence for which a replica has room (Algorithm 1, lines 18 to 25).
 
     Room is for all tokens that the sequence will have at the chunk's end, so that none is preempted (§4.2). Where no
-    replica has room for any of the sequences, the first one becomes a follow-up.
+    replica has room for any of the sequences, the first one becomes a follow-up of a replica where few of them wait.
     """
     replicas = [
         one
@@ -55,26 +55,25 @@ def dispatch_chunk(view: ScheduleView, sequences: Iterable[SequenceView], option
         first = first or (sequence, chunk)
         if fewest_refused is not None and num_tokens >= fewest_refused:
             continue
-        if replica := select_instance(replicas, num_tokens):
+        if replica := select_instance(one for one in replicas if one.has_room(num_tokens)):
             return Dispatch(sequence_id=sequence.sequence_id, replica_id=replica.spec.id, max_new_tokens=chunk)
         fewest_refused = num_tokens
     if first is None or not options.follow_ups:
         return None
     sequence, chunk = first
-    num_tokens = sequence.num_prompt_tokens + sequence.num_generated + chunk
-    replica = select_instance(replicas, num_tokens, options.follow_ups)
+    replica = select_instance(one for one in replicas if one.num_behind() < options.follow_ups)
     if replica is None:
         return None
     return Dispatch(sequence_id=sequence.sequence_id, replica_id=replica.spec.id, max_new_tokens=chunk, queued=True)
 
 
-def select_instance(replicas: Iterable[ReplicaView], num_tokens: int, num_queued: int = 0) -> ReplicaView | None:
-    """Returns the replica with the lowest KV use, then with the fewest sequences, of those with room; None if none has.
+def select_instance(replicas: Iterable[ReplicaView]) -> ReplicaView | None:
+    """Returns the replica with the lowest KV use, then with the fewest sequences; None if there is none.
 
     The paper names KV use and concurrency as the measures, and does not say how they are combined.
     """
     return min(
-        (replica for replica in replicas if replica.has_room(num_tokens, num_queued)),
+        replicas,
         key=lambda replica: (
             replica.num_reserved_blocks / replica.num_blocks if replica.num_blocks else 0.0,
             replica.num_assigned,

@@ -10,6 +10,7 @@ from engines.control import messages
 from engines.kvcache.kept import kept_kv
 from engines.parallel.layout import ReplicaSpec
 from engines.replica.replica import Replica, StepOutput
+from engines.rollout.pace import paced_step_s
 from engines.rollout.worker_core import WorkerCore
 from research.simulator.events import STEP_END, TURN
 from research.simulator.runner import SimulatedMover
@@ -103,7 +104,7 @@ class Rank:
         assert self._replica is not None and self._spec is not None
         cluster = self._cluster
         output = self._replica.step()
-        seconds = cluster.config.pace.step(self._spec, output) + self._transfer_s()
+        seconds = paced_step_s(cluster.config.pace, self._spec, output) + self._transfer_s()
         cluster.record(self._spec, self._epoch, start, seconds, output)
         cluster.queue.at(start + seconds, (STEP_END, self.number), lambda: self._end_step(output, seconds))
 

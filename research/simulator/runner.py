@@ -145,6 +145,8 @@ class SimulatedMover:
         """When its KV will have been read ahead, behind how many tokens, and how many can be used then."""
         self._read: dict[Sequence, tuple[int, int]] = {}
         self._end_of_reads = 0.0
+        self._storing: dict[Sequence, tuple[float, KVHandle | None]] = {}
+        """Since when its KV is being stored."""
         self._moved: Counter[Path] = Counter()
         self._waited_s = 0.0
         self._pool, self._host = pool, host
@@ -192,12 +194,34 @@ class SimulatedMover:
         self._read |= {one: self._reading.pop(one)[1:] for one in ready}
         return ready
 
+    def store_later(self, sequence: Sequence, policy_version: int) -> bool:
+        """The copy from the device takes its time in this step; the sequence leaves after the next one."""
+        cached = sequence.cached
+        if cached.stored is not None and cached.stored.num_tokens >= cached.num_tokens:
+            return False
+        self._storing[sequence] = self._now(), self._store(cached, policy_version)
+        return True
+
+    def stored(self, *, waits: bool) -> list[tuple[Sequence, KVHandle | None]]:
+        ready = [one for one, (start, _) in self._storing.items() if waits or start < self._now()]
+        handles = [self._storing.pop(one)[1] for one in ready]
+        self.moves.num_exported += sum(handle is not None for handle in handles)
+        self.moves.num_refused += handles.count(None)
+        return [(one, handle or one.kv) for one, handle in zip(ready, handles, strict=True)]
+
+    def is_storing(self, sequence: Sequence) -> bool:
+        return sequence in self._storing
+
     def forget(self, sequence: Sequence | None = None) -> None:
         for fetches in (self._reading, self._read):
             if sequence is None:
                 fetches.clear()
             else:
                 fetches.pop(sequence, None)
+        for one in list(self._storing) if sequence is None else [sequence]:
+            _, handle = self._storing.pop(one, (0.0, None))
+            if handle is not None:
+                self._pool.drop(handle.parts if one.kv is None else handle.parts[len(one.kv.parts) :])
 
     def load(self, arriving: Items[Sequence], policy_version: int) -> list[tuple[int, KVHandle | None]]:
         return [self._load(one, policy_version) for one in arriving]

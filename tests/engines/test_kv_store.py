@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -664,3 +665,23 @@ def test_a_folder_is_the_same_in_every_process(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     config = EngineConfig(kv_disk_bytes=1, kv_disk_folder=Path("kv"))  # type: ignore[arg-type]
     assert config.kv_disk_folder == os.path.join(os.getcwd(), "kv")
+
+
+@pytest.mark.parametrize("tier", ["host", "tiers"])
+def test_threads_that_export_at_once_lose_nothing(tmp_path: Path, tier: str) -> None:
+    """A host pool of three entries, and a disk for the rest; the bound holds."""
+    big = replace(CONTENT, num_layers=64)
+    size = HEADER_BYTES + big.num_bytes
+    store: Any = make_tiers(tmp_path, 3 * size, 2**30) if tier == "tiers" else make_store(tmp_path, 20 * size)
+
+    def make_some() -> list[KVPart | None]:
+        return [store.export(big, layers_of(big)) for _ in range(100)]
+
+    with ThreadPoolExecutor(3) as threads, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts = [part for made in [threads.submit(make_some) for _ in range(3)] for part in made.result()]
+    kept = [part for part in parts if part is not None]
+    assert len(kept) == (300 if tier == "tiers" else 20)
+    assert all(has(store, part, big) for part in kept)
+    assert sum(files_in(tmp_path / "host" if tier == "tiers" else tmp_path).values()) <= 20 * size
+    store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import random
 from pathlib import Path
 from typing import Any
@@ -200,11 +201,13 @@ def roll_out_again_and_again(directory: str) -> list[dict[str, Any]]:
         )
         if iteration in (9, 59):
             status = Path("/proc/self/status").read_text()
+            kv_threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
             held.append(
                 {
                     "files": len(os.listdir("/proc/self/fd")),
                     "maps": Path("/proc/self/maps").read_text().count("/dev/shm"),
-                    "threads": int(status.split("Threads:")[1].split()[0]),
+                    "threads": int(status.split("Threads:")[1].split()[0]) - len(kv_threads),
+                    "kv_threads": kv_threads,
                     "segments": len(list(Path("/dev/shm").glob(f"curtail-*{os.getpid()}-*"))),
                     "kib": int(status.split("VmRSS:")[1].split()[0]),
                     "epoch": llm.layout.epoch,
@@ -220,6 +223,8 @@ def test_fifty_rollouts_leave_nothing_behind(checkpoints: Path) -> None:
         assert after["kib"] - before["kib"] < 8 * 1024
         for name in ("files", "maps", "threads", "segments"):
             assert after[name] <= before[name], name
+        kinds = [name.partition("_")[0] for name in after["kv_threads"]]  # they start when they are first needed
+        assert set(kinds) <= {"kv-reading", "kv-writing"} and len(set(kinds)) == len(kinds)
 
 
 class Once:

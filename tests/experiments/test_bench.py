@@ -34,7 +34,12 @@ VARIANTS = {
     "step": [{"bfloat16", "sdpa", "no graphs", "after finished", "busy"}] * 3,
     "option": [{"without", "with"}] * 3,
     "swap": [{"swap", "recompute"}],
-    "kv_pool": [*[{"copy in memory", "plain file", "write", "read"}] * 2, {"ranges", "anew"}, {"one entry", "ranges"}],
+    "kv_pool": [
+        *[{"copy in memory", "plain file", "write", "read"}] * 2,
+        {"in the step", "by a thread"},
+        {"ranges", "anew"},
+        {"one entry", "ranges"},
+    ],
     "core": [{f"{name}, {count} waiting" for name in ("on demand", "context-aware") for count in (1, 3)}] * 4,
     "collectives": [{"shared memory", "gloo", "floor"}] * 3,
     "dispatch": [{"on demand", "static"}] * 3,

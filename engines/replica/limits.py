@@ -1,0 +1,53 @@
+"""Which sequences can run on a replica at all. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engines.sequence import SamplingParams, SequenceState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits that a sequence must meet to run on a replica."""
+
+    vocab_size: int
+    max_model_len: int
+    """Tokens of the longest sequence, prompt included."""
+    num_kv_tokens: int
+    """Tokens that the KV cache holds in every layout that the run may have."""
+    has_tokenizer: bool
+
+    def check(self, tokens: list[int], params: SamplingParams, name: str = "prompt") -> int:
+        """Returns the length in tokens, prompt included, at which the sequence must end.
+
+        Raises ValueError, whose message begins with `name`, when the prompt cannot run here.
+        """
+        if not tokens:
+            raise ValueError(f"{name}: has no tokens; give at least one")
+        wrong = [token for token in (min(tokens), max(tokens)) if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise ValueError(f"{name}: token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}")
+        if len(tokens) >= self.max_model_len:
+            raise ValueError(
+                f"{name}: {len(tokens)} tokens leave no room in max_model_len={self.max_model_len}; shorten the prompt"
+            )
+        if params.stop and not self.has_tokenizer:
+            raise ValueError(
+                f"{name}: SamplingParams.stop={params.stop}: stop strings need a tokenizer; use stop_token_ids"
+            )
+        max_len = min(len(tokens) + params.max_tokens, self.max_model_len)
+        if max_len > self.num_kv_tokens:
+            raise ValueError(
+                f"{name}: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
+                f"cache holds {self.num_kv_tokens} in whatever layout the run may have; raise kv_cache_bytes or lower "
+                f"max_tokens or max_model_len"
+            )
+        return max_len
+
+    def check_state(self, state: SequenceState) -> int:
+        """As `check`, for a sequence that may have generated tokens; raises ValueError also when it has finished."""
+        max_len = self.check(state.tokens[: state.num_prompt_tokens], state.params)
+        if len(state.tokens) >= max_len:
+            raise ValueError(f"sequence {state.sequence_id}: is finished, {len(state.tokens)} of {max_len} tokens")
+        return max_len
