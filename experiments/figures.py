@@ -109,10 +109,11 @@ def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], swit
 
 
 def draw_instances(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tails: Mapping[str, float]) -> Path:
-    """Draws, a column per rollout and a line per replica, KV use, running sequences and preemptions so far over time
-    (Seer, Figs. 3 and 9). The time from `tails` on, on the clock of the steps, is shaded."""
+    """Draws, a column per rollout and a line per replica, KV use, running sequences, preemptions so far (Seer, Figs. 3
+    and 9) and tokens per step, the mean of 50 steps (Fig. 12), over time. The time from `tails` on, on the clock of the
+    steps, is shaded."""
     figure, axes = plt.subplots(
-        3, len(rollouts), figsize=(3 * len(rollouts), 6), sharex=True, sharey="row", squeeze=False, layout="constrained"
+        4, len(rollouts), figsize=(3 * len(rollouts), 8), sharex=True, sharey="row", squeeze=False, layout="constrained"
     )
     for column, (name, steps) in zip(axes.T, rollouts.items(), strict=True):
         origin = min(step.start for step in steps)
@@ -121,15 +122,19 @@ def draw_instances(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tai
             mine = sorted((step for step in steps if step.replica_id == replica_id), key=lambda step: step.start)
             starts = [step.start - origin for step in mine]
             preempted = np.cumsum([step.num_preempted for step in mine]).tolist()
-            rows = [[step.kv_use for step in mine], [step.num_running for step in mine], preempted]
+            gained = np.cumsum([0, *(step.num_running + step.num_accepted for step in mine)])
+            passed = np.cumsum([0, *(step.num_running for step in mine)])
+            first = np.maximum(np.arange(1, len(mine) + 1) - 50, 0)
+            per_step = (gained[1:] - gained[first]) / np.maximum(passed[1:] - passed[first], 1)
+            rows = [[step.kv_use for step in mine], [step.num_running for step in mine], preempted, per_step.tolist()]
             for ax, values in zip(column, rows, strict=True):
                 ax.step(starts, values, where="post", linewidth=0.8)
         for ax in column:
             ax.axvspan(tails[name] - origin, end - origin, color="grey", alpha=0.2, linewidth=0)
             ax.spines[["top", "right"]].set_visible(False)
         column[0].set_title(name)
-        column[2].set_xlabel("seconds")
-    for ax, label in zip(axes[:, 0], ("KV use", "running sequences", "preemptions"), strict=True):
+        column[3].set_xlabel("seconds")
+    for ax, label in zip(axes[:, 0], ("KV use", "running sequences", "preemptions", "tokens per step"), strict=True):
         ax.set_ylabel(label)
     return _save(figure, path)
 

@@ -7,8 +7,12 @@ starts. Imports torch only where it rolls out, since simulations share its workl
 from __future__ import annotations
 
 import hashlib
+import itertools
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +24,7 @@ from engines.config import ModelConfig
 from engines.constraints import Count, Positive, WholeNumber, check_fields
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy
 from engines.parallel.layout import Layout
+from engines.replica.moves import KVMoves
 from engines.rollout.generation import make_states
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
@@ -51,6 +56,8 @@ class PacedConfig:
     """Divides the number of sequences."""
     seed: WholeNumber = 3
     """Of the lengths."""
+    wandb: Literal["auto", "off"] = "off"
+    """auto: a run for each variant, by wandb's own settings and environment; offline if nobody is logged in."""
     output: Path | None = None
     """Also write the JSON result to this file."""
 
@@ -131,6 +138,8 @@ class Rollout:
     """What each sequence has generated."""
     ends: list[float]
     """Times at which sequences ended, rising, on the clock of the steps; on rank 0 only."""
+    kv_moves: list[KVMoves]
+    """Of each rank's last replica."""
 
     @property
     def seconds(self) -> float:
@@ -182,6 +191,7 @@ class Bench:
         assert llm.rollout is not None
         mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
         marks = launch.on_rank_0(self.groups.world, lambda: mine)
+        kv_moves = launch.gather(self.groups.world, llm.replica.kv_moves, KVMoves)
         llm.close()
         return Rollout(
             steps=steps,
@@ -190,6 +200,7 @@ class Bench:
             layout_policy=layout_policy,
             lengths=lengths,
             ends=ends,
+            kv_moves=kv_moves,
         )
 
     def start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> LLM:
@@ -230,7 +241,47 @@ class Bench:
         return [[one.token_ids for one in output.outputs] for output in outputs], steps
 
 
+def track(name: str, runs: Mapping[str, Items[Rollout]]) -> None:
+    """Makes a run of wandb for each variant: what its replicas did in each hundredth of its first rollout, and medians
+    over all of them as the summary."""
+    from experiments.tracking import start_run
+
+    for variant, some in runs.items():
+        if variant.endswith(harness.AGAIN):
+            continue
+        with start_run(f"{name}-{variant}".replace(" ", "-"), {"comparison": name, "variant": variant}) as run:
+            for point in over_time(some[0].steps, 100):
+                run.log(point)
+            for key in ("seconds", "tail_seconds", "num_preempted", "tokens_per_step"):
+                run.summary[key] = statistics.median(getattr(one, key) for one in some)
+
+
+def over_time(steps: Collection[StepRecord], num_points: int) -> list[dict[str, float]]:
+    """Returns points at equal distances in time, each with the steps of all replicas that began since the point before:
+    running sequences, the mean KV use, tokens per second, and preemptions since the start."""
+    start, width = min(step.start for step in steps), makespan(steps) / num_points
+    points = [defaultdict[str, float](float) for _ in range(num_points)]
+    for step in steps:
+        point = points[min(num_points - 1, int((step.start - start) / width))]
+        point["running sequences"] += step.num_running * step.seconds / width
+        point["busy"] += step.seconds
+        point["kv use"] += step.kv_use * step.seconds
+        point["tokens per second"] += (step.num_running + step.num_accepted) / width
+        point["preemptions"] += step.num_preempted
+    num_preempted = itertools.accumulate(point["preemptions"] for point in points)
+    return [
+        {
+            "second": (number + 1) * width,
+            "running sequences": point["running sequences"],
+            "tokens per second": point["tokens per second"],
+            "kv use": point["kv use"] / point["busy"] if point["busy"] else 0.0,
+            "preemptions": preempted,
+        }
+        for number, (point, preempted) in enumerate(zip(points, num_preempted, strict=True))
+    ]
+
+
 def longer_than_paced(runs: Iterable[Rollout]) -> float:
     """Returns the share of steps that took 10 % longer than they should: what this machine did not follow."""
-    steps = [step for run in runs for step in run.steps]
+    steps = [step for run in runs for step in run.steps if step.num_running]
     return harness.short(sum(step.seconds > 1.1 * step.paced_seconds for step in steps) / len(steps))

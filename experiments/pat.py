@@ -173,8 +173,7 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
         if step.num_tokens == step.num_running
     ]
     found = {"tier": "live", **describe("live", runs, {"transport": config.transport})}
-    if config.figure is not None:
-        draw(config.figure, "live", runs)
+    show(config, "live", runs)
     return {"live": found, "predictor_error": harness.short(statistics.fmean(errors))}
 
 
@@ -193,8 +192,7 @@ def paced_part(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
             runs, facts = _case(config, case, model, groups, turns)
             if world.rank == 0:
                 found[case.name] = describe(case.name, runs, facts) | {"seconds": round(time.monotonic() - start, 1)}
-                if config.figure is not None:
-                    draw(config.figure, case.name, runs)
+                show(config, case.name, runs)
     groups.close()
     names = next(iter(found.values()), {})
     table = {name: {case: one[name] for case, one in found.items()} for name in names}
@@ -215,12 +213,14 @@ def _case(
     return runs, {"scale": pace.scale, "no_room": without, "steps_longer_than_paced": slow}
 
 
-def draw(folder: Path, name: str, runs: dict[str, list[Rollout]]) -> None:
-    from experiments.figures import draw_switches
+def show(config: PatConfig, name: str, runs: dict[str, list[Rollout]]) -> None:
+    if config.wandb != "off":
+        paced.track(f"pat-{name}", runs)
+    if config.figure is not None:
+        from experiments.figures import draw_switches
 
-    best = next(iter(runs))
-    chosen = {one: runs[one][0].steps for one in (PAT, best)}
-    draw_switches(folder / f"{name}.png", chosen, [start for start, _ in runs[PAT][0].switches])
+        chosen = {one: runs[one][0].steps for one in (PAT, next(iter(runs)))}
+        draw_switches(config.figure / f"{name}.png", chosen, [start for start, _ in runs[PAT][0].switches])
 
 
 if __name__ == "__main__":

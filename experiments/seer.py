@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import statistics
 import sys
@@ -50,7 +51,7 @@ from research.simulator.pace import ProfilePace, WideReplica
 if TYPE_CHECKING:
     from engines.parallel.collectives import TorchGroup
 
-CAP, BLOCK_SIZE, MOST_SEQUENCES = 320, 16, 64
+CAP, BLOCK_SIZE, MOST_SEQUENCES = 320, 16, 128
 MAX_LEN = CAP + 64
 STATIC, DIVIDED, CONTEXT, SPECULATION = LADDER = ("static", "divided", "context", "speculation")
 Other = Literal[
@@ -63,6 +64,8 @@ Other = Literal[
     "static, speculation",
 ]
 OTHERS: tuple[Other, ...] = get_args(Other)
+Negative = Literal["independent", "chunk of mean", "kv for all"]
+NEGATIVES: tuple[Negative, ...] = get_args(Negative)
 BOUND, ORACLE = OTHERS[:2], OTHERS[2]
 """Harder baselines, which bind single sequences; and the true lengths."""
 DRAFTS = {"drafter": "grouped_suffix", "max_draft_tokens": 16, "draft_policy": MarginalGain}
@@ -79,8 +82,11 @@ class SeerConfig(PacedConfig):
     full: bool = False
     """Also measure the second temperature, and all variants."""
     others: tuple[Other, ...] | None = None
-    """Variants besides the ladder, each of which is measured once; by default the first five in the paced part, and
+    """Variants besides the ladder, each of which is measured once; by default the first three in the paced part, and
     with `--full` all in both parts."""
+    negatives: tuple[Negative, ...] | None = None
+    """Cases of the paced part in which context should not help: lengths that are independent within groups, chunks as
+    long as the mean length, and KV for all sequences at once. By default none, with `--full` all."""
     chunk_tokens: Count = 32
     """Tokens that a sequence generates before it comes back."""
     follow_ups: Annotated[int, Meta(ge=0)] = 4
@@ -236,7 +242,7 @@ def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         group_size=16,
         num_kv_tokens=1600,
         preemption="recompute",
-        others=OTHERS if config.full else OTHERS[:5],
+        others=OTHERS if config.full else OTHERS[:3],
         pace=wide,
         facts={"profile": "h800-72b-tp8", "scale": wide.pace.scale, "token_scale": wide.pace.token_scale},
     )
@@ -252,12 +258,14 @@ def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str
     model = Path(launch.on_rank_0(world, lambda: str(drafting.make_model(config.models, setting.widen))))
     prompts = drafting.encode(model, drafting.prompts(setting.groups))
     groups = GroupCache(world, [nested_layout(range(world.size), 1)])
-    found: dict[str, Any] = {}
+    bench, found = setting.bench(model, groups), dict[str, Any]()
+    usual: tuple[Workload, dict[SequenceId, int]] | None = None
     for temperature in config.temperatures or ((1.0, 0.6) if config.full else (1.0,)):
         start = time.monotonic()
         params = SamplingParams(max_tokens=CAP, n=setting.group_size, temperature=temperature)
         work = Workload(prompts=prompts, params=params)
-        runs, variants = roll_out(config, setting, setting.bench(model, groups), work)
+        runs, variants = roll_out(config, setting, bench, work)
+        usual = usual or (work, runs[STATIC][0].lengths)
         if world.rank == 0:
             one = describe(f"{setting.name}, T={temperature:g}", runs, setting)
             if setting.pace is not None:
@@ -266,8 +274,37 @@ def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str
             found |= {f"T={temperature:g}": one} if found else one
             if config.figure is not None:
                 draw(config.figure / f"seer_{setting.name}_{temperature:g}.png", runs)
+            if config.wandb != "off":
+                paced.track(f"seer-{setting.name}-T={temperature:g}", runs)
+    if setting.pace is not None and usual is not None:
+        for case in (NEGATIVES if config.full else ()) if config.negatives is None else config.negatives:
+            some = roll_out(*negative(case, config, setting, bench, *usual))[0]
+            if world.rank == 0:
+                found.setdefault("negatives", {})[case] = describe(case, some, setting)
     groups.close()
     return found
+
+
+def negative(
+    case: Negative,
+    config: SeerConfig,
+    setting: Setting,
+    bench: Bench,
+    workload: Workload,
+    lengths: dict[SequenceId, int],
+) -> tuple[SeerConfig, Setting, Bench, Workload]:
+    """Returns the arguments of `roll_out` for a case in which context should not help; `lengths`: the model's own."""
+    config = replace(config, turns=1, others=("static by sequence",))
+    if case == "independent":
+        mixed = random.Random(config.seed).sample([*lengths.values()], len(lengths))
+        params = replace(workload.params, ignore_eos=True)
+        workload = replace(workload, params=params, lengths=dict(zip(lengths, mixed, strict=True)))
+    elif case == "chunk of mean":
+        config = replace(config, chunk_tokens=max(BLOCK_SIZE, round(statistics.fmean(lengths.values()))))
+    else:
+        num_groups = -(-len(workload.prompts) // bench.groups.world.size)
+        setting = replace(setting, num_kv_tokens=num_groups * setting.group_size * MAX_LEN)
+    return config, setting, bench, workload
 
 
 def roll_out(
@@ -275,13 +312,18 @@ def roll_out(
 ) -> tuple[dict[str, list[Rollout]], dict[str, Variant]]:
     """Returns the rollouts of each variant, and these: the ladder's take turns, the others come once."""
 
-    def true_lengths() -> dict[SequenceId, int]:
-        return first.lengths
+    lengths: dict[SequenceId, int] = {}  # known to the oracle once the baseline has run
 
-    known = setting.variants(config, bench.groups.world.size, true_lengths)
+    def call(variant: Variant) -> Rollout:
+        rollout = bench.roll_out(workload, variant)
+        lengths.update(rollout.lengths)
+        return rollout
+
+    known = setting.variants(config, bench.groups.world.size, lambda: lengths)
     variants = {one: known[one] for one in (*LADDER, *(setting.others if config.others is None else config.others))}
-    first = bench.roll_out(workload, variants[STATIC])  # warms up, and is known to the oracle
-    calls = {one: partial(bench.roll_out, workload, variant) for one, variant in variants.items()}
+    if setting.pace is None:
+        call(variants[STATIC])  # warms up
+    calls = {one: partial(call, variant) for one, variant in variants.items()}
     once = dict.fromkeys((one for one in variants if one not in LADDER), 1)
     return harness.interleave(calls, config.turns, name=setting.name, warm_up=False, most_turns=once), variants
 
@@ -314,10 +356,11 @@ def simulated(
 
 
 def describe(name: str, runs: dict[str, list[Rollout]], setting: Setting) -> dict[str, Any]:
-    """Returns the results of one temperature. `throughput` and `variants` are ratios to the ladder's first, `tail` is
-    the time of the last tenth as a share of the first's."""
+    """Returns the results of one temperature. `throughput` and `variants` are ratios to the ladder's first, of all
+    whose groupings the median counts; `tail` is the time of the last tenth as a share of the first's."""
     row = harness.compare(name, {one: [run.seconds for run in some] for one, some in runs.items()})
     print(harness.table([row]), file=sys.stderr, flush=True)
+    runs = {**runs, STATIC: runs[STATIC] + runs[STATIC + harness.AGAIN]}
     seconds = {one: statistics.median(run.seconds for run in some) for one, some in runs.items()}
     tails = {one: statistics.median(run.tail_seconds for run in some) for one, some in runs.items()}
     faster = {one: harness.short(seconds[STATIC] / took) for one, took in seconds.items()}
@@ -334,12 +377,28 @@ def describe(name: str, runs: dict[str, list[Rollout]], setting: Setting) -> dic
         "of_oracle": context_over.get(ORACLE),
         "over_bound": {one: context_over[one] for one in BOUND if one in context_over},
         "preemptions": {one: statistics.median(run.num_preempted for run in some) for one, some in runs.items()},
+        "kv": {one: kv_moved(some[0]) for one, some in runs.items() if not one.endswith(harness.AGAIN)},
         "tokens_per_step": {one: harness.short(some[0].tokens_per_step) for one, some in runs.items()},
         "num_sequences": len(lengths),
         "mean_length": harness.short(statistics.fmean(lengths)),
         "a_a": row["a_a"],
         **(slow if setting.pace is not None else {}),
         "row": row,
+    }
+
+
+def kv_moved(run: Rollout) -> dict[str, float]:
+    """Returns how many tokens' KV was stored for each token generated, how many sequences brought their KV along and
+    how many had lost it, and the share of what was loaded that was read while others stepped."""
+    stored, loaded, fetched, imported, recomputed = (
+        sum(getattr(moves, name) for moves in run.kv_moves)
+        for name in ("stored_tokens", "loaded_tokens", "fetched_tokens", "num_imported", "num_recomputed")
+    )
+    return {
+        "stored_per_token": harness.short(stored / sum(run.lengths.values())),
+        "imported": imported,
+        "recomputed": recomputed,
+        "hidden": harness.short(fetched / loaded) if loaded else 0.0,
     }
 
 

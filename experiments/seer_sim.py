@@ -3,7 +3,7 @@
     python experiments/seer_sim.py --output seer_sim.json
 
 The tasks of Table 5 with all their GPUs and sequences: groups bound to instances (the baseline), divided rollout, with
-context-aware scheduling, with grouped drafts, and with an oracle of the lengths; and two harder baselines that bind
+context-aware scheduling, with grouped drafts, and with an oracle of the lengths; and a harder baseline that binds
 single sequences. The paper does not print the distribution of the lengths, and its models are no dense decoders:
 docs/seer.md has what is assumed. A sequence has a sixteenth of its tokens, each of which is priced as sixteen. In the
 other cases context should not help. Prints a table, and one JSON object, in which `paper` is what the paper prints, and
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from engines.config import EngineConfig
 from engines.constraints import Count, WholeNumber, check_fields
-from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.coordination.policies import SchedulePolicy, Static
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.rollout.generation import make_states
 from engines.rollout.pace import Path as KVPath
@@ -240,7 +240,6 @@ def _policies(
         "context": lambda: ContextAware(context),
         "oracle": lambda: ContextAware(context, lengths=lengths),
         "static": Static,
-        "on demand": OnDemand,
     }
 
 

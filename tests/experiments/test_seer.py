@@ -6,11 +6,15 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from algos.publish import RECORD_FILE
 from algos.warmstart_config import WarmStartConfig
+from engines.rollout.telemetry import StepRecord
+from experiments.paced import over_time
+from experiments.seer import Negative
 from tests.worlds import refused_by, run_main
 
 SMALL = ["--parts", "paced", "--ranks", "2", "--shrink", "24", "--turns", "1", "--scale", "0.1", "--others", "oracle"]
@@ -26,15 +30,51 @@ def models(text_model: str, tmp_path: Path) -> Path:
     return folder.parent
 
 
-def test_the_ladder_draws_the_same_tokens_and_only_its_first_rung_preempts(models: Path, tmp_path: Path) -> None:
-    options = [*SMALL, "--models", str(models), "--figure", str(tmp_path)]
+def test_the_ladder_draws_the_same_tokens_and_only_its_first_rung_preempts(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    options = [*SMALL, "--models", str(models), "--figure", str(tmp_path), "--wandb", "auto"]
+    options += ["--negatives", *get_args(Negative)]
     found = run_main("seer", options, num_ranks=2)["paced"]
     assert found["tokens_equal"] is True and found["num_sequences"] == 32
     assert list(found["throughput"]) == list(found["tail"]) == LADDER
     preempted = found["preemptions"]
     assert preempted["static"] > 0 and not any(preempted[one] for one in (*LADDER, "oracle"))
     assert found["of_oracle"] > 0 and list(found["variants"]) == ["oracle"]
+    assert all(one["recomputed"] == 0 and 0.5 < one["stored_per_token"] < 2 for one in map(found["kv"].get, LADDER))
+    assert found["kv"]["static"]["stored_per_token"] == found["kv"]["static"]["imported"] == 0
+    assert 0 < found["kv"]["divided"]["hidden"] <= 1
+    assert list(found["negatives"]) == [*get_args(Negative)]
+    for case in found["negatives"].values():
+        assert case["tokens_equal"] and list(case["variants"]) == ["static by sequence"]
+        assert case["num_sequences"] == 32 and case["mean_length"] == found["mean_length"]
+    assert not any(found["negatives"]["kv for all"]["preemptions"].values())
+    logged = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    assert len(logged) == 5
+    for variant in ("static", *LADDER, "oracle"):
+        (mine,) = [one for one in logged if f'"{variant}"'.encode() in one]
+        assert all(key in mine for key in (b"kv use", b"tokens per second", b"tail_seconds"))
     assert (tmp_path / "seer_paced_1.png").stat().st_size > 10_000
+
+
+def test_points_of_equal_time() -> None:
+    """Two steps of one replica, and one of another."""
+
+    def step(replica_id: int, start: float, num_running: int, **fields: Any) -> StepRecord:
+        counts = {"num_running": num_running, "num_tokens": num_running}
+        return StepRecord(replica_id=replica_id, epoch=0, tp_size=1, start=start, seconds=1.0, **counts, **fields)
+
+    steps = [
+        step(0, 10.0, 4, kv_use=0.5),
+        step(0, 11.0, 2, kv_use=0.1, num_preempted=1),
+        step(1, 10.0, 2, kv_use=0.3, accepted=(1, 1)),
+    ]
+    assert over_time(steps, 2) == [
+        {"second": 1.0, "running sequences": 6.0, "tokens per second": 8.0, "kv use": 0.4, "preemptions": 0},
+        {"second": 2.0, "running sequences": 2.0, "tokens per second": 2.0, "kv use": 0.1, "preemptions": 1},
+    ]
 
 
 @pytest.mark.parametrize(
