@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from engines import SamplingParams
 from engines.config import DType, EngineConfig, ModelConfig
-from engines.constraints import Count, NonNegative
+from engines.constraints import Count, Fraction, NonNegative, WholeNumber
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.fleet.fleet import Fleet
 from engines.parallel.groups import GroupCache
@@ -42,7 +42,6 @@ from experiments.bench import harness
 from experiments.paced import Bench, PacedConfig, Rollout, Variant, Workload
 from research.seer.adaptive import MarginalGain
 from research.seer.baselines import Divided, GroupStatic
-from research.seer.chunks import ChunkOptions
 from research.seer.context_aware import ContextAware, ContextOptions
 from research.simulator.cluster import Cluster, ClusterConfig
 from research.simulator.latency import profile
@@ -58,6 +57,7 @@ Other = Literal[
     "static by sequence",
     "on demand",
     "oracle",
+    "divided, in turns",
     "speculation, no adaptation",
     "speculation, ungrouped",
     "context, as printed",
@@ -82,15 +82,16 @@ class SeerConfig(PacedConfig):
     full: bool = False
     """Also measure the second temperature, and all variants."""
     others: tuple[Other, ...] | None = None
-    """Variants besides the ladder, each of which is measured once; by default the first three in the paced part, and
+    """Variants besides the ladder, each of which is measured once; by default the first four in the paced part, and
     with `--full` all in both parts."""
     negatives: tuple[Negative, ...] | None = None
     """Cases of the paced part in which context should not help: lengths that are independent within groups, chunks as
     long as the mean length, and KV for all sequences at once. By default none, with `--full` all."""
     chunk_tokens: Count = 32
     """Tokens that a sequence generates before it comes back."""
-    follow_ups: Annotated[int, Meta(ge=0)] = 4
-    """See `ChunkOptions`."""
+    follow_ups: WholeNumber = 4
+    spread: Fraction = 0.5
+    """See `ChunkOptions` for both."""
     figure: Path | None = None
     """Draw KV use, running sequences and preemptions of the ladder into this folder."""
 
@@ -101,7 +102,9 @@ class SeerConfig(PacedConfig):
             raise ValueError(f"figure={str(self.figure)!r}: is no folder; make it")
 
     def chunks(self) -> ContextOptions:
-        return ContextOptions(chunk_tokens=self.chunk_tokens, follow_ups=self.follow_ups, seed=self.seed)
+        return ContextOptions(
+            chunk_tokens=self.chunk_tokens, follow_ups=self.follow_ups, spread=self.spread, seed=self.seed
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,6 @@ class Setting:
     ) -> dict[str, Variant]:
         """The ladder, and the others. `lengths` are the true ones, for the oracle."""
         options = config.chunks()
-        chunks = ChunkOptions(chunk_tokens=options.chunk_tokens, follow_ups=options.follow_ups)
         seeds = itertools.count(config.seed)  # the baseline's luck is not that of one seed
         plain = Variant(layout=nested_layout(range(num_ranks), 1), num_kv_tokens=self.num_kv_tokens)
 
@@ -151,7 +153,8 @@ class Setting:
         context = partial(ContextAware, options)
         return {
             STATIC: by(lambda: GroupStatic(next(seeds))),
-            DIVIDED: by(partial(Divided, chunks)),
+            DIVIDED: by(partial(Divided, options)),
+            "divided, in turns": by(partial(Divided, options, takes_turns=True)),
             CONTEXT: by(context),
             SPECULATION: by(context, **DRAFTS),
             "static by sequence": by(Static),
@@ -242,7 +245,7 @@ def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         group_size=16,
         num_kv_tokens=1600,
         preemption="recompute",
-        others=OTHERS if config.full else OTHERS[:3],
+        others=OTHERS if config.full else OTHERS[:4],
         pace=wide,
         facts={"profile": "h800-72b-tp8", "scale": wide.pace.scale, "token_scale": wide.pace.token_scale},
     )

@@ -24,7 +24,7 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from engines.config import EngineConfig
-from engines.constraints import Count, WholeNumber, check_fields
+from engines.constraints import Count, Fraction, WholeNumber, check_fields
 from engines.coordination.policies import SchedulePolicy, Static
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.rollout.generation import make_states
@@ -35,7 +35,6 @@ from experiments.bench import harness
 from experiments.bench.harness import short
 from experiments.engine_options import draft_policy
 from research.seer.baselines import Divided, GroupStatic
-from research.seer.chunks import ChunkOptions
 from research.seer.context_aware import ContextAware, ContextOptions, Order
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads
 from research.simulator.datasheets import H800, QWEN_72B, Device, ModelShape
@@ -140,7 +139,8 @@ class SeerSimConfig:
     shrink: Count = 1
     """Simulate one in so many instances, with their part of the groups."""
     follow_ups: WholeNumber = 4
-    """See `ChunkOptions`."""
+    spread: Fraction = 0.5
+    """See `ChunkOptions` for both."""
     order: Order = "remaining"
     """See `ContextOptions`; "length" is Algorithm 1 as printed."""
     drafts: bool = False
@@ -163,11 +163,14 @@ class SeerSimConfig:
     def block_size(self) -> int:
         return max(1, BLOCK_SIZE // self.token_scale)
 
-    def chunks(self, case: Case) -> dict[str, Any]:
-        return {"chunk_tokens": (self.chunk or case.chunk) // self.token_scale, "follow_ups": self.follow_ups}
-
     def context(self, case: Case, seed: int) -> ContextOptions:
-        return ContextOptions(**self.chunks(case), order=self.order, seed=seed)
+        return ContextOptions(
+            chunk_tokens=(self.chunk or case.chunk) // self.token_scale,
+            follow_ups=self.follow_ups,
+            spread=self.spread,
+            order=self.order,
+            seed=seed,
+        )
 
 
 class _Counting:
@@ -236,7 +239,8 @@ def _policies(
     context = config.context(case, seed)
     return {
         BASE: lambda: GroupStatic(seed),
-        "divided": lambda: Divided(ChunkOptions(**config.chunks(case))),
+        "divided": lambda: Divided(context),
+        "divided, in turns": lambda: Divided(context, takes_turns=True),
         "context": lambda: ContextAware(context),
         "oracle": lambda: ContextAware(context, lengths=lengths),
         "static": Static,

@@ -77,12 +77,14 @@ class ReplicaView:
         """Returns about how many of its sequences wait for others to leave.
 
         Sequences that leave at different times run together even if they would need more blocks at their ends than the
-        replica has. So each is taken to hold the mean of what it has now and of what is reserved for it.
+        replica has. As many as it last reported to run do so; before that, and where more have room by this measure,
+        each is taken to hold the mean of what it has now and of what is reserved for it.
         """
         if not self.num_assigned:
             return 0.0
         num_blocks = (self.num_tokens / self.block_size + self.num_reserved_blocks) / 2 / self.num_assigned
-        return max(0.0, self.num_assigned - min(self.max_num_seqs, self.num_blocks / max(num_blocks, 1.0)))
+        num_together = min(self.max_num_seqs, self.num_blocks / max(num_blocks, 1.0))
+        return max(0.0, self.num_assigned - max(self.num_running, num_together))
 
     def room_for(self, sequence: SequenceView, max_new_tokens: int | None = None) -> bool:
         """Whether a dispatch of the sequence here would be valid; see `num_reserved_tokens`."""

@@ -40,14 +40,23 @@ class GroupStatic:
 
 
 class Divided:
-    """Chunks without context: first come, first served, and a sequence that comes back is the last again."""
+    """Chunks without context, first come, first served: by default a sequence that comes back keeps its place, so that
+    what came last starts last. With `takes_turns` it is the last again, and all sequences advance alike.
 
-    def __init__(self, options: ChunkOptions | None = None) -> None:
+    The paper does not say which its own is.
+    """
+
+    def __init__(self, options: ChunkOptions | None = None, *, takes_turns: bool = False) -> None:
         self.options = options or ChunkOptions()
+        self._takes_turns = takes_turns
         self._sequences = WaitingQueue[SequenceId]()
+        self._num_chunks = 0
 
     def next(self, view: ScheduleView) -> Dispatch | None:
         for sequence in view.entered:
-            self._sequences.put(sequence.sequence_id, ())
+            self._sequences.put(sequence.sequence_id, () if self._takes_turns else (sequence.index,))
         with closing(self._sequences.ordered(view.waiting)) as ordered:
-            return dispatch_chunk(view, (view.waiting[id_] for id_ in ordered), self.options)
+            waiting = (view.waiting[id_] for id_ in ordered)
+            dispatch = dispatch_chunk(view, waiting, self.options, self._num_chunks)
+        self._num_chunks += dispatch is not None
+        return dispatch

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from engines.constraints import Count, WholeNumber, check_fields
+from engines.constraints import Count, Fraction, WholeNumber, check_fields
 from engines.coordination.views import Dispatch, ReplicaView, ScheduleView, SequenceView
 
 
@@ -15,7 +15,10 @@ class ChunkOptions:
     """How sequences are divided, and where their chunks go."""
 
     chunk_tokens: Count = 8192
-    """Tokens that a sequence generates before it comes back."""
+    """Most tokens that a sequence generates before it comes back."""
+    spread: Fraction = 0.5
+    """The shortest chunk has this share fewer; lengths are spread evenly in between. With 0, as in the paper, sequences
+    that begin together leave together, and much of the room that they need at the end is unused until then."""
     follow_ups: WholeNumber = 4
     """Sequences that a replica may hold behind those for which it has room. One of them runs in the very step after
     another sequence's last, without a round trip to the coordinator."""
@@ -24,6 +27,11 @@ class ChunkOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def length(self, number: int) -> int:
+        """Returns the most tokens of the chunk with this number, from 0. Multiples of the golden ratio, modulo 1, are
+        evenly spread."""
+        return max(1, round(self.chunk_tokens * (1 - self.spread * (number * 0.6180339887498949 % 1))))
 
     def check(self, *, block_size: int, max_tokens: int) -> None:
         """Raises ValueError for a chunk that is shorter than a block of KV, or longer than any sequence."""
@@ -34,8 +42,10 @@ class ChunkOptions:
             )
 
 
-def dispatch_chunk(view: ScheduleView, sequences: Iterable[SequenceView], options: ChunkOptions) -> Dispatch | None:
-    """Returns the next chunk of the first sequence for which a replica has room (Algorithm 1, lines 18 to 25).
+def dispatch_chunk(
+    view: ScheduleView, sequences: Iterable[SequenceView], options: ChunkOptions, number: int
+) -> Dispatch | None:
+    """Returns chunk `number` for the first sequence for which a replica has room (Algorithm 1, lines 18 to 25).
 
     Room is for all tokens that the sequence will have at the chunk's end, so that none is preempted (§4.2). Where no
     replica has room for any of the sequences, the first one becomes a follow-up of a replica where few of them wait.
@@ -48,9 +58,9 @@ def dispatch_chunk(view: ScheduleView, sequences: Iterable[SequenceView], option
     if not replicas:
         return None
     first: tuple[SequenceView, int] | None = None
-    fewest_refused = None
+    fewest_refused, most = None, options.length(number)
     for sequence in islice(sequences, options.look_ahead):
-        chunk = min(options.chunk_tokens, sequence.max_tokens - sequence.num_generated)
+        chunk = min(most, sequence.max_tokens - sequence.num_generated)
         num_tokens = sequence.num_prompt_tokens + sequence.num_generated + chunk
         first = first or (sequence, chunk)
         if fewest_refused is not None and num_tokens >= fewest_refused:

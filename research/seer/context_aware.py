@@ -66,7 +66,7 @@ class ContextAware:
         self.options = options or ContextOptions()
         self._lengths = lengths
         self._groups: dict[GroupKey, _Group] = {}
-        self._num_groups = 0
+        self._num_groups = self._num_chunks = 0
         self._sequences = WaitingQueue[SequenceId]()
         self._least_executed = WaitingQueue[GroupKey]()
         """Groups that have waiting members."""
@@ -80,8 +80,9 @@ class ContextAware:
             if sequence.sequence_id in view.waiting:
                 self._enter(view.waiting[sequence.sequence_id])
         with closing(self._candidates(view)) as candidates:
-            dispatch = dispatch_chunk(view, candidates, self.options)
+            dispatch = dispatch_chunk(view, candidates, self.options, self._num_chunks)
         if dispatch is not None:
+            self._num_chunks += 1
             self._leave(view.waiting[dispatch.sequence_id])
             self._for_starving = self._draw()
         return dispatch

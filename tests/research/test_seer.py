@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -14,8 +15,8 @@ from engines.config import EngineConfig
 from engines.control import messages as m
 from engines.coordination import requests as r
 from engines.coordination.policies import SchedulePolicy
-from engines.coordination.views import Dispatch, EndedView, ScheduleView, SequenceView
-from engines.parallel.layout import contiguous_layout
+from engines.coordination.views import Dispatch, EndedView, ReplicaView, ScheduleView, SequenceView
+from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
 from research.seer.baselines import Divided, GroupStatic
 from research.seer.chunks import ChunkOptions
@@ -44,7 +45,7 @@ class NaiveAlgorithm:
     def __post_init__(self) -> None:
         self.random = random.Random(self.options.seed)
         self.coin = self.random.random() < self.options.starving_share
-        self.num_starving = self.num_lifted = self.num_queued = self.num_passed = 0
+        self.num_starving = self.num_lifted = self.num_queued = self.num_passed = self.num_chunks = 0
 
     def estimate(self, sequence: SequenceView) -> int:
         if self.lengths is not None:
@@ -83,6 +84,7 @@ class NaiveAlgorithm:
             order = [starving, *(one for one in order if one is not starving)]
         dispatch = self.place(view, order[: self.options.look_ahead])
         if dispatch is not None:
+            self.num_chunks += 1
             self.num_starving += self.coin
             self.num_queued += dispatch.queued
             self.num_passed += dispatch.sequence_id != order[0].sequence_id
@@ -101,7 +103,8 @@ class NaiveAlgorithm:
         tries = [(one, False) for one in order]
         tries += [(one, True) for one in order[:1] if self.options.follow_ups]
         for one, queued in tries:
-            chunk = min(self.options.chunk_tokens, one.max_tokens - one.num_generated)
+            less = self.options.spread * math.fmod(self.num_chunks * (math.sqrt(5) - 1) / 2, 1)
+            chunk = min(round(self.options.chunk_tokens * (1 - less)), one.max_tokens - one.num_generated)
             num_tokens = one.num_prompt_tokens + one.num_generated + chunk
             all_ = [r for r in view.replicas.values() if r.num_assigned < r.max_num_seqs + self.options.follow_ups]
             if queued:
@@ -148,12 +151,13 @@ def roll_out(
     lengths: dict[SequenceId, int],
     *,
     num_kv_tokens: int = 800,
+    max_num_seqs: int = 8,
     message_s: float = 0.001,
     checks: bool = True,
 ) -> SimulatedRollout:
     config = ClusterConfig(
         layout=contiguous_layout(range(3), 1),
-        engine=EngineConfig(max_num_seqs=8, block_size=4, max_num_batched_tokens=4096),
+        engine=EngineConfig(max_num_seqs=max_num_seqs, block_size=4, max_num_batched_tokens=4096),
         pace=FlatPace(),
         num_kv_tokens={1: num_kv_tokens},
         max_model_len=CAP + 8,
@@ -187,6 +191,7 @@ def test_decisions_are_those_of_the_algorithm_written_naively(seed: int) -> None
         starving_share=rng.choice([0.05, 0.5]),
         lifts=rng.random() < 0.7,
         order="length" if seed % 2 else "remaining",
+        spread=rng.choice([0.0, 0.5]),
         seed=seed,
     )
     lengths = draw(12, 5, seed)
@@ -210,15 +215,20 @@ def test_decisions_survive_losses_moves_and_aborts() -> None:
     assert min(counts[what] for what in ("regroups", "moves", "lost", "repeated", "kv")) > 5
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5])
 @pytest.mark.parametrize("follow_ups", [0, 2])
 @pytest.mark.parametrize("num_kv_tokens", [300, 3000])
 @pytest.mark.parametrize("kind", [ContextAware, Divided])
-def test_every_chunk_runs_once_and_none_is_preempted(kind: Any, num_kv_tokens: int, follow_ups: int) -> None:
-    options = {ContextAware: ContextOptions, Divided: ChunkOptions}[kind](chunk_tokens=16, follow_ups=follow_ups)
+def test_every_chunk_runs_once_and_none_is_preempted(
+    kind: Any, num_kv_tokens: int, follow_ups: int, spread: float
+) -> None:
+    of_kind = {ContextAware: ContextOptions, Divided: ChunkOptions}[kind]
+    options = of_kind(chunk_tokens=16, follow_ups=follow_ups, spread=spread)
     lengths = draw(10, 4, seed=1)
     done = roll_out(kind(options), lengths, num_kv_tokens=num_kv_tokens)
     dispatches = [one for one in done.decisions if one.action == "dispatch"]
-    assert len(dispatches) == sum(-(-length // 16) for length in lengths.values())
+    fewest, most = (sum(-(-length // chunk) for length in lengths.values()) for chunk in (16, 16 * (1 - spread)))
+    assert fewest <= len(dispatches) <= most and (len(dispatches) > fewest or not spread)
     assert done.num_preempted == 0
     full = max(one.num_reserved_blocks / one.num_blocks for decision in dispatches for one in decision.replicas)
     assert full > 0.9 or num_kv_tokens > 300
@@ -237,6 +247,71 @@ def test_with_follow_ups_a_chunk_s_end_costs_at_most_one_step_of_a_slot() -> Non
         num_ends = sum(0 < now < last for now, _ in times)
         idle[follow_ups] = sum(8 - step.num_running for step in done.steps if step.start < last) / num_ends
     assert idle[4] < 1 and idle[0] > 3, idle
+
+
+class InOrder:
+    """A divided rollout that tries one sequence at a time, beside a plain list."""
+
+    def __init__(self, takes_turns: bool) -> None:
+        self._policy = Divided(ChunkOptions(chunk_tokens=16, look_ahead=1), takes_turns=takes_turns)
+        self._takes_turns = takes_turns
+        self._entered: list[SequenceId] = []
+        self.num_back = 0
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        self._entered += [one.sequence_id for one in view.entered]
+        self.num_back += sum(one.num_generated > 0 for one in view.entered)
+        self._entered = [id_ for id_ in self._entered if id_ in view.waiting]
+        dispatch = self._policy.next(view)
+        if dispatch is not None:
+            index = {id_: one.index for id_, one in view.waiting.items()}
+            assert dispatch.sequence_id == (
+                self._entered[0] if self._takes_turns else min(index, key=index.__getitem__)
+            )
+        return dispatch
+
+
+def test_those_that_run_are_not_behind() -> None:
+    """40 sequences with 25 blocks each, and 60 at their ends: about 42 of the replica's 1,000 for each."""
+    view = ReplicaView(
+        spec=ReplicaSpec(id=0, ranks=(0,)),
+        accepts=True,
+        max_num_seqs=64,
+        num_assigned=40,
+        num_tokens=4000,
+        block_size=4,
+        num_blocks=1000,
+        num_reserved_blocks=2400,
+        num_running=0,
+        num_waiting=0,
+        num_free_blocks=0,
+        seconds=0.0,
+    )
+    assert view.num_behind() == pytest.approx(40 - 1000 / 42.5)
+    assert replace(view, num_running=36).num_behind() == 4
+    assert replace(view, num_running=42).num_behind() == 0, "some have left since"
+    assert replace(view, num_running=10, max_num_seqs=12).num_behind() == 28
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_sequences_keep_their_places_or_take_turns(takes_turns: bool) -> None:
+    policy = InOrder(takes_turns)
+    roll_out(policy, draw(20, 4, seed=4), checks=False)
+    assert policy.num_back > 50
+
+
+@pytest.mark.parametrize("oracle", [False, True])
+def test_chunks_of_different_lengths_fill_the_cache(oracle: bool) -> None:
+    """Sequences that began together and leave together need room at that time that is unused before it."""
+    lengths = draw(60, 8, seed=5)
+    use = {}
+    for spread in (0.0, 0.5):
+        options = ContextOptions(chunk_tokens=50, spread=spread)
+        policy = ContextAware(options, lengths=lengths if oracle else None)
+        done = roll_out(policy, lengths, num_kv_tokens=1000, max_num_seqs=64, checks=False)
+        body = [step for step in done.steps if step.start < 0.7 * done.makespan]
+        use[spread] = sum(step.kv_use * step.seconds for step in body) / sum(step.seconds for step in body)
+    assert use[0.5] > use[0.0] + 0.03, use
 
 
 @pytest.mark.parametrize("seed", range(10))
