@@ -88,7 +88,7 @@ class SeerConfig(PacedConfig):
     """Cases of the paced part in which context should not help: lengths that are independent within groups, chunks as
     long as the mean length, and KV for all sequences at once. By default none, with `--full` all."""
     chunk_tokens: Count = 32
-    """Tokens that a sequence generates before it comes back."""
+    """Most tokens that a sequence generates before it comes back."""
     follow_ups: WholeNumber = 4
     spread: Fraction = 0.5
     """See `ChunkOptions` for both."""
@@ -303,7 +303,8 @@ def negative(
         params = replace(workload.params, ignore_eos=True)
         workload = replace(workload, params=params, lengths=dict(zip(lengths, mixed, strict=True)))
     elif case == "chunk of mean":
-        config = replace(config, chunk_tokens=max(BLOCK_SIZE, round(statistics.fmean(lengths.values()))))
+        longest = statistics.fmean(lengths.values()) / (1 - config.spread / 2)
+        config = replace(config, chunk_tokens=min(CAP, max(BLOCK_SIZE, round(longest))))
     else:
         num_groups = -(-len(workload.prompts) // bench.groups.world.size)
         setting = replace(setting, num_kv_tokens=num_groups * setting.group_size * MAX_LEN)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engines.control.messages import ReplicaReady, StepReported
 from engines.coordination.views import ReplicaView, SequenceView, num_reserved_tokens
 from engines.parallel.layout import ReplicaSpec
@@ -152,6 +154,8 @@ class ReplicaRecord:
         self.num_tokens -= sequence.num_tokens
         self.num_reserved_blocks -= sequence.num_blocks
         sequence.replica, sequence.num_blocks = None, 0
+        if not self.assigned and self.report is not None:  # nothing runs, whatever it last reported
+            self.report = msgspec.structs.replace(self.report, num_running=0, num_waiting=0)
 
     def _reserve(self, sequence: SequenceRecord) -> None:
         num_ahead = self.block_size if sequence.release_at is None else sequence.release_at - sequence.num_tokens

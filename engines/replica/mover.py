@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
+import torch
 from torch import Tensor
 
 from engines.config import ModelConfig
@@ -61,15 +62,16 @@ class _Written:
             self.store.drop(part)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Ranges:
     """What was read of a sequence's KV, behind the first `num_known` tokens."""
 
     num_known: int = 0
+    first_token: int = 0
     num_tokens: int
     """Leading tokens of the sequence that are usable: those that were read, and those before them."""
-    layers: list[tuple[int, int, Iterator[Tensor]]]
-    """First token of a range, its end, and its layers."""
+    layers: list[Tensor]
+    """Each [2, num_tokens - first_token, heads, head_dim]; none where nothing was read."""
 
 
 class KVMover:
@@ -297,10 +299,9 @@ class KVMover:
         if self.store is None or handle is None or not self._fits(handle, policy_version):
             return 0
         ranges = ranges or self._read(self.store, handle, cached.tokens, cached.num_tokens)
-        for start, end, layers in ranges.layers:
-            first, last = max(start, cached.num_tokens), min(end, len(cached.tokens) - 1)
-            if first < last:
-                fill_kv(self._kv, cached.blocks, last, layers, first=first, start=start)
+        first, last = max(ranges.first_token, cached.num_tokens), min(ranges.num_tokens, len(cached.tokens) - 1)
+        if ranges.layers and first < last:
+            fill_kv(self._kv, cached.blocks, last, ranges.layers, first=first, start=ranges.first_token)
         return ranges.num_tokens
 
     def _fits(self, handle: KVHandle, policy_version: int) -> bool:
@@ -313,14 +314,15 @@ class KVMover:
         if not lacking:
             return _Ranges(num_known=num_known, num_tokens=handle.num_tokens, layers=[])
         ends = [parts[0].first_token + parts[0].num_tokens for parts in lacking]
-        ranges = _Ranges(num_known=num_known, num_tokens=lacking[0][0].first_token, layers=[])
+        num_tokens = first_token = lacking[0][0].first_token
+        pieces: list[Iterator[Tensor]] = []
         with contextlib.suppress(ValueError):
             for parts, end, digest in zip(lacking, ends, tokens_digests(tokens, ends), strict=True):
-                start = parts[0].first_token
-                content = self._content(digest, start, end - start, handle.policy_version)
-                ranges.layers.append((start, end, load_heads(store, parts, content)))
-                ranges.num_tokens = end
-        return ranges
+                content = self._content(digest, num_tokens, end - num_tokens, handle.policy_version)
+                pieces.append(load_heads(store, parts, content))
+                num_tokens = end
+        layers = [one[0] if len(one) == 1 else torch.cat(one, dim=1) for one in zip(*pieces, strict=True)]
+        return _Ranges(num_known=num_known, first_token=first_token, num_tokens=num_tokens, layers=layers)
 
     def _content(self, digest: str, first_token: int, num_tokens: int, policy_version: int) -> KVContent:
         """Describes the KV of a range of tokens for this shard's KV heads; `digest`: of all tokens up to its end."""

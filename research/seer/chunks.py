@@ -34,7 +34,7 @@ class ChunkOptions:
         return max(1, round(self.chunk_tokens * (1 - self.spread * (number * 0.6180339887498949 % 1))))
 
     def check(self, *, block_size: int, max_tokens: int) -> None:
-        """Raises ValueError for a chunk that is shorter than a block of KV, or longer than any sequence."""
+        """Raises ValueError for `chunk_tokens` below a block of KV, or above what a sequence may have."""
         if not block_size <= self.chunk_tokens <= max_tokens:
             raise ValueError(
                 f"chunk_tokens={self.chunk_tokens}: must be at least a block of KV and at most what a sequence may "

@@ -593,8 +593,8 @@ class Desk:
         size = {"max_num_seqs": slots, "num_kv_tokens": blocks * BLOCK, "block_size": BLOCK, "policy_version": version}
         return [item for id_ in replica_ids for item in self.hear(m.ReplicaReady, id_, epoch, **size)]
 
-    def report(self, replica_id: int, *progress: tuple[SequenceId, int]) -> list[Any]:
-        load = {"num_running": 1, "num_waiting": 0, "num_free_blocks": 9, "seconds": 0.5}
+    def report(self, replica_id: int, *progress: tuple[SequenceId, int], num_running: int = 1) -> list[Any]:
+        load = {"num_running": num_running, "num_waiting": 0, "num_free_blocks": 9, "seconds": 0.5}
         return self.hear(m.StepReported, replica_id, progress=progress, **load)
 
     def move(self, uid: int, replica_id: int | None) -> list[Any]:
@@ -647,6 +647,17 @@ def test_on_demand_gives_one_by_one_as_room_comes() -> None:
     output = desk.finish(1, states[3])
     assert only(output, r.Deliver).finished.state.tokens == states[3].tokens + expected_tokens(states[3])
     assert given(output) == {1: [4]}
+
+
+def test_nothing_runs_on_a_replica_without_sequences() -> None:
+    """Whatever its last report says: it sends none before it has some."""
+    desk, states = open_desk(2, num_ranks=1)
+    desk.report(0, num_running=2)
+    replica = desk.core._books.replicas[0]
+    desk.finish(0, states[0])
+    assert replica.view(accepts=True).num_running == 2
+    desk.finish(0, states[1])
+    assert replica.view(accepts=True).num_running == 0
 
 
 def test_room_counts_the_kv_of_what_was_given_and_what_it_has_grown_by() -> None:

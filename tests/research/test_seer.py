@@ -293,6 +293,16 @@ def test_those_that_run_are_not_behind() -> None:
     assert replace(view, num_running=10, max_num_seqs=12).num_behind() == 28
 
 
+@pytest.mark.parametrize(("chunk", "spread"), [(100, 0.0), (100, 0.5), (100, 1.0), (1, 1.0), (7, 0.5)])
+def test_chunks_are_evenly_spread(chunk: int, spread: float) -> None:
+    options = ChunkOptions(chunk_tokens=chunk, spread=spread)
+    for start in (0, 1000, 10**7):
+        lengths = sorted(options.length(start + place) for place in range(50))
+        evenly = [chunk * (1 - spread * (place + 0.5) / 50) for place in reversed(range(50))]
+        assert lengths[0] >= 1 and lengths[-1] <= chunk
+        assert max(abs(one - other) for one, other in zip(lengths, evenly, strict=True)) <= 1 + chunk * spread / 25
+
+
 @pytest.mark.parametrize("takes_turns", [False, True])
 def test_sequences_keep_their_places_or_take_turns(takes_turns: bool) -> None:
     policy = InOrder(takes_turns)
