@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.config import EngineConfig, ModelConfig
-from engines.kvcache import peer
+from engines.kvcache import files, peer
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.peer import PeerKVStore
 from engines.kvcache.store import HEADER_BYTES, KVContent, KVStore, load_heads, tokens_digests
@@ -685,3 +686,24 @@ def test_threads_that_export_at_once_lose_nothing(tmp_path: Path, tier: str) -> 
     assert all(has(store, part, big) for part in kept)
     assert sum(files_in(tmp_path / "host" if tier == "tiers" else tmp_path).values()) <= 20 * size
     store.close()
+
+
+def test_free_memory_is_looked_up_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when what was free then has been taken."""
+    clock, free, looks = [0.0], [100], [0]
+
+    def look() -> int:
+        looks[0] += 1
+        return free[0]
+
+    monkeypatch.setattr(files, "free_memory_bytes", look)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    memory = files._FreeMemory()
+    assert memory.take(60) and looks[0] == 1
+    free[0] = 40
+    assert memory.take(40) and looks[0] == 1
+    assert not memory.take(41) and looks[0] == 2, "it looks again before it refuses"
+    assert memory.take(30) and looks[0] == 2
+    clock[0], free[0] = 0.2, 5
+    assert not memory.take(6) and looks[0] == 3
+    assert memory.take(5) and looks[0] == 3
