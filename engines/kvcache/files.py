@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engines.kvcache.store import HEADER_BYTES, KVContent, Tier, encode_header, layers_in
+from engines.kvcache.store import HEADER_BYTES, KVContent, Tier, encode_header, entry_memory, layers_in
 from engines.memory.host_memory import free_host_bytes
 from engines.parallel.owned_files import DEV_SHM, has_label, new_name
 from engines.sequence import KVPart
@@ -314,15 +313,14 @@ def _write(descriptor: int, data: memoryview, place: int) -> None:
         done += os.pwrite(descriptor, data[done:], place + done)
 
 
-def _read_whole(path: Path, num_bytes: int) -> mmap.mmap:
+def _read_whole(path: Path, num_bytes: int) -> memoryview:
     """Returns a file's bytes. Raises OSError, or ValueError when the file has another length."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         found, done = os.fstat(descriptor).st_size, 0
-        memory = mmap.mmap(-1, num_bytes) if found == num_bytes else None
+        memory = entry_memory(num_bytes) if found == num_bytes else None
         while memory is not None and done < num_bytes:
-            with memoryview(memory)[done:] as rest:
-                count = os.preadv(descriptor, [rest], done)
+            count = os.preadv(descriptor, [memory[done:]], done)
             if not count:  # it has just become shorter
                 found, memory = done, None
             done += count

@@ -6,7 +6,6 @@ No other process takes part, so that a sequence can move between two hosts while
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import secrets
 import threading
@@ -21,7 +20,7 @@ from torch import Tensor
 from engines.control.ends import Received
 from engines.control.transport import Client, Server
 from engines.kvcache.files import FileKVStore
-from engines.kvcache.store import HEADER_BYTES, KVContent, Tier, layers_in
+from engines.kvcache.store import HEADER_BYTES, KVContent, Tier, entry_memory, layers_in
 from engines.kvcache.tiers import TieredKVStore
 from engines.sequence import KVPart
 
@@ -92,7 +91,7 @@ class PeerKVStore:
         if host == self._host:
             return self._local.load(replace(part, location=name), content)
         try:
-            memory = mmap.mmap(-1, HEADER_BYTES + content.num_bytes)
+            memory = entry_memory(HEADER_BYTES + content.num_bytes)
             with self._lock:
                 self._fetch(address, name, memory)
         except (OSError, ValueError) as error:  # the peer has ended, or has refused this process; or memory is short
@@ -119,7 +118,7 @@ class PeerKVStore:
         self._thread.join()
         self._local.close()
 
-    def _fetch(self, address: str, name: str, memory: mmap.mmap) -> None:
+    def _fetch(self, address: str, name: str, memory: memoryview) -> None:
         """Fills `memory` with the first bytes of a peer's file. Raises ConnectionError when they do not arrive."""
         try:
             client = self._client(address)

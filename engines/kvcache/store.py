@@ -10,8 +10,8 @@ again.
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import mmap
 import struct
 import zlib
 from array import array
@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,13 +137,24 @@ def encode_header(content: KVContent, checksum: int) -> bytes:
     return _PREFIX.pack(MAGIC, FORMAT, checksum, len(encoded)) + encoded
 
 
-def layers_in(memory: mmap.mmap, content: KVContent, location: str) -> list[Tensor]:
+def entry_memory(num_bytes: int) -> memoryview:
+    """Returns memory for an entry that is read. Raises OSError when there is none.
+
+    It is memory that the allocator has used before, if possible: a new mapping takes ten times as long to fill, since
+    each of its pages is first made by the kernel.
+    """
+    try:
+        return np.empty(num_bytes, np.uint8).data
+    except MemoryError:
+        raise OSError(errno.ENOMEM, f"no memory for {num_bytes} bytes") from None
+
+
+def layers_in(memory: memoryview, content: KVContent, location: str) -> list[Tensor]:
     """Returns the layers of an entry's bytes, each `content.layer_shape`; they keep the memory alive.
 
     Raises ValueError when the entry is of other content, or damaged.
     """
-    with memoryview(memory)[HEADER_BYTES:] as payload:
-        _check_header(memory[:HEADER_BYTES], content, location, zlib.crc32(payload))
+    _check_header(bytes(memory[:HEADER_BYTES]), content, location, zlib.crc32(memory[HEADER_BYTES:]))
     layers = torch.frombuffer(memory, dtype=getattr(torch, content.dtype), offset=HEADER_BYTES)
     return list(layers.view(content.num_layers, *content.layer_shape))
 
