@@ -90,8 +90,9 @@ class SeerConfig(PacedConfig):
     chunk_tokens: Count = 32
     """Most tokens that a sequence generates before it comes back."""
     follow_ups: WholeNumber = 4
+    """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
     spread: Fraction = 0.5
-    """See `ChunkOptions` for both."""
+    """Share by which the shortest chunk is shorter than the longest; see `ChunkOptions`."""
     figure: Path | None = None
     """Draw KV use, running sequences and preemptions of the ladder into this folder."""
 

@@ -139,8 +139,9 @@ class SeerSimConfig:
     shrink: Count = 1
     """Simulate one in so many instances, with their part of the groups."""
     follow_ups: WholeNumber = 4
+    """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
     spread: Fraction = 0.5
-    """See `ChunkOptions` for both."""
+    """Share by which the shortest chunk is shorter than the longest; see `ChunkOptions`."""
     order: Order = "remaining"
     """See `ContextOptions`; "length" is Algorithm 1 as printed."""
     drafts: bool = False
