@@ -319,3 +319,17 @@ def test_too_much_at_once_is_stored_in_the_step(
     assert len(released) == 8 and all(work.kv is not None for work in released)
     finish(replica, rollout, released, wanted)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_is_reshaped_does_not_wait_for_its_old_thread(
+    behind_a_gate: tuple[Replica, Rollout, GatedStore],
+) -> None:
+    """The thread ends behind its job, whose entry nobody has then."""
+    replica, _, store = behind_a_gate
+    assert isinstance(replica.mover, KVMover)
+    (thread,) = replica.mover._writer._thread._threads
+    replica.mover.close(waits=False)
+    assert thread.is_alive() and not store.num_bytes
+    store.gate.set()
+    thread.join(60.0)
+    assert not thread.is_alive() and not store.num_bytes
