@@ -77,8 +77,8 @@ class ReplicaView:
         """Returns about how many of its sequences wait for others to leave.
 
         Sequences that leave at different times run together even if they would need more blocks at their ends than the
-        replica has. As many as it last reported to run do so; before that, and where more have room by this measure,
-        each is taken to hold the mean of what it has now and of what is reserved for it.
+        replica has. The larger of two numbers counts as running: how many ran at its last report, and how many fit if
+        each holds the mean of its present and of its reserved blocks.
         """
         if not self.num_assigned:
             return 0.0

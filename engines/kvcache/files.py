@@ -277,7 +277,7 @@ class FileLedger:
 
 
 class _FreeMemory:
-    """What `free_memory_bytes` has returned within 0.1 s, less what was taken since then: it takes 0.3 ms."""
+    """What `free_memory_bytes` has returned at most 0.1 s ago, less what was taken since then: a call takes 0.3 ms."""
 
     def __init__(self) -> None:
         self._num_bytes, self._until = 0, 0.0

@@ -17,8 +17,10 @@ class ChunkOptions:
     chunk_tokens: Count = 8192
     """Most tokens that a sequence generates before it comes back."""
     spread: Fraction = 0.5
-    """The shortest chunk has this share fewer; lengths are spread evenly in between. With 0, as in the paper, sequences
-    that begin together leave together, and much of the room that they need at the end is unused until then."""
+    """By which share of `chunk_tokens` the shortest chunk is shorter; lengths are spread evenly between the two.
+
+    With 0, as in the paper, sequences that begin together leave together, and much of the room that they need at their
+    end is unused until then."""
     follow_ups: WholeNumber = 4
     """Sequences that a replica may hold behind those for which it has room. One of them runs in the very step after
     another sequence's last, without a round trip to the coordinator."""
