@@ -71,7 +71,8 @@ class PatController:
     """A `LayoutPolicy` for equal replicas over all ranks of the layout: wide ones for few sequences, narrow ones for
     many.
 
-    It keeps what it has learnt from one rollout to the next.
+    In a rollout, fewer and fewer sequences run, for which wider replicas are better; so it decides no more once they are
+    as wide as they can be. It keeps what it has learnt from one rollout to the next.
     """
 
     def __init__(self, deployment: Deployment, options: PatOptions | None = None, *, ended: Iterable[int] = ()) -> None:
@@ -103,18 +104,17 @@ class PatController:
         self._num_delivered = view.num_delivered
         if self._next_count is None or is_new:
             self._next_count, self._last_switch = count, -np.inf
+        tp_size = view.layout.replicas[0].tp_size
         is_early = view.now - self._last_switch < self._options.dwell_s
-        if not count or count > self._next_count or is_early:
+        is_widest = not is_new and tp_size == max(self._deployment.steps)
+        if not count or count > self._next_count or is_early or is_widest:
             return None
         sequences = list(view.unfinished.values())
-        if not sequences:
-            return None
         generated = np.array([one.num_generated for one in sequences], float)
         contexts = generated + [one.num_prompt_tokens for one in sequences]
         longest = self._deployment.max_model_len
         limits = [min(one.max_tokens, longest - one.num_prompt_tokens) for one in sequences]
         remaining = self._remaining(generated, np.array(limits, float))
-        tp_size = view.layout.replicas[0].tp_size
         considered = self._consider(view.now, contexts, remaining, tp_size, may_narrow=is_new)
         self.log.append(considered)
         planned = next((fewer for fewer, size in considered.stages if size != considered.chosen), 0)

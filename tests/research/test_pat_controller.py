@@ -154,6 +154,17 @@ def test_a_second_rollout_begins_anew(estimator: Any) -> None:
     assert policy.decide(view_of(many, now=1.0)).layout.replicas[0].tp_size < 8
 
 
+@pytest.mark.parametrize("estimator", ["lookahead", "paper"])
+def test_nothing_is_left_to_decide_in_the_widest_replicas(estimator: Any) -> None:
+    """Beside steps that run, a decision takes time of the rank that makes it."""
+    policy = PatController(deployment(), PatOptions(estimator=estimator), ended=LENGTHS.draw(500, seed=9))
+    assert policy.decide(view_of([700] * 8, size=8)) is None and len(policy.log) == 1, "the first decision of a rollout"
+    for num_left in range(7, 0, -1):
+        assert policy.decide(view_of([900] * num_left, size=8, num_delivered=8 - num_left)) is None
+    assert len(policy.log) == 1
+    assert policy.decide(view_of([0] * 1500, size=8)).layout.replicas[0].tp_size < 8, "the next rollout"
+
+
 def test_sequences_that_have_not_run_stay_with_the_schedule_policy() -> None:
     policy = PatController(deployment(), ended=LENGTHS.draw(500, seed=9))
     change = policy.decide(view_of([5, 0, 7] * 500))
