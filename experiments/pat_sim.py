@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from engines.config import EngineConfig
 from engines.constraints import Count, check_fields
@@ -31,6 +30,7 @@ from experiments import launch
 from experiments.bench.harness import check_folders, in_columns, short
 from experiments.paced import Variant
 from experiments.pat_cases import Batch, Case, adaptive, changing, static
+from experiments.processes import call_each
 from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import Deployment, make_plan
 from research.pat.profile import deployment_of
@@ -95,6 +95,8 @@ class PatSimConfig:
     """Batches of each cell; medians are reported."""
     cells: Count = 14
     """Simulate only the last ones."""
+    processes: Count | None = None
+    """Cells that are simulated at the same time; by default one per core."""
     output: Path | None = None
     """Also write the JSON result to this file."""
     figure: Path | None = None
@@ -107,7 +109,8 @@ class PatSimConfig:
 
 def main() -> dict[str, Any]:
     config = launch.options(PatSimConfig)
-    rows = [simulate(cell, config.seeds) for cell in tqdm(CELLS[-config.cells :], unit="cell")]
+    cells = CELLS[-config.cells :]
+    rows = call_each(partial(simulate, num_seeds=config.seeds), cells, processes=config.processes, unit="cell")
     print_table(rows)
     if config.figure is not None:
         from experiments.figures import draw_throughput

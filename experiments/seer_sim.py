@@ -12,16 +12,17 @@ all else is ours.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
-from tqdm import tqdm
 
 from engines.config import EngineConfig
 from engines.constraints import Count, Fraction, WholeNumber, check_fields
@@ -34,6 +35,7 @@ from experiments import launch
 from experiments.bench import harness
 from experiments.bench.harness import short
 from experiments.engine_options import draft_policy
+from experiments.processes import call_each
 from research.seer.baselines import Divided, GroupStatic
 from research.seer.context_aware import ContextAware, ContextOptions, Order
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads
@@ -146,6 +148,8 @@ class SeerSimConfig:
     """See `ContextOptions`; "length" is Algorithm 1 as printed."""
     drafts: bool = False
     """Also simulate grouped drafts, which takes a few times as long."""
+    processes: Count | None = None
+    """Rollouts that are simulated at the same time; by default one per core."""
     output: Path | None = None
     """Also write the JSON result to this file."""
 
@@ -191,31 +195,18 @@ class _Counting:
 def main() -> dict[str, Any]:
     config = launch.options(SeerSimConfig)
     names = [*_policies(CASES["moonlight"], config, {}, 0), *([DRAFTING] if config.drafts else [])]
-    rows = []
-    with tqdm(total=len(config.cases) * config.seeds * len(names), unit="rollout") as bar:
-        for case in (CASES[name] for name in config.cases):
-            bar.set_description(case.name)
-            rows.append(simulate(case, config, names, bar))
+    keys = [*itertools.product(config.cases, range(config.seeds), names)]
+    done = call_each(partial(_simulate, config), keys, processes=config.processes, unit="rollout")
+    runs: dict[CaseName, dict[str, list[dict[str, float]]]] = {}
+    for (case, _, name), one in zip(keys, done, strict=True):
+        runs.setdefault(case, {}).setdefault(name, []).append(one)
+    rows = [describe(CASES[case], some) for case, some in runs.items()]
     _print_table(rows)
     return harness.report("seer_sim", config, {"tier": "sim", "rows": rows})
 
 
-def simulate(case: Case, config: SeerSimConfig, names: list[str], bar: tqdm[Any]) -> dict[str, Any]:
+def describe(case: Case, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     """Returns medians over the seeds, each with its range; ratios are to the baseline of the same seed."""
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for seed in range(config.seeds):
-        alone = LogNormalLengths(
-            median=case.cap / 4 / config.token_scale, sigma=0.8, cap=case.cap // config.token_scale
-        )
-        drawn = GroupedLengths(lengths=alone, correlation=case.correlation).draw(
-            case.groups * (case.instances // config.shrink) // case.instances, case.group_size, seed
-        )
-        lengths = {(0, uid, index): length for uid, group in enumerate(drawn) for index, length in enumerate(group)}
-        policies = _policies(case, config, lengths, seed)
-        for name in names:
-            policy = policies["context" if name == DRAFTING else name]()
-            runs[name].append(_roll_out(case, config, policy, lengths, drafts=name == DRAFTING))
-            bar.update()
     base, oracle = runs[BASE], runs["oracle"]
     variants = {
         name: {
@@ -246,6 +237,18 @@ def _policies(
         "oracle": lambda: ContextAware(context, lengths=lengths),
         "static": Static,
     }
+
+
+def _simulate(config: SeerSimConfig, key: tuple[CaseName, int, str]) -> dict[str, float]:
+    """Returns what one rollout did: a case's, with a seed and a variant."""
+    case_name, seed, name = key
+    case = CASES[case_name]
+    alone = LogNormalLengths(median=case.cap / 4 / config.token_scale, sigma=0.8, cap=case.cap // config.token_scale)
+    num_groups = case.groups * (case.instances // config.shrink) // case.instances
+    drawn = GroupedLengths(lengths=alone, correlation=case.correlation).draw(num_groups, case.group_size, seed)
+    lengths = {(0, uid, index): length for uid, group in enumerate(drawn) for index, length in enumerate(group)}
+    policy = _policies(case, config, lengths, seed)["context" if name == DRAFTING else name]()
+    return _roll_out(case, config, policy, lengths, drafts=name == DRAFTING)
 
 
 def _roll_out(

@@ -71,8 +71,8 @@ class PatController:
     """A `LayoutPolicy` for equal replicas over all ranks of the layout: wide ones for few sequences, narrow ones for
     many.
 
-    In a rollout, fewer and fewer sequences run, for which wider replicas are better; so it decides no more once they are
-    as wide as they can be. It keeps what it has learnt from one rollout to the next.
+    In a rollout fewer and fewer sequences run, for which wider replicas are better: it decides no more once they are as
+    wide as they can be. It keeps what it has learnt from one rollout to the next.
     """
 
     def __init__(self, deployment: Deployment, options: PatOptions | None = None, *, ended: Iterable[int] = ()) -> None:

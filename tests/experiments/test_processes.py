@@ -1,0 +1,73 @@
+"""Calls on all cores, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from experiments.processes import call_each
+
+
+def _square(number: int) -> tuple[int, int]:
+    if number < 0:
+        raise ValueError(f"number={number}: must not be negative")
+    return number * number, os.getpid()
+
+
+def _die(number: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sleep(folder: Path, number: int) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("processes", [1, 2, None])
+def test_results_are_in_order(processes: int | None) -> None:
+    results = call_each(_square, range(7), processes=processes, unit="number")
+    assert [square for square, _ in results] == [0, 1, 4, 9, 16, 25, 36]
+    assert (os.getpid() in {process for _, process in results}) == (processes == 1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_is_that_of_the_call(processes: int) -> None:
+    with pytest.raises(ValueError, match="number=-1: must not be negative"):
+        call_each(_square, [3, -1, 4], processes=processes, unit="number")
+
+
+def test_a_process_that_is_killed_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="processes=2: one was killed; give fewer if memory ran out"):
+        call_each(_die, range(4), processes=2, unit="number")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_end_with_the_one_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-m", __name__, str(tmp_path)])
+    deadline = time.monotonic() + 60
+    while len(names := os.listdir(tmp_path)) < 2:
+        assert time.monotonic() < deadline and parent.poll() is None, "the processes have not begun"
+        time.sleep(0.05)
+    parent.send_signal(number)
+    parent.wait(timeout=60)
+    while any(_lives(int(name)) for name in names):
+        assert time.monotonic() < deadline, "a process has outlived the one that started it"
+        time.sleep(0.05)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+if __name__ == "__main__":
+    call_each(partial(_sleep, Path(sys.argv[1])), range(2), processes=2, unit="sleep")
