@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -73,39 +72,7 @@ def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> 
     axes[-1, 0].set_xlabel("seconds")
     scale = plt.cm.ScalarMappable(cmap=colours, norm=plt.Normalize(0, largest))
     figure.colorbar(scale, ax=axes[:, 0].tolist(), label="sequences in the step")
-    return _save(figure, path)
-
-
-def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], switches: Sequence[float]) -> Path:
-    """Draws, a line per rollout, running sequences, TP size and tokens per second over time (PAT, Figs. 1 and 4).
-
-    Times count from each rollout's first step. The first rollout's `switches`, on its clock, are dotted lines.
-    """
-    figure, axes = plt.subplots(3, 1, figsize=(7, 6), sharex=True, layout="constrained")
-    for name, steps in rollouts.items():
-        ordered = sorted(steps, key=lambda step: step.start)
-        starts, seconds, counts, sizes = np.array(
-            [(step.start, step.seconds, step.num_running, step.tp_size) for step in ordered]
-        ).T
-        origin = starts[0]
-        edges = np.linspace(origin, (starts + seconds).max(), max(2, min(100, len(steps) // 8)))
-        weights = (counts * seconds, counts)
-        busy, tokens = (np.histogram(starts + seconds / 2, edges, weights=one)[0] / np.diff(edges) for one in weights)
-        middles = (edges[:-1] + edges[1:]) / 2 - origin
-        for ax, x, y in zip(axes, (middles, starts - origin, middles), (busy, sizes, tokens), strict=True):
-            ax.step(x, y, where="post" if ax is axes[1] else "mid", label=name)
-        if name == next(iter(rollouts)):
-            for ax, moment in itertools.product(axes, switches):
-                ax.axvline(moment - origin, color="grey", linestyle=":", linewidth=0.8)
-    for ax, label in zip(axes, ("running sequences", "TP size", "tokens per second"), strict=True):
-        ax.set_ylabel(label)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yscale("log")
-    axes[1].set_yscale("log", base=2)
-    axes[1].yaxis.set_major_formatter("{x:g}")
-    axes[0].legend(frameon=False)
-    axes[-1].set_xlabel("seconds")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_instances(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tails: Mapping[str, float]) -> Path:
@@ -136,25 +103,7 @@ def draw_instances(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tai
         column[3].set_xlabel("seconds")
     for ax, label in zip(axes[:, 0], ("KV use", "running sequences", "preemptions", "tokens per step"), strict=True):
         ax.set_ylabel(label)
-    return _save(figure, path)
-
-
-def draw_throughput(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Draws tokens per second over the limit of the lengths, a line per variant and a panel per figure of the paper
-    (PAT, Figs. 10 and 11)."""
-    panels = list(dict.fromkeys(row["figure"] for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.2), layout="constrained", squeeze=False)
-    for ax, panel in zip(axes[0], panels, strict=True):
-        mine = [row for row in rows if row["figure"] == panel]
-        for name in mine[0]["tokens_per_second"]:
-            points = [(row["cap"] / 1024, row["tokens_per_second"].get(name, np.nan)) for row in mine]
-            style = ":" if name.startswith("TP") else "-"
-            ax.plot(*zip(*points, strict=True), style, marker="o", markersize=4, label=name)
-        ax.set(title=f"Fig. {panel}: {mine[0]['hosts']} x 8 {mine[0]['gpus']}", xlabel="limit, K tokens", ylim=0)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("tokens per second")
-    axes[0][0].legend(frameon=False, fontsize="small")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_drafting(
@@ -181,7 +130,7 @@ def draw_drafting(
         ax.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
         ax.set(ylabel="times as fast as without drafts")
         ax.legend(fontsize="small")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Path:
@@ -208,10 +157,11 @@ def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Pat
     places.set(xlabel="place in the draft", ylabel="share accepted", ylim=(0, 1))
     places.xaxis.set_major_locator(MaxNLocator(integer=True))
     tokens.legend(frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
+    """Writes a figure to a file, and returns its path."""
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
@@ -229,7 +179,7 @@ def _figure(path: Path, draw: Any, rows: list[Any]) -> Path:
     figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
     draw(ax, rows)
     ax.spines[["top", "right"]].set_visible(False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> None:

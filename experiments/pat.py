@@ -217,7 +217,7 @@ def show(config: PatConfig, name: str, runs: dict[str, list[Rollout]]) -> None:
     if config.wandb != "off":
         paced.track(f"pat-{name}", runs)
     if config.figure is not None:
-        from experiments.figures import draw_switches
+        from experiments.pat_figures import draw_switches
 
         chosen = {one: runs[one][0].steps for one in (PAT, next(iter(runs)))}
         draw_switches(config.figure / f"{name}.png", chosen, [start for start, _ in runs[PAT][0].switches])

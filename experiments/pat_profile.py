@@ -41,7 +41,7 @@ from engines.replica.engine import kv_capacity
 from engines.sequence import Work
 from experiments import launch
 from experiments.bench.blank_kv import submit_decodes
-from experiments.bench.harness import machine, short
+from experiments.bench.harness import check_figure, check_folders, machine, short
 from experiments.bench.models import checkpoint, random_sequence
 from experiments.engine_options import MIB, EngineOptions
 from research.pat.lookahead import Deployment
@@ -80,6 +80,8 @@ class PatProfileConfig:
     """Most tokens of a timed prefill; 0: none are timed."""
     switch_tokens: WholeNumber = 2048
     """Most context tokens during a timed switch; 0: none are timed."""
+    figure: Path | None = None
+    """Also draw the times of steps (Fig. 6), and, with --check, tokens per second while sequences end (Fig. 14)."""
     check: bool = False
     """Compare the predictor with points that are not in the profile, and with batches that drain. Needs two turns."""
     engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(
@@ -92,6 +94,8 @@ class PatProfileConfig:
             raise ValueError(f"model={self.model!r}: give a Hugging Face folder, or one of {', '.join(SHAPES)}")
         if not self.output.absolute().parent.is_dir() or self.output.is_dir():
             raise ValueError(f"output={str(self.output)!r}: is a folder, or in none; give a file in a folder")
+        check_folders(self, ["figure"])
+        check_figure(self.figure)
         if self.engine.drafter != "none":
             raise ValueError(f"drafter={self.engine.drafter!r}: the profile has no times of drafts; give 'none'")
         if self.check and self.turns < 2:
@@ -109,6 +113,10 @@ def main() -> dict[str, Any]:
         profile = measure(config, folder, groups)
     if world.rank == 0:
         profile.save(config.output)
+        if config.figure is not None:
+            from experiments.pat_figures import draw_profile
+
+            draw_profile(config.figure, profile)
         for one in profile.checks:
             print(f"TP{one['tp_size']}, {one['what']}: error {one['error']:.1%}, A/A {one['a_a']:.1%}", file=sys.stderr)
     if groups is not None:
@@ -122,7 +130,9 @@ def main() -> dict[str, Any]:
         "output": str(config.output),
         "num_points": len(profile.decodes),
         "switches": profile.switches,
-        "predictor_error": profile.checks,
+        "predictor_error": [
+            {name: one[name] for name in ("tp_size", "what", "error", "a_a")} for one in profile.checks
+        ],
     }
 
 
@@ -304,12 +314,12 @@ def _medians(turns: list[list[Point]]) -> list[Point]:
     return [(*same[0][:2], statistics.median(point[2] for point in same)) for same in zip(*turns, strict=True)]
 
 
-def _errors(predictor: StepPredictor, turns: list[list[Point]]) -> dict[str, float]:
-    """Mean relative errors of single turns: the predictor's, and one turn taken for the next (A/A)."""
+def _errors(predictor: StepPredictor, turns: list[list[Point]]) -> dict[str, Any]:
+    """Mean relative errors of single turns: the predictor's, and one turn taken for the next (A/A); and the points."""
     pairs = [(float(predictor.seconds(batch, tokens)), s) for turn in turns for batch, tokens, s in turn]
     again = [(a[2], b[2]) for one, other in itertools.pairwise(turns) for a, b in zip(one, other, strict=True)]
     error, a_a = (short(statistics.fmean(abs(a / b - 1) for a, b in some)) for some in (pairs, again))
-    return {"num_points": len(turns[0]), "error": error, "a_a": a_a}
+    return {"error": error, "a_a": a_a, "points": _medians(turns)}
 
 
 # -- switches

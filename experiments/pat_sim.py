@@ -113,7 +113,7 @@ def main() -> dict[str, Any]:
     rows = call_each(partial(simulate, num_seeds=config.seeds), cells, processes=config.processes, unit="cell")
     print_table(rows)
     if config.figure is not None:
-        from experiments.figures import draw_throughput
+        from experiments.pat_figures import draw_throughput
 
         draw_throughput(config.figure, rows)
     result = {"experiment": "pat_sim", "tier": "sim", "seeds": config.seeds, "batch": BATCH, "rows": rows}

@@ -1,7 +1,7 @@
 """A layout changes under running sequences, from TP1 to TP2 and back, until each of them has its next token.
 
     torchrun --standalone --nproc-per-node 2 experiments/bench/switch.py
-    python experiments/bench/switch.py --transport "shared memory"
+    python experiments/bench/switch.py --transport "shared memory" --figure switch.png
 
 The sequences have as much context as fits in the KV caches of TP1. Every way to switch must draw the same tokens:
 - `all_to_all`, `all_gather`: in the memory and the processes that are there;
@@ -12,12 +12,14 @@ The sequences have as much context as fits in the KV caches of TP1. Every way to
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,6 +68,12 @@ class SwitchBench(harness.BenchConfig):
     """Between the ranks."""
     restarts: Count = 1
     """Turns in which new processes are started, too."""
+    figure: Path | None = None
+    """Also draw the seconds by part (PAT, Fig. 12), and rank 0's memory during more switches, not timed (Fig. 13)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        harness.check_figure(self.figure)
 
 
 class Resume(msgspec.Struct):
@@ -100,9 +108,17 @@ def measure(config: SwitchBench) -> dict[str, Any]:
             ranks.both(way, states)  # warms up; the first call prefills
         variants = {name: partial(ranks.both, way, states) for name, way in ways.items()}
         turns = harness.interleave(variants, config.turns, warm_up=False, most_turns={"restart": config.restarts})
+        memory: dict[str, list[tuple[float, float]]] = {}
+        if config.figure is not None:
+            for name in [*there, "rebuild"]:
+                ranks.both(ways[name], states, memory.setdefault(name, []))
         llm.close()
     up, down = ({way: [pair[k] for pair in some] for way, some in turns.items()} for k in (0, 1))
     rows = [compare("TP1 -> TP2", up), compare("TP2 -> TP1", down)]
+    if config.figure is not None and launch.rank() == 0:
+        from experiments.pat_figures import draw_ways
+
+        draw_ways(config.figure, rows, memory)
     return {"context_tokens": len(states[0].tokens), "rows": rows}
 
 
@@ -130,12 +146,18 @@ class Ranks:
     def __init__(self, llm: LLM, groups: GroupCache) -> None:
         self._llm, self._groups, self._placement = llm, groups, llm._placement
 
-    def both(self, way: Way, states: Items[SequenceState]) -> list[harness.Row]:
-        """Runs the sequences in TP1, and switches up and down. All but the first call find the KV in the cache."""
+    def both(
+        self, way: Way, states: Items[SequenceState], memory: list[tuple[float, float]] | None = None
+    ) -> list[harness.Row]:
+        """Runs the sequences in TP1, and switches up and down. All but the first call find the KV in the cache.
+
+        Adds to `memory`, if given, samples of this process's memory during the switches; see `_sampled`.
+        """
         self._llm.replica.pause()
         gc.collect()  # engines of earlier turns
         self.draw([Work(state=SequenceState.from_bytes(state.to_bytes())) for state in states], 0)
-        return [self._switch(way, epoch) for epoch in (1, 0)]
+        with contextlib.nullcontext() if memory is None else _sampled(memory):
+            return [self._switch(way, epoch) for epoch in (1, 0)]
 
     def draw(self, works: Iterable[Work], epoch: int) -> Tokens:
         """Submits the sequences to their replicas; returns the next token of each."""
@@ -224,6 +246,30 @@ def _start_anew(task: Resume) -> tuple[dict[str, float], Tokens]:
         result = launch.start_anew("--output", "None", **{RESUME: file.name})
     began, loaded, ended = result["moments"]
     return {"start": began - start, "load": loaded - began, "prefill": ended - loaded}, result["tokens"]
+
+
+@contextlib.contextmanager
+def _sampled(memory: list[tuple[float, float]]) -> Iterator[None]:
+    """Adds a sample every 5 ms: seconds, and MiB of this process's own memory beyond the start. Files, also those in
+    memory, and memory that is shared with other processes do not count."""
+    ended, start, before = threading.Event(), time.perf_counter(), _own_mib()
+
+    def sample() -> None:
+        while not ended.wait(0.005):
+            memory.append((time.perf_counter() - start, _own_mib() - before))
+
+    thread = threading.Thread(target=sample, name="memory")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _own_mib() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def _held(groups: GroupCache) -> dict[str, int]:

@@ -27,7 +27,7 @@ SMALLEST = {
     "collectives": ["--ranks", "2", "--sizes", "64", "--calls", "1"],
     "dispatch": ["--ranks", "2", "--scale", "0.01", "--batch", "4", "--slots", "1", "--cap", "6"],
     "weight_sync": ["--ranks", "2", "--hidden", "128", "--layers", "1", "--stages", "1"],
-    "switch": ["--hidden", "256", "--layers", "1", "--sequences", "3", "--kv-mib", "1"],
+    "switch": ["--hidden", "256", "--layers", "1", "--sequences", "3", "--kv-mib", "1", "--figure", "ways.png"],
 }
 VARIANTS = {
     "engine": [{"ours"}, {"ours", "hf", "hf_cb"}],
@@ -93,6 +93,7 @@ def test_runs_at_its_smallest(bench: str, tmp_path: Path) -> None:
         assert all(row[f"made_{kind}"] == 0 for row in result["rows"] for kind in ("processes", "files", "groups"))
         assert [row["weight_bytes"] > 0 for row in result["rows"]] == [False, True]
         assert all(row["kv_bytes"] > 0 for row in result["rows"])
+        assert (tmp_path / "ways.png").stat().st_size > 10_000
 
 
 def documented() -> Iterator[str]:

@@ -25,14 +25,17 @@ LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512}
 @pytest.fixture(scope="module")
 def path(text_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pat") / "profile.json"
-    result = run_main("pat_profile", ["--model", text_model, "--output", str(path), *SMALL, "--check"], num_ranks=2)
+    given = ["--model", text_model, "--output", str(path), "--figure", str(path.with_suffix(".png"))]
+    result = run_main("pat_profile", [*given, *SMALL, "--check"], num_ranks=2)
+    assert path.with_suffix(".png").stat().st_size > 10_000
     assert result["tier"] == "live" and result["output"] == str(path)
     checks = result["predictor_error"]
     assert [(one["tp_size"], one["what"]) for one in checks] == [
         (size, what) for size in (1, 2) for what in ("held out", "draining")
     ]
     assert all(one["error"] > 0 and one["a_a"] > 0 for one in checks)
-    assert [one["num_points"] for one in checks if one["what"] == "draining"] == [4, 4], "one by one"
+    draining = [one["points"] for one in Profile.load(path).checks if one["what"] == "draining"]
+    assert [[batch for batch, _, _ in points] for points in draining] == [[1, 2, 3, 4]] * 2, "one by one"
     return path
 
 

@@ -1,0 +1,125 @@
+"""Pictures of PAT: rollouts that change their TP size, what a switch takes, and the predictor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engines.rollout.telemetry import StepRecord
+from experiments.figures import plt, save
+from research.pat.profile import Profile
+
+
+def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], switches: Sequence[float]) -> Path:
+    """Draws, a line per rollout, running sequences, TP size and tokens per second over time (PAT, Figs. 1 and 4).
+
+    Times count from each rollout's first step. The first rollout's `switches`, on its clock, are dotted lines.
+    """
+    figure, axes = plt.subplots(3, 1, figsize=(7, 6), sharex=True, layout="constrained")
+    for name, steps in rollouts.items():
+        ordered = sorted(steps, key=lambda step: step.start)
+        starts, seconds, counts, sizes = np.array(
+            [(step.start, step.seconds, step.num_running, step.tp_size) for step in ordered]
+        ).T
+        origin = starts[0]
+        edges = np.linspace(origin, (starts + seconds).max(), max(2, min(100, len(steps) // 8)))
+        weights = (counts * seconds, counts)
+        busy, tokens = (np.histogram(starts + seconds / 2, edges, weights=one)[0] / np.diff(edges) for one in weights)
+        middles = (edges[:-1] + edges[1:]) / 2 - origin
+        for ax, x, y in zip(axes, (middles, starts - origin, middles), (busy, sizes, tokens), strict=True):
+            ax.step(x, y, where="post" if ax is axes[1] else "mid", label=name)
+        if name == next(iter(rollouts)):
+            for ax, moment in itertools.product(axes, switches):
+                ax.axvline(moment - origin, color="grey", linestyle=":", linewidth=0.8)
+    for ax, label in zip(axes, ("running sequences", "TP size", "tokens per second"), strict=True):
+        ax.set_ylabel(label)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yscale("log")
+    axes[1].set_yscale("log", base=2)
+    axes[1].yaxis.set_major_formatter("{x:g}")
+    axes[0].legend(frameon=False)
+    axes[-1].set_xlabel("seconds")
+    return save(figure, path)
+
+
+def draw_throughput(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Draws tokens per second over the limit of the lengths, a line per variant and a panel per figure of the paper
+    (PAT, Figs. 10 and 11)."""
+    panels = list(dict.fromkeys(row["figure"] for row in rows))
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.2), layout="constrained", squeeze=False)
+    for ax, panel in zip(axes[0], panels, strict=True):
+        mine = [row for row in rows if row["figure"] == panel]
+        for name in mine[0]["tokens_per_second"]:
+            points = [(row["cap"] / 1024, row["tokens_per_second"].get(name, np.nan)) for row in mine]
+            style = ":" if name.startswith("TP") else "-"
+            ax.plot(*zip(*points, strict=True), style, marker="o", markersize=4, label=name)
+        ax.set(title=f"Fig. {panel}: {mine[0]['hosts']} x 8 {mine[0]['gpus']}", xlabel="limit, K tokens", ylim=0)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("tokens per second")
+    axes[0][0].legend(frameon=False, fontsize="small")
+    return save(figure, path)
+
+
+def draw_profile(path: Path, profile: Profile) -> Path:
+    """Draws, a column per TP size, milliseconds of a decode step over its context tokens: for each batch size the
+    profiled points and the predictor's line (PAT, Fig. 6). Of a profile that was checked it also draws measured and
+    predicted tokens per second of a replica whose sequences end one by one (Fig. 14)."""
+    predictors = profile.predictors()
+    draining = {one["tp_size"]: one["points"] for one in profile.checks if one["what"] == "draining"}
+    shape = 1 + bool(draining), len(predictors)
+    figure, axes = plt.subplots(
+        *shape, figsize=(4 * shape[1], 3.2 * shape[0]), sharey="row", squeeze=False, layout="constrained"
+    )
+    for column, (size, predictor) in zip(axes.T, predictors.items(), strict=True):
+        points = [row[1:] for row in profile.decodes if row[0] == size]
+        for batch in sorted({batch for batch, _, _ in points}):
+            tokens, seconds = np.array([point[1:] for point in points if point[0] == batch]).T
+            between = np.linspace(tokens.min(), tokens.max(), 50)
+            (line,) = column[0].plot(between, 1e3 * predictor.seconds(batch, between), label=f"{batch} sequences")
+            column[0].plot(tokens, 1e3 * seconds, "o", color=line.get_color(), markersize=3)
+        column[0].set(title=f"TP{size}", xlabel="context tokens of a replica", ylim=0)
+        if size in draining:
+            batches, tokens, seconds = np.array(draining[size]).T
+            column[1].plot(batches, batches / seconds, "o", label="measured")
+            column[1].plot(batches, batches / predictor.seconds(batches, tokens), label="predicted")
+            column[1].set(xlabel="running sequences of a replica", ylim=0)
+            column[1].invert_xaxis()
+    for row, label in zip(axes, ("milliseconds of a step", "tokens per second"), strict=False):
+        row[0].set_ylabel(label)
+        row[0].legend(frameon=False, fontsize="small")
+        for ax in row:
+            ax.spines[["top", "right"]].set_visible(False)
+    return save(figure, path)
+
+
+def draw_ways(
+    path: Path, rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Sequence[tuple[float, float]]]
+) -> Path:
+    """Draws, a panel per row of `bench/switch.py`, the seconds of each way to switch, by part (PAT, Fig. 12); the bar
+    of new processes is cut off. And `memory`: for each way, seconds and MiB of a rank beyond its start (Fig. 13)."""
+    figure, (*bars, ax) = plt.subplots(len(rows) + 1, 1, figsize=(8, 2.2 * len(rows) + 3), layout="constrained")
+    for panel, row in zip(bars, rows, strict=True):
+        ways = {way: row["parts_s"][way] for way in row["ms"]}
+        totals = {way: sum(parts.values()) for way, parts in ways.items()}
+        most = 1.3 * max(total for way, total in totals.items() if way != "restart")
+        starts = np.zeros(len(ways))
+        for part in dict.fromkeys(part for parts in ways.values() for part in parts):
+            seconds = np.array([parts.get(part, 0.0) for parts in ways.values()])
+            panel.barh(list(ways), seconds, left=starts, label=part)
+            starts += seconds
+        for place, total in enumerate(totals.values()):
+            panel.text(min(total, 0.9 * most), place, f" {total:.2f} s", va="center")
+        panel.set(title=row["name"], xlim=(0, most), xlabel="seconds")
+        panel.invert_yaxis()
+    bars[0].legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    for way, samples in memory.items():
+        ax.plot(*zip(*samples, strict=True), label=way)
+    ax.set(xlabel="seconds: the first switch, a step, the second one, a step", ylabel="MiB beyond the start")
+    ax.legend(frameon=False, fontsize="small")
+    for panel in (*bars, ax):
+        panel.spines[["top", "right"]].set_visible(False)
+    return save(figure, path)
