@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from engines.config import EngineConfig
-from engines.constraints import Count, Fraction, WholeNumber, check_fields
+from engines.constraints import Count, Fraction, Positive, WholeNumber, check_fields
 from engines.coordination.policies import SchedulePolicy, Static
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.rollout.generation import make_states
@@ -42,6 +42,7 @@ from research.simulator.cluster import Cluster, ClusterConfig, Overheads
 from research.simulator.datasheets import H800, QWEN_72B, Device, ModelShape
 from research.simulator.drafts import DraftAcceptance
 from research.simulator.latency import LatencyProfile
+from research.simulator.links import HostLinks
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
 
@@ -144,6 +145,8 @@ class SeerSimConfig:
     """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
     spread: Fraction = 0.5
     """Share by which the shortest chunk is shorter than the longest; see `ChunkOptions`."""
+    kv_bandwidth: Positive = 50.0
+    """GB/s at which a GPU stores and loads KV, and as many between hosts."""
     order: Order = "remaining"
     """See `ContextOptions`; "length" is Algorithm 1 as printed."""
     drafts: bool = False
@@ -257,7 +260,10 @@ def _roll_out(
     num_instances, prompt = case.instances // config.shrink, PROMPT // config.token_scale
     profile = LatencyProfile(device=case.device, shape=case.shape, tp_size=case.tp_size)
     room = sum(lengths.values()) + len(lengths) * prompt if case.kv_for_all else profile.kv_tokens_capacity(RESERVE)
-    pace = _Counting(ProfilePace(device=case.device, shape=case.shape, token_scale=config.token_scale))
+    usual = HostLinks()
+    host, network = (replace(one, bandwidth=1e9 * config.kv_bandwidth) for one in (usual.host, usual.network))
+    links = replace(usual, host=host, network=network)
+    pace = _Counting(ProfilePace(device=case.device, shape=case.shape, links=links, token_scale=config.token_scale))
     options: dict[str, Any] = {"drafter": "grouped_suffix", "max_draft_tokens": 8, "draft_server": True}
     engine = EngineConfig(
         max_num_seqs=SLOTS,

@@ -33,9 +33,18 @@ def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
     assert tight > roomy == 0
 
 
+def test_slow_links_make_replicas_wait_for_kv() -> None:
+    small = ["--cases", "moonlight", "--seeds", "1", "--shrink", "16", "--token-scale", "256"]
+    fast, slow = (
+        run_main("seer_sim", [*small, "--kv-bandwidth", gbs])["rows"][0]["variants"]["context"] for gbs in ("50", "5")
+    )
+    assert slow["kv_share"][0] > 5 * fast["kv_share"][0] and slow["seconds"][0] > fast["seconds"][0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--kv-bandwidth", "0"], "kv_bandwidth=0"),
         (["--chunk", "64"], "chunk_tokens=4: must be at least a block of KV and at most what a sequence may generate"),
         (["--chunk", "99999"], "chunk_tokens=6249: must be at least a block"),
         (["--shrink", "9"], "shrink=9: the smallest case has 8 instances; give at most as many"),
