@@ -93,6 +93,8 @@ class DraftingConfig:
         check_fields(self, "")
         harness.check_folders(self)
         harness.check_figure(self.figure)
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # raises ValueError
 
 
 def main() -> dict[str, Any]:

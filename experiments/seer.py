@@ -99,6 +99,8 @@ class SeerConfig(PacedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.chunks().check(block_size=BLOCK_SIZE, max_tokens=CAP)
+        for temperature in self.temperatures or ():
+            SamplingParams(temperature=temperature)  # raises ValueError
         if self.figure is not None and not self.figure.is_dir():
             raise ValueError(f"figure={str(self.figure)!r}: is no folder; make it")
 

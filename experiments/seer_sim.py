@@ -162,10 +162,13 @@ class SeerSimConfig:
         fewest = min(CASES[name].instances for name in self.cases)
         if self.shrink > fewest:
             raise ValueError(f"shrink={self.shrink}: the smallest case has {fewest} instances; give at most as many")
-        for name in self.cases:
-            self.context(CASES[name], 0).check(
-                block_size=self.block_size, max_tokens=CASES[name].cap // self.token_scale
-            )
+        block = self.block_size * self.token_scale
+        for case in map(CASES.__getitem__, self.cases):
+            if not block <= (self.chunk or case.chunk) <= case.cap:
+                raise ValueError(
+                    f"chunk={self.chunk or case.chunk}: must be from {block}, a block of KV at "
+                    f"token_scale={self.token_scale}, to {case.cap}, what a sequence of {case.name!r} may generate"
+                )
 
     @property
     def block_size(self) -> int:

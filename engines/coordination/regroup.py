@@ -71,6 +71,7 @@ class Regrouper:
         ended = tuple(self._ended)
         self._ended.clear()
         view = LayoutView(
+            phase=books.phase.number,
             now=self._outbox.now,
             layout=books.layout,
             num_waiting=len(books.waiting),

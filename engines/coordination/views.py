@@ -126,6 +126,8 @@ class ScheduleView:
 class LayoutView:
     """All that a `LayoutPolicy` sees."""
 
+    phase: int
+    """Number of the rollout; each has a higher one than those before it."""
     now: float
     layout: Layout
     num_waiting: int

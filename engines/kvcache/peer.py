@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Final
 
 import msgspec
@@ -73,9 +74,15 @@ class PeerKVStore:
         """Entries that were fetched from other hosts."""
         self._clients: dict[str, Client] = {}
         self._lock = threading.Lock()  # a connection's answers come in the order of its requests
+        self._dropped = SimpleQueue[KVPart | None]()
+        self._is_closing = False
         self._server = Server(token, host=address, patience_s=patience_s)
-        self._thread = threading.Thread(target=self._serve, name="kv-server", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (("kv-server", self._serve), ("kv-drops", self._send_drops))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def tier_for(self, num_bytes: int) -> Tier | None:
         return self._local.tier_for(num_bytes)
@@ -100,23 +107,33 @@ class PeerKVStore:
         return layers_in(memory, content, part.location)
 
     def drop(self, part: KVPart) -> None:
-        with contextlib.suppress(ValueError, ConnectionError):
-            host, address, name = _split(part)
+        """Returns at once; another host's entry is dropped later, as a fetch from there may be under way."""
+        with contextlib.suppress(ValueError):
+            host, _, name = _split(part)
             if host == self._host:
                 self._local.drop(replace(part, location=name))
             else:
-                with self._lock:
-                    self._client(address).send(msgspec.msgpack.encode(Drop(name=name)))
+                self._dropped.put(part)
 
     def close(self) -> None:
         """Ends all connections and removes the files that this process has made."""
+        self._is_closing = True
+        self._dropped.put(None)
+        self._threads[1].join()
         with self._lock:
             for client in self._clients.values():
                 client.close()
             self._clients.clear()
         self._server.close()
-        self._thread.join()
+        self._threads[0].join()
         self._local.close()
+
+    def _send_drops(self) -> None:
+        while (part := self._dropped.get()) is not None:
+            _, address, name = _split(part)
+            with contextlib.suppress(ValueError, ConnectionError), self._lock:
+                if address in self._clients or not self._is_closing:  # a new connection may have to be waited for
+                    self._client(address).send(msgspec.msgpack.encode(Drop(name=name)))
 
     def _fetch(self, address: str, name: str, memory: memoryview) -> None:
         """Fills `memory` with the first bytes of a peer's file. Raises ConnectionError when they do not arrive."""

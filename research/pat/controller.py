@@ -71,8 +71,8 @@ class PatController:
     """A `LayoutPolicy` for equal replicas over all ranks of the layout: wide ones for few sequences, narrow ones for
     many.
 
-    In a rollout fewer and fewer sequences run, for which wider replicas are better: it decides no more once they are as
-    wide as they can be. It keeps what it has learnt from one rollout to the next.
+    While no sequences are added, fewer and fewer run, for which wider replicas are better: it decides no more once they
+    are as wide as they can be. It keeps what it has learnt from one rollout to the next.
     """
 
     def __init__(self, deployment: Deployment, options: PatOptions | None = None, *, ended: Iterable[int] = ()) -> None:
@@ -80,8 +80,9 @@ class PatController:
         self._deployment = deployment
         self._options = options or PatOptions()
         self._lifetimes = Lifetimes(ended)
-        self._next_count: int | None = None
-        self._num_delivered = 0
+        self._phase: int | None = None
+        self._last_count = self._next_count = 0
+        """Unfinished sequences at the last decision, and at which the next one is due."""
         self._last_switch = -np.inf
         self.log: deque[Considered] = deque(maxlen=_MOST_LOGGED)
         """The latest decisions, also those to stay."""
@@ -100,22 +101,29 @@ class PatController:
     def decide(self, view: LayoutView) -> LayoutChange | None:
         self.learn(generated_by(view.ended))
         count = view.num_unfinished
-        is_new = self._next_count is None or view.num_delivered < self._num_delivered
-        self._num_delivered = view.num_delivered
-        if self._next_count is None or is_new:
-            self._next_count, self._last_switch = count, -np.inf
+        if view.phase != self._phase:
+            self._phase, self._last_count, self._last_switch = view.phase, 0, -np.inf
+        has_more = count > self._last_count
         tp_size = view.layout.replicas[0].tp_size
+        is_due = count <= self._next_count and tp_size < max(self._deployment.steps)
         is_early = view.now - self._last_switch < self._options.dwell_s
-        is_widest = not is_new and tp_size == max(self._deployment.steps)
-        if not count or count > self._next_count or is_early or is_widest:
+        if not count or is_early or not (has_more or is_due):
             return None
+        if tp_size not in self._deployment.steps:
+            raise ValueError(
+                f"PatController: the layout has TP size {tp_size}, and the deployment has times of "
+                f"{sorted(self._deployment.steps)}; begin the rollout in one of these, or profile that one, too"
+            )
         sequences = list(view.unfinished.values())
+        self._last_count = max(count, len(sequences))
+        if not sequences:  # as of a host's window, which counts its share of those that wait
+            return None
         generated = np.array([one.num_generated for one in sequences], float)
         contexts = generated + [one.num_prompt_tokens for one in sequences]
         longest = self._deployment.max_model_len
         limits = [min(one.max_tokens, longest - one.num_prompt_tokens) for one in sequences]
         remaining = self._remaining(generated, np.array(limits, float))
-        considered = self._consider(view.now, contexts, remaining, tp_size, may_narrow=is_new)
+        considered = self._consider(view.now, contexts, remaining, tp_size, may_narrow=has_more)
         self.log.append(considered)
         planned = next((fewer for fewer, size in considered.stages if size != considered.chosen), 0)
         self._next_count = min(count - 1, max(planned, int(count * (1 - self._options.rung))))
@@ -154,8 +162,9 @@ class PatController:
         )
 
     def _one_switch(self, contexts: Lengths, remaining: Lengths, tp_size: int, may_narrow: bool) -> Plan:
-        """Algorithm 1, lines 5 to 20: the best wider size, its switch included, or the present one. At the start of a
-        rollout, which begins in the layout that the last one has left, also a narrower one."""
+        """Algorithm 1, lines 5 to 20: the best wider size, its switch included, or the present one. With more sequences
+        than at the last decision, as at the start of a rollout in the layout that another has left, also a narrower
+        one."""
         one, tokens = self._deployment, float(contexts.sum())
         work = WorkLeft.of(one, contexts, remaining)
         kept = float(work.seconds(tp_size).sum())

@@ -136,6 +136,7 @@ class WorkLeft:
         batch = np.ceil(self._running * tp_size / one.num_ranks)
         tokens = self._tokens / self._running * batch
         share = np.minimum(1.0, np.minimum(one.num_kv_tokens[tp_size] / tokens, one.max_num_seqs / batch))
-        seconds = self._steps * one.steps[tp_size].seconds(batch * share, tokens * share) / share
-        seconds = np.where((batch * share < 1) & (self._steps > 0), np.inf, seconds)
+        fits = batch * share >= 1
+        step_seconds = one.steps[tp_size].seconds(batch * share, tokens * share) / np.where(fits, share, 1.0)
+        seconds = np.where(fits, self._steps * step_seconds, np.where(self._steps > 0, np.inf, 0.0))
         return np.add.reduceat(seconds, self._starts)

@@ -105,15 +105,14 @@ class ContextAware:
             estimate = LengthEstimate(lifts=self.options.lifts)
             group = self._groups[key] = _Group(place=self._num_groups, probe=id_, estimate=estimate)
             self._num_groups += 1
-        before = group.estimate.of(sequence.max_tokens)
-        group.estimate.see(sequence.num_generated)
+        has_changed = group.estimate.see(sequence.num_generated)
         group.num_executed += sequence.num_generated - group.lengths.get(id_, 0)
         group.lengths[id_] = sequence.num_generated
         group.waiting[id_] = sequence
-        if group.estimate.of(sequence.max_tokens) == before:
-            self._sequences.put(id_, self._key(group, sequence))
-        else:
+        if has_changed and self._lengths is None:
             self._reorder(group)
+        else:
+            self._sequences.put(id_, self._key(group, sequence))
         self._least_executed.put(key, (group.num_executed, group.place))
 
     def _end(self, ended: EndedView) -> None:
@@ -128,8 +127,8 @@ class ContextAware:
             del self._groups[key]
             self._least_executed.discard(key)
             return
-        if ended.finish_reason != "abort":
-            group.estimate.complete(ended.num_generated)
+        has_changed = ended.finish_reason != "abort" and group.estimate.complete(ended.num_generated)
+        if has_changed and self._lengths is None:
             self._reorder(group)
         if group.waiting:
             self._least_executed.put(key, (group.num_executed, group.place))

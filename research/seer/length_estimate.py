@@ -15,15 +15,23 @@ class LengthEstimate:
         self._longest_completed: int | None = None
         self._longest_unfinished = 0
 
-    def complete(self, num_generated: int) -> None:
-        """A member has completed. Algorithm 1, line 3."""
+    def complete(self, num_generated: int) -> bool:
+        """A member has completed (Algorithm 1, line 3). Returns whether the estimate has changed."""
+        before = self._known()
         self._longest_completed = max(num_generated, self._longest_completed or 0)
+        return self._known() != before
 
-    def see(self, num_generated: int) -> None:
-        """An unfinished member has this length."""
+    def see(self, num_generated: int) -> bool:
+        """An unfinished member has this length. Returns whether the estimate has changed."""
+        before = self._known()
         self._longest_unfinished = max(num_generated, self._longest_unfinished)
+        return self._known() != before
 
     def of(self, cap: int) -> int:
+        known = self._known()
+        return cap if known is None else known
+
+    def _known(self) -> int | None:
         if self._longest_completed is None:
-            return cap
+            return None
         return max(self._longest_completed, self._longest_unfinished if self._lifts else 0)

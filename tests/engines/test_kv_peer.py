@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,6 +63,32 @@ def test_requests_that_are_none_are_answered_with_nothing(
     assert client.receive(5.0) == (tmp_path / "there" / "host" / name).read_bytes()
     client.close()
     assert here.load(part, CONTENT)
+
+
+def test_a_drop_waits_for_no_fetch(stores: tuple[PeerKVStore, PeerKVStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = stores
+    monkeypatch.setattr(here, "_patience_s", 60.0)
+    fetched, dropped = export(there), export(there)
+    asked, may_answer, read = threading.Event(), threading.Event(), there._read
+
+    def read_late(request: peer.Read) -> bytes:
+        asked.set()
+        may_answer.wait(60.0)
+        return read(request)
+
+    monkeypatch.setattr(there, "_read", read_late)
+    fetch = threading.Thread(target=here.load, args=(fetched, CONTENT))
+    fetch.start()
+    assert asked.wait(60.0)
+    here.drop(dropped)
+    assert fetch.is_alive(), "it has waited for the fetch"
+    may_answer.set()
+    fetch.join()
+    deadline = time.monotonic() + 60
+    while has(there, dropped):
+        assert time.monotonic() < deadline, "the entry is not dropped"
+        time.sleep(0.01)
+    assert has(there, fetched) and here.num_fetched == 1
 
 
 SCRIPT = """

@@ -83,6 +83,10 @@ def test_points_of_equal_time() -> None:
     [
         (["--chunk-tokens", "8"], "chunk_tokens=8: must be at least a block of KV"),
         (["--chunk-tokens", "321"], "give a number from 16 to 320"),
+        (
+            ["--temperatures", "1", "1e9"],
+            "SamplingParams.temperature=1000000000.0: must be 0 (greedy), or in [1e-6, 1e6]",
+        ),
         (["--figure", "/nowhere"], "figure='/nowhere': is no folder"),
     ],
 )

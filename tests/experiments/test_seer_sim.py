@@ -45,8 +45,12 @@ def test_slow_links_make_replicas_wait_for_kv() -> None:
     ("options", "message"),
     [
         (["--kv-bandwidth", "0"], "kv_bandwidth=0"),
-        (["--chunk", "64"], "chunk_tokens=4: must be at least a block of KV and at most what a sequence may generate"),
-        (["--chunk", "99999"], "chunk_tokens=6249: must be at least a block"),
+        (
+            ["--chunk", "64"],
+            "chunk=64: must be from 256, a block of KV at token_scale=16, to 65536, what a sequence of",
+        ),
+        (["--chunk", "99999"], "chunk=99999: must be from 256, a block of KV at token_scale=16, to 65536"),
+        (["--token-scale", "100000"], "chunk=8192: must be from 100000, a block of KV at token_scale=100000, to 65536"),
         (["--shrink", "9"], "shrink=9: the smallest case has 8 instances; give at most as many"),
         (["--output", "/nowhere/result.json"], "output='/nowhere/result.json': there is no folder '/nowhere'"),
         (["--cases"], "cases=(): must be one or more cases"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -179,3 +180,11 @@ def test_a_size_in_which_a_sequence_does_not_fit_is_avoided() -> None:
     plan = make_plan(wide, np.array([1000.0] * 8), np.array([10.0] * 8), None)
     assert plan.stages[0][1] != 1 and plan.seconds < np.inf
     assert make_plan(one, np.array([1000.0]), np.array([10.0]), None).seconds == np.inf
+
+
+@pytest.mark.parametrize("remaining", [[7.0] * 9, [3.0, 7.0, 7.0]])
+def test_a_size_without_any_room_is_infeasible(remaining: list[float]) -> None:
+    one = replace(deployment(), num_kv_tokens={1: 0, 2: 100, 4: 100})
+    with np.errstate(all="raise"):
+        plan = make_plan(one, np.full(len(remaining), 3.0), np.array(remaining), None)
+    assert plan.stages[0][1] > 1 and np.isfinite(plan.seconds)

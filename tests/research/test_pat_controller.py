@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def test_dwell_margin_and_rungs_make_it_decide_less() -> None:
 
 
 def view_of(
-    lengths: list[int], *, now: float = 0.0, size: int = 8, num_delivered: int = 0, **fields: Any
+    lengths: list[int], *, phase: int = 0, now: float = 0.0, size: int = 8, num_delivered: int = 0, **fields: Any
 ) -> LayoutView:
     unfinished = {
         (0, uid, 0): SequenceView(
@@ -140,7 +141,7 @@ def view_of(
     }  # fmt: skip
     rest = {"num_waiting": 0, "ended": (), "replicas": {}, **fields}
     layout = nested_layout(range(NUM_RANKS), size)
-    return LayoutView(now=now, layout=layout, unfinished=unfinished, num_delivered=num_delivered, **rest)
+    return LayoutView(phase=phase, now=now, layout=layout, unfinished=unfinished, num_delivered=num_delivered, **rest)
 
 
 @pytest.mark.parametrize("estimator", ["lookahead", "paper"])
@@ -151,7 +152,26 @@ def test_a_second_rollout_begins_anew(estimator: Any) -> None:
     assert policy.decide(view_of(many, now=500.0)).layout.replicas[0].tp_size < 8
     assert policy.decide(view_of(few, now=505.0, size=1, num_delivered=1497)) is None, "within the dwell time"
     assert policy.decide(view_of(few, now=600.0, size=1, num_delivered=1497)).layout.replicas[0].tp_size > 1
-    assert policy.decide(view_of(many, now=1.0)).layout.replicas[0].tp_size < 8
+    assert policy.decide(view_of(many, phase=1, now=1.0)).layout.replicas[0].tp_size < 8
+
+
+@pytest.mark.parametrize("estimator", ["lookahead", "paper"])
+@pytest.mark.parametrize(("phase", "num_delivered"), [(1, 0), (1, 1), (0, 0)])
+def test_more_sequences_than_before_are_news(estimator: Any, phase: int, num_delivered: int) -> None:
+    """After a rollout that was aborted, after a rollout whose first one ended at once, or in the same rollout."""
+    policy = PatController(deployment(), PatOptions(estimator=estimator), ended=LENGTHS.draw(500, seed=9))
+    assert policy.decide(view_of([700] * 8, size=8)) is None
+    more = view_of([0] * 1500, size=8, phase=phase, num_delivered=num_delivered)
+    assert policy.decide(more).layout.replicas[0].tp_size < 8
+
+
+@pytest.mark.parametrize("estimator", ["lookahead", "paper"])
+def test_a_layout_without_times_is_an_error(estimator: Any) -> None:
+    one = deployment()
+    steps = {size: predictor for size, predictor in one.steps.items() if size != 4}
+    policy = PatController(replace(one, steps=steps), PatOptions(estimator=estimator))
+    with pytest.raises(ValueError, match=r"layout has TP size 4, and the deployment has times of \[1, 2, 8\]"):
+        policy.decide(view_of([5] * 8, size=4))
 
 
 @pytest.mark.parametrize("estimator", ["lookahead", "paper"])
@@ -162,7 +182,7 @@ def test_nothing_is_left_to_decide_in_the_widest_replicas(estimator: Any) -> Non
     for num_left in range(7, 0, -1):
         assert policy.decide(view_of([900] * num_left, size=8, num_delivered=8 - num_left)) is None
     assert len(policy.log) == 1
-    assert policy.decide(view_of([0] * 1500, size=8)).layout.replicas[0].tp_size < 8, "the next rollout"
+    assert policy.decide(view_of([0] * 1500, size=8, phase=1)).layout.replicas[0].tp_size < 8, "the next rollout"
 
 
 def test_sequences_that_have_not_run_stay_with_the_schedule_policy() -> None:

@@ -52,7 +52,7 @@ def decision(policy: PlayedPlan, layout: Layout, generated: list[int]) -> Layout
         for uid, count in enumerate(generated)
     }  # fmt: skip
     view = LayoutView(
-        now=0.0, layout=layout, num_waiting=0, unfinished=unfinished, ended=(), num_delivered=0, replicas={}
+        phase=0, now=0.0, layout=layout, num_waiting=0, unfinished=unfinished, ended=(), num_delivered=0, replicas={}
     )
     return policy.decide(view)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from engines.coordination.policies import LayoutPolicy
+from engines.coordination.policies import LayoutPolicy, OnDemand
 from engines.parallel.layout import nested_layout, nested_on_hosts
+from experiments.paced import Variant
+from experiments.pat_cases import Batch
+from experiments.pat_sim import simulated
 from research.pat.controller import PatController
 from research.pat.per_host import PerHost
-from research.simulator.cluster import SimulatedRollout
+from research.simulator.cluster import Cluster, SimulatedRollout
 from tests.research import pat_world
 from tests.research.pat_world import deployment
 from tests.research.test_pat_controller import LENGTHS
@@ -62,6 +67,19 @@ def test_a_host_without_sequences_is_left_alone() -> None:
     done = roll_out([900], HOSTS, [2, 2], policy)
     regroups = [one for one in done.decisions if one.action == "regroup"]
     assert len(regroups) <= 1 and len({step.replica_id // 8 for step in done.steps}) == 1
+
+
+@pytest.mark.parametrize("lengths", [[1, 900, 900], [900, 1, 900], [1, 1, 900]])
+@pytest.mark.parametrize("sizes", [[8, 8], [4, 4]])
+def test_a_host_may_count_a_sequence_that_another_one_gets(lengths: list[int], sizes: list[int]) -> None:
+    """Each host counts its share of those that wait, rounded up."""
+    batch = Batch(lengths=tuple(lengths), history=(), longest=pat_world.CAP, num_prompt_tokens=pat_world.PROMPT)
+    variant = Variant(layout=nested_on_hosts(HOSTS, sizes), num_kv_tokens=0)
+    usual, states = simulated(pat_world.PACE, deployment(), batch, variant)
+    config = replace(usual.config, engine=replace(usual.config.engine, max_num_seqs=1))
+    true_lengths = {(0, uid, 0): length for uid, length in enumerate(lengths)}
+    cluster = Cluster(config, schedule_policy=OnDemand(), lengths=true_lengths, layout_policy=per_host(HOSTS))
+    assert cluster.roll_out(states).lengths == true_lengths
 
 
 @pytest.mark.parametrize("seed", range(2))

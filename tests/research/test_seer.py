@@ -215,6 +215,16 @@ def test_decisions_survive_losses_moves_and_aborts() -> None:
     assert min(counts[what] for what in ("regroups", "moves", "lost", "repeated", "kv")) > 5
 
 
+@pytest.mark.parametrize("oracle", [False, True])
+def test_a_large_group_takes_no_more_work_for_each_member(oracle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = {(0, 0, index): 30 for index in range(400)}
+    policy = ContextAware(ContextOptions(chunk_tokens=50, spread=0.0), lengths=lengths if oracle else None)
+    asked, key = [], policy._key
+    monkeypatch.setattr(policy, "_key", lambda *arguments: (asked.append(arguments), key(*arguments))[1])
+    roll_out(policy, lengths, num_kv_tokens=600, checks=False)
+    assert len(asked) <= 2 * len(lengths), "once as they come, and once more as the first one has ended"
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.5])
 @pytest.mark.parametrize("follow_ups", [0, 2])
 @pytest.mark.parametrize("num_kv_tokens", [300, 3000])
@@ -351,17 +361,17 @@ def test_estimates(seed: int) -> None:
     completed: list[int] = []
     seen = [0]
     for _ in range(20):
+        before = plain.of(-1), lifted.of(-1)
         assert plain.of(99) == max(completed, default=99)
         assert lifted.of(99) == (max(completed + seen) if completed else 99)
         length = rng.randint(1, 99)
         if rng.random() < 0.3:
             completed.append(length)
-            plain.complete(length)
-            lifted.complete(length)
+            changes = plain.complete(length), lifted.complete(length)
         else:
             seen.append(length)
-            plain.see(length)
-            lifted.see(length)
+            changes = plain.see(length), lifted.see(length)
+        assert changes == tuple(one.of(-1) != old for one, old in zip((plain, lifted), before, strict=True))
 
 
 def test_groups_stay_together_and_every_replica_gets_as_many() -> None:
