@@ -177,6 +177,8 @@ class TrainConfig:
         ):
             if self.layout_policy == "pat" and chosen == value:
                 raise ValueError(f"{name}={value!r}: does not go with layout_policy='pat'; {fix}")
+        if self.pat_profile is not None and not self.pat_profile.is_file():
+            raise ValueError(f"pat_profile={str(self.pat_profile)!r}: is no file; experiments/pat_profile.py makes one")
 
     @property
     def _drafts_alike(self) -> bool:

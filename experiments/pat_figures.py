@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.patches import Patch
 
 from engines.rollout.telemetry import StepRecord
 from experiments.figures import plt, save
@@ -81,15 +82,16 @@ def draw_profile(path: Path, profile: Profile) -> Path:
             between = np.linspace(tokens.min(), tokens.max(), 50)
             (line,) = column[0].plot(between, 1e3 * predictor.seconds(batch, between), label=f"{batch} sequences")
             column[0].plot(tokens, 1e3 * seconds, "o", color=line.get_color(), markersize=3)
-        column[0].set(title=f"TP{size}", xlabel="context tokens of a replica", ylim=0)
+        column[0].set(title=f"TP{size}", xlabel="context tokens of a replica")
         if size in draining:
             batches, tokens, seconds = np.array(draining[size]).T
             column[1].plot(batches, batches / seconds, "o", label="measured")
             column[1].plot(batches, batches / predictor.seconds(batches, tokens), label="predicted")
-            column[1].set(xlabel="running sequences of a replica", ylim=0)
+            column[1].set(xlabel="running sequences of a replica")
             column[1].invert_xaxis()
     for row, label in zip(axes, ("milliseconds of a step", "tokens per second"), strict=False):
         row[0].set_ylabel(label)
+        row[0].set_ylim(bottom=0)  # of all panels, once they have their points
         row[0].legend(frameon=False, fontsize="small")
         for ax in row:
             ax.spines[["top", "right"]].set_visible(False)
@@ -102,20 +104,21 @@ def draw_ways(
     """Draws, a panel per row of `bench/switch.py`, the seconds of each way to switch, by part (PAT, Fig. 12); the bar
     of new processes is cut off. And `memory`: for each way, seconds and MiB of a rank beyond its start (Fig. 13)."""
     figure, (*bars, ax) = plt.subplots(len(rows) + 1, 1, figsize=(8, 2.2 * len(rows) + 3), layout="constrained")
+    colours: dict[str, str] = {}
     for panel, row in zip(bars, rows, strict=True):
         ways = {way: row["parts_s"][way] for way in row["ms"]}
         totals = {way: sum(parts.values()) for way, parts in ways.items()}
         most = 1.3 * max(total for way, total in totals.items() if way != "restart")
-        starts = np.zeros(len(ways))
-        for part in dict.fromkeys(part for parts in ways.values() for part in parts):
-            seconds = np.array([parts.get(part, 0.0) for parts in ways.values()])
-            panel.barh(list(ways), seconds, left=starts, label=part)
-            starts += seconds
+        for way, parts in ways.items():
+            starts = itertools.accumulate(parts.values(), initial=0.0)
+            for (part, seconds), start in zip(parts.items(), starts, strict=False):
+                panel.barh(way, seconds, left=start, color=colours.setdefault(part, f"C{len(colours)}"))
         for place, total in enumerate(totals.values()):
             panel.text(min(total, 0.9 * most), place, f" {total:.2f} s", va="center")
         panel.set(title=row["name"], xlim=(0, most), xlabel="seconds")
         panel.invert_yaxis()
-    bars[0].legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    handles = [Patch(color=colour, label=part) for part, colour in colours.items()]
+    bars[0].legend(handles=handles, frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     for way, samples in memory.items():
         ax.plot(*zip(*samples, strict=True), label=way)
     ax.set(xlabel="seconds: the first switch, a step, the second one, a step", ylabel="MiB beyond the start")

@@ -3,10 +3,10 @@
     python experiments/pat_sim.py --output pat_sim.json --figure pat_sim.png
 
 Batches of 128 long-tailed responses, the longest of which reaches the limit, as in the paper: in each static TP size,
-by PAT's controller (`lookahead`, `paper`), which knows the lengths of earlier batches, and by the plan for the true
+by PAT's controller (`pat`, `paper`), which knows the lengths of earlier batches, and by the plan for the true
 lengths (`hindsight`). Two hosts have half a batch each and switch on their own. The paper's ratios are of whole
 training steps; `claim` is what they mean for generation alone. `true over` names the static TP sizes over which
-lookahead reaches it. Prints a table, and one JSON object.
+`pat` reaches it. Prints a table, and one JSON object.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from engines.config import EngineConfig
 from engines.constraints import Count, check_fields
 from engines.coordination.policies import OnDemand
 from engines.sequence import SequenceState
 from experiments import launch
-from experiments.bench.harness import check_folders, in_columns, short
+from experiments.bench.harness import check_figure, check_folders, in_columns, short
 from experiments.paced import Variant
 from experiments.pat_cases import Batch, Case, adaptive, changing, static
 from experiments.processes import call_each
@@ -93,7 +94,7 @@ class PatSimConfig:
 
     seeds: Count = 3
     """Batches of each cell; medians are reported."""
-    cells: Count = 14
+    cells: Annotated[int, Meta(ge=1, le=14, description="from 1 to 14")] = 14
     """Simulate only the last ones."""
     processes: Count | None = None
     """Cells that are simulated at the same time; by default one per core."""
@@ -105,6 +106,7 @@ class PatSimConfig:
     def __post_init__(self) -> None:
         check_fields(self, "")
         check_folders(self)
+        check_figure(self.figure)
 
 
 def main() -> dict[str, Any]:
@@ -144,7 +146,7 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
                 cluster, states = simulated(pace, deployment, part, variant)
                 done = cluster.roll_out(states)
                 ends.setdefault(name, []).append(done.makespan)
-                if name == "lookahead":
+                if name == "pat":
                     switches.append(sum(decision.action == "regroup" for decision in done.decisions))
         for name, each in ends.items():
             runs.setdefault(name, []).append((sum(batch.lengths), max(each)))
@@ -155,13 +157,13 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
         pairs = zip(runs[name], runs[other], strict=True)
         return short(statistics.median(its / mine for (_, mine), (_, its) in pairs))
 
-    over = {name: ratio("lookahead", name) for name in speeds if name.startswith("TP")}
+    over = {name: ratio("pat", name) for name in speeds if name.startswith("TP")}
     return {
         **asdict(cell),
         "tokens_per_second": speeds,
         "best_static": best,
-        "lookahead_over": over,
-        "vs_best_static": {name: ratio(name, best) for name in ("lookahead", "paper", "hindsight")},
+        "pat_over": over,
+        "vs_best_static": {name: ratio(name, best) for name in ("pat", "paper", "hindsight")},
         "switches": short(statistics.fmean(switches)),
         "true_over": [name for name, value in over.items() if cell.claim is not None and value >= cell.claim],
     }
@@ -172,7 +174,7 @@ def _variants(deployment: Deployment, batch: Batch) -> dict[str, Variant]:
     play = partial(PlayedPlan, plan, GPUS_PER_HOST)
     return {
         **{f"TP{size}": static(GPUS_PER_HOST, size, count) for size, count in deployment.num_kv_tokens.items()},
-        "lookahead": adaptive(deployment, batch),
+        "pat": adaptive(deployment, batch),
         "paper": adaptive(deployment, batch, "paper"),
         "hindsight": changing(deployment, play().layout(), play),
     }
@@ -200,7 +202,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     lines = [["figure", "limit", *names, "best", "PAT / best", "hindsight / best", "claim", "true over"]]
     for row in rows:
         speeds = [f"{row['tokens_per_second'].get(name, float('nan')):g}" for name in names]
-        ratios = [f"{row['vs_best_static'][name]:g}" for name in ("lookahead", "hindsight")]
+        ratios = [f"{row['vs_best_static'][name]:g}" for name in ("pat", "hindsight")]
         claim = [f"{row['claim'] or '-'}", ", ".join(row["true_over"]) or "-"]
         lines.append([row["figure"], f"{row['cap'] // 1024}K", *speeds, row["best_static"], *ratios, *claim])
     print(in_columns(lines), file=sys.stderr)

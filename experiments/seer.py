@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 CAP, BLOCK_SIZE, MOST_SEQUENCES = 320, 16, 128
 MAX_LEN = CAP + 64
-STATIC, DIVIDED, CONTEXT, SPECULATION = LADDER = ("static", "divided", "context", "speculation")
+STATIC, DIVIDED, CONTEXT, SPECULATION = LADDER = ("group static", "divided", "context", "speculation")
 Other = Literal[
     "static by sequence",
     "on demand",
@@ -61,7 +61,7 @@ Other = Literal[
     "speculation, no adaptation",
     "speculation, ungrouped",
     "context, as printed",
-    "static, speculation",
+    "group static, speculation",
 ]
 OTHERS: tuple[Other, ...] = get_args(Other)
 Negative = Literal["independent", "chunk of mean", "kv for all"]
@@ -102,7 +102,7 @@ class SeerConfig(PacedConfig):
         for temperature in self.temperatures or ():
             SamplingParams(temperature=temperature)  # raises ValueError
         if self.figure is not None and not self.figure.is_dir():
-            raise ValueError(f"figure={str(self.figure)!r}: is no folder; make it")
+            raise ValueError(f"figure={str(self.figure)!r}: there is no such folder; make it")
 
     def chunks(self) -> ContextOptions:
         return ContextOptions(
@@ -166,7 +166,7 @@ class Setting:
             "context, as printed": by(partial(ContextAware, replace(options, order="length"))),
             "speculation, no adaptation": by(context, drafter="grouped_suffix", max_draft_tokens=8),
             "speculation, ungrouped": by(context, **DRAFTS | {"drafter": "suffix"}),
-            "static, speculation": by(lambda: GroupStatic(next(seeds)), **DRAFTS),
+            "group static, speculation": by(lambda: GroupStatic(next(seeds)), **DRAFTS),
         }
 
 

@@ -140,7 +140,7 @@ class SeerSimConfig:
     chunk: Count | None = None
     """Most tokens of the paper in a chunk, instead of the case's."""
     shrink: Count = 1
-    """Simulate one in so many instances, with their part of the groups."""
+    """Simulate one in this many instances, with their part of the groups; of few instances, a result says little."""
     follow_ups: WholeNumber = 4
     """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
     spread: Fraction = 0.5
@@ -241,7 +241,7 @@ def _policies(
         "divided, in turns": lambda: Divided(context, takes_turns=True),
         "context": lambda: ContextAware(context),
         "oracle": lambda: ContextAware(context, lengths=lengths),
-        "static": Static,
+        "static by sequence": Static,
     }
 
 

@@ -15,7 +15,7 @@ from tests.worlds import ROOT
 
 BLOCKS = {
     f"{path.name}:{block[:60].splitlines()[0]}": block
-    for path in (ROOT / "README.md", ROOT / "docs/rollouts.md")
+    for path in (ROOT / "README.md", ROOT / "docs/rollouts.md", ROOT / "docs/seer.md")
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
     if "import" in block
 }

@@ -48,11 +48,13 @@ class BenchConfig:
 
 
 def check_folders(config: Any, names: Items[str] = ("output", "figure")) -> None:
-    """Raises ValueError where a file of these options would be in no folder."""
+    """Raises ValueError where a file of these options would be in no folder, or is a folder."""
     for name in names:
         path = getattr(config, name, None)
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{name}={str(path)!r}: is a folder; give a file in it")
 
 
 def check_figure(path: Path | None) -> None:
@@ -172,7 +174,7 @@ def table(rows: Items[Row]) -> str:
     lines: list[tuple[str, ...]] = []
     for row in rows:
         base, *others = row["ms"]
-        ratios = {base: f"A/A {row['a_a']:g}", **{one: f"{row['ratios'][one]:g}x" for one in others}}
+        ratios = {base: f"A/A {row['a_a']:g}", **{one: f"{row['ratios'][one]:g} x the time" for one in others}}
         lines += [(row["name"], one, f"{ms:g} ms", ratios[one]) for one, ms in row["ms"].items()]
         facts = {key: value for key, value in row.items() if key not in ("name", "a_a")}
         lines += [(row["name"], key, str(one), "") for key, one in facts.items() if isinstance(one, int | float | str)]

@@ -71,8 +71,8 @@ def test_variants_take_turns_and_ratios_are_those_of_one_turn() -> None:
     assert row["ratios"] == {"other": 4.0, "slow": 2.0} and row["a_a"] == 1.0
     assert [line.split() for line in harness.table([row]).splitlines()] == [
         ["name", "base", "2000", "ms", "A/A", "1"],
-        ["name", "other", "8000", "ms", "4x"],
-        ["name", "slow", "2000", "ms", "2x"],
+        ["name", "other", "8000", "ms", "4", "x", "the", "time"],
+        ["name", "slow", "2000", "ms", "2", "x", "the", "time"],
         ["name", "tokens", "7"],
     ]
 

@@ -42,10 +42,10 @@ def test_the_ladder_draws_the_same_tokens_and_only_its_first_rung_preempts(
     assert found["tokens_equal"] is True and found["num_sequences"] == 32
     assert list(found["throughput"]) == list(found["tail"]) == LADDER
     preempted = found["preemptions"]
-    assert preempted["static"] > 0 and not any(preempted[one] for one in (*LADDER, *OTHERS))
+    assert preempted["group static"] > 0 and not any(preempted[one] for one in (*LADDER, *OTHERS))
     assert found["of_oracle"] > 0 and list(found["variants"]) == OTHERS
     assert all(one["recomputed"] == 0 and 0.5 < one["stored_per_token"] < 2 for one in map(found["kv"].get, LADDER))
-    assert found["kv"]["static"]["stored_per_token"] == found["kv"]["static"]["imported"] == 0
+    assert found["kv"]["group static"]["stored_per_token"] == found["kv"]["group static"]["imported"] == 0
     assert 0 < found["kv"]["divided"]["hidden"] <= 1
     assert list(found["negatives"]) == [*get_args(Negative)]
     for case in found["negatives"].values():
@@ -54,7 +54,7 @@ def test_the_ladder_draws_the_same_tokens_and_only_its_first_rung_preempts(
     assert not any(found["negatives"]["kv for all"]["preemptions"].values())
     logged = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
     assert len(logged) == 6
-    for variant in ("static", *LADDER, *OTHERS):
+    for variant in ("group static", *LADDER, *OTHERS):
         (mine,) = [one for one in logged if f'"{variant}"'.encode() in one]
         assert all(key in mine for key in (b"kv use", b"tokens per second", b"tail_seconds"))
     assert (tmp_path / "seer_paced_1.png").stat().st_size > 10_000
@@ -87,7 +87,7 @@ def test_points_of_equal_time() -> None:
             ["--temperatures", "1", "1e9"],
             "SamplingParams.temperature=1000000000.0: must be 0 (greedy), or in [1e-6, 1e6]",
         ),
-        (["--figure", "/nowhere"], "figure='/nowhere': is no folder"),
+        (["--figure", "/nowhere"], "figure='/nowhere': there is no such folder"),
     ],
 )
 def test_what_it_refuses(options: list[str], message: str) -> None:

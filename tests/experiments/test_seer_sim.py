@@ -19,14 +19,14 @@ def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
     for row in result["rows"]:
         variants = row["variants"]
         chunked = {"divided", "divided, in turns", "context", "context, drafts", "oracle"}
-        assert variants.keys() == {"group static", "static", *chunked}
+        assert variants.keys() == {"group static", "static by sequence", *chunked}
         assert variants["oracle"]["of_oracle"] == [1, 1, 1]
         assert variants["group static"]["throughput"] == variants["group static"]["tail"] == [1, 1, 1]
         for name, one in variants.items():
             assert all(low <= median <= high for median, low, high in one.values())
             assert one["tail"][0] > 0 and one["seconds"][1] > 0
             assert (one["kv_share"][0] > 0) == (name in chunked)
-            assert not one["preempted"][2] or name in ("group static", "static")
+            assert not one["preempted"][2] or name in ("group static", "static by sequence")
         assert variants["context, drafts"]["throughput"][0] > 1.1 * variants["context"]["throughput"][0]
     assert result["rows"][0]["paper"]["context"] == 1.33 and not result["rows"][1]["paper"]
     tight, roomy = (result["rows"][place]["variants"]["group static"]["preempted"][0] for place in (0, 2))

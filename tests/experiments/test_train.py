@@ -391,6 +391,8 @@ class TestBadInput:
                 "layout_policy='pat', pat_profile=None: 'pat' decides by a profile; give both",
             ),
             (["--pat-profile", "x.json"], "layout_policy='none', pat_profile=x.json"),
+            ([*PAT, "x.json"], "pat_profile='x.json': is no file; experiments/pat_profile.py makes one"),
+            ([*PAT, "/tmp"], "pat_profile='/tmp': is no file"),
             ([*PAT, "x.json", "--deterministic"], "deterministic=True: does not go with layout_policy='pat'"),
             ([*PAT, "x.json", "--dispatch", "static"], "dispatch='static': does not go with layout_policy='pat'"),
             ([*PAT, "x.json", "--rollout.kv-cache-mib", "auto"], "rollout.kv_cache_mib='auto': does not go with"),
