@@ -31,7 +31,7 @@ from algos.tasks.arithmetic import ArithmeticTask
 from algos.warmstart_config import ModelSize, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import DrafterName, DraftNoise, DType, EngineConfig, ModelConfig
-from engines.constraints import Count, NonNegative, check_fields
+from engines.constraints import Count, check_fields
 from engines.models.hugging_face import read_checkpoint
 from engines.models.tokenizer import encode_prompt, load_tokenizer
 from engines.parallel.collectives import SingleRank
@@ -70,7 +70,7 @@ class DraftingConfig:
     """Prompts of the server part, with 16 samples each."""
     drift_steps: Annotated[int, Meta(ge=2, description="an integer of at least 2")] = 20
     """Training steps of the drift part."""
-    temperatures: tuple[NonNegative, ...] = (1.0, 0.6)
+    temperatures: tuple[float, ...] = (1.0, 0.6)
     """Sampling temperatures of the acceptance part."""
     batches: Annotated[tuple[Count, ...], Meta(min_length=1, description="one or more batch sizes")] = (1, 8, 64)
     """Batch sizes of the speedup part."""

@@ -12,7 +12,6 @@ training steps; `claim` is what they mean for generation alone. `true over` name
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from engines.constraints import Count, check_fields
 from engines.coordination.policies import OnDemand
 from engines.sequence import SequenceState
 from experiments import launch
-from experiments.bench.harness import check_figure, check_folders, in_columns, short
+from experiments.bench.harness import check_figure, check_folders, in_columns, report, short
 from experiments.paced import Variant
 from experiments.pat_cases import Batch, Case, adaptive, changing, static
 from experiments.processes import call_each
@@ -118,10 +117,7 @@ def main() -> dict[str, Any]:
         from experiments.pat_figures import draw_throughput
 
         draw_throughput(config.figure, rows)
-    result = {"experiment": "pat_sim", "tier": "sim", "seeds": config.seeds, "batch": BATCH, "rows": rows}
-    if config.output is not None:
-        config.output.write_text(json.dumps(result, indent=2) + "\n")
-    return result
+    return report("pat_sim", config, {"tier": "sim", "batch": BATCH, "rows": rows}, hidden=["processes"])
 
 
 def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from engines import SamplingParams
 from engines.config import DType, EngineConfig, ModelConfig
-from engines.constraints import Count, Fraction, NonNegative, WholeNumber
+from engines.constraints import Count, Fraction, WholeNumber
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.fleet.fleet import Fleet
 from engines.parallel.groups import GroupCache
@@ -77,7 +77,7 @@ class SeerConfig(PacedConfig):
 
     models: Path = Path("runs/models")
     """Folder of the models: tiny, and the same function at several times the cost. What is missing is made."""
-    temperatures: Annotated[tuple[NonNegative, ...], Meta(min_length=1, description="one or more")] | None = None
+    temperatures: Annotated[tuple[float, ...], Meta(min_length=1, description="one or more")] | None = None
     """Of sampling; by default 1, with `--full` also 0.6."""
     full: bool = False
     """Also measure the second temperature, and all variants."""

@@ -208,7 +208,7 @@ def main() -> dict[str, Any]:
         runs.setdefault(case, {}).setdefault(name, []).append(one)
     rows = [describe(CASES[case], some) for case, some in runs.items()]
     _print_table(rows)
-    return harness.report("seer_sim", config, {"tier": "sim", "rows": rows})
+    return harness.report("seer_sim", config, {"tier": "sim", "rows": rows}, hidden=["processes"])
 
 
 def describe(case: Case, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

@@ -137,7 +137,11 @@ def report(experiment: str, config: Any, measured: Mapping[str, Any], *, hidden:
     result = {"experiment": experiment, "machine": machine(), "workload": workload, **measured}
     text = json.dumps(result, indent=2, default=str)
     if config.output is not None:
-        config.output.write_text(text + "\n")
+        try:
+            config.output.write_text(text + "\n")
+        except OSError:
+            print(json.dumps(json.loads(text)), flush=True)  # what was measured is not lost
+            raise
     return dict(json.loads(text))
 
 

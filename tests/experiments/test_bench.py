@@ -104,3 +104,10 @@ def documented() -> Iterator[str]:
 def test_docs_name_benches_that_are_there() -> None:
     assert set(SMALLEST) <= set(documented())
     assert all((ROOT / f"experiments/bench/{name}.py").is_file() for name in documented())
+
+
+def test_a_full_disk_loses_no_result(capsys: pytest.CaptureFixture[str]) -> None:
+    config = harness.BenchConfig(output=Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left"):
+        harness.report("full", config, {"rows": [1.5]})
+    assert json.loads(capsys.readouterr().out)["rows"] == [1.5]

@@ -83,6 +83,7 @@ def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
     [
         (["--figure", "acceptance.foo"], "figure='acceptance.foo': must end in .png, .pdf or .svg"),
         (["--output", "/nowhere/x.json"], "output='/nowhere/x.json': there is no folder '/nowhere'"),
+        (["--temperatures", "-1"], "SamplingParams.temperature=-1.0: must be 0 (greedy), or in [1e-6, 1e6]"),
         (["--temperatures", "1e-9"], "SamplingParams.temperature=1e-09: must be 0 (greedy), or in [1e-6, 1e6]"),
         (["--parts"], "parts=(): must be one or more parts"),
         (["--batches"], "batches=(): must be one or more batch sizes"),
