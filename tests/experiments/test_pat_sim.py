@@ -25,7 +25,7 @@ def test_a_cell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_what_it_refuses() -> None:
-    assert "cells=0: must be an integer of at least 1" in refused_by("pat_sim", ["--cells", "0"])
+    assert "cells=0: must be from 1 to 14" in refused_by("pat_sim", ["--cells", "0"])
     assert "figure='/nowhere/x.png': there is no folder" in refused_by("pat_sim", ["--figure", "/nowhere/x.png"])
     assert "figure='x.txt': must end in .png" in refused_by("pat_sim", ["--figure", "x.txt"])
     assert "output='/tmp': is a folder; give a file in it" in refused_by("pat_sim", ["--output", "/tmp"])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.worlds import refused_by, run_main
 
-SMALL = ["--seeds", "2", "--shrink", "8", "--token-scale", "128"]
+SMALL = ["--seeds", "2", "--shrink", "16", "--token-scale", "128"]
 
 
 def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
