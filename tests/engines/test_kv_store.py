@@ -149,8 +149,8 @@ class Pair:
     def drop(self, part: KVPart) -> None:
         """By the reader; waits until it is done."""
         self.reader.drop(part)
-        deadline = time.monotonic() + 60
-        while self.is_remote and has(self.reader, part):
+        name, deadline = part.location.rpartition("|")[2], time.monotonic() + 60
+        while self.is_remote and any(path.name == name for path in self.files()):
             assert time.monotonic() < deadline, "the entry is not dropped"
             time.sleep(0.01)
 
