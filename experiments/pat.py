@@ -65,6 +65,10 @@ class PatConfig(paced.PacedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if "paced" in self.parts and self.ranks not in (2, 4, 8):
+            raise ValueError(
+                f"ranks={self.ranks}: the paced part needs several TP sizes for all of them; give 2, 4 or 8"
+            )
         if self.figure is not None and not self.figure.is_dir():
             raise ValueError(f"figure={str(self.figure)!r}: there is no such folder; make it")
 
@@ -206,8 +210,6 @@ def _case(
     options = {"dtype": "float64", "block_size": BLOCK_SIZE, "max_num_seqs": MOST_SEQUENCES}
     bench = Bench(model=model, groups=groups, pace=pace, options=options | {"max_model_len": batch.max_model_len})
     deployment = case.deployment(pace, num_ranks, MOST_SEQUENCES, batch.max_model_len)
-    if len(deployment.steps) < 2:
-        raise ValueError(f"ranks={num_ranks}: {case.name} has only TP{min(deployment.steps)} there; give 2, 4 or 8")
     sizes = case.num_kv_tokens(num_ranks)
     runs = compare(bench, case.name, batch, deployment, sizes, turns, with_hindsight=True)
     slow = paced.longer_than_paced(run for some in runs.values() for run in some)

@@ -1,4 +1,4 @@
-"""Independent calls on all cores: simulations, each of which uses one."""
+"""Independent calls on all cores: simulations, each of which uses one. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-import torch
 from tqdm import tqdm
 
 T = TypeVar("T")
@@ -46,8 +45,7 @@ def _counted(result: R, bar: tqdm[None]) -> R:
 
 
 def _begin() -> None:
-    """Makes a process use one core, and end with the one that has started it, whatever has ended that one."""
-    torch.set_num_threads(1)
+    """Makes a process end with the one that has started it, whatever has ended that one."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
