@@ -34,7 +34,7 @@ def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
 
 
 def test_slow_links_make_replicas_wait_for_kv() -> None:
-    small = ["--cases", "moonlight", "--seeds", "1", "--shrink", "16", "--token-scale", "1024"]
+    small = ["--cases", "moonlight", "--seeds", "1", "--processes", "1", "--shrink", "16", "--token-scale", "256"]
     fast, slow = (
         run_main("seer_sim", [*small, "--kv-bandwidth", gbs])["rows"][0]["variants"]["context"] for gbs in ("50", "5")
     )
