@@ -24,9 +24,9 @@ def call_each(call: Callable[[T], R], items: Items[T], *, processes: int | None,
     alone. What `call` raises is raised here. Raises RuntimeError when a process is killed.
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(items))
+    if processes == 1:
+        return [call(item) for item in tqdm(items, unit=unit)]
     with tqdm(total=len(items), unit=unit) as bar:
-        if processes == 1:
-            return [_counted(call(item), bar) for item in items]
         pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
         try:
             calls = [pool.submit(call, item) for item in items]
@@ -37,11 +37,6 @@ def call_each(call: Callable[[T], R], items: Items[T], *, processes: int | None,
             raise RuntimeError(f"processes={processes}: one was killed; give fewer if memory ran out") from error
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _counted(result: R, bar: tqdm[None]) -> R:
-    bar.update()
-    return result
 
 
 def _begin() -> None:
