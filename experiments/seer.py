@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 CAP, BLOCK_SIZE, MOST_SEQUENCES = 320, 16, 128
 MAX_LEN = CAP + 64
+PACED_CHUNK = 32
 STATIC, DIVIDED, CONTEXT, SPECULATION = LADDER = ("group static", "divided", "context", "speculation")
 Other = Literal[
     "static by sequence",
@@ -87,8 +88,9 @@ class SeerConfig(PacedConfig):
     negatives: tuple[Negative, ...] | None = None
     """Cases of the paced part in which context should not help: lengths that are independent within groups, chunks as
     long as the mean length, and KV for all sequences at once. By default none, with `--full` all."""
-    chunk_tokens: Count = 32
-    """Most tokens that a sequence generates before it comes back."""
+    chunk_tokens: Count | None = None
+    """Most tokens that a sequence generates before it comes back; by default 64 in the live part, where a chunk's end
+    costs much of a step, and 32 in the paced part."""
     follow_ups: WholeNumber = 4
     """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
     spread: Fraction = 0.5
@@ -98,15 +100,15 @@ class SeerConfig(PacedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.chunks().check(block_size=BLOCK_SIZE, max_tokens=CAP)
+        self.chunks(BLOCK_SIZE).check(block_size=BLOCK_SIZE, max_tokens=CAP)
         for temperature in self.temperatures or ():
             SamplingParams(temperature=temperature)  # raises ValueError
         if self.figure is not None and not self.figure.is_dir():
             raise ValueError(f"figure={str(self.figure)!r}: there is no such folder; make it")
 
-    def chunks(self) -> ContextOptions:
+    def chunks(self, usual: int) -> ContextOptions:
         return ContextOptions(
-            chunk_tokens=self.chunk_tokens, follow_ups=self.follow_ups, spread=self.spread, seed=self.seed
+            chunk_tokens=self.chunk_tokens or usual, follow_ups=self.follow_ups, spread=self.spread, seed=self.seed
         )
 
 
@@ -121,6 +123,8 @@ class Setting:
     group_size: int
     num_kv_tokens: int
     """Of a replica."""
+    chunk_tokens: int
+    """Unless the options name another."""
     preemption: str
     others: tuple[Other, ...]
     """Variants besides the ladder, where the options name none."""
@@ -146,7 +150,7 @@ class Setting:
         self, config: SeerConfig, num_ranks: int, lengths: Callable[[], dict[SequenceId, int]]
     ) -> dict[str, Variant]:
         """The ladder, and the others. `lengths` are the true ones, for the oracle."""
-        options = config.chunks()
+        options = config.chunks(self.chunk_tokens)
         seeds = itertools.count(config.seed)  # the baseline's luck is not that of one seed
         plain = Variant(layout=nested_layout(range(num_ranks), 1), num_kv_tokens=self.num_kv_tokens)
 
@@ -182,6 +186,7 @@ def live(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         groups=max(2, 24 // config.shrink),
         group_size=8,
         num_kv_tokens=1280,
+        chunk_tokens=64,
         preemption="auto",
         others=OTHERS if config.full else (),
     )
@@ -222,7 +227,7 @@ def lose_a_replica(config: SeerConfig) -> dict[str, Any]:
         with Fleet(
             model,
             num_replicas=4,
-            schedule_policy=ContextAware(config.chunks()),
+            schedule_policy=ContextAware(config.chunks(PACED_CHUNK)),
             pace=stand_in(config.scale),
             kv_cache_bytes=num_bytes,
             **options,
@@ -247,6 +252,7 @@ def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         groups=max(2, 48 // config.shrink),
         group_size=16,
         num_kv_tokens=1600,
+        chunk_tokens=PACED_CHUNK,
         preemption="recompute",
         others=OTHERS if config.full else OTHERS[:4],
         pace=wide,
