@@ -200,6 +200,11 @@ class TrainConfig:
     def chunks(self) -> ContextOptions:
         """Returns Seer's options. Raises ValueError for a chunk below a block, or above a sequence's most tokens."""
         block_size, most = self.rollout.engine.block_size, self.rollout.max_tokens
+        if most < block_size:
+            raise ValueError(
+                f"rollout.max_tokens={most}: --dispatch seer divides into chunks of at least a block of KV, which has "
+                f"{block_size} tokens; raise it, lower rollout.block_size, or dispatch otherwise"
+            )
         options = ContextOptions(chunk_tokens=self.chunk_tokens or max(block_size, most // 8), seed=self.seed)
         options.check(block_size=block_size, max_tokens=most)
         return options

@@ -66,8 +66,8 @@ KV_MOVES = (
     *("num_imported", "stored_bytes", "stored_tokens", "loaded_tokens", "fetched_tokens"),
 )
 MAY_CHANGE = (
-    *("resume", "name", "runs", "steps", "dispatch", "eval_every", "save_every", "keep_checkpoints"),
-    *("wandb", "reward_limits", "rank_timeout_s", "layout_policy", "pat_profile"),
+    *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "wandb", "reward_limits"),
+    *("rank_timeout_s", "dispatch", "chunk_tokens", "layout_policy", "pat_profile"),
 )
 
 

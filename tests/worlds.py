@@ -100,8 +100,11 @@ def error_of(call: Any) -> str:
 
 def shared_files() -> int:
     """Files of shared memory that this process holds open, by the names that they had."""
-    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return sum("curtail-" in os.readlink(path) for path in paths if os.path.lexists(path))
+    count = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            count += "curtail-" in os.readlink(f"/proc/self/fd/{number}")
+    return count
 
 
 def _main(script: str, arguments: list[str], stdin: str) -> Any:

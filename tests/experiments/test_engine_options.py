@@ -131,6 +131,23 @@ def test_a_resumed_run_keeps_to_them(tmp_path: Path) -> None:
         _check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
 
 
+def test_a_run_may_go_on_with_another_dispatch(tmp_path: Path) -> None:
+    """It changes no token, and a chunk's length is given with that of Seer only."""
+    seer, static = ["--dispatch", "seer", "--chunk-tokens", "16"], ["--dispatch", "static"]
+    same = ["--runs", str(tmp_path), "--name", "a"]
+    (tmp_path / "a").mkdir()
+    for before, after in ((seer, static), (static, seer)):
+        (tmp_path / "a/config.json").write_text(json.dumps(_as_json(parse([*same, *before]))))
+        _check_same_run(parse([*same, *after, "--resume"]))
+
+
+def test_chunks_need_sequences_of_a_block() -> None:
+    with pytest.raises(
+        ValueError, match=r"rollout\.max_tokens=8: --dispatch seer divides into chunks of at least a block"
+    ):
+        parse(["--dispatch", "seer", "--rollout.max-tokens", "8"])
+
+
 def test_a_run_of_before_an_option_goes_on(tmp_path: Path) -> None:
     """Its folder does not name it: the default held."""
     same = ["--runs", str(tmp_path), "--name", "a", "--algo", "dapo", "--rollout.kv-cache-mib", "8"]
