@@ -164,7 +164,7 @@ class SeerSimConfig:
             raise ValueError(f"shrink={self.shrink}: the smallest case has {fewest} instances; give at most as many")
         if self.token_scale > PROMPT:
             raise ValueError(
-                f"token_scale={self.token_scale}: a prompt's {PROMPT} tokens would be less than one; give at most {PROMPT}"
+                f"token_scale={self.token_scale}: a prompt has {PROMPT} tokens, and needs one; give at most {PROMPT}"
             )
         block = self.block_size * self.token_scale
         for case in map(CASES.__getitem__, self.cases):

@@ -17,6 +17,7 @@ from engines.config import EngineConfig
 from experiments.config import RolloutConfig, parse
 from experiments.generate import GenerateConfig
 from experiments.training import _as_json, _check_same_run
+from tests.worlds import refused_by
 
 GIVEN: dict[str, tuple[list[str], Any]] = {
     "dtype": (["dtype", "bfloat16"], "bfloat16"),
@@ -142,10 +143,10 @@ def test_a_run_may_go_on_with_another_dispatch(tmp_path: Path) -> None:
 
 
 def test_chunks_need_sequences_of_a_block() -> None:
-    with pytest.raises(
-        ValueError, match=r"rollout\.max_tokens=8: --dispatch seer divides into chunks of at least a block"
-    ):
-        parse(["--dispatch", "seer", "--rollout.max-tokens", "8"])
+    refusal = refused_by("train", ["--dispatch", "seer", "--rollout.max-tokens", "8"])
+    assert (
+        "rollout.max_tokens=8: --dispatch seer divides into chunks of at least a block of KV, which has 16" in refusal
+    )
 
 
 def test_a_run_of_before_an_option_goes_on(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_slow_links_make_replicas_wait_for_kv() -> None:
             "chunk=64: must be from 256, a block of KV at token_scale=16, to 65536, what a sequence of",
         ),
         (["--chunk", "99999"], "chunk=99999: must be from 256, a block of KV at token_scale=16, to 65536"),
-        (["--token-scale", "1025"], "token_scale=1025: a prompt's 1024 tokens would be less than one; give at most"),
+        (["--token-scale", "1025"], "token_scale=1025: a prompt has 1024 tokens, and needs one; give at most 1024"),
         (["--shrink", "9"], "shrink=9: the smallest case has 8 instances; give at most as many"),
         (["--output", "/nowhere/result.json"], "output='/nowhere/result.json': there is no folder '/nowhere'"),
         (["--cases"], "cases=(): must be one or more cases"),
