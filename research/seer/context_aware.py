@@ -88,8 +88,10 @@ class ContextAware:
         return dispatch
 
     def estimate_of(self, sequence: SequenceView) -> int:
-        """Tokens that the sequence is expected to generate."""
+        """Tokens that the sequence is expected to generate. Raises ValueError if the oracle was not given its length."""
         if self._lengths is not None:
+            if sequence.sequence_id not in self._lengths:
+                raise ValueError(f"lengths: none of sequence {sequence.sequence_id}; the oracle needs those of all")
             return self._lengths[sequence.sequence_id]
         return self._groups[_group_of(sequence)].estimate.of(sequence.max_tokens)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.worlds import refused_by, run_main
 
-SMALL = ["--shrink", "4", "--turns", "1", "--ranks", "4", "--hidden", "256", "--scale", "0.3"]
+SMALL = ["--shrink", "8", "--turns", "1", "--ranks", "4", "--hidden", "256", "--scale", "0.1"]
 CASES = {"a40-8b-2048", "uniform"}
 
 

@@ -390,6 +390,11 @@ def test_groups_stay_together_and_every_replica_gets_as_many() -> None:
     assert places[0] == places[1] != places[2]
 
 
+def test_an_oracle_needs_all_lengths() -> None:
+    with pytest.raises(ValueError, match=r"lengths: none of sequence \(0, 1, 0\); the oracle needs those of all"):
+        open_desk(2, policy=ContextAware(lengths={(0, 0, 0): 5}), slots=2)
+
+
 @pytest.mark.parametrize("chunk", [3, 201])
 def test_a_chunk_has_at_least_a_block_and_at_most_a_sequence(chunk: int) -> None:
     options = ChunkOptions(chunk_tokens=chunk)
