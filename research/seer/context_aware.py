@@ -88,7 +88,7 @@ class ContextAware:
         return dispatch
 
     def estimate_of(self, sequence: SequenceView) -> int:
-        """Tokens that the sequence is expected to generate. Raises ValueError if the oracle was not given its length."""
+        """Tokens that the sequence is expected to generate. Raises ValueError if the oracle lacks its length."""
         if self._lengths is not None:
             if sequence.sequence_id not in self._lengths:
                 raise ValueError(f"lengths: none of sequence {sequence.sequence_id}; the oracle needs those of all")
