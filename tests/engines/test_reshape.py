@@ -372,8 +372,9 @@ def test_switches_within_a_rollout_change_no_token(checkpoints: Path, family: st
             assert rank[name]["epoch"] == rank[name]["switches"] == len(path) - 1, name
             # Between ranks that do not exchange, KV goes through files: with two pairs of ranks, half of it.
             assert rank[name]["imported"] == 0 or "three" in name
-        if len(path) > 1 and "mqa" not in family:  # where all ranks have the one head
-            assert sum(rank[name]["kv_bytes"] for rank in results) > 0, name
+    if "mqa" not in family:  # where all ranks have the one head
+        # Not of each path: a rank that was held up may find that the others have ended, and has computed nothing.
+        assert sum(rank[name]["kv_bytes"] for rank in results for name in SWITCHES) > 0
 
 
 def regroup_badly(directory: str) -> dict[str, Any]:
