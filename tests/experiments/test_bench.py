@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments.bench import harness
-from tests.worlds import ROOT
+from tests.worlds import ROOT, run_world
 
 SMALLEST = {
     "engine": ["--models", "0.8m", "--batches", "1", "--length", "4", "--tail", "3", "--cap", "8"],
     "step": [
-        *("--shape", "0.8m", "--batches", "1", "2", "--contexts", "8", "--finished", "3", "--neighbours", "1"),
+        *("--shape", "0.8m", "--batches", "1", "2", "--contexts", "8", "--finished", "3"),
         *("--attentions", "auto", "sdpa", "--without-graphs"),
     ],
     "option": ["--shape", "0.8m", "--prompt", "20", "--length", "2", "--group-size", "2"],
@@ -29,9 +32,10 @@ SMALLEST = {
     "weight_sync": ["--ranks", "2", "--hidden", "128", "--layers", "1", "--stages", "1"],
     "switch": ["--hidden", "256", "--layers", "1", "--sequences", "3", "--kv-mib", "1", "--figure", "ways.png"],
 }
+OF_TWO_RANKS = ("collectives", "dispatch", "weight_sync", "switch")
 VARIANTS = {
     "engine": [{"ours"}, {"ours", "hf", "hf_cb"}],
-    "step": [{"bfloat16", "sdpa", "no graphs", "after finished", "busy"}] * 3,
+    "step": [{"bfloat16", "sdpa", "no graphs", "after finished"}] * 3,
     "option": [{"without", "with"}] * 3,
     "swap": [{"swap", "recompute"}],
     "kv_pool": [
@@ -77,15 +81,18 @@ def test_variants_take_turns_and_ratios_are_those_of_one_turn() -> None:
     ]
 
 
+def run_bench(bench: str, arguments: list[str], folder: str) -> dict[str, Any] | None:
+    """As a command; returns what it wrote."""
+    os.chdir(folder)
+    sys.argv = [str(ROOT / f"experiments/bench/{bench}.py"), *arguments, "--turns", "1", "--output", "result.json"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return dict(json.loads(Path("result.json").read_text())) if os.environ.get("RANK", "0") == "0" else None
+
+
 @pytest.mark.parametrize("bench", SMALLEST)
 def test_runs_at_its_smallest(bench: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / f"experiments/bench/{bench}.py"), *SMALLEST[bench], "--turns", "1"]
-    done = subprocess.run(
-        [*command, "--output", "result.json"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert json.loads((tmp_path / "result.json").read_text()) == result
+    num_ranks = 2 if bench in OF_TWO_RANKS else 1
+    result = run_world(run_bench, num_ranks, bench, SMALLEST[bench], str(tmp_path), as_torchrun=num_ranks > 1)[0]
     assert result["experiment"] == f"bench/{bench}" and result["machine"]["cores"] >= 1
     assert [set(row["ms"]) for row in result["rows"]] == VARIANTS[bench]
     assert all(value > 0 for row in result["rows"] for value in (row["a_a"], *row["ms"].values()))
@@ -94,6 +101,18 @@ def test_runs_at_its_smallest(bench: str, tmp_path: Path) -> None:
         assert [row["weight_bytes"] > 0 for row in result["rows"]] == [False, True]
         assert all(row["kv_bytes"] > 0 for row in result["rows"])
         assert (tmp_path / "ways.png").stat().st_size > 10_000
+
+
+def test_a_step_beside_busy_processes(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "experiments/bench/step.py"), "--shape", "0.8m", "--batches", "1"]
+    done = subprocess.run(
+        [*command, "--neighbours", "1", "--turns", "1", "--output", "result.json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert [set(row["ms"]) for row in result["rows"]] == [{"bfloat16", "busy"}]
 
 
 def documented() -> Iterator[str]:
