@@ -36,6 +36,7 @@ from engines.fleet.fleet import Fleet
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.rollout.pace import Pace
+from engines.rollout.telemetry import busy_share
 from engines.sequence import Finished, SequenceId
 from experiments import drafting, launch, paced
 from experiments.bench import harness
@@ -392,12 +393,19 @@ def describe(name: str, runs: dict[str, list[Rollout]], setting: Setting) -> dic
         "preemptions": {one: statistics.median(run.num_preempted for run in some) for one, some in runs.items()},
         "kv": {one: kv_moved(some[0]) for one, some in runs.items() if not one.endswith(harness.AGAIN)},
         "tokens_per_step": {one: harness.short(some[0].tokens_per_step) for one, some in runs.items()},
+        "num_steps": {one: statistics.median(len(run.steps) for run in some) for one, some in runs.items()},
+        "busy_share": {one: harness.short(statistics.median(map(busy, some))) for one, some in runs.items()},
         "num_sequences": len(lengths),
         "mean_length": harness.short(statistics.fmean(lengths)),
         "a_a": row["a_a"],
         **(slow if setting.pace is not None else {}),
         "row": row,
     }
+
+
+def busy(run: Rollout) -> float:
+    """Returns the share of the rollout that a replica spends in steps, on average over the replicas."""
+    return statistics.fmean(busy_share(run.steps, {step.replica_id for step in run.steps}).values())
 
 
 def kv_moved(run: Rollout) -> dict[str, float]:
