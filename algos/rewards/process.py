@@ -88,8 +88,24 @@ class WorkerProcess:
         deadline, is_left = time.monotonic() + _END_S, True
         while is_left and time.monotonic() < deadline:
             is_left = False
-            for environ in Path("/proc").glob("[0-9]*/environ"):
+            for process in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):  # another user's, or gone
-                    if self._mark.encode() in environ.read_bytes():
-                        os.kill(int(environ.parent.name), signal.SIGKILL)
+                    environ = environment(process)
+                    if environ is None:
                         is_left = True
+                    elif self._mark.encode() in environ:
+                        os.kill(int(process.name), signal.SIGKILL)
+                        is_left = True
+
+
+def environment(process: Path) -> bytes | None:
+    """Returns the environment of a process in /proc; None while it starts another program, where the kernel shows none.
+    Raises OSError for a process that has ended, or that may not be read."""
+    for _ in range(5):
+        if environ := (process / "environ").read_bytes():
+            return environ
+        os.readlink(process / "exe")  # raises OSError for a kernel's thread and a zombie, which have none either
+        if not (process / "cmdline").read_bytes():
+            return None
+        time.sleep(0.001)  # it has started the program meanwhile
+    return b""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from algos.rewards.pool import Item, RewardPool
+from algos.rewards.process import environment
 from algos.rewards.runner import FailureKind, RewardConfig, RewardRunner
 from tests.algos.conftest import FUNCTIONS
 
@@ -288,6 +289,23 @@ def test_a_hang_is_killed_and_the_worker_restarted(
     assert is_alive(last)
 
 
+def test_a_process_that_starts_a_program_is_not_taken_for_one_without_the_mark(tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    again.write_text('#!/bin/sh\nexec "$0"\n')
+    again.chmod(0o755)
+    with subprocess.Popen([again], env={**os.environ, "CURTAIL_REWARD": "mark"}) as process:
+        wait_until(lambda: b"again" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), "the script to start")
+        wait_until(lambda: environment(Path(f"/proc/{process.pid}")) is None, "a moment in which it starts again")
+        read = [environment(Path(f"/proc/{process.pid}")) for _ in range(3000)]
+        process.kill()
+    assert all(one is None or b"CURTAIL_REWARD=mark" in one for one in read)
+    with subprocess.Popen(["sleep", "1000"], env={}) as process:
+        wait_until(lambda: environment(Path(f"/proc/{process.pid}")) == b"", "a process without an environment")
+        process.kill()
+    with pytest.raises(OSError):
+        environment(Path("/proc/0"))
+
+
 @pytest.mark.parametrize("is_sent", [False, True], ids=["between calls", "before it reads the next call"])
 def test_a_worker_that_ends_without_a_call_costs_none(make: Callable[..., RewardRunner], is_sent: bool) -> None:
     runner, results = make("process"), []
@@ -461,6 +479,7 @@ def test_the_workers_die_with_the_run(tmp_path: Path, text: str) -> None:
     program = f"""
         import time
         from algos.rewards.pool import Item, RewardPool
+from algos.rewards.process import environment
         from algos.rewards.runner import RewardRunner
         pool = RewardPool(RewardRunner({str(FUNCTIONS) + ":misbehaves"!r}))
         pool.finish([Item(key=(0, 0), prompt="p", completion={text!r}, columns={{"log": {str(log)!r}}})])
