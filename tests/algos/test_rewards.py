@@ -479,7 +479,6 @@ def test_the_workers_die_with_the_run(tmp_path: Path, text: str) -> None:
     program = f"""
         import time
         from algos.rewards.pool import Item, RewardPool
-from algos.rewards.process import environment
         from algos.rewards.runner import RewardRunner
         pool = RewardPool(RewardRunner({str(FUNCTIONS) + ":misbehaves"!r}))
         pool.finish([Item(key=(0, 0), prompt="p", completion={text!r}, columns={{"log": {str(log)!r}}})])
