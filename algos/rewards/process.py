@@ -99,13 +99,12 @@ class WorkerProcess:
 
 
 def environment(process: Path) -> bytes | None:
-    """Returns the environment of a process in /proc; None while it starts another program, where the kernel shows none.
+    """Returns the environment of a process in /proc, None while it starts another program, as Linux shows none then.
     Raises OSError for a process that has ended, or that may not be read."""
-    for _ in range(5):
+    for _ in range(5):  # it may have started the program between the two reads
         if environ := (process / "environ").read_bytes():
             return environ
         os.readlink(process / "exe")  # raises OSError for a kernel's thread and a zombie, which have none either
         if not (process / "cmdline").read_bytes():
             return None
-        time.sleep(0.001)  # it has started the program meanwhile
     return b""

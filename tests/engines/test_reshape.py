@@ -20,6 +20,7 @@ from engines.kvcache.kept import KeptKV, arrivals
 from engines.kvcache.paged import read_kv
 from engines.models.loader import checkpoint_tensors
 from engines.models.parameters import logical_shapes
+from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, joint_groups, nested_layout, share_lacked
 from engines.parallel.reshard import lacking
 from engines.parallel.sharding import Shard, kv_heads, shard_slices
@@ -340,23 +341,38 @@ def roll_out(directory: str, family: str, switches: dict[str, list[Any]]) -> dic
     groups = join([one for path in switches.values() for one in layouts_of(path)], timeout_s=120)
     results = {}
     for name, path in switches.items():
-        options = OPTIONS | {"max_num_seqs": 4, "drafter": "ngram" if name == "three" else "none"}
-        llm = LLM(
-            f"{directory}/{family}", world=groups, layout=layouts_of(path)[0], schedule=OnDemand(),
-            layout_policy=Placing(path, every=4), **options,
-        )  # fmt: skip
-        tokens = []
-        for uids in (range(10), range(10, 20)):  # the second rollout begins in the layout that the first one left
-            outputs = llm.generate(PROMPTS, PARAMS, prompt_uids=list(uids))
-            tokens.append(tokens_of(outputs))
-        assert llm.rollout is not None
-        results[name] = {
-            "tokens": tokens, "epoch": llm.layout.epoch, "switches": len(llm.rollout.switches),
-            "kv_bytes": sum(one.parts.kv_bytes for one in llm.rollout.switches),
-            "imported": llm.replica.kv_moves.num_imported,
-        }  # fmt: skip
-        llm.close()
+        tokens: list[Any] = []
+        # Where a rank is held up, the others may have ended when it switches, and nothing has KV: then once more.
+        for turn in range(1, 6):
+            found = through(path, "ngram" if name == "three" else "none", f"{directory}/{family}", groups, tokens)
+            results[name] = {"turns": turn, "tokens": tokens, **found}
+            everywhere = groups.world.all_gather_bytes(str(found["kv_bytes"]).encode())
+            if any(map(int, everywhere)) or not moves_kv(path, family):
+                break
     return results
+
+
+def through(path: list[Any], drafter: str, model: str, groups: GroupCache, tokens: list[Any]) -> dict[str, int]:
+    """Appends the tokens of two rollouts; the second one begins in the layout that the first one left."""
+    llm = LLM(
+        model, world=groups, layout=layouts_of(path)[0], schedule=OnDemand(), layout_policy=Placing(path, every=4),
+        **OPTIONS | {"max_num_seqs": 4, "drafter": drafter},
+    )  # fmt: skip
+    for uids in (range(10), range(10, 20)):
+        tokens.append(tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=list(uids))))
+    assert llm.rollout is not None
+    found = {
+        "epoch": llm.layout.epoch,
+        "switches": len(llm.rollout.switches),
+        "kv_bytes": sum(one.parts.kv_bytes for one in llm.rollout.switches),
+        "imported": llm.replica.kv_moves.num_imported,
+    }
+    llm.close()
+    return found
+
+
+def moves_kv(path: list[Any], family: str) -> bool:
+    return len(path) > 1 and "mqa" not in family  # where all ranks have the one head
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -368,13 +384,12 @@ def test_switches_within_a_rollout_change_no_token(checkpoints: Path, family: st
     results = run_world(roll_out, 4, str(checkpoints), family, SWITCHES)
     for name, path in SWITCHES.items():
         for rank in results:
-            assert rank[name]["tokens"] == expected, name
+            assert rank[name]["tokens"] == expected * rank[name]["turns"], name
             assert rank[name]["epoch"] == rank[name]["switches"] == len(path) - 1, name
             # Between ranks that do not exchange, KV goes through files: with two pairs of ranks, half of it.
             assert rank[name]["imported"] == 0 or "three" in name
-    if "mqa" not in family:  # where all ranks have the one head
-        # Not of each path: a rank that was held up may find that the others have ended, and has computed nothing.
-        assert sum(rank[name]["kv_bytes"] for rank in results for name in SWITCHES) > 0
+        if moves_kv(path, family):
+            assert sum(rank[name]["kv_bytes"] for rank in results) > 0, name
 
 
 def regroup_badly(directory: str) -> dict[str, Any]:

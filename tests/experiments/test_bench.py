@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from experiments import launch
 from experiments.bench import harness
 from tests.worlds import ROOT, run_world
 
@@ -82,11 +85,16 @@ def test_variants_take_turns_and_ratios_are_those_of_one_turn() -> None:
 
 
 def run_bench(bench: str, arguments: list[str], folder: str) -> dict[str, Any] | None:
-    """As a command; returns what it wrote."""
+    """Runs it as a command; returns what rank 0 printed and wrote."""
     os.chdir(folder)
     sys.argv = [str(ROOT / f"experiments/bench/{bench}.py"), *arguments, "--turns", "1", "--output", "result.json"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    return dict(json.loads(Path("result.json").read_text())) if os.environ.get("RANK", "0") == "0" else None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    if launch.rank() > 0:
+        return None
+    result = json.loads(printed.getvalue().splitlines()[-1])
+    assert json.loads(Path("result.json").read_text()) == result
+    return dict(result)
 
 
 @pytest.mark.parametrize("bench", SMALLEST)
