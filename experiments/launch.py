@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Errors that a user can fix, printed in one line. Any other error is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+TOKENS_DIFFER = 3
+"""Exit code of an experiment that has given its result, in which variants drew different tokens."""
 T = TypeVar("T")
 
 
@@ -111,13 +113,13 @@ def gather(group: Communicator, mine: Any, kind: Any = Any) -> list[Any]:
 def start_anew(*arguments: str, **environment: str) -> dict[str, Any]:
     """Runs this command once more, with these as its last arguments and outside of this torchrun world.
 
-    Returns its result. Raises ValueError if it fails; its own error is then on stderr.
+    Returns its result, also one with different tokens. Raises ValueError if it fails; its own error is then on stderr.
     """
     own = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
     env = {name: value for name, value in os.environ.items() if not name.startswith(own)} | environment
     command = [sys.executable, *sys.argv, *arguments]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
+    if done.returncode not in (0, TOKENS_DIFFER):
         raise ValueError(f"{Path(sys.argv[0]).name}: its other processes ended with code {done.returncode}; see above")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -214,7 +216,8 @@ def _tell(error: str) -> None:
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """Runs an experiment and prints its result, one JSON object, as the last line of rank 0's stdout.
 
-    A user's error prints one line and exits with code 2, Ctrl-C prints one line and exits with 130.
+    A user's error prints one line and exits with code 2, Ctrl-C prints one line and exits with 130. A result with a
+    field `tokens_equal` that is false is printed, and the process exits with code 3.
     """
     for name in ("stdout", "stderr"):  # a file opened next would take a closed one's descriptor
         if getattr(sys, name) is None:
@@ -239,3 +242,15 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         os._exit(128 + signal.SIGINT)
     if rank() == 0 and result is not None:
         print(json.dumps(result), flush=True)
+        if places := list(_tokens_differ(result)):
+            _tell(f"error: tokens differ, which nothing may cause: {', '.join(places)} is false")
+            sys.exit(TOKENS_DIFFER)
+
+
+def _tokens_differ(result: dict[str, Any], place: str = "") -> Iterator[str]:
+    """The names of all fields `tokens_equal` of the result, at any depth, that are false."""
+    for name, value in result.items():
+        if isinstance(value, dict):
+            yield from _tokens_differ(value, f"{place}{name}.")
+        elif name == "tokens_equal" and not value:
+            yield place + name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,6 +34,16 @@ child.terminate()
 child.join(60)
 print(child.exitcode, flush=True)
 """
+TOKENS_EQUAL = """
+import sys
+from experiments import launch
+
+cases = {"a": {"tokens_equal": True}, "b": {"T=1": {"tokens_equal": sys.argv[1] == "yes"}}}
+if sys.argv[1:] == ["anew"]:
+    launch.run(lambda: {"found": launch.start_anew("no")["live"]})
+else:
+    launch.run(lambda: {"live": cases, "tokens_equal": True})
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -57,3 +69,18 @@ def test_a_signal_ends_a_wait_in_cpp(number: signal.Signals) -> None:
 def test_a_forked_process_ends_alone() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.stdout, done.stderr, done.returncode) == (f"{-signal.SIGTERM}\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "place"), [("yes", 0, ""), ("no", 3, "live.b.T=1.tokens_equal"), ("anew", 3, "found.b.T=1.")]
+)
+def test_different_tokens_fail_after_the_result(tmp_path: Path, answer: str, code: int, place: str) -> None:
+    """Also where another process found them: then the result is that process's."""
+    script = tmp_path / "script.py"
+    script.write_text(TOKENS_EQUAL)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), answer]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == code and place in done.stderr and "Traceback" not in done.stderr
+    cases = next(iter(json.loads(done.stdout).values()))
+    assert cases["a"]["tokens_equal"] and cases["b"]["T=1"]["tokens_equal"] is (answer == "yes")
