@@ -21,6 +21,7 @@ Preemption = Literal["auto", "swap", "recompute"]
 DraftBytes = Annotated[int, Meta(ge=2**16, le=2**40, description="at least 65536")]
 DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix", "model"]
 DraftNoise = Literal["target", "own"]
+DraftLengths = Literal["adaptive", "fixed"]
 RopeType = Literal["default", "linear", "llama3"]
 Attention = Literal["auto", "flash_attn", "triton", "native", "sdpa"]
 
@@ -264,6 +265,9 @@ class EngineConfig:
     that similar distributions mostly give the same token; "own" takes independent ones."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=1024, description="an integer of 1 to 1024")] = 8
     """Most tokens that a drafter guesses for a sequence in one forward pass."""
+    draft_lengths: DraftLengths = "adaptive"
+    """Which guesses join a pass: "adaptive" takes those that raise the expected tokens per second, by the times of
+    passes, which are measured once; "fixed" takes all, up to `max_draft_tokens` of a sequence."""
     draft_paths: Annotated[int, Meta(ge=1, le=16, description="an integer of 1 to 16")] = 1
     """Most guesses of a suffix drafter for a sequence in one forward pass, each of up to `max_draft_tokens` tokens. All
     are computed side by side, and the one that agrees with the draws longest counts."""
@@ -312,7 +316,14 @@ class EngineConfig:
     @property
     def of_draft_model(self) -> EngineConfig:
         """The options with which the draft model runs."""
-        return replace(self, drafter="none", draft_model=None, draft_noise="target", batch_invariant=False)
+        return replace(
+            self,
+            drafter="none",
+            draft_model=None,
+            draft_noise="target",
+            draft_lengths="adaptive",
+            batch_invariant=False,
+        )
 
     def _check_drafter(self) -> None:
         if self.draft_server and self.drafter != "grouped_suffix":
@@ -328,6 +339,11 @@ class EngineConfig:
             raise ValueError(
                 f"EngineConfig.draft_model={self.draft_model!r}, drafter={self.drafter!r}: a draft model needs both "
                 f"drafter='model' and its checkpoint folder; give both, or neither"
+            )
+        if self.draft_lengths != "adaptive" and self.drafter == "none":
+            raise ValueError(
+                f"EngineConfig.draft_lengths={self.draft_lengths!r}: drafter='none' drafts nothing; give a drafter, or "
+                f"leave it out"
             )
         if self.draft_noise != "target" and self.drafter != "model":
             raise ValueError(

@@ -33,6 +33,7 @@ from engines.rollout.steps import roll_out_static
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.world import RolloutWorld
 from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64
+from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
 
 
@@ -60,7 +61,7 @@ class LLM:
         layout_policy: LayoutPolicy | None = None,
         pace: Pace | None = None,
         hidden_stop: HiddenStop | None = None,
-        draft_policy: DraftPolicy | None = None,
+        draft_policy: DraftPolicy = MarginalGain,
         load: bool = True,
         **options: Any,
     ) -> None:
@@ -70,8 +71,8 @@ class LLM:
         `schedule`, and may use only groups of ranks that `world` has; only sequences are then accepted that fit in the
         KV cache of every layout that `world` was made for and that the model can be sharded into. `pace` sets how long
         each step lasts at least, `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
-        `draft_policy` makes the `SpeculationPolicy` of a replica from the time of a pass by its rows, which is measured
-        when needed; without it drafts are as long as the drafter and `max_draft_tokens` make them.
+        `draft_policy` makes what decides adaptive lengths of drafts, a `SpeculationPolicy` for each replica, from the
+        time of a pass by its rows, which is measured when needed.
 
         Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is allocated. In a world,
         every rank raises, and all ranks must pass the same arguments.

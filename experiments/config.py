@@ -21,7 +21,7 @@ from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from engines.constraints import Count, Positive, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy
-from experiments.engine_options import MIB, DraftLengths, EngineOptions
+from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
 from research.seer.context_aware import ContextAware, ContextOptions
 
 Flat = tyro.conf.arg(name="")
@@ -47,9 +47,9 @@ class RolloutConfig:
     """Must stay off, as top_k."""
     min_p: Annotated[float, Meta(ge=0, le=0, description=f"0.0: {_WHOLE}")] = 0.0
     """Must stay off, as top_k."""
-    draft_lengths: DraftLengths = "marginal-gain"
-    """How long the drafts of `--rollout.drafter` are: where more tokens per second are expected, by thresholds of batch
-    size, or always as long as they can be."""
+    draft_policy: DraftPolicyName = "marginal-gain"
+    """What decides adaptive lengths of drafts: marginal-gain drafts as long as tokens per second are expected to rise,
+    thresholds give all drafts one length by the batch size and the acceptance so far."""
     engine: Annotated[EngineOptions, Flat] = field(default_factory=lambda: EngineOptions(kv_cache_bytes=256 * MIB))
 
     def __post_init__(self) -> None:
@@ -134,14 +134,13 @@ class TrainConfig:
         if self.held_out_data is not None and self.data is None:
             raise ValueError(f"held_out_data={self.held_out_data}: only --task gsm8k with --data reads it")
         engine, free = self.rollout.engine, "how much memory and disk is free"
-        lengths = self.rollout.draft_lengths
         for name, value, depends_on, chosen, fix in (
             ("dispatch", "on-demand", "timing", self.dispatch, "static"),
             ("dispatch", "seer", "timing", self.dispatch, "static"),
             ("rollout.draft_server", True, "timing", engine.draft_server, "no draft server"),
             ("rollout.preemption", "swap", free, engine.preemption, "recompute"),
             ("rollout.kv_cache_mib", "auto", free, engine.kv_cache_bytes, "a number"),
-            ("rollout.draft_lengths", lengths, "timing", None if self._drafts_alike else lengths, "fixed"),
+            ("rollout.draft_lengths", "adaptive", "timing", engine.drafter != "none" and engine.draft_lengths, "fixed"),
         ):
             if self.deterministic and chosen == value:
                 raise ValueError(
@@ -179,11 +178,6 @@ class TrainConfig:
                 raise ValueError(f"{name}={value!r}: does not go with layout_policy='pat'; {fix}")
         if self.pat_profile is not None and not self.pat_profile.is_file():
             raise ValueError(f"pat_profile={str(self.pat_profile)!r}: is no file; experiments/pat_profile.py makes one")
-
-    @property
-    def _drafts_alike(self) -> bool:
-        """Whether drafts do not depend on how long passes take."""
-        return self.rollout.engine.drafter == "none" or self.rollout.draft_lengths == "fixed"
 
     @property
     def stem(self) -> str:

@@ -115,7 +115,13 @@ class _Replica:
             client = stack.enter_context(closing(_Client(order, self._token, heard)))
         engine = LocalEngine(
             self._model,
-            EngineConfig(dtype="float64", kv_cache_bytes=2**26, max_num_seqs=AT_A_TIME, drafter=order.drafter),
+            EngineConfig(
+                dtype="float64",
+                kv_cache_bytes=2**26,
+                max_num_seqs=AT_A_TIME,
+                drafter=order.drafter,
+                draft_lengths="adaptive" if order.drafter == "none" else "fixed",
+            ),
             spec=ReplicaSpec(id=self._index, ranks=(self._index,)),
             max_tp_size=1,
             tensor_parallel=SingleRank(),

@@ -30,20 +30,21 @@ from tqdm import tqdm
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.warmstart_config import ModelSize, WarmStartConfig
 from engines import LLM, SamplingParams
-from engines.config import DrafterName, DraftNoise, DType, EngineConfig, ModelConfig
+from engines.config import DrafterName, DraftLengths, DraftNoise, DType, EngineConfig, ModelConfig
 from engines.constraints import Count, check_fields
 from engines.models.hugging_face import read_checkpoint
 from engines.models.tokenizer import encode_prompt, load_tokenizer
 from engines.parallel.collectives import SingleRank
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.choose import choose_drafter
+from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
 from experiments import draft_drift, launch
 from experiments import draft_sharing as sharing
 from experiments.bench import harness
 from research.seer.acceptance import acceptance_length
-from research.seer.adaptive import MarginalGain, Thresholds
+from research.seer.thresholds import Thresholds
 
 Part = Literal["equal", "acceptance", "speedup", "rollout", "agreement", "server", "drift"]
 PARTS: tuple[Part, ...] = ("equal", "acceptance", "speedup", "rollout", "agreement")
@@ -163,12 +164,13 @@ def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
     """Every drafter against none, in float64, at temperature 1 and greedily, with room for all and with too little."""
     folder, texts = model(config), prompts(min(8, config.groups))
     draft_model = trained(config.models, "draft-2l")
-    drafters: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"drafter": "ngram"}}
+    drafters: dict[str, dict[str, Any]] = {"ngram": {"drafter": "ngram"}}
     for drafter, paths in itertools.product(("suffix", "grouped_suffix"), PATHS):
         several = f", {paths} paths" if paths > 1 else ""
         drafters[drafter + several] = {"drafter": drafter, "draft_paths": paths}
     for noise in NOISES:
         drafters[f"draft-2l, {noise} noise"] = {"drafter": "model", "draft_model": draft_model, "draft_noise": noise}
+    drafters = {"none": {}} | {name: {"draft_lengths": "fixed", **chosen} for name, chosen in drafters.items()}
     found: dict[str, bool] = {}
     for temperature in (1.0, 0.0):
         params = SamplingParams(max_tokens=200, n=4, temperature=temperature)
@@ -219,8 +221,8 @@ class Variant:
     """A drafter, and how long its drafts are."""
 
     drafter: DrafterName
-    policy: DraftPolicy | None = None
-    max_draft_tokens: int = 8
+    policy: DraftPolicy = MarginalGain
+    draft_lengths: DraftLengths = "adaptive"
     draft_paths: int = 1
     draft_model: ModelSize | None = None
 
@@ -231,15 +233,15 @@ FEWEST = 3
 """Sequences that a turn of the speedup part generates at least."""
 VARIANTS: dict[str, Variant] = {
     PLAIN: Variant("none"),
-    "grouped": Variant("grouped_suffix", MarginalGain),
-    "grouped, 4 paths": Variant("grouped_suffix", MarginalGain, draft_paths=4),
+    "grouped": Variant("grouped_suffix"),
+    "grouped, 4 paths": Variant("grouped_suffix", draft_paths=4),
     "grouped, thresholds": Variant("grouped_suffix", Thresholds),
-    "grouped, always 8": Variant("grouped_suffix"),
+    "grouped, always 8": Variant("grouped_suffix", draft_lengths="fixed"),
     "grouped, never": Variant("grouped_suffix", partial(MarginalGain, margin=1e9)),
-    "suffix": Variant("suffix", MarginalGain),
-    "ngram": Variant("ngram", MarginalGain),
-    "draft-2l": Variant("model", MarginalGain, draft_model="draft-2l"),
-    "draft-1l": Variant("model", MarginalGain, draft_model="draft-1l"),
+    "suffix": Variant("suffix"),
+    "ngram": Variant("ngram"),
+    "draft-2l": Variant("model", draft_model="draft-2l"),
+    "draft-1l": Variant("model", draft_model="draft-1l"),
 }
 
 
@@ -275,7 +277,7 @@ class Bench:
             max_num_seqs=self._max_num_seqs,
             max_model_len=_MAX_LEN,
             drafter=variant.drafter,
-            max_draft_tokens=variant.max_draft_tokens,
+            draft_lengths=variant.draft_lengths,
             draft_paths=variant.draft_paths,
             draft_model=None if draft_model is None else str(draft_model),
         )
@@ -392,8 +394,8 @@ def agreement(config: DraftingConfig) -> dict[str, Any]:
     rows = [["draft model", "noise", "guesses", "drawn", "closed form", "standard error"]]
     for size, noise in itertools.product(DRAFT_MODELS, NOISES):
         folder, draft_model = model(config), trained(config.models, size)
-        options: dict[str, Any] = {"draft_noise": noise, "max_draft_tokens": 1, "max_num_seqs": 1}
-        llm = LLM(folder, drafter="model", draft_model=draft_model, kv_cache_bytes=2**24, **options)
+        options: dict[str, Any] = {"draft_noise": noise, "max_draft_tokens": 1, "draft_lengths": "fixed"}
+        llm = LLM(folder, drafter="model", draft_model=draft_model, kv_cache_bytes=2**24, max_num_seqs=1, **options)
         places, num_drawn = guess_singly(llm, prompts(config.groups), seed=config.seed)
         llm.close()
         shares = expected_agreement(folder, draft_model, noise, places)

@@ -11,22 +11,14 @@ from tyro.constructors import PrimitiveConstructorSpec
 from engines.config import DraftBytes, EngineConfig
 from engines.constraints import Count, WholeNumber
 from engines.sequence import is_int64
+from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
-from research.seer.adaptive import MarginalGain, Thresholds
+from research.seer.thresholds import Thresholds
 
 MIB = 2**20
 
-DraftLengths = Literal["marginal-gain", "thresholds", "fixed"]
-"""How long drafts are. marginal-gain: as long as tokens per second are expected to rise. thresholds: one length for all
-by the batch size and the acceptance so far. fixed: as the drafter makes them, up to `max_draft_tokens`. The first two
-measure once how long passes take."""
-
-
-def draft_policy(lengths: DraftLengths, engine: EngineConfig) -> DraftPolicy | None:
-    """Returns what `LLM` takes as `draft_policy`."""
-    if engine.drafter == "none" or lengths == "fixed":
-        return None
-    return MarginalGain if lengths == "marginal-gain" else Thresholds
+DraftPolicyName = Literal["marginal-gain", "thresholds"]
+DRAFT_POLICIES: dict[DraftPolicyName, DraftPolicy] = {"marginal-gain": MarginalGain, "thresholds": Thresholds}
 
 
 def _bytes_in_mib(value: Any) -> Any:

@@ -25,7 +25,7 @@ import tyro
 
 from engines.sequence import SamplingParams
 from experiments import launch
-from experiments.engine_options import DraftLengths, EngineOptions
+from experiments.engine_options import DraftPolicyName, EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class GenerateConfig:
     """Seed of every sampled token, together with the prompt's position; with --seed the position has no effect."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model, in shards; the rest is data parallel."""
-    draft_lengths: DraftLengths = "marginal-gain"
-    """How long the drafts of `--drafter` are: where more tokens per second are expected, by thresholds of the batch
-    size, or always as long as they can be."""
+    draft_policy: DraftPolicyName = "marginal-gain"
+    """What decides adaptive lengths of drafts: marginal-gain drafts as long as tokens per second are expected to rise,
+    thresholds give all drafts one length by the batch size and the acceptance so far."""
     engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(
         default_factory=lambda: SamplingParams(max_tokens=128)

@@ -22,7 +22,7 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
-from experiments.engine_options import draft_policy
+from experiments.engine_options import DRAFT_POLICIES
 from experiments.partial_output import PartialOutput, completion_line, write_all
 from experiments.prompts import Records, read_prompts
 from experiments.run_folder import POINTER, last_published
@@ -53,7 +53,7 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
         launch.end_on_signals(lambda: f"interrupted: {sink.tell()}")
         sink.open(resume=config.resume)
         engine = asdict(replace(config.engine, seed=config.run_seed))
-        policy = draft_policy(config.draft_lengths, config.engine)
+        policy = DRAFT_POLICIES[config.draft_policy]
         llm = LLM(config.model, device=device, world=groups, layout=layout, draft_policy=policy, **engine)
         launch.tell_engine(llm)
         prompts = _encode(llm, records, places, config.sampling)

@@ -41,7 +41,6 @@ from engines.sequence import Finished, SequenceId
 from experiments import drafting, launch, paced
 from experiments.bench import harness
 from experiments.paced import Bench, PacedConfig, Rollout, Variant, Workload
-from research.seer.adaptive import MarginalGain
 from research.seer.baselines import Divided, GroupStatic
 from research.seer.context_aware import ContextAware, ContextOptions
 from research.simulator.cluster import Cluster, ClusterConfig
@@ -70,7 +69,7 @@ Negative = Literal["independent", "chunk of mean", "kv for all"]
 NEGATIVES: tuple[Negative, ...] = get_args(Negative)
 BOUND, ORACLE = OTHERS[:2], OTHERS[2]
 """Harder baselines, which bind single sequences; and the true lengths."""
-DRAFTS = {"drafter": "grouped_suffix", "max_draft_tokens": 16, "draft_policy": MarginalGain}
+DRAFTS = {"drafter": "grouped_suffix", "max_draft_tokens": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +168,9 @@ class Setting:
             "on demand": by(OnDemand),
             "oracle": by(lambda: ContextAware(options, lengths=lengths())),
             "context, as printed": by(partial(ContextAware, replace(options, order="length"))),
-            "speculation, no adaptation": by(context, drafter="grouped_suffix", max_draft_tokens=8),
+            "speculation, no adaptation": by(
+                context, drafter="grouped_suffix", max_draft_tokens=8, draft_lengths="fixed"
+            ),
             "speculation, ungrouped": by(context, **DRAFTS | {"drafter": "suffix"}),
             "group static, speculation": by(lambda: GroupStatic(next(seeds)), **DRAFTS),
         }

@@ -34,7 +34,6 @@ from engines.sequence import SamplingParams, SequenceId
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.harness import short
-from experiments.engine_options import draft_policy
 from experiments.processes import call_each
 from research.seer.baselines import Divided, GroupStatic
 from research.seer.context_aware import ContextAware, ContextOptions, Order
@@ -288,7 +287,6 @@ def _roll_out(
         gpus_per_host=8,
         overheads=Overheads(message_s=0.0005 / config.token_scale),
         drafts=DraftAcceptance() if drafts else None,
-        draft_policy=draft_policy("marginal-gain", engine),
         records_steps=False,
     )
     uids = range(len(lengths) // case.group_size)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from tqdm import tqdm
 
-from engines.config import EngineConfig
+from engines.config import DraftLengths, EngineConfig
 from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.parallel.layout import contiguous_layout
@@ -27,7 +27,7 @@ from engines.rollout.telemetry import StepRecord, busy_share, draft_metrics, wri
 from engines.sequence import SamplingParams, SequenceId
 from experiments import launch
 from experiments.bench.harness import check_figure, check_folders, in_columns
-from experiments.engine_options import DraftLengths, draft_policy
+from experiments.engine_options import DRAFT_POLICIES, DraftPolicyName
 from experiments.paced import Workload
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
 from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
@@ -87,9 +87,11 @@ class SimulateConfig:
     draft_tokens_per_step: tuple[tuple[int, float], ...] = tuple(SEER_TABLE_2.items())
     """How often drafts are right: pairs of a number of references (others of the group that have ended, or are longer)
     and the tokens that a sequence then yields in a step with 8 draft tokens. The default is Seer's Table 2."""
-    draft_lengths: DraftLengths = "marginal-gain"
-    """How long drafts are: where more tokens per second are expected, by thresholds of the batch size, or always as
-    long as they can be."""
+    draft_lengths: DraftLengths = "adaptive"
+    """Which draft tokens join a pass: those that raise the expected tokens per second, or always all."""
+    draft_policy: DraftPolicyName = "marginal-gain"
+    """What decides adaptive lengths of drafts: marginal-gain drafts as long as tokens per second are expected to rise,
+    thresholds give all drafts one length by the batch size and the acceptance so far."""
     figure: Path | None = None
     """Draw the replicas' timelines there; and what drafts yield, in a second file beside it (`<name>_drafts`)."""
     traces: Path | None = None
@@ -127,6 +129,7 @@ class SimulateConfig:
 
     def engine(self) -> EngineConfig:
         options: dict[str, Any] = {"max_num_seqs": self.slots, "block_size": BLOCK_SIZE}
+        options["draft_lengths"] = self.draft_lengths
         if self.max_draft_tokens:
             options |= {"drafter": "grouped_suffix", "max_draft_tokens": self.max_draft_tokens, "draft_server": True}
         return EngineConfig(**options)
@@ -206,7 +209,7 @@ def _roll_out(
         gpus_per_host=config.gpus_per_host,
         overheads=Overheads(message_s=config.message_s, gap_s=config.gap_s),
         drafts=config.drafts(),
-        draft_policy=draft_policy(config.draft_lengths, config.engine()),
+        draft_policy=DRAFT_POLICIES[config.draft_policy],
     )
     prompts = [list(range(uid * config.prompt, (uid + 1) * config.prompt)) for uid in range(config.groups)]
     params = SamplingParams(max_tokens=config.cap, n=config.group_size)

@@ -44,7 +44,7 @@ from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
-from experiments.engine_options import draft_policy
+from experiments.engine_options import DRAFT_POLICIES
 from experiments.pat_profile import nested_layouts
 from experiments.pat_training import RolloutLayouts, load_profile, make_controller
 from experiments.run_folder import (
@@ -229,7 +229,7 @@ class Run:
             tensor_parallel_size=config.tensor_parallel_size,
             schedule=config.schedule(group.size // config.tensor_parallel_size),
             layout_policy=controller,
-            draft_policy=draft_policy(rollout.draft_lengths, rollout.engine),
+            draft_policy=DRAFT_POLICIES[rollout.draft_policy],
             load=False,
             **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
         )

@@ -28,7 +28,9 @@ from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import peer_of
+from engines.rollout.pace import of_pace
 from engines.rollout.worker import Worker
+from engines.speculation.marginal_gain import MarginalGain
 
 FAILED, ORPHANED = 1, 3  # exit codes
 _PR_SET_PDEATHSIG = 1
@@ -104,6 +106,7 @@ def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEng
     device = torch.device(orders.device)
     alone = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0,)),))
     free = FreeMemory.agree(SingleRank(), free_memory(device))
+    pace = None if orders.pace is None else orders.pace.make()
     Capacity(model=model, config=orders.config, device=device, free=free).check(alone)
     return LocalEngine(
         model,
@@ -115,6 +118,7 @@ def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEng
         device=device,
         detokenize=detokenizer(load_tokenizer(orders.model, model)),
         kv_store=store,
+        draft_policy=of_pace(MarginalGain, pace, orders.spec),
     )
 
 

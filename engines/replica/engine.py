@@ -35,6 +35,7 @@ from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
 from engines.sequence import Detokenize, SequenceId
 from engines.speculation.choose import Connect, choose_drafter
+from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
 
 
@@ -55,7 +56,7 @@ class LocalEngine:
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
         kv_store: KVStore | None = None,
-        draft_policy: DraftPolicy | None = None,
+        draft_policy: DraftPolicy = MarginalGain,
         connect_drafts: Connect | None = None,
     ) -> None:
         """Allocates the memory; weights are loaded later. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
@@ -132,7 +133,7 @@ class LocalEngine:
         tensor_parallel: Communicator,
         places: Mapping[SequenceId, int],
         *,
-        draft_policy: DraftPolicy | None = None,
+        draft_policy: DraftPolicy = MarginalGain,
         max_kv_tokens: int | None = None,
     ) -> None:
         """Takes this rank's next place, in the memory that it has: what it lacks comes from the other ranks of `joint`,

@@ -110,7 +110,7 @@ class ModelDrafter:
     def wake_up(self) -> None:
         self._kv.restore()
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
         """See `Drafter`. A sequence that lacks more tokens than a pass takes, or blocks, gets no draft."""
         with self._undisturbed():
             drawn = self._run(self._follow_each(states, limits))

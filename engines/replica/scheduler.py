@@ -228,7 +228,9 @@ class Scheduler:
         if not limits:
             return
         states = [schedule.batch[place].sequence.state for place in limits]
-        drafts = drafter.propose(states, list(limits.values()), sum(item.num_tokens for item in schedule.batch))
+        num_tokens = sum(item.num_tokens for item in schedule.batch)
+        num_draws = sum(item.samples for item in schedule.batch)
+        drafts = drafter.propose(states, list(limits.values()), num_tokens, num_draws)
         self.num_looked_up += len(drafts)
         if not drafts:
             return

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from engines.constraints import NonNegative, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.replica import StepOutput
-from engines.speculation.policy import RowSeconds
+from engines.speculation.policy import DraftPolicy, RowSeconds
 
 Path = Literal["host", "disk", "network"]
 """Between a replica's devices and the memory of their host; a disk of the host; or another host's memory."""
@@ -67,6 +67,11 @@ def row_seconds(pace: Pace, spec: ReplicaSpec) -> RowSeconds:
     Each row attends to itself alone: the KV that draft tokens attend to is read for their sequence in any case.
     """
     return lambda rows: decode_seconds(pace, spec, rows, rows)
+
+
+def of_pace(policy: DraftPolicy, pace: Pace | None, spec: ReplicaSpec) -> DraftPolicy:
+    """Returns the policy of a replica that decides by its pace, if it has one, and not by this machine's times."""
+    return policy if pace is None else lambda _: policy(row_seconds(pace, spec))
 
 
 def decode_seconds(pace: Pace, spec: ReplicaSpec, batch: int, num_context_tokens: int) -> float:

@@ -20,7 +20,7 @@ from engines.memory.plan import MemoryPlan
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
-from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, nested_layout
+from engines.parallel.layout import Layout, joint_groups, nested_layout
 from engines.parallel.sharding import check_shardable, is_shardable
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine, kv_capacity
@@ -28,9 +28,10 @@ from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.replica import HiddenStop
 from engines.replica.reshape import Joint
 from engines.rollout.generation import check_same_options
-from engines.rollout.pace import Pace, row_seconds
+from engines.rollout.pace import Pace, of_pace
 from engines.sequence import SequenceId
 from engines.speculation.choose import Connect
+from engines.speculation.marginal_gain import MarginalGain, check_draft_policy
 from engines.speculation.policy import DraftPolicy
 
 
@@ -45,7 +46,7 @@ class Arguments:
     layout_policy: LayoutPolicy | None
     pace: Pace | None
     hidden_stop: HiddenStop | None
-    draft_policy: DraftPolicy | None
+    draft_policy: DraftPolicy
     load: bool
 
     def start_world(self, device: str | torch.device | None) -> GroupCache | None:
@@ -71,8 +72,6 @@ class Arguments:
                 check_policy("pace", self.pace, method)
         if self.hidden_stop is not None and not callable(self.hidden_stop):
             raise ValueError(f"hidden_stop={self.hidden_stop!r}: give a function")
-        if self.draft_policy is not None and not callable(self.draft_policy):
-            raise ValueError(f"draft_policy={self.draft_policy!r}: give a function that makes a SpeculationPolicy")
         if not isinstance(self.load, bool):
             raise ValueError(f"load={self.load!r}: must be True or False")
         if self.layout is not None and not isinstance(self.layout, Layout):
@@ -151,10 +150,7 @@ class Placement:
         self.max_model_len = longest_sequence(self.config, self.model)
         self.tokenizer = load_tokenizer(source, self.model)
         self.layout = given.check(self._groups)
-        if given.draft_policy is not None and self.config.drafter == "none":
-            raise ValueError(
-                "draft_policy: EngineConfig.drafter='none' drafts nothing; give a drafter, or leave it out"
-            )
+        check_draft_policy(self.config, given.draft_policy)
         if given.pace is not None and self.config.drafter == "model":
             raise ValueError("pace: has no time for the passes of EngineConfig.drafter='model'; leave one of them out")
         hosts = self._groups.hosts if self._groups is not None else ("this host",)
@@ -171,8 +167,9 @@ class Placement:
         values |= {f"ModelConfig.{name}": value for name, value in asdict(self.model).items()}
         draft = draft_model_config(self.config, self.model)
         values["EngineConfig.draft_model's config.json"] = None if draft is None else asdict(draft)
-        for name in ("schedule", "layout_policy", "pace", "hidden_stop", "draft_policy"):
+        for name in ("schedule", "layout_policy", "pace", "hidden_stop"):
             values[name] = getattr(given, name) is not None
+        values["draft_policy"] = given.draft_policy is not MarginalGain
         return values
 
     def make_kv_store(self, token: str) -> FileKVStore | TieredKVStore:
@@ -224,7 +221,7 @@ class Placement:
             hidden_stop=self._given.hidden_stop,
             max_kv_tokens=self._max_kv_tokens,
             kv_store=self.kv_store,
-            draft_policy=self._draft_policy(spec),
+            draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec),
             connect_drafts=self.connect_drafts,
         )
 
@@ -232,13 +229,6 @@ class Placement:
     def _max_kv_tokens(self) -> int | None:
         """The longest sequence that fits in every layout that a rollout may have; None without a layout policy."""
         return None if self._given.layout_policy is None else min(self._num_kv_tokens.values())
-
-    def _draft_policy(self, spec: ReplicaSpec) -> DraftPolicy | None:
-        """A paced replica decides by its pace, and not by how long passes take on this machine."""
-        policy, pace = self._given.draft_policy, self._given.pace
-        if policy is None or pace is None:
-            return policy
-        return lambda _: policy(row_seconds(pace, spec))
 
     def can_reshape(self, before: Layout, after: Layout) -> bool:
         """Whether the ranks can exchange the weights and KV that they lack in the other layout."""
@@ -257,7 +247,7 @@ class Placement:
                 Joint.of(group, joint, before, after, max_tp_size=self._capacity.max_tp_size),
                 self._groups.get(spec.ranks),
                 places,
-                draft_policy=self._draft_policy(spec),
+                draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec),
                 max_kv_tokens=self._max_kv_tokens,
             )
         return self.engine

@@ -22,15 +22,16 @@ Connect = Callable[[bool], DraftClient | None]
 
 def choose_drafter(
     config: EngineConfig,
-    policy: DraftPolicy | None,
+    policy: DraftPolicy,
     seconds: RowSeconds,
     shards: Communicator,
     *,
     connect: Connect | None = None,
     model: Drafter | None = None,
 ) -> Drafter | None:
-    """Returns the drafter of a replica's shard; None for "none". All shards have `connect` where there is a draft
-    server; `model` is the drafter of drafter="model", on the first shard alone."""
+    """Returns the drafter of a replica's shard; None for "none". `policy` makes what decides adaptive lengths.
+    All shards have `connect` where there is a draft server; `model` is the drafter of drafter="model", on the first
+    shard alone."""
     drafter: Drafter | None
     if config.drafter == "none":
         return None
@@ -50,4 +51,4 @@ def choose_drafter(
     if shards.size > 1 and (connect is not None or config.drafter == "model"):
         drafter = SharedDrafter(drafter if shards.rank == 0 else None, shards)
     assert drafter is not None
-    return drafter if policy is None else AdaptedDrafter(drafter, policy(seconds))
+    return drafter if config.draft_lengths == "fixed" else AdaptedDrafter(drafter, policy(seconds))

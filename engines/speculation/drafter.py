@@ -32,12 +32,13 @@ class Drafter(Protocol):
     A drafter learns of new tokens by reading the states. It must not modify them. `NGramDrafter` is one.
     """
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
         """Returns a draft for each sequence: the tokens that may follow, on each path at most its limit, or none. The
         list is empty if no draft was looked up.
 
         It is called once per step, for all sequences that may take a draft in this step; limits are at least 1.
-        `num_tokens` are those of the pass without drafts, of all sequences.
+        Without drafts the pass has `num_tokens` tokens and `num_draws` draws, those of the sequences that take no draft
+        included.
         """
         ...
 

@@ -21,7 +21,7 @@ class NGramDrafter:
         self._max_n, self._min_n = max_n, min_n
         self._indices: dict[SequenceId, _Index] = {}
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
         drafts = [self._propose(state, limit) for state, limit in zip(states, limits, strict=True)]
         return [Draft(draft, [1.0] * len(draft)) for draft in drafts]
 

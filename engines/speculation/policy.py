@@ -13,15 +13,30 @@ RowSeconds = Callable[[int], float]
 """Number of tokens, one row each -> seconds of a forward pass over them, with a draw at each."""
 
 
+class RowTable:
+    """The seconds of passes by their rows, each computed once; more rows never take less time."""
+
+    def __init__(self, seconds: RowSeconds) -> None:
+        self._compute = seconds
+        self._seconds = [0.0]
+
+    def upto(self, rows: int) -> list[float]:
+        """Returns the first `rows` + 1 entries, or more; entry i is of i rows."""
+        for count in range(len(self._seconds), rows + 1):
+            self._seconds.append(max(self._seconds[-1], self._compute(count)))
+        return self._seconds
+
+
 class SpeculationPolicy(Protocol):
     """Decides how many tokens and paths drafts have. It has no clock; all shards of a replica must decide alike."""
 
     def wants(self, num_tokens: int, num_sequences: int) -> bool:
-        """Whether drafts are worth looking up for a pass of `num_tokens` tokens, of which these sequences decode."""
+        """Whether drafts of `num_sequences` sequences are worth looking up for a pass of `num_tokens` tokens."""
         ...
 
-    def shorten(self, num_tokens: int, drafts: list[Draft]) -> list[Draft]:
-        """Returns what of each draft joins a pass that has `num_tokens` tokens without them (`Draft.cut`)."""
+    def shorten(self, num_tokens: int, num_draws: int, drafts: list[Draft]) -> list[Draft]:
+        """Returns what of each draft joins a pass (`Draft.cut`) that without them has `num_tokens` tokens, and yields
+        the next token of `num_draws` sequences: of those with a draft, and of others that may take none."""
         ...
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
@@ -41,14 +56,14 @@ class AdaptedDrafter:
         self._policy = policy
         self._proposed: dict[SequenceId, list[float]] = {}
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
         if not self._policy.wants(num_tokens, len(states)):
             return []
-        drafts = self._drafter.propose(states, limits, num_tokens)
+        drafts = self._drafter.propose(states, limits, num_tokens, num_draws)
         self._proposed = {
             state.sequence_id: draft.probabilities for state, draft in zip(states, drafts, strict=True) if draft.tokens
         }
-        return self._policy.shorten(num_tokens, drafts)
+        return self._policy.shorten(num_tokens, num_draws, drafts)
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         self._drafter.observe(states, drafts, num_accepted)

@@ -26,7 +26,7 @@ class SharedDrafter:
     def __init__(self, drafter: Drafter | None, shards: Communicator) -> None:
         self._drafter, self._shards = drafter, shards
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
         """Raises what the drafter raises; on the other shards RuntimeError."""
         drafts: list[Draft] | None = None
         if self._drafter is None:
@@ -35,7 +35,7 @@ class SharedDrafter:
                 raise RuntimeError("the drafter on the replica's first rank has failed")
             return drafts
         try:
-            drafts = self._drafter.propose(states, limits, num_tokens)
+            drafts = self._drafter.propose(states, limits, num_tokens, num_draws)
             return drafts
         finally:  # also after an error: the others wait
             self._shards.broadcast_bytes(_encode(drafts))

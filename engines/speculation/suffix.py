@@ -72,7 +72,7 @@ class SuffixDrafter:
         self.num_evicted = 0
         """Groups that were dropped because of `max_bytes`."""
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
         self._turn += 1
         drafts = [NO_DRAFT] * len(states)
         followed = [(place, group) for place, state in enumerate(states) if (group := self._follow(state)) is not None]

@@ -42,6 +42,7 @@ from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId, SequenceState
 from engines.speculation.drafter import Drafter
+from engines.speculation.marginal_gain import MarginalGain, check_draft_policy
 from engines.speculation.policy import AdaptedDrafter, DraftPolicy
 from research.simulator.drafts import DraftAcceptance, References, SimulatedDrafter
 from research.simulator.events import STEP_END, TO_CORE, TO_WORKER, EventQueue
@@ -104,7 +105,7 @@ class ClusterConfig:
     """By TP size, for `preemption="auto"`; where there is none, preempted sequences are recomputed."""
     drafts: DraftAcceptance | None = None
     """How often drafts are right. They are those of `EngineConfig.drafter="grouped_suffix"`, which it is given with."""
-    draft_policy: DraftPolicy | None = None
+    draft_policy: DraftPolicy = MarginalGain
     """As `LLM` has it; it decides by the pace."""
     outside: tuple[OutsideReplica, ...] = ()
     """Their ids and ranks follow the ranks of the layout."""
@@ -119,6 +120,7 @@ class ClusterConfig:
                 f"ClusterConfig.drafts={self.drafts}: with drafter={self.engine.drafter!r} and draft_paths="
                 f"{self.engine.draft_paths}; give drafts with 'grouped_suffix' and 1 path, or neither with 'none'"
             )
+        check_draft_policy(self.engine, self.draft_policy)
 
     def host_of(self, spec: ReplicaSpec) -> int:
         """Raises ValueError for a replica whose ranks are on two hosts."""
@@ -357,7 +359,7 @@ class Cluster:
             return None
         seen = self._references if config.engine.draft_server else References(self._has_ended)
         drafter = SimulatedDrafter(config.drafts, seen)
-        if config.draft_policy is None:
+        if config.engine.draft_lengths == "fixed":
             return drafter
         return AdaptedDrafter(drafter, config.draft_policy(row_seconds(config.pace, spec)))
 

@@ -92,7 +92,7 @@ class SimulatedDrafter:
         """Drafters that share `references` know the sequences of each other's replicas, as by a draft server."""
         self._acceptance, self._references = acceptance, references
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
         for state in states:
             self._references.update(state)
         return [self._draft(state, limit) for state, limit in zip(states, limits, strict=True)]

@@ -77,7 +77,7 @@ def test_tokens_follow_the_models_distribution(
     model: Model, truth: Truth, kind: str, least: float, most: float
 ) -> None:
     folder, oracle = model
-    llm = LLM(folder, kv_cache_bytes=2**24, drafter="ngram", max_draft_tokens=PARAMS.max_tokens)
+    llm = LLM(folder, kv_cache_bytes=2**24, drafter="ngram", draft_lengths="fixed", max_draft_tokens=PARAMS.max_tokens)
     llm.replica.drafter = Guesser(kind, truth, PARAMS.max_tokens)
     sequences = list(generate(llm).values())
     drafted = sum(record.num_drafted for record in llm.step_records)

@@ -26,7 +26,7 @@ from engines.sequence import Completion, Finished, SequenceId, SequenceState, Wo
 from engines.speculation.drafter import Draft
 from engines.speculation.ngram import NGramDrafter
 from engines.speculation.verify import num_accepted
-from research.seer.adaptive import MarginalGain
+from research.seer.thresholds import Thresholds
 from tests.engines import test_batch_invariant
 from tests.engines.test_graphs import poison
 from tests.engines.test_kv_mover import make_replica
@@ -61,9 +61,12 @@ class ScriptedDrafter:
         self._kind, self._truth, self._most = kind, truth, most
         self.known: set[SequenceId] = set()
         self.num_drafted = self.num_accepted = 0
+        self.asked: tuple[int, int] | None = None
+        """Tokens and draws of the next pass without drafts."""
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
-        assert num_tokens >= len(states)
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
+        assert num_tokens >= num_draws >= len(states)
+        self.asked = num_tokens, num_draws
         assert states and all(1 <= limit <= self._most for limit in limits)
         ids = [state.sequence_id for state in states]
         assert len({*ids}) == len(ids)
@@ -121,7 +124,7 @@ KINDS = ("ngram", "truth", "wrong", "random", "mixed", "paths")
 
 def options_of(kind: str) -> dict[str, Any]:
     paths = {"drafter": "suffix", "draft_paths": NUM_PATHS} if kind == "paths" else {"drafter": "ngram"}
-    return {"max_draft_tokens": NUM_DRAFT_TOKENS, **paths}
+    return {"max_draft_tokens": NUM_DRAFT_TOKENS, "draft_lengths": "fixed", **paths}
 
 
 def drafting(llm: LLM, kind: str, truth: Truth) -> LLM:
@@ -151,6 +154,10 @@ class Watch:
 
     def _watch(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
         lengths = [item.num_tokens for item in scheduled]
+        if isinstance(drafter := self._replica.drafter, ScriptedDrafter) and drafter.asked is not None:
+            num_drafted = sum(len(item.draft) for item in scheduled)
+            assert drafter.asked == (sum(lengths) - num_drafted, sum(item.samples for item in scheduled))
+            drafter.asked = None
         assert lengths == sorted(lengths, key=lambda length: length > 1) and len(lengths) <= self._config.max_num_seqs
         block_size = self._config.block_size
         ends = [item.sequence.num_computed + item.num_tokens for item in scheduled]
@@ -586,7 +593,7 @@ def continuations(tokens: list[int], limit: int, min_n: int, max_n: int) -> list
 
 
 def propose(drafter: NGramDrafter, states: list[SequenceState], limits: list[int]) -> list[list[int]]:
-    return [draft.tokens for draft in drafter.propose(states, limits, len(states))]
+    return [draft.tokens for draft in drafter.propose(states, limits, len(states), len(states))]
 
 
 @settings(max_examples=300, deadline=None)
@@ -655,6 +662,8 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"drafter": "suffix", "draft_tree_bytes": 1}, r"EngineConfig\.draft_tree_bytes=1: must be at least 65536"
     yield {"drafter": "ngram", "draft_paths": 2}, r"EngineConfig\.draft_paths=2: is for drafter='suffix' and"
     yield {"drafter": "suffix", "draft_paths": 17}, r"EngineConfig\.draft_paths=17: must be an integer of 1 to 16"
+    yield {"draft_lengths": "fixed"}, r"EngineConfig\.draft_lengths='fixed': drafter='none' drafts nothing; give a"
+    yield {"drafter": "ngram", "draft_lengths": "long"}, r"EngineConfig\.draft_lengths='long': must be one of \['adap"
     yield {"max_draft_tokens": 0}, r"EngineConfig\.max_draft_tokens=0: must be an integer of 1 to 1024"
 
 
@@ -684,8 +693,13 @@ def test_the_rows_that_draw_are_planned_for(qwen3: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_policy": MarginalGain}, r"draft_policy: EngineConfig\.drafter='none' drafts nothing"),
+        ({"draft_policy": Thresholds}, r"draft_policy: EngineConfig\.drafter='none' drafts nothing"),
         ({"drafter": "ngram", "draft_policy": 7}, r"draft_policy=7: give a function"),
+        ({"drafter": "ngram", "draft_policy": None}, r"draft_policy=None: give a function"),
+        (
+            {"drafter": "ngram", "draft_policy": Thresholds, "draft_lengths": "fixed"},
+            r"draft_policy: EngineConfig\.draft_lengths='fixed' asks no policy; leave one of them out",
+        ),
     ],
 )
 def test_policies_that_are_refused(qwen3: str, options: dict[str, Any], message: str) -> None:
@@ -718,7 +732,9 @@ def test_a_drafter_that_fails_in_finish_too(qwen3: str) -> None:
     """As a tree without memory does. The LLM holds no sequence afterwards, and goes on with another drafter."""
 
     class Failing(ScriptedDrafter):
-        def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+        def propose(
+            self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int
+        ) -> list[Draft]:
             raise MemoryError("no memory for a tree")
 
         def finish(self, state: SequenceState) -> None:

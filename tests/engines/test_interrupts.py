@@ -13,7 +13,7 @@ import pytest
 from engines import LLM, RequestOutput, SamplingParams
 from engines.kvcache.tiers import TieredKVStore, make_disk_store
 from engines.sequence import KVPart, Work
-from tests.engines.test_drafts import NUM_DRAFT_TOKENS, ScriptedDrafter, truth_of
+from tests.engines.test_drafts import ScriptedDrafter, options_of, truth_of
 from tests.engines.test_kv_store import CONTENT, SIZE, TOKEN, export, files_in, layers_of, make_store
 from tests.engines.test_swap import PART, TOKEN_BYTES, make_llm, stored_files
 from tests.interrupts import interrupts
@@ -57,7 +57,7 @@ def check_replica(llm: LLM) -> None:
 @pytest.mark.parametrize("what", ["submit", "pause", "step"])
 def test_of_a_replica_s_call_at_every_line(qwen3: str, what: str, drafter: str) -> None:
     """`submit` leaves the sequence out, `pause` all of them in, and `step` as they were; the others go on."""
-    options: dict[str, Any] = {} if drafter == "none" else {"drafter": "ngram", "max_draft_tokens": NUM_DRAFT_TOKENS}
+    options: dict[str, Any] = {} if drafter == "none" else options_of("ngram")
     llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**19, max_model_len=90, **options)
     for uid in range(3):
         llm.replica.submit(work(uid))

@@ -28,8 +28,8 @@ from engines.rollout.pace import ShortestStep
 from engines.sampling.sampler import make_sampling_batch, sample
 from engines.sequence import Completion, SequenceId, SequenceState, Work
 from engines.speculation.drafter import Draft
+from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.shared import SharedDrafter
-from research.seer.adaptive import MarginalGain
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_drafts import NUM_DRAFT_TOKENS, OPTIONS, PARAMS, PROMPTS, Watch, check, make_states, submitted
 from tests.engines.test_drafts import make_llm as make_plain_llm
@@ -63,6 +63,7 @@ def plain(qwen3: str) -> dict[SequenceId, Completion]:
 
 def make_llm(model: str, draft: str, noise: str = "target", **options: Any) -> LLM:
     drafts = {"drafter": "model", "draft_model": draft, "draft_noise": noise, "max_draft_tokens": NUM_DRAFT_TOKENS}
+    drafts["draft_lengths"] = "adaptive" if "draft_policy" in options else "fixed"
     return LLM(model, **{"dtype": "float64", "kv_cache_bytes": 2**24, **drafts, **options})
 
 
@@ -143,7 +144,7 @@ class Sometimes:
         self._left = self._left - 1 if self._left > -5 else self._rng.randint(1, 4)
         return self._left > 0
 
-    def shorten(self, num_tokens: int, drafts: list[Draft]) -> list[Draft]:
+    def shorten(self, num_tokens: int, num_draws: int, drafts: list[Draft]) -> list[Draft]:
         return [draft.cut(self._rng.randint(0, NUM_DRAFT_TOKENS)) for draft in drafts]
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
@@ -299,8 +300,8 @@ def test_without_blocks_there_is_no_draft(models: dict[str, str], plain: dict[Se
     check(watch.finish(), plain)
     assert watch.num_accepted == watch.num_drafted > 50
     states = [make_state(uid, [5 + uid] * 50) for uid in range(4)]
-    assert [bool(one.tokens) for one in drafter.propose(states, [5] * 4, 4)] == [True, True, True, False]
-    assert [bool(one.tokens) for one in drafter.propose(states[2:], [5] * 2, 2)] == [True, True]
+    assert [bool(one.tokens) for one in drafter.propose(states, [5] * 4, 4, 4)] == [True, True, True, False]
+    assert [bool(one.tokens) for one in drafter.propose(states[2:], [5] * 2, 2, 2)] == [True, True]
     drafter._blocks.check_integrity()
 
 
@@ -310,8 +311,8 @@ def test_without_blocks_there_is_no_draft(models: dict[str, str], plain: dict[Se
 def test_another_sequence_of_the_same_name(models: dict[str, str]) -> None:
     """As after an interrupt, when nobody has said that the first one has left."""
     drafters = [drafter_of(make_llm(models["same"], models["same"])) for _ in range(2)]
-    drafters[0].propose([make_state(0, PROMPTS[0])], [5], 1)
-    again = [drafter.propose([make_state(0, [9] * 20)], [5], 1) for drafter in drafters]
+    drafters[0].propose([make_state(0, PROMPTS[0])], [5], 1, 1)
+    again = [drafter.propose([make_state(0, [9] * 20)], [5], 1, 1) for drafter in drafters]
     assert again[0][0].tokens == again[1][0].tokens
     assert again[0][0].probabilities == pytest.approx(again[1][0].probabilities, rel=1e-9)
 
@@ -396,7 +397,7 @@ def test_interrupts_at_every_few_lines(models: dict[str, str], call: str) -> Non
             assert {one: done[one].token_ids for one in done} == {one: expected[one].token_ids for one in done}
             assert watch.num_accepted == watch.num_drafted > 0
         llm.replica.clear()
-        drafter.propose([make_state(9, [4, 5])], [3], 1)  # after an interrupt the first call forgets everything
+        drafter.propose([make_state(9, [4, 5])], [3], 1, 1)  # after an interrupt the first call forgets everything
         drafter.finish(make_state(9, [4, 5]))
         if call == "clear":  # an interrupt of the replica's own part leaves sequences that nobody will finish
             drafter._blocks.check_integrity()
@@ -556,7 +557,7 @@ def test_a_damaged_draft_model_ends_an_update_on_all_ranks(models: dict[str, str
 
 
 def test_a_fleet_s_replicas_draft(models: dict[str, str], plain: dict[SequenceId, Completion]) -> None:
-    options: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**22, "max_num_seqs": 8}
+    options: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**22, "max_num_seqs": 8, "draft_lengths": "fixed"}
     with Fleet(models["same"], num_replicas=1, drafter="model", draft_model=models["same"], **options) as fleet:
         done = fleet.roll_out(make_states(), policy_version=0)
     assert {one.state.sequence_id: one.completion.token_ids for one in done} == {

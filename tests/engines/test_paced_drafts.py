@@ -45,7 +45,7 @@ class EverySecond:
         self._num_passes += 1
         return self._num_passes % 2 == 0
 
-    def shorten(self, num_tokens: int, drafts: list[Draft]) -> list[Draft]:
+    def shorten(self, num_tokens: int, num_draws: int, drafts: list[Draft]) -> list[Draft]:
         return [draft.cut(2) for draft in drafts]
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:

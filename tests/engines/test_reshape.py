@@ -356,7 +356,7 @@ def through(path: list[Any], drafter: str, model: str, groups: GroupCache, token
     """Appends the tokens of two rollouts; the second one begins in the layout that the first one left."""
     llm = LLM(
         model, world=groups, layout=layouts_of(path)[0], schedule=OnDemand(), layout_policy=Placing(path, every=4),
-        **OPTIONS | {"max_num_seqs": 4, "drafter": drafter},
+        **OPTIONS | {"max_num_seqs": 4, "drafter": drafter} | ({} if drafter == "none" else {"draft_lengths": "fixed"}),
     )  # fmt: skip
     for uids in (range(10), range(10, 20)):
         tokens.append(tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=list(uids))))

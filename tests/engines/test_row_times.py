@@ -12,7 +12,7 @@ from engines.parallel.collectives import SingleRank
 from engines.replica import row_times
 from engines.replica.row_times import RowTimes
 from engines.speculation.drafter import Draft
-from research.seer.adaptive import MarginalGain
+from engines.speculation.marginal_gain import MarginalGain
 from tests.worlds import join, run_world
 
 
@@ -85,7 +85,7 @@ def test_without_memory_to_measure_in_nothing_is_drafted(qwen3: str, monkeypatch
 
     monkeypatch.setattr(row_times, "scratch_cache", refuse)
     policy = MarginalGain(make(LLM(qwen3, kv_cache_bytes=2**20)))
-    assert policy.shorten(4, [Draft([1, 2, 3], [0.9, 0.8, 0.7])] * 4) == [Draft([], [])] * 4
+    assert policy.shorten(4, 4, [Draft([1, 2, 3], [0.9, 0.8, 0.7])] * 4) == [Draft([], [])] * 4
 
 
 def test_it_leaves_the_kv_cache_alone(qwen3: str) -> None:
@@ -103,9 +103,9 @@ def on_two_ranks(model: str) -> tuple[list[float], list[list[int]]]:
             super().__init__(seconds)
             self.seconds = seconds
 
-        def shorten(self, num_tokens, drafts):
+        def shorten(self, num_tokens, num_draws, drafts):
             heard.append([self.seconds(rows) for rows in range(1, 30)])
-            return super().shorten(num_tokens, drafts)
+            return super().shorten(num_tokens, num_draws, drafts)
 
     llm = LLM(
         model, world=join(), tensor_parallel_size=2, dtype="float64", drafter="suffix", draft_policy=Hearing,

@@ -253,7 +253,7 @@ class Guesses:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int) -> list[Draft]:
+    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
         lengths = [self.rng.randint(0, limit) for limit in limits]
         return [Draft([1] * length, [1.0] * length) for length in lengths]
 

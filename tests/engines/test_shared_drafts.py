@@ -23,7 +23,7 @@ from tests.worlds import error_of, join, run_world
 PROMPTS = [[7 * uid % 129 + 2, 5, 9, 30 + uid] for uid in range(4)]
 PARAMS = [SamplingParams(max_tokens=60, n=4, temperature=one, ignore_eos=True) for one in (0.0, 0.3, 0.7, 1.0)]
 OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**21, "max_num_seqs": 6}
-SHARED: dict[str, Any] = {"drafter": "grouped_suffix", "draft_server": True}
+SHARED: dict[str, Any] = {"drafter": "grouped_suffix", "draft_server": True, "draft_lengths": "fixed"}
 CASES = ["DP2", "TP2", "DP2 closed", "TP2 closed", "DP2 on demand", "DP2 on demand closed", "DP2 on demand regroups"]
 
 
@@ -121,7 +121,7 @@ def fail_on_the_first(_: str) -> str:
     groups = join(timeout_s=60)
     shards = groups.get((0, 1))
     drafter = SharedDrafter(Broken() if shards.rank == 0 else None, shards)
-    return error_of(lambda: drafter.propose([], [], 0))
+    return error_of(lambda: drafter.propose([], [], 0, 0))
 
 
 def test_a_drafter_that_fails_leaves_no_shard_waiting() -> None:
@@ -144,7 +144,7 @@ def test_drafts_come_through_a_broadcast_unchanged() -> None:
             return drafts
 
     sent: list[Any] = []
-    assert SharedDrafter(Fixed(), Sends()).propose([], [], 0) == SharedDrafter(None, Sends()).propose([], [], 0)
+    assert SharedDrafter(Fixed(), Sends()).propose([], [], 0, 0) == SharedDrafter(None, Sends()).propose([], [], 0, 0)
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])

@@ -20,7 +20,8 @@ from engines.models.decoder import Decoder
 from engines.models.loader import checkpoint_tensors
 from engines.sampling.noise import gumbel
 from engines.sequence import Completion, SequenceKey, SequenceState, Work
-from research.seer.adaptive import MarginalGain, Thresholds
+from engines.speculation.marginal_gain import MarginalGain
+from research.seer.thresholds import Thresholds
 from tests.engines.test_parity import engine_logits
 from tests.states import make_state
 
@@ -28,6 +29,7 @@ RNG = random.Random(1)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 40))] for _ in range(24)]
 PARAMS = SamplingParams(max_tokens=40, n=2)
 TIGHT_KV = 14 * 16 * 2 * 2 * 2 * 16 * 8  # 14 blocks of float64
+FIXED = {"draft_lengths": "fixed"}
 
 SWITCHES = {
     "crowd of 3": {"max_num_seqs": 3},
@@ -38,14 +40,15 @@ SWITCHES = {
     "blocks of 3": {"block_size": 3},
     "no prefix cache": {"prefix_caching": False},
     "no prefix cache, preemption": {"prefix_caching": False, "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
-    "drafts": {"drafter": "ngram"},
-    "drafts, preemption": {"drafter": "ngram", "kv_cache_bytes": TIGHT_KV, "max_model_len": 100},
-    "drafts of a suffix tree": {"drafter": "suffix", "max_draft_tokens": 3},
-    "several drafts of a suffix tree": {"drafter": "suffix", "draft_paths": 2, "max_draft_tokens": 4},
+    "drafts": {"drafter": "ngram", **FIXED},
+    "drafts, preemption": {"drafter": "ngram", "kv_cache_bytes": TIGHT_KV, "max_model_len": 100, **FIXED},
+    "drafts of a suffix tree": {"drafter": "suffix", "max_draft_tokens": 3, **FIXED},
+    "several drafts of a suffix tree": {"drafter": "suffix", "draft_paths": 2, "max_draft_tokens": 4, **FIXED},
     "several drafts of a group": {
-        "drafter": "grouped_suffix", "draft_paths": 4, "max_num_seqs": 5, "kv_cache_bytes": TIGHT_KV,
+        **FIXED, "drafter": "grouped_suffix", "draft_paths": 4, "max_num_seqs": 5, "kv_cache_bytes": TIGHT_KV,
         "max_model_len": 100, "prefill_chunk_size": 7,
     },
+    "adaptive drafts": {"drafter": "grouped_suffix", "draft_paths": 2, "max_num_seqs": 5},
     "drafts of a group": {
         "drafter": "grouped_suffix", "max_num_seqs": 5, "draft_policy": lambda _: MarginalGain(lambda rows: 9.0 + rows),
     },

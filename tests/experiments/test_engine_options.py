@@ -36,6 +36,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "kv_disk_bytes": (["kv-disk-mib", "5"], 5 * 2**20),
     "drafter": (["drafter", "grouped_suffix"], "grouped_suffix"),
     "max_draft_tokens": (["max-draft-tokens", "3"], 3),
+    "draft_lengths": (["draft-lengths", "fixed"], "fixed"),
     "draft_paths": (["draft-paths", "2"], 2),
     "draft_tree_bytes": (["draft-tree-mib", "2"], 2 * 2**20),
     "kv_disk_folder": (["kv-disk-folder", "/kv"], "/kv"),

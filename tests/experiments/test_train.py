@@ -382,7 +382,7 @@ class TestBadInput:
                 "rollout.draft_server=True: depends on timing",
             ),
             (["--deterministic", "--rollout.preemption", "swap"], "rollout.preemption='swap': depends on how much"),
-            (["--deterministic", "--rollout.drafter", "ngram"], "rollout.draft_lengths='marginal-gain': depends on"),
+            (["--deterministic", "--rollout.drafter", "ngram"], "rollout.draft_lengths='adaptive': depends on"),
             (["--deterministic", "--rollout.kv-cache-mib", "auto"], "rollout.kv_cache_mib='auto': depends on how much"),
             (["--rollout.kv-cache-mib", "0"], "EngineConfig.kv_cache_bytes=0: must be"),
             (["--rollout.batch-invariant", "--rollout.kernels", "torch"], "EngineConfig.batch_invariant=True: needs"),

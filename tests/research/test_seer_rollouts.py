@@ -12,7 +12,6 @@ from engines.config import ModelConfig
 from engines.coordination.policies import SchedulePolicy
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.sequence import SequenceId
-from research.seer.adaptive import MarginalGain
 from research.seer.baselines import Divided, GroupStatic
 from research.seer.context_aware import ContextAware, ContextOptions
 from tests.worlds import join, run_world
@@ -22,7 +21,7 @@ RNG = random.Random(11)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 12))] for _ in range(8)]
 PARAMS = [SamplingParams(max_tokens=RNG.randint(CHUNK, CAP), n=3) for _ in PROMPTS]
 OPTIONS = ContextOptions(chunk_tokens=CHUNK)
-DRAFTS = {"drafter": "grouped_suffix", "draft_policy": MarginalGain, "draft_paths": 2, "draft_server": True}
+DRAFTS = {"drafter": "grouped_suffix", "draft_paths": 2, "draft_server": True}
 
 
 class Elsewhere:

@@ -345,7 +345,7 @@ def drafter_of(client: DraftClient | None) -> SuffixDrafter:
 
 
 def propose(drafter: SuffixDrafter, *states: SequenceState) -> list[Draft]:
-    return drafter.propose(list(states), [8] * len(states), len(states))
+    return drafter.propose(list(states), [8] * len(states), len(states), len(states))
 
 
 WAITS = {"sleep", "lock.acquire", "SimpleQueue.get", "lock.__enter__", "RLock.acquire"}

@@ -1,4 +1,4 @@
-"""The policies of draft lengths against brute force, and what they have learnt against counts."""
+"""The marginal gain of draft tokens against brute force, and what is learnt of drafts against counts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
+from engines.speculation.calibration import Calibration
 from engines.speculation.drafter import NO_DRAFT, Draft
-from engines.speculation.policy import SpeculationPolicy
-from research.seer.adaptive import Calibration, MarginalGain, Thresholds
+from engines.speculation.marginal_gain import MarginalGain
 
 
 def stairs(rows: int) -> float:
@@ -26,15 +26,18 @@ def random_drafts(rng: random.Random, count: int) -> list[Draft]:
     return drafts
 
 
-def lengths(policy: SpeculationPolicy, num_tokens: int, drafts: list[Draft]) -> list[int]:
-    return [len(draft.tokens) for draft in policy.shorten(num_tokens, drafts)]
+def lengths(policy: MarginalGain, num_tokens: int, drafts: list[Draft], num_draws: int | None = None) -> list[int]:
+    num_draws = len(drafts) if num_draws is None else num_draws
+    return [len(draft.tokens) for draft in policy.shorten(num_tokens, num_draws, drafts)]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_marginal_gain_against_all_lengths(seed: int) -> None:
+    """Beside chunks of prompts, and sequences that draw and may take no draft."""
     rng = random.Random(seed)
-    drafts, others = random_drafts(rng, rng.randint(1, 4)), rng.randint(0, 6)
-    num_tokens = len(drafts) + others
+    drafts = random_drafts(rng, rng.randint(1, 4))
+    num_draws = len(drafts) + rng.randint(0, 6)
+    num_tokens = num_draws + rng.choice([0, rng.randint(0, 6)])
     policy = MarginalGain(stairs)
     for _ in range(rng.randint(0, 30)):
         probabilities = [0.9, 0.45]
@@ -42,17 +45,26 @@ def test_marginal_gain_against_all_lengths(seed: int) -> None:
     paths = policy._calibration.paths(drafts) if any(draft.tokens for draft in drafts) else np.zeros((len(drafts), 0))
 
     def rate(counts: tuple[int, ...]) -> float:
-        expected = len(drafts) + sum(paths[row, :count].sum() for row, count in enumerate(counts))
+        expected = num_draws + sum(paths[row, :count].sum() for row, count in enumerate(counts))
         return float(expected / stairs(num_tokens + sum(counts)))
 
     choices = list(itertools.product(*(range(len(draft.tokens) + 1) for draft in drafts)))
     best, plain = max(map(rate, choices)), rate((0,) * len(drafts))
-    found = lengths(policy, num_tokens, drafts)
+    found = lengths(policy, num_tokens, drafts, num_draws)
     assert all(0 <= length <= len(draft.tokens) for length, draft in zip(found, drafts, strict=True))
     if best > 1.05 * plain:
         assert rate(tuple(found)) == pytest.approx(best, rel=1e-12)
     else:
         assert not any(found)
+
+
+@pytest.mark.parametrize("num_listed", [1, 64])
+def test_a_row_is_worth_no_less_where_few_of_those_that_draw_are_offered_drafts(num_listed: int) -> None:
+    """A row costs 2 % more, and 64 sequences draw: a sure token adds 1/64 to what the pass yields."""
+    policy = MarginalGain(lambda rows: 1.02**rows, margin=0.0)
+    sure = Draft([1, 2, 3, 4], [1.0] * 4)
+    assert not any(lengths(policy, 64, [sure] + [NO_DRAFT] * (num_listed - 1), num_draws=64))
+    assert lengths(policy, 1, [sure], num_draws=1) == [4]
 
 
 def test_calibration_learns_how_often_tokens_are_drawn() -> None:
@@ -130,9 +142,9 @@ def test_other_paths_join_where_they_raise_the_rate(seed: int) -> None:
         rows = len(chosen.tokens) + sum(1 + len(path.tokens) for path in chosen.others)
         return (1 + sum(nodes(chosen).values())) / stairs(num_tokens + rows)
 
-    (found,) = policy.shorten(num_tokens, [draft])
+    (found,) = policy.shorten(num_tokens, 1, [draft])
     assert nodes(found).items() <= nodes(draft).items() and len(found.others) <= len(draft.others)
-    (alone,) = policy.shorten(num_tokens, [draft._replace(others=())])
+    (alone,) = policy.shorten(num_tokens, 1, [draft._replace(others=())])
     assert rate(found) >= rate(alone) - 1e-12
     ranges = [range(len(path.tokens) + 1) for path in (draft, *draft.others)]
     best = max(rate(draft.cut(first, rest)) for first, *rest in itertools.islice(itertools.product(*ranges), 4000))
@@ -146,37 +158,12 @@ def padded(rows: list[list[float]]) -> np.ndarray:
 
 def test_other_paths_are_taken_where_rows_cost_nothing_and_left_where_they_cost() -> None:
     draft = Draft([1, 2, 3], [0.6, 0.6, 0.5], (Draft([1, 4], [0.6, 0.1]), Draft([7], [0.3])))
-    (every,) = MarginalGain(lambda rows: 1.0).shorten(1, [draft])
+    (every,) = MarginalGain(lambda rows: 1.0).shorten(1, 1, [draft])
     assert every == draft
-    (first,) = MarginalGain(lambda rows: float(rows)).shorten(1, [draft])
+    (first,) = MarginalGain(lambda rows: float(rows)).shorten(1, 1, [draft])
     assert not first.others
-    few = Thresholds(stairs, slack=1.1)  # 7 rows: 3 at an acceptance of a half, and another path of 3 and one more
-    few._acceptance = 0.5
-    (cut,) = few.shorten(1, [draft])
-    assert len(cut.tokens) == 3 and cut.others == (draft.others[0],)
 
 
-def test_thresholds() -> None:
-    """Up to 8 rows cost about the same; 4 sequences share them, one token of draft each."""
-    policy = Thresholds(stairs, slack=1.1)
-    long = Draft([1] * 9, [1.0] * 9)
-    assert policy.wants(4, 4) and lengths(policy, 4, [long] * 4) == [1] * 4
-    assert lengths(policy, 1, [long]) == [7]
-    assert not policy.wants(8, 8)
-    for _ in range(200):
-        policy.observe([1.0] * 4, 1)  # a quarter is accepted
-    assert lengths(policy, 1, [long]) == [1] and not policy.wants(4, 4)
-    assert any(policy.wants(4, 4) for _ in range(1000)), "it is tried again"
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: MarginalGain(stairs, margin=-0.1), r"MarginalGain.margin=-0.1: must be at least 0"),
-        (lambda: Thresholds(stairs, slack=0.9), r"Thresholds.slack=0.9: must be at least 1"),
-        (lambda: Thresholds(stairs, most=0), r"Thresholds.most=0: must be"),
-    ],
-)
-def test_what_they_refuse(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_a_negative_margin_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"MarginalGain.margin=-0.1: must be at least 0"):
+        MarginalGain(stairs, margin=-0.1)

@@ -1,0 +1,126 @@
+"""Adaptive lengths of drafts: as many draft tokens, the likeliest first, as raise the tokens per second. Torch-free."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engines.config import EngineConfig
+from engines.constraints import NonNegative, check_value
+from engines.speculation.calibration import Calibration
+from engines.speculation.drafter import Draft
+from engines.speculation.policy import DraftPolicy, RowSeconds, RowTable
+from engines.speculation.verify import num_accepted
+
+
+def check_draft_policy(config: EngineConfig, policy: DraftPolicy) -> None:
+    """Raises ValueError for what makes no policy, or another one than `MarginalGain` where it would decide nothing."""
+    if not callable(policy):
+        raise ValueError(f"draft_policy={policy!r}: give a function that makes a SpeculationPolicy")
+    if policy is MarginalGain:
+        return
+    if config.drafter == "none":
+        raise ValueError("draft_policy: EngineConfig.drafter='none' drafts nothing; give a drafter, or leave it out")
+    if config.draft_lengths == "fixed":
+        raise ValueError("draft_policy: EngineConfig.draft_lengths='fixed' asks no policy; leave one of them out")
+
+
+class _Branch(NamedTuple):
+    """The beginning of another path of a draft."""
+
+    draft: int
+    path: int
+    length: int
+    gain: float
+    """Expected tokens beyond those of the paths before it."""
+
+
+class MarginalGain:
+    """A `SpeculationPolicy`: the drafts that make the expected tokens per second of the pass as many as possible.
+
+    A pass of n tokens with k draft tokens takes `seconds(n + k)` and yields a token for each sequence that draws in it,
+    with a draft or without, and each draft token with the probability of its path (`Calibration`). A path's
+    probabilities do not rise, so that the k likeliest draft tokens are whole beginnings of drafts: all k are tried out,
+    none included. Where k = 0 was best for some passes, drafts are looked up in fewer and fewer of them, until the
+    batch is smaller; and what was learnt is slowly forgotten, so that they are tried again. Another path of a draft is
+    taken whole or not at all: it adds the probabilities of the tokens that no path before it has, for a row per token
+    and one more.
+    """
+
+    _PATIENCE, _MOST_SKIPPED, _FORGOTTEN = 8, 64, 0.02
+
+    def __init__(self, seconds: RowSeconds, *, margin: float = 0.05) -> None:
+        """Drafts must promise a gain of more than `margin`, since times and probabilities are estimates.
+
+        Raises ValueError for a negative one.
+        """
+        check_value("MarginalGain.margin", margin, NonNegative)
+        self._table = RowTable(seconds)
+        self._margin = margin
+        self._calibration = Calibration()
+        self._num_vain = 0
+        """Passes in a row for which no draft was worth it."""
+        self._num_skipped = 0
+        self._vain_tokens = 0
+        """Tokens of the smallest of these passes."""
+
+    def wants(self, num_tokens: int, num_sequences: int) -> bool:
+        if self._num_vain < self._PATIENCE or num_tokens < self._vain_tokens:
+            return True
+        self._num_skipped += 1
+        if self._num_skipped < min(self._MOST_SKIPPED, 2 ** (self._num_vain - self._PATIENCE)):
+            return False
+        self._num_skipped = 0
+        return True
+
+    def shorten(self, num_tokens: int, num_draws: int, drafts: list[Draft]) -> list[Draft]:
+        if not any(draft.tokens for draft in drafts):
+            return drafts
+        paths = self._calibration.paths(drafts)
+        gains = paths.ravel()
+        order = np.argsort(-gains, kind="stable")[: np.count_nonzero(gains)]
+        owners, gains, rows = order // paths.shape[1], gains[order], np.ones(len(order), np.int64)
+        branches = self._branches(drafts)
+        if branches:
+            owners = np.concatenate([owners, -1 - np.arange(len(branches))])
+            gains = np.concatenate([gains, [one.gain for one in branches]])
+            rows = np.concatenate([rows, [1 + one.length for one in branches]])
+            order = np.argsort(-gains / rows, kind="stable")
+            owners, gains, rows = owners[order], gains[order], rows[order]
+        yields = num_draws + np.concatenate([[0.0], np.cumsum(gains)])
+        ends = num_tokens + np.concatenate([[0], np.cumsum(rows)])
+        rates = yields / np.array(self._table.upto(int(ends[-1])))[ends]
+        best = int(rates.argmax())
+        if rates[best] <= (1 + self._margin) * rates[0]:
+            best = 0
+        if not best:
+            self._calibration.forget(self._FORGOTTEN)
+        self._num_vain = 0 if best else self._num_vain + 1
+        self._vain_tokens = num_tokens if self._num_vain <= 1 else min(self._vain_tokens, num_tokens)
+        chosen = owners[:best]
+        lengths = np.bincount(chosen[chosen >= 0], minlength=len(drafts)).tolist()
+        others = [[0] * len(draft.others) for draft in drafts]
+        for number in (-1 - chosen[chosen < 0]).tolist():
+            others[branches[number].draft][branches[number].path] = branches[number].length
+        return [draft.cut(length, more) for draft, length, more in zip(drafts, lengths, others, strict=True)]
+
+    def _branches(self, drafts: list[Draft]) -> list[_Branch]:
+        """Returns for each other path the beginning with the most expected tokens per row."""
+        places = [(number, path) for number, draft in enumerate(drafts) for path in range(len(draft.others))]
+        if not places:
+            return []
+        found = []
+        chances = self._calibration.paths([drafts[number].others[path] for number, path in places])
+        for (number, path), probabilities in zip(places, chances, strict=True):
+            draft = drafts[number]
+            tokens = draft.others[path].tokens
+            shared = max(num_accepted(tokens, one.tokens) for one in (draft, *draft.others[:path]))
+            if shared < len(tokens):
+                gains = probabilities[shared : len(tokens)].cumsum()
+                length = shared + 1 + int((gains / np.arange(shared + 2, len(tokens) + 2)).argmax())
+                found.append(_Branch(number, path, length, float(gains[length - shared - 1])))
+        return found
+
+    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+        self._calibration.observe(probabilities, num_accepted)
