@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from operator import mul
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +28,14 @@ class Calibration:
     def paths(self, drafts: list[Draft]) -> NDArray[np.float64]:
         """Returns for each draft, [drafts, longest], the probability that each token and all before it are drawn; 0
         beyond its end."""
-        rates = [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
-        longest = max(len(draft.tokens) for draft in drafts)
-        rows = []
-        for draft in drafts:
-            chances = (rates[number] for number in self._classes(draft.probabilities))
-            rows.append([*accumulate(chances, mul), *[0.0] * (longest - len(draft.tokens))])
-        return np.array(rows)
+        lengths = np.array([len(draft.tokens) for draft in drafts])
+        exists = np.arange(lengths.max()) < lengths[:, None]
+        estimates = np.ones((len(drafts), 1 + exists.shape[1]))
+        estimates[:, 1:][exists] = [*chain.from_iterable(draft.probabilities for draft in drafts)]
+        rates = np.array(self._hits) / np.array(self._tries)
+        shares = self._CLASSES * estimates[:, 1:] / np.maximum(estimates[:, :-1], 1e-12)
+        classes = np.minimum(shares.astype(np.int64), self._CLASSES - 1)
+        return np.multiply.accumulate(rates[classes], axis=1) * exists
 
     def observe(self, probabilities: list[float], num_accepted: int) -> None:
         """Learns that of a draft with these estimates, as in `Draft`, the first `num_accepted` tokens were drawn."""

@@ -9,7 +9,7 @@ import numpy as np
 from engines.config import EngineConfig
 from engines.constraints import NonNegative, check_value
 from engines.speculation.calibration import Calibration
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import NO_DRAFT, Draft
 from engines.speculation.policy import DraftPolicy, RowSeconds, RowTable
 from engines.speculation.verify import num_accepted
 
@@ -90,14 +90,15 @@ class MarginalGain:
             owners, gains, rows = owners[order], gains[order], rows[order]
         yields = num_draws + np.concatenate([[0.0], np.cumsum(gains)])
         ends = num_tokens + np.concatenate([[0], np.cumsum(rows)])
-        rates = yields / np.array(self._table.upto(int(ends[-1])))[ends]
+        rates = yields / self._table.upto(int(ends[-1]))[ends]
         best = int(rates.argmax())
         if rates[best] <= (1 + self._margin) * rates[0]:
             best = 0
-        if not best:
-            self._calibration.forget(self._FORGOTTEN)
         self._num_vain = 0 if best else self._num_vain + 1
         self._vain_tokens = num_tokens if self._num_vain <= 1 else min(self._vain_tokens, num_tokens)
+        if not best:
+            self._calibration.forget(self._FORGOTTEN)
+            return [NO_DRAFT] * len(drafts)
         chosen = owners[:best]
         lengths = np.bincount(chosen[chosen >= 0], minlength=len(drafts)).tolist()
         others = [[0] * len(draft.others) for draft in drafts]

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engines.sequence import SequenceId, SequenceState
 from engines.speculation.drafter import Draft, Drafter
 
@@ -18,12 +21,14 @@ class RowTable:
 
     def __init__(self, seconds: RowSeconds) -> None:
         self._compute = seconds
-        self._seconds = [0.0]
+        self._seconds = np.zeros(1)
 
-    def upto(self, rows: int) -> list[float]:
+    def upto(self, rows: int) -> NDArray[np.float64]:
         """Returns the first `rows` + 1 entries, or more; entry i is of i rows."""
-        for count in range(len(self._seconds), rows + 1):
-            self._seconds.append(max(self._seconds[-1], self._compute(count)))
+        known = len(self._seconds)
+        if known <= rows:
+            new = [self._compute(count) for count in range(known, rows + 1)]
+            self._seconds = np.maximum.accumulate(np.concatenate([self._seconds, new]))
         return self._seconds
 
 

@@ -5,9 +5,9 @@ The paper gives neither the thresholds' values nor the algorithm; this is one re
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Annotated
 
+import numpy as np
 from msgspec import Meta
 
 from engines.constraints import Count, check_value
@@ -46,7 +46,7 @@ class Thresholds:
         """Returns a sequence's share of the rows below the knee."""
         most = num_tokens + self._most * num_sequences
         seconds = self._table.upto(most)
-        knee = bisect_right(seconds, self._slack * seconds[num_tokens], hi=most + 1) - 1
+        knee = int(np.searchsorted(seconds[: most + 1], self._slack * seconds[num_tokens], side="right")) - 1
         return (knee - num_tokens) // num_sequences
 
     def _length(self, num_tokens: int, num_sequences: int) -> int:
