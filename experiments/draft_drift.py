@@ -28,7 +28,8 @@ OPTIONS = (
 
 
 def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """{drafter: the share of its drafted tokens that were drawn, by step}, and how the ends differ.
+    """{drafter: the share of its drafted tokens that were drawn, by step}, how the ends differ, and whether all runs
+    have drawn the same tokens.
 
     `drafters` are the options of `train.py` that choose each one, by its name.
     """
@@ -50,7 +51,8 @@ def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]]) -> d
         for drafter, shares in found.items()
     }
     print(*(f"{drafter}: {one}" for drafter, one in change.items()), sep="\n", file=sys.stderr)
-    return {"drift": found, "drift_change": change, "drift_rollouts_equal": all(one == digests[0] for one in digests)}
+    equal = all(one == digests[0] for one in digests)
+    return {"drift": {"acceptance": found, "change": change, "tokens_equal": equal}}
 
 
 def train(model: Path, steps: int, folder: Path, options: Sequence[str]) -> Path:

@@ -14,6 +14,7 @@ docs/drafting.md shows and explains a result. Tier: live.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 import sys
@@ -64,7 +65,7 @@ class DraftingConfig:
     models: Path = Path("runs/models")
     """Folder of the models: tiny, and the same function at several times the cost. What is missing is made."""
     parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] | None = None
-    """What to measure; by default equal, acceptance, speedup and rollout, with `--full` all."""
+    """What to measure; by default equal, acceptance, speedup, rollout and agreement, with `--full` all."""
     groups: Count = 20
     """Prompts of the acceptance part, with 16 samples each, and of the agreement part, with 4."""
     server_groups: Count = 12
@@ -119,7 +120,11 @@ def main() -> dict[str, Any]:
 
         draw_drafting(config.figure, parts["acceptance_length"], parts.get("speedup", {}))
     measured = {"tier": "live", "seconds": round(time.monotonic() - start, 1), **parts}
-    return harness.report("drafting", config, measured, hidden=["models"])
+    result = harness.report("drafting", config, measured, hidden=["models"])
+    if idle := [variant for variant, count in parts.get("drafted", {}).items() if not count]:
+        print(json.dumps(result), flush=True)
+        raise ValueError(f"parts: equal has drafted nothing with {idle}, which shows nothing; give more --groups")
+    return result
 
 
 def model(config: DraftingConfig, widen: int = 1) -> Path:
@@ -161,7 +166,10 @@ def generate(llm: LLM, texts: list[str], params: SamplingParams) -> Tokens:
 
 
 def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
-    """Every drafter against none, in float64, at temperature 1 and greedily, with room for all and with too little."""
+    """Every drafter against none, in float64, at temperature 1 and greedily, with room for all and with too little.
+
+    `drafted` says how many guesses were tried: where none was, equal tokens show nothing.
+    """
     folder, texts = model(config), prompts(min(8, config.groups))
     draft_model = trained(config.models, "draft-2l")
     drafters: dict[str, dict[str, Any]] = {"ngram": {"drafter": "ngram"}}
@@ -172,6 +180,7 @@ def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
         drafters[f"draft-2l, {noise} noise"] = {"drafter": "model", "draft_model": draft_model, "draft_noise": noise}
     drafters = {"none": {}} | {name: {"draft_lengths": "fixed", **chosen} for name, chosen in drafters.items()}
     found: dict[str, bool] = {}
+    drafted: dict[str, int] = {}
     for temperature in (1.0, 0.0):
         params = SamplingParams(max_tokens=200, n=4, temperature=temperature)
         plain: Tokens | None = None
@@ -182,8 +191,11 @@ def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
                 tokens = generate(llm, texts, params)
                 llm.close()
                 plain = plain or tokens
-                found[f"{drafter}{name}, T={temperature:g}"] = tokens == plain
-    return {"tokens_equal": all(found.values()), "equal": found}
+                variant = f"{drafter}{name}, T={temperature:g}"
+                found[variant] = tokens == plain
+                if chosen:
+                    drafted[variant] = sum(one.num_drafted for one in llm.step_records)
+    return {"tokens_equal": all(found.values()), "equal": found, "drafted": drafted}
 
 
 # -- acceptance

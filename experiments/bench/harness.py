@@ -48,13 +48,15 @@ class BenchConfig:
 
 
 def check_folders(config: Any, names: Items[str] = ("output", "figure")) -> None:
-    """Raises ValueError where a file of these options would be in no folder, or is a folder."""
+    """Raises ValueError where a file of these options would be in no folder, or is a folder or a device."""
     for name in names:
         path = getattr(config, name, None)
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
         if path is not None and path.is_dir():
             raise ValueError(f"{name}={str(path)!r}: is a folder; give a file in it")
+        if path is not None and path.exists() and not path.is_file():
+            raise ValueError(f"{name}={str(path)!r}: is no file to write over; give another")
 
 
 def check_figure(path: Path | None) -> None:
@@ -139,9 +141,9 @@ def report(experiment: str, config: Any, measured: Mapping[str, Any], *, hidden:
     if config.output is not None:
         try:
             config.output.write_text(text + "\n")
-        except OSError:
+        except OSError as error:
             print(json.dumps(json.loads(text)), flush=True)  # what was measured is not lost
-            raise
+            raise ValueError(f"output={str(config.output)!r}: {error.strerror}; the result is on stdout") from None
     return dict(json.loads(text))
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import tyro
 
 from algos.publish import RECORD_FILE
 from algos.warmstart_config import ModelSize, WarmStartConfig
 from experiments import draft_drift
+from experiments.drafting import PARTS, DraftingConfig
 from tests.worlds import refused_by, run_main
 
 
@@ -31,7 +33,7 @@ def test_parts(models: Path, tmp_path: Path) -> None:
     small = ["--groups", "2", "--batches", "1", "--turns", "1", "--widen", "2", "--figure", str(figure)]
     parts = ["--parts", "equal", "acceptance", "speedup", "agreement"]
     result = run_main("drafting", ["--models", str(models), "--output", str(output), *small, *parts])
-    assert result["tokens_equal"] is True and len(result["equal"]) >= 40
+    assert result["tokens_equal"] is True and len(result["equal"]) >= 40 and min(result["drafted"].values()) > 0
     assert json.loads(output.read_text()) == result and figure.stat().st_size > 5000
     for table in result["acceptance_length"].values():
         assert list(table) == ["0", "1", "5", "15"] and all(list(row) == ["1", "2", "4"] for row in table.values())
@@ -64,14 +66,34 @@ def test_how_acceptance_drifts(text_model: str) -> None:
     small = ("--rollout.prompts-per-step", "2", "--mini-batch-size", "32", "--rollout.max-tokens", "60")
     names = ("suffix", "grouped_suffix")
     drafters = {name: (*small, "--rollout.drafter", name, "--rollout.max-draft-tokens", "4") for name in names}
-    found = draft_drift.measure(Path(text_model), 2, drafters)
-    assert found["drift_rollouts_equal"] is True and list(found["drift"]) == ["suffix", "grouped_suffix"]
-    for drafter, (first, second) in found["drift"].items():
+    found = draft_drift.measure(Path(text_model), 2, drafters)["drift"]
+    acceptance = found["acceptance"]
+    assert found["tokens_equal"] is True and list(acceptance) == ["suffix", "grouped_suffix"]
+    for drafter, (first, second) in acceptance.items():
         assert min(first, second) >= 0 and max(first, second) <= 1
-        change = found["drift_change"][drafter]
+        change = found["change"][drafter]
         assert change["slope"] == pytest.approx(second - first, rel=1e-3)
         assert change["first"] == change["last"] == pytest.approx((first + second) / 2, rel=1e-3)
-    assert found["drift"]["suffix"] != found["drift"]["grouped_suffix"]
+    assert acceptance["suffix"] != acceptance["grouped_suffix"]
+
+
+def test_equal_tokens_without_drafts_are_refused_after_the_result(models: Path) -> None:
+    """With a model whose every token ends its sequence, there is nothing to draft."""
+    for folder in models.iterdir():
+        config = json.loads((folder / "config.json").read_text())
+        config["eos_token_id"] = list(range(config["vocab_size"]))
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "generation_config.json").unlink(missing_ok=True)
+    told = refused_by("drafting", ["--models", str(models), "--parts", "equal", "--groups", "1"])
+    assert '"tokens_equal": true' in told
+    assert "error: parts: equal has drafted nothing with ['ngram, T=1', 'ngram, preempted, T=1'," in told
+
+
+def test_help_names_the_default_parts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit):
+        tyro.cli(DraftingConfig, args=["--help"])
+    assert f"by default {', '.join(PARTS[:-1])} and {PARTS[-1]}" in capsys.readouterr().out
 
 
 def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
@@ -83,6 +105,7 @@ def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
     [
         (["--figure", "acceptance.foo"], "figure='acceptance.foo': must end in .png, .pdf or .svg"),
         (["--output", "/nowhere/x.json"], "output='/nowhere/x.json': there is no folder '/nowhere'"),
+        (["--output", "/dev/full"], "output='/dev/full': is no file to write over; give another"),
         (["--temperatures", "-1"], "SamplingParams.temperature=-1.0: must be 0 (greedy), or in [1e-6, 1e6]"),
         (["--temperatures", "1e-9"], "SamplingParams.temperature=1e-09: must be 0 (greedy), or in [1e-6, 1e6]"),
         (["--parts"], "parts=(): must be one or more parts"),
