@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,15 @@ def leave_something() -> list[str | None]:
     return found
 
 
+def end_with(code: int | str | None, folder: str) -> str:
+    """Leaves a thread and a function for the end."""
+    atexit.register((Path(folder) / "at exit").touch)
+    threading.Timer(0.3, (Path(folder) / "thread").touch).start()
+    if code is None:
+        return "well"
+    sys.exit(code)
+
+
 def fail_or_hang(how: str) -> None:
     print(f"pid={os.getpid()}", flush=True)
     if os.environ["RANK"] == "1" and how == "fail":
@@ -38,6 +51,16 @@ def test_a_world_finds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch
     assert [run_world(leave_something, 1) for _ in range(2)] == [[[None, None]]] * 2
     monkeypatch.setenv("LEFT", "by the test")
     assert run_world(leave_something, 1) == [["by the test", None]]
+
+
+@pytest.mark.parametrize(("code", "told"), [(None, ""), (7, "code 7"), ("no room", "code 1\n(.|\n)*no room")])
+def test_a_rank_ends_as_a_process_does(tmp_path: Path, code: int | str | None, told: str) -> None:
+    if code is None:
+        assert run_world(end_with, 1, code, str(tmp_path)) == ["well"]
+    else:
+        with pytest.raises(RuntimeError, match=f"rank 0 ended with {told}"):
+            run_world(end_with, 1, code, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"at exit", "thread"}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ read at import are those of the first world, and sets of strings have one order 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -21,10 +22,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -200,8 +202,29 @@ def _serve() -> None:
             answer = os.waitstatus_to_exitcode(status) if ended else None
         elif not (answer := os.fork()):
             answers.close()
-            return _run_rank(**request)  # and ends as any process does
+            _end(functools.partial(_run_rank, **request))
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _end(run: Callable[[], None]) -> NoReturn:
+    """Calls `run` and ends the process, as Python does but for freeing every object: that would take a rank a second or
+    two, since memory that it shares with the process that forks is copied for it."""
+    code: Any = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as error:
+        code = error.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
 
 
 def _run_rank(*, source: str, function: str, folder: str, rank: int, env: dict[str, str]) -> None:
