@@ -49,6 +49,7 @@ from research.simulator.datasheets import H100, LLAMA_8B
 from research.simulator.pace import ProfilePace
 from tests.checkpoints import save_checkpoint
 from tests.faults.leftovers import assert_nothing_left, is_alive
+from tests.holding import LastWaits
 from tests.pairs import QueueClient, queue_pair
 from tests.states import make_state
 from tests.worlds import ROOT
@@ -97,7 +98,10 @@ def alone(qwen3: str, retrained: Path) -> dict[int, list[list[int]]]:
 
 
 def test_phases_deaths_and_a_newcomer(qwen3: str, retrained: Path, alone: dict[int, list[list[int]]]) -> None:
-    with Fleet(qwen3, num_replicas=2, pace=ShortestStep(step_s=0.05), patience_s=5.0, **OPTIONS) as fleet:
+    policy = LastWaits(len(PROMPTS) - 1)
+    with Fleet(
+        qwen3, num_replicas=2, schedule_policy=policy, pace=ShortestStep(step_s=0.05), patience_s=5.0, **OPTIONS
+    ) as fleet:
         fleet.wait_for_replicas(2)
         pids = set(fleet.launcher.pids().values())
         assert tokens_of(fleet.roll_out(states(0))) == alone[0]
@@ -110,7 +114,9 @@ def test_phases_deaths_and_a_newcomer(qwen3: str, retrained: Path, alone: dict[i
                 killed.append(min(fleet.coordinator.standing_by))
                 os.kill(fleet.launcher.pids()[killed[0]], signal.SIGKILL)
 
+        policy.happened = lambda view: len(view.replicas) < 2
         assert tokens_of(fleet.roll_out(states(1), policy_version=1, on_finished=kill_one)) == alone[1]
+        policy.happened = lambda view: True
         (lost,) = fleet.coordinator.lost
         assert lost.startswith(f"replica {killed[0]} (rank {killed[0]}): its process was killed by SIGKILL")
 

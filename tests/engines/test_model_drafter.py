@@ -37,6 +37,7 @@ from tests.engines.test_memory import capacity
 from tests.engines.test_parity import engine_logits
 from tests.engines.test_rollout_world import Flip
 from tests.engines.test_token_equality import TIGHT_KV
+from tests.holding import Held, check_tokens, held_params, tokens_of
 from tests.interrupts import interrupts
 from tests.states import make_state
 from tests.worlds import join, run_world
@@ -208,13 +209,23 @@ def test_over_two_ranks(models: dict[str, str], plain: dict[SequenceId, Completi
     assert first[2:] == [True, True] and second[2:] == [False, False]
 
 
+HELD = (0, 1)
+"""One on each rank. They have tokens before the regroup, and go on behind it."""
+
+
+def regrouping_params() -> list[SamplingParams]:
+    return [held_params(one) if uid in HELD else one for uid, one in enumerate(PARAMS)]
+
+
 def regroup(target: str) -> list[Any]:
     groups = join(timeout_s=120)
-    options: dict[str, Any] = {"schedule": OnDemand(), "layout_policy": Flip(), "max_num_seqs": 6}
+    held = Held(HELD, num_tokens=40)
+    options: dict[str, Any] = {"schedule": OnDemand(), "layout_policy": Flip(), "max_num_seqs": 6, "hidden_stop": held}
     llm = make_llm(target, target, world=groups, kv_cache_bytes=2**21, **options)
-    outputs = llm.generate(PROMPTS, PARAMS)
+    held.until_epoch(llm, 1)
+    outputs = llm.generate(PROMPTS, regrouping_params())
     counts = [sum(getattr(one, f"num_{what}") for one in llm.step_records) for what in ("drafted", "accepted")]
-    result = [[[one.token_ids for one in output.outputs] for output in outputs], *counts, llm.layout.epoch]
+    result = [tokens_of(outputs), *counts, llm.layout.epoch]
     llm.close()
     return result
 
@@ -222,10 +233,11 @@ def regroup(target: str) -> list[Any]:
 def test_after_a_regroup(qwen3: str) -> None:
     """The first shard of the new replica reads the small model, which catches up."""
     results = run_world(regroup, 2, qwen3)
-    plain = LLM(qwen3, dtype="float64", kv_cache_bytes=2**21).generate(PROMPTS, PARAMS)
+    plain = LLM(qwen3, dtype="float64", kv_cache_bytes=2**21).generate(PROMPTS, regrouping_params())
     for tokens, drafted, accepted, epoch in results:
-        assert tokens == [[one.token_ids for one in output.outputs] for output in plain]
-        assert drafted == accepted > 50 and epoch == 1
+        check_tokens(tokens, tokens_of(plain), HELD)
+        # A hidden stop, which nobody foresees, may cut a sequence's last draft.
+        assert 0 <= drafted - accepted <= len(HELD) * (NUM_DRAFT_TOKENS - 1) and accepted > 50 and epoch == 1
 
 
 def test_padded_passes_of_the_small_model(models: dict[str, str], plain: dict[SequenceId, Completion]) -> None:

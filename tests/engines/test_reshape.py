@@ -20,13 +20,13 @@ from engines.kvcache.kept import KeptKV, arrivals
 from engines.kvcache.paged import read_kv
 from engines.models.loader import checkpoint_tensors
 from engines.models.parameters import logical_shapes
-from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, joint_groups, nested_layout, share_lacked
 from engines.parallel.reshard import lacking
 from engines.parallel.sharding import Shard, kv_heads, shard_slices
 from engines.rollout.generation import make_states
 from engines.sequence import Work
 from tests.checkpoints import save_checkpoint
+from tests.holding import Held, check_tokens, held_params, tokens_of
 from tests.worlds import error_of, join, run_world, shared_files
 
 RNG = random.Random(11)
@@ -58,10 +58,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(checkpoints: Path) -> dict[str, Any]:
     """The tokens of one process."""
     return {family: tokens_of(LLM(checkpoints / family, **OPTIONS).generate(PROMPTS, PARAMS)) for family in FAMILIES}
-
-
-def tokens_of(outputs: Any) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -312,8 +308,15 @@ def test_arrivals_against_a_plain_record(seed: int) -> None:
             assert held[replica][key] == block
 
 
+HELD = (0,)
+"""Dispatched first, and only two of its sequences: the others have slots, too."""
+HELD_PARAMS = [held_params(one) if uid in HELD else one for uid, one in enumerate(PARAMS)]
+
+
 class Placing:
-    """A layout policy that goes through layouts as sequences are delivered, and places all that have run."""
+    """A layout policy that goes through layouts as sequences are delivered, and places all that have run.
+
+    It begins when the held sequences have tokens, and so KV that has to move."""
 
     def __init__(self, path: list[Any], every: int) -> None:
         self._path, self._every = path, every
@@ -322,12 +325,15 @@ class Placing:
         epoch = view.layout.epoch + 1
         if epoch >= len(self._path) or view.num_delivered < self._every * epoch:
             return None
+        if not all(one.num_generated for (_, uid, _), one in view.unfinished.items() if uid in HELD):
+            return None
         layout = layouts_of(self._path)[epoch]
         ran = [id_ for id_, one in view.unfinished.items() if one.last_replica_id is not None]
         replicas = [spec.id for spec in layout.replicas]
         return LayoutChange(layout=layout, places={id_: replicas[k % len(replicas)] for k, id_ in enumerate(ran)})
 
 
+ROLLOUTS = (([*range(10)], HELD_PARAMS), ([*range(10, 20)], PARAMS))
 SWITCHES = {
     "none": [("nested", 1)],
     "one, up": [("nested", 1), ("nested", 4)],
@@ -338,37 +344,29 @@ SWITCHES = {
 
 
 def roll_out(directory: str, family: str, switches: dict[str, list[Any]]) -> dict[str, Any]:
+    """Two rollouts for each path; the second one begins in the layout that the first one left."""
     groups = join([one for path in switches.values() for one in layouts_of(path)], timeout_s=120)
     results = {}
     for name, path in switches.items():
-        tokens: list[Any] = []
-        # Where a rank is held up, the others may have ended when it switches, and nothing has KV: then once more.
-        for turn in range(1, 6):
-            found = through(path, "ngram" if name == "three" else "none", f"{directory}/{family}", groups, tokens)
-            results[name] = {"turns": turn, "tokens": tokens, **found}
-            everywhere = groups.world.all_gather_bytes(str(found["kv_bytes"]).encode())
-            if any(map(int, everywhere)) or not moves_kv(path, family):
-                break
+        held = Held(HELD, num_tokens=80)
+        drafts = {"drafter": "ngram", "draft_lengths": "fixed"} if name == "three" else {}
+        llm = LLM(
+            f"{directory}/{family}", world=groups, layout=layouts_of(path)[0], schedule=OnDemand(),
+            layout_policy=Placing(path, every=4), hidden_stop=held,
+            **OPTIONS | {"max_num_seqs": 4} | drafts,
+        )  # fmt: skip
+        held.until_epoch(llm, len(path) - 1)
+        tokens = [tokens_of(llm.generate(PROMPTS, params, prompt_uids=uids)) for uids, params in ROLLOUTS]
+        assert llm.rollout is not None
+        results[name] = {
+            "tokens": tokens,
+            "epoch": llm.layout.epoch,
+            "switches": len(llm.rollout.switches),
+            "kv_bytes": sum(one.parts.kv_bytes for one in llm.rollout.switches),
+            "imported": llm.replica.kv_moves.num_imported,
+        }
+        llm.close()
     return results
-
-
-def through(path: list[Any], drafter: str, model: str, groups: GroupCache, tokens: list[Any]) -> dict[str, int]:
-    """Appends the tokens of two rollouts; the second one begins in the layout that the first one left."""
-    llm = LLM(
-        model, world=groups, layout=layouts_of(path)[0], schedule=OnDemand(), layout_policy=Placing(path, every=4),
-        **OPTIONS | {"max_num_seqs": 4, "drafter": drafter} | ({} if drafter == "none" else {"draft_lengths": "fixed"}),
-    )  # fmt: skip
-    for uids in (range(10), range(10, 20)):
-        tokens.append(tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=list(uids))))
-    assert llm.rollout is not None
-    found = {
-        "epoch": llm.layout.epoch,
-        "switches": len(llm.rollout.switches),
-        "kv_bytes": sum(one.parts.kv_bytes for one in llm.rollout.switches),
-        "imported": llm.replica.kv_moves.num_imported,
-    }
-    llm.close()
-    return found
 
 
 def moves_kv(path: list[Any], family: str) -> bool:
@@ -377,14 +375,14 @@ def moves_kv(path: list[Any], family: str) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_switches_within_a_rollout_change_no_token(checkpoints: Path, family: str) -> None:
-    expected = [
-        tokens_of(LLM(checkpoints / family, **OPTIONS).generate(PROMPTS, PARAMS, prompt_uids=list(uids)))
-        for uids in (range(10), range(10, 20))
-    ]
+    alone = LLM(checkpoints / family, **OPTIONS)
+    plain = [tokens_of(alone.generate(PROMPTS, params, prompt_uids=uids)) for uids, params in ROLLOUTS]
     results = run_world(roll_out, 4, str(checkpoints), family, SWITCHES)
     for name, path in SWITCHES.items():
         for rank in results:
-            assert rank[name]["tokens"] == expected * rank[name]["turns"], name
+            first, second = rank[name]["tokens"]
+            check_tokens(first, plain[0], HELD)
+            check_tokens(second, plain[1])
             assert rank[name]["epoch"] == rank[name]["switches"] == len(path) - 1, name
             # Between ranks that do not exchange, KV goes through files: with two pairs of ranks, half of it.
             assert rank[name]["imported"] == 0 or "three" in name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from engines.coordination.requests import RequestMove, RequestRegroup
 from engines.coordination.views import LayoutChange
 from engines.models.loader import checkpoint_tensors
 from engines.parallel import groups as groups_module
-from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
 from tests.checkpoints import save_checkpoint
+from tests.holding import Held, check_tokens, held_params, tokens_of
 from tests.worlds import error_of, join, run_world, shared_files
 
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(24)]
 PARAMS = SamplingParams(max_tokens=48, n=2)
+HELD = (0,)
+HELD_PARAMS = [held_params(PARAMS), *[PARAMS] * (len(PROMPTS) - 1)]
 OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**21, "max_num_seqs": 5}
 
 
@@ -34,8 +38,6 @@ class Script:
         self._sizes, self._every, self._nested = list(sizes), every, nested
 
     def decide(self, view: Any) -> Any:
-        from engines.parallel.layout import contiguous_layout, nested_layout
-
         done = view.layout.epoch
         if done >= len(self._sizes) or view.num_delivered < self._every * (done + 1):
             return None
@@ -47,17 +49,12 @@ class Flip:
     """A layout policy for two ranks: once in each rollout, from TP1 to TP2 or back."""
 
     def __init__(self) -> None:
-        self._armed = False
+        self._phase = -1
 
     def decide(self, view: Any) -> Any:
-        from engines.parallel.layout import nested_layout
-
-        if view.num_delivered < 2:
-            self._armed = True
+        if view.num_delivered < 2 or view.phase == self._phase:
             return None
-        if not self._armed:
-            return None
-        self._armed = False
+        self._phase = view.phase
         layout = nested_layout(range(2), 3 - view.layout.replicas[0].tp_size, epoch=view.layout.epoch + 1)
         return LayoutChange(layout=layout)
 
@@ -81,6 +78,17 @@ def move_at_random(llm: Any, ids: list[Any], seed: int, num_moves: int) -> Any:
     return move
 
 
+def on_any_rank(flag: Path, on_this_rank: Callable[[], int]) -> Callable[[], bool]:
+    """Whether it has happened on any rank so far; the ranks share the file `flag`."""
+
+    def happened() -> bool:
+        if not flag.exists() and on_this_rank():
+            flag.touch()
+        return flag.exists()
+
+    return happened
+
+
 def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
     groups = join(timeout_s=120)
     results: dict[str, Any] = {}
@@ -89,21 +97,31 @@ def roll_out(directory: str, cases: list[str]) -> dict[str, Any]:
         tp_size = 2 if "TP2" in kind else 1
         policy = None
         if "regroup" in kind:
-            policy = Script([2, 4, 1], every=9, nested="contiguous" not in kind)
+            policy = Script([2, 4, 1], every=6, nested="contiguous" not in kind)
+        held = Held(HELD, num_tokens=100)
         llm = LLM(
             f"{directory}/{family}", world=groups, tensor_parallel_size=tp_size, schedule=OnDemand(),
-            layout_policy=policy, kernels="torch" if "torch" in kind else "auto",
+            layout_policy=policy, hidden_stop=held, kernels="torch" if "torch" in kind else "auto",
             prefix_caching="uncached" not in kind, **OPTIONS,
         )  # fmt: skip
         ids = [(0, uid, index) for uid in range(len(PROMPTS)) for index in range(2)]
         hook = move_at_random(llm, ids, seed=3, num_moves=400) if "moves" in kind else None
-        out = llm.generate(PROMPTS, PARAMS, on_finished=hook)
-        moves, store = llm.replica.kv_moves, llm.replica.mover.store
+        between_hosts = len(set(groups.hosts)) > 1
+
+        def num_moved(llm: Any = llm, between_hosts: bool = between_hosts) -> int:
+            replica = llm.replica
+            return replica.mover.store.num_fetched if between_hosts else replica.kv_moves.num_imported
+
+        held.happened = lambda: True
+        if "regroup" in kind:
+            held.until_epoch(llm, 3)
+        elif kind == "DP4 moves":
+            held.happened = on_any_rank(Path(directory) / f"moved-{between_hosts}", num_moved)
+        out = llm.generate(PROMPTS, HELD_PARAMS, on_finished=hook)
         results[case] = {
-            "tokens": [[c.token_ids for c in o.outputs] for o in out],
+            "tokens": tokens_of(out),
             "epoch": llm.layout.epoch,
-            "imported": moves.num_imported,
-            "fetched": getattr(store, "num_fetched", 0),
+            "moved": num_moved(),
             "steps": len(llm.step_records),
         }
         llm.close()
@@ -145,22 +163,22 @@ def world(checkpoints: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_one_process(world: list[dict[str, Any]], checkpoints: Path, case: str) -> None:
-    alone = LLM(checkpoints / case.partition("/")[2], **OPTIONS).generate(PROMPTS, PARAMS)
+    alone = LLM(checkpoints / case.partition("/")[2], **OPTIONS).generate(PROMPTS, HELD_PARAMS)
     for rank in range(4):
-        assert world[rank][case]["tokens"] == [[c.token_ids for c in o.outputs] for o in alone]
+        check_tokens(world[rank][case]["tokens"], tokens_of(alone), HELD)
         assert world[rank][case]["steps"] > 0
         assert world[rank][case]["epoch"] == (3 if "regroup" in case else 0)
     if case == "DP4 moves/qwen3":
-        assert sum(world[rank][case]["imported"] for rank in range(4)) > 0, "no KV was moved"
+        assert sum(world[rank][case]["moved"] for rank in range(4)) > 0, "no KV was moved"
 
 
 def test_between_hosts_kv_moves_too(checkpoints: Path) -> None:
-    alone = LLM(checkpoints / "qwen3", **OPTIONS).generate(PROMPTS, PARAMS)
+    alone = LLM(checkpoints / "qwen3", **OPTIONS).generate(PROMPTS, HELD_PARAMS)
     world = run_world(roll_out_on_two_hosts, 4, str(checkpoints), TWO_HOSTS)
     for case in TWO_HOSTS:
         for rank in range(4):
-            assert world[rank][case]["tokens"] == [[c.token_ids for c in o.outputs] for o in alone]
-    assert sum(world[rank]["DP4 moves/qwen3"]["fetched"] for rank in range(4)) > 0, "no KV came from the other host"
+            check_tokens(world[rank][case]["tokens"], tokens_of(alone), HELD)
+    assert sum(world[rank]["DP4 moves/qwen3"]["moved"] for rank in range(4)) > 0, "no KV came from the other host"
 
 
 def fail_on_rank_0(directory: str, host_size: int) -> list[str]:

@@ -15,15 +15,20 @@ from engines.sequence import Work
 from engines.speculation.drafter import Draft
 from engines.speculation.shared import SharedDrafter
 from engines.speculation.suffix import SuffixDrafter
-from tests.engines.speculation.test_draft_server import tokens_of, wait_until
+from tests.engines.speculation import test_draft_server
+from tests.engines.speculation.test_draft_server import wait_until
 from tests.engines.test_rollout_world import Flip
+from tests.holding import Held, check_tokens, held_params, tokens_of
 from tests.states import make_state
 from tests.worlds import error_of, join, run_world
 
 PROMPTS = [[7 * uid % 129 + 2, 5, 9, 30 + uid] for uid in range(4)]
-PARAMS = [SamplingParams(max_tokens=60, n=4, temperature=one, ignore_eos=True) for one in (0.0, 0.3, 0.7, 1.0)]
+NUM_TOKENS = 60
+PARAMS = [SamplingParams(max_tokens=NUM_TOKENS, n=4, temperature=one, ignore_eos=True) for one in (0.0, 0.3, 0.7, 1.0)]
 OPTIONS: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**21, "max_num_seqs": 6}
 SHARED: dict[str, Any] = {"drafter": "grouped_suffix", "draft_server": True, "draft_lengths": "fixed"}
+HELD = (0,)
+HELD_PARAMS = [held_params(one) if uid in HELD else one for uid, one in enumerate(PARAMS)]
 CASES = ["DP2", "TP2", "DP2 closed", "TP2 closed", "DP2 on demand", "DP2 on demand closed", "DP2 on demand regroups"]
 
 
@@ -34,8 +39,13 @@ def generate(model: str) -> dict[str, Any]:
     for case in CASES:
         given: dict[str, Any] = {"tensor_parallel_size": 2 if "TP2" in case else 1}
         if "on demand" in case:
-            given |= {"schedule": OnDemand(), "layout_policy": Flip() if "regroups" in case else None}
+            given |= {"schedule": OnDemand()}
+        held, params = Held(HELD, num_tokens=NUM_TOKENS), PARAMS
+        if "regroups" in case:
+            given |= {"layout_policy": Flip(), "hidden_stop": held}
+            params = HELD_PARAMS
         llm = LLM(model, world=groups, **given, **OPTIONS, **SHARED)
+        held.until_epoch(llm, 1)
         sharing = llm._drafts
         assert sharing is not None
         ended = []
@@ -45,12 +55,12 @@ def generate(model: str) -> dict[str, Any]:
             if closes and len(ended) == 2 and sharing.server is not None:
                 sharing.server.close()
 
-        out = llm.generate(PROMPTS, PARAMS, on_finished=hear)
+        out = llm.generate(PROMPTS, params, on_finished=hear)
         if sharing.server is not None and "closed" not in case:
             wait_until(lambda sharing=sharing: len(sharing.server._store._groups) == len(PROMPTS))
         groups.world.barrier()
         results[case] = {
-            "tokens": [[c.token_ids for c in one.outputs] for one in out],
+            "tokens": tokens_of(out),
             "epoch": llm.layout.epoch,
             "accepted": sum(record.num_accepted for record in llm.step_records),
         }
@@ -59,11 +69,14 @@ def generate(model: str) -> dict[str, Any]:
 
 
 def test_the_same_tokens(qwen3: str) -> None:
-    plain = LLM(qwen3, **OPTIONS).generate(PROMPTS, PARAMS)
-    wanted = [[c.token_ids for c in one.outputs] for one in plain]
+    plain = tokens_of(LLM(qwen3, **OPTIONS).generate(PROMPTS, HELD_PARAMS))
     first, second = run_world(generate, 2, qwen3)
     for case in CASES:
-        assert first[case]["tokens"] == second[case]["tokens"] == wanted, case
+        assert first[case]["tokens"] == second[case]["tokens"], case
+        if "regroups" in case:
+            check_tokens(first[case]["tokens"], plain, HELD)
+        else:
+            assert first[case]["tokens"] == [[one[:NUM_TOKENS] for one in some] for some in plain], case
         assert first[case]["accepted"] + second[case]["accepted"] > 0
     assert first["DP2 on demand regroups"]["epoch"] == 1
 
@@ -96,7 +109,7 @@ def copy_from_the_other_replica(model: str, with_server: bool) -> int:
 def known_of(drafter: SuffixDrafter) -> list[int]:
     client = drafter._client
     assert client is not None
-    return tokens_of(client._links[0].mirror).get("0:0", {}).get(1, [])
+    return test_draft_server.tokens_of(client._links[0].mirror).get("0:0", {}).get(1, [])
 
 
 def test_the_second_replica_accepts_what_the_first_has_generated(qwen3: str) -> None:

@@ -20,6 +20,7 @@ from engines.parallel.layout import Layout, nested_layout
 from engines.rollout import world
 from engines.rollout.pace import ShortestStep
 from research.simulator.replay import play, recording
+from tests.holding import LastWaits
 from tests.states import make_state
 from tests.worlds import join, run_world
 
@@ -103,9 +104,13 @@ def test_paced_rollouts_with_moves_and_regroups(logs: dict[str, Any]) -> None:
         assert play(log, make_core) > 50
 
 
+def until_one_is_lost() -> LastWaits:
+    return LastWaits(len(PROMPTS) - 1, lambda view: len(view.replicas) < 2)
+
+
 def test_a_replica_outside_that_is_killed(qwen3: str) -> None:
-    pace = ShortestStep(step_s=0.02)
-    with recording(fleet_module), Fleet(qwen3, num_replicas=2, pace=pace, patience_s=5.0, **OPTIONS) as fleet:
+    options = {**OPTIONS, "schedule_policy": until_one_is_lost(), "pace": ShortestStep(step_s=0.02)}
+    with recording(fleet_module), Fleet(qwen3, num_replicas=2, patience_s=5.0, **options) as fleet:
         killed: list[int] = []
 
         def kill_one(_: Any) -> None:
@@ -117,11 +122,12 @@ def test_a_replica_outside_that_is_killed(qwen3: str) -> None:
         states = [make_state(uid, PROMPTS[uid], params) for uid, params in enumerate(PARAMS)]
         assert len(fleet.roll_out(states, on_finished=kill_one)) == len(PROMPTS)
         timeout_s, log = fleet.coordinator._timeout_s, fleet.coordinator.core.log  # type: ignore[attr-defined]
-    assert killed
+        (lost,) = fleet.coordinator.lost
+    assert lost.startswith(f"replica {killed[0]} ")
 
     def make_core() -> RolloutCore:
         layout = Layout(epoch=0, replicas=())
-        return RolloutCore(layout=layout, world_size=0, schedule_policy=OnDemand(), timeout_s=timeout_s)
+        return RolloutCore(layout=layout, world_size=0, schedule_policy=until_one_is_lost(), timeout_s=timeout_s)
 
     assert play(log, make_core) > 30
 
