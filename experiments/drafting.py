@@ -118,7 +118,7 @@ def main() -> dict[str, Any]:
     if config.figure is not None and "acceptance_length" in parts:
         from experiments.figures import draw_drafting
 
-        draw_drafting(config.figure, parts["acceptance_length"], parts.get("speedup", {}))
+        draw_drafting(config.figure, parts["acceptance_length"], parts.get("speedup", {}), "live")
     measured = {"tier": "live", "seconds": round(time.monotonic() - start, 1), **parts}
     result = harness.report("drafting", config, measured, hidden=["models"])
     if idle := [variant for variant, count in parts.get("drafted", {}).items() if not count]:

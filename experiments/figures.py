@@ -1,9 +1,10 @@
-"""A run's pictures, drawn from the files in its folder."""
+"""Pictures of runs and rollouts. Each is titled with what it shows and its tier: live, paced, gpu or sim."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,32 +19,33 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from engines.rollout.telemetry import StepRecord
+from experiments.time_bins import spread
 
 PHASES = ("gen", "reward", "update_actor", "update_weights", "testing")
 
 
-def draw_run(folder: Path) -> list[Path]:
-    """Writes PNGs under `folder`/figures; returns their paths."""
+def draw_run(folder: Path, tier: str) -> list[Path]:
+    """Writes PNGs of the files in a run's folder under `folder`/figures; returns their paths."""
     metrics = read_jsonl(folder / "metrics.jsonl")
     lengths = read_jsonl(folder / "lengths.jsonl")
     rollout = [StepRecord(**row) for row in read_jsonl(folder / "rollout_steps.jsonl")]
     target = folder / "figures"
     target.mkdir(exist_ok=True)
-    pictures: dict[str, tuple[Any, list[Any]]] = {
+    pictures: dict[str, tuple[Callable[[Axes, list[Any]], str], list[Any]]] = {
         "reward": (_reward, metrics),
         "phases": (_phases, [row for row in metrics if "timing_s/step" in row]),
         "response_length": (_lengths, lengths),
         "live_batch": (_live_batch, rollout),
     }
-    written = [_figure(target / f"{name}.png", draw, rows) for name, (draw, rows) in pictures.items() if rows]
+    written = [_figure(target / f"{name}.png", draw, rows, tier) for name, (draw, rows) in pictures.items() if rows]
     if rollout:
-        written.append(draw_timelines(target / "timeline.png", {"last rollout": rollout}))
+        written.append(draw_timelines(target / "timeline.png", {"last rollout": rollout}, tier))
     if any(step.num_drafted for step in rollout):
-        written.append(draw_drafts(target / "drafts.png", {"last rollout": rollout}))
+        written.append(draw_drafts(target / "drafts.png", {"last rollout": rollout}, tier))
     return written
 
 
-def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Path:
+def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tier: str) -> Path:
     """Draws one panel per rollout, with replicas as rows and steps coloured by batch size, on a common time axis.
 
     Where a replica begins to run with a new TP degree above 1 (after regrouping), the degree is written.
@@ -72,10 +74,12 @@ def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> 
     axes[-1, 0].set_xlabel("seconds")
     scale = plt.cm.ScalarMappable(cmap=colours, norm=plt.Normalize(0, largest))
     figure.colorbar(scale, ax=axes[:, 0].tolist(), label="sequences in the step")
-    return save(figure, path)
+    return save(figure, path, "Steps of each replica", tier)
 
 
-def draw_instances(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tails: Mapping[str, float]) -> Path:
+def draw_instances(
+    path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tails: Mapping[str, float], tier: str
+) -> Path:
     """Draws, a column per rollout and a line per replica, KV use, running sequences, preemptions so far (Seer, Figs. 3
     and 9) and tokens per step, the mean of 50 steps (Fig. 12), over time. The time from `tails` on, on the clock of the
     steps, is shaded."""
@@ -99,15 +103,22 @@ def draw_instances(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tai
         for ax in column:
             ax.axvspan(tails[name] - origin, end - origin, color="grey", alpha=0.2, linewidth=0)
             ax.spines[["top", "right"]].set_visible(False)
-        column[0].set_title(name)
+        column[0].set_title(textwrap.fill(name, 20))
         column[3].set_xlabel("seconds")
-    for ax, label in zip(axes[:, 0], ("KV use", "running sequences", "preemptions", "tokens per step"), strict=True):
+    for ax, label in zip(
+        axes[:, 0],
+        ("share of KV in use", "running sequences", "preemptions so far", "tokens per\nsequence and step"),
+        strict=True,
+    ):
         ax.set_ylabel(label)
-    return save(figure, path)
+    return save(figure, path, "Replicas over time, the tail shaded", tier)
 
 
 def draw_drafting(
-    path: Path, acceptance: Mapping[str, Mapping[int, Mapping[int, float]]], speedup: Mapping[str, Mapping[int, float]]
+    path: Path,
+    acceptance: Mapping[str, Mapping[int, Mapping[int, float]]],
+    speedup: Mapping[str, Mapping[int, float]],
+    tier: str,
 ) -> Path:
     """Draws tokens per step over the number of references, a line per number of paths and a panel per temperature
     (Seer, Table 2 and Fig. 12); and, as bars, the speed-up of each drafter by batch size."""
@@ -117,7 +128,7 @@ def draw_drafting(
         for paths in next(iter(table.values())):
             label = f"{paths} path{'s' if paths > 1 else ''}"
             ax.plot([str(count) for count in table], [row[paths] for row in table.values()], marker="o", label=label)
-        ax.set(title=f"temperature {temperature}", xlabel="references", ylabel="tokens per step", ylim=0)
+        ax.set(title=f"temperature {temperature}", xlabel="references", ylabel="tokens per sequence and step", ylim=0)
         ax.legend()
     if speedup:
         ax = axes[0][-1]
@@ -127,25 +138,23 @@ def draw_drafting(
             places = [batches.index(batch) + (place + 0.5) * width - 0.4 for batch in row]
             ax.bar(places, list(row.values()), width, label=name)
         ax.axhline(1.0, color="black", linewidth=0.8)
-        ax.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
-        ax.set(ylabel="times as fast as without drafts")
+        ax.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+        ax.set(xlabel="sequences at a time", ylabel="times as fast as without drafts")
         ax.legend(fontsize="small")
-    return save(figure, path)
+    return save(figure, path, "Drafts from groups: acceptance and speed-up", tier)
 
 
-def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Path:
+def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tier: str) -> Path:
     """Draws, a line per rollout, the tokens per sequence and step and the running sequences over time (Seer, Fig. 12),
     and the share of draft tokens that was accepted by their place in the draft."""
     figure, (tokens, running, places) = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
     for name, steps in rollouts.items():
-        starts, seconds, counts, accepted = np.array(
-            [(step.start, step.seconds, step.num_running, step.num_accepted) for step in steps]
+        seconds, counts, accepted = np.array([(step.seconds, step.num_running, step.num_accepted) for step in steps]).T
+        start, end = min(step.start for step in steps), max(step.start + step.seconds for step in steps)
+        edges = np.linspace(start, end, 51)
+        passed, yielded, busy = spread(
+            steps, np.array([counts, counts + accepted, counts * seconds]).T.astype(float), edges
         ).T
-        edges = np.linspace(starts.min(), (starts + seconds).max(), max(2, min(50, len(steps) // 8)))
-        passed, yielded, busy = (
-            np.histogram(starts + seconds / 2, edges, weights=weights)[0]
-            for weights in (counts, counts + accepted, counts * seconds)
-        )
         times = (edges[:-1] + edges[1:]) / 2 - edges[0]
         tokens.plot(times[passed > 0], yielded[passed > 0] / passed[passed > 0], label=name)
         running.plot(times, busy / np.diff(edges))
@@ -157,12 +166,13 @@ def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]]) -> Pat
     places.set(xlabel="place in the draft", ylabel="share accepted", ylim=(0, 1))
     places.xaxis.set_major_locator(MaxNLocator(integer=True))
     tokens.legend(frameon=False)
-    return save(figure, path)
+    return save(figure, path, "Drafts over time, and by place", tier)
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Writes a figure to a file, and returns its path."""
-    figure.savefig(path, dpi=120)
+def save(figure: Figure, path: Path, title: str, tier: str) -> Path:
+    """Writes a figure to a file, which is as large as all that is in it, and returns its path."""
+    figure.suptitle(f"{title} ({tier})")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
     return path
 
@@ -175,14 +185,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def _figure(path: Path, draw: Any, rows: list[Any]) -> Path:
+def _figure(path: Path, draw: Callable[[Axes, list[Any]], str], rows: list[Any], tier: str) -> Path:
+    """`draw` returns the title."""
     figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
-    draw(ax, rows)
+    title = draw(ax, rows)
     ax.spines[["top", "right"]].set_visible(False)
-    return save(figure, path)
+    return save(figure, path, title, tier)
 
 
-def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> None:
+def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> str:
     """Draws rewards and pass@1 on one axis if all rewards are in [0, 1]; otherwise each has its own axis."""
     right = ax
     if not all(0 <= row.get("critic/rewards/mean", 0) <= 1 for row in metrics):
@@ -193,45 +204,45 @@ def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> None:
         own.plot([step for step, _ in points], [value for _, value in points], style, color=colour, label=key, ms=4)
         if right is not ax:
             own.set_ylabel(key, color=colour)
-    ax.set(title="Reward in training, pass@1 on held-out problems", xlabel="step")
+    ax.set_xlabel("step")
+    if right is ax:
+        ax.set_ylabel("reward, share of correct answers")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_ylim(0, 1.02)
     if right is ax:
         ax.legend(frameon=False)
+    return "Reward in training, pass@1 on held-out problems"
 
 
-def _phases(ax: Axes, steps: list[dict[str, Any]]) -> None:
+def _phases(ax: Axes, steps: list[dict[str, Any]]) -> str:
     x = [row["training/global_step"] for row in steps]
     series = {phase: [row.get(f"timing_s/{phase}", 0.0) for row in steps] for phase in PHASES}
     series = {phase: values for phase, values in series.items() if any(values)}
     ax.stackplot(x, *series.values(), labels=list(series), alpha=0.85)
-    ax.set(title="Time per step by phase", xlabel="step", ylabel="seconds")
+    ax.set(xlabel="step", ylabel="seconds")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return "Time per step by phase"
 
 
-def _lengths(ax: Axes, lengths: list[dict[str, Any]]) -> None:
+def _lengths(ax: Axes, lengths: list[dict[str, Any]]) -> str:
     """The share of responses longer than x: the tail, on log axes."""
     for row, label in ((lengths[0], "first step"), (lengths[-1], "last step")):
         values = sorted(row["lengths"])
         share = [1 - i / len(values) for i in range(len(values))]
         ax.step(values, share, where="post", label=f"{label} (median {values[len(values) // 2]}, longest {values[-1]})")
-    ax.set(
-        title="Response lengths and their tail",
-        xlabel="tokens",
-        ylabel="share of responses at least as long",
-        xscale="log",
-        yscale="log",
-    )
+    ax.set(xlabel="tokens", ylabel="share of responses at least as long", xscale="log", yscale="log")
     ax.legend(frameon=False)
+    return "Response lengths and their tail"
 
 
-def _live_batch(ax: Axes, steps: list[StepRecord]) -> None:
+def _live_batch(ax: Axes, steps: list[StepRecord]) -> str:
     origin = min(step.start for step in steps)
     for replica in sorted({step.replica_id for step in steps}):
         own = [step for step in steps if step.replica_id == replica]
         times = [step.start - origin for step in own] + [own[-1].start + own[-1].seconds - origin]
         ax.step(times, [step.num_running for step in own] + [0], where="post", label=f"replica {replica}")
-    ax.set(title="Live batch over the last rollout", xlabel="seconds", ylabel="running sequences")
+    ax.set(xlabel="seconds", ylabel="running sequences")
     ax.set_ylim(bottom=0)
     ax.legend(frameon=False)
+    return "Live batch over the last rollout"

@@ -7,17 +7,16 @@ starts. Imports torch only where it rolls out, since simulations share its workl
 from __future__ import annotations
 
 import hashlib
-import itertools
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from msgspec import Meta
 
 from engines.config import ModelConfig
@@ -31,6 +30,7 @@ from engines.rollout.telemetry import StepRecord
 from engines.sequence import Finished, SamplingParams, SequenceId, SequenceState
 from experiments import launch
 from experiments.bench import harness
+from experiments.time_bins import spread
 
 if TYPE_CHECKING:
     from engines import LLM
@@ -140,10 +140,13 @@ class Rollout:
     """Times at which sequences ended, rising, on the clock of the steps; on rank 0 only."""
     kv_moves: list[KVMoves]
     """Of each rank's last replica."""
+    way_back_s: float
+    """To regroup to the layout in which the next rollout begins, with the same weights; 0 where nothing changed."""
 
     @property
     def seconds(self) -> float:
-        return makespan(self.steps)
+        """From the first step until the next rollout may begin: with the way back."""
+        return makespan(self.steps) + self.way_back_s
 
     @property
     def tail_seconds(self) -> float:
@@ -192,6 +195,7 @@ class Bench:
         mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
         marks = launch.on_rank_0(self.groups.world, lambda: mine)
         kv_moves = launch.gather(self.groups.world, llm.replica.kv_moves, KVMoves)
+        way_back_s = self._go_back(llm, variant.layout)
         llm.close()
         return Rollout(
             steps=steps,
@@ -201,7 +205,16 @@ class Bench:
             lengths=lengths,
             ends=ends,
             kv_moves=kv_moves,
+            way_back_s=way_back_s,
         )
+
+    def _go_back(self, llm: LLM, first: Layout) -> float:
+        """Regroups if the ranks are grouped otherwise than in `first`; returns the seconds of the slowest rank."""
+        if {spec.ranks for spec in llm.layout.replicas} == {spec.ranks for spec in first.replicas}:
+            return 0.0
+        start = time.monotonic()
+        llm.regroup(replace(first, epoch=llm.layout.epoch + 1))
+        return float(max(launch.gather(self.groups.world, time.monotonic() - start)))
 
     def start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> LLM:
         from engines import LLM
@@ -257,27 +270,28 @@ def track(name: str, runs: Mapping[str, Items[Rollout]]) -> None:
 
 
 def over_time(steps: Collection[StepRecord], num_points: int) -> list[dict[str, float]]:
-    """Returns points at equal distances in time, each with the steps of all replicas that began since the point before:
-    running sequences, the mean KV use, tokens per second, and preemptions since the start."""
-    start, width = min(step.start for step in steps), makespan(steps) / num_points
-    points = [defaultdict[str, float](float) for _ in range(num_points)]
-    for step in steps:
-        point = points[min(num_points - 1, int((step.start - start) / width))]
-        point["running sequences"] += step.num_running * step.seconds / width
-        point["busy"] += step.seconds
-        point["kv use"] += step.kv_use * step.seconds
-        point["tokens per second"] += (step.num_running + step.num_accepted) / width
-        point["preemptions"] += step.num_preempted
-    num_preempted = itertools.accumulate(point["preemptions"] for point in points)
+    """Returns points at equal distances in time, each with the means since the point before, over all replicas: running
+    sequences, KV use, tokens per second; and the preemptions since the start."""
+    start, seconds = min(step.start for step in steps), makespan(steps)
+    edges = start + np.linspace(0, seconds, num_points + 1)
+    amounts = np.array(
+        [
+            (step.num_running * step.seconds, step.num_running + step.num_accepted, step.kv_use * step.seconds)
+            for step in steps
+        ]
+    )
+    running, tokens, kv_use = spread(steps, amounts, edges).T * num_points / seconds
+    busy = spread(steps, np.array([step.seconds for step in steps]), edges) * num_points / seconds
+    moments = np.sort([step.start for step in steps for _ in range(step.num_preempted)])
     return [
         {
-            "second": (number + 1) * width,
-            "running sequences": point["running sequences"],
-            "tokens per second": point["tokens per second"],
-            "kv use": point["kv use"] / point["busy"] if point["busy"] else 0.0,
-            "preemptions": preempted,
+            "second": float(edges[place + 1] - start),
+            "running sequences": float(running[place]),
+            "tokens per second": float(tokens[place]),
+            "kv use": float(kv_use[place] / busy[place]) if busy[place] else 0.0,
+            "preemptions": int(np.searchsorted(moments, edges[place + 1])),
         }
-        for number, (point, preempted) in enumerate(zip(points, num_preempted, strict=True))
+        for place in range(num_points)
     ]
 
 

@@ -5,10 +5,12 @@
 
 Parts: `live`, on two ranks, a model of hidden 2048 at this machine's own speed; `paced`, on eight ranks that rank 0
 then starts, steps and switches that take what latency profiles of named GPUs say, with lengths divided by 64. Lengths
-are hidden; the controller knows lengths of earlier sequences. Variants: each static TP size, PAT, hindsight (a plan
-made from the true lengths), and the best static TP size with sequences redistributed when hindsight would switch;
-unscored: the paper's estimator, and PAT without history. They take turns, and medians count. A table goes to stderr,
-one JSON object to stdout. docs/pat.md shows and explains a result.
+are hidden; PAT's controller knows 2,048 lengths of earlier sequences, drawn from the batch's own distribution.
+Variants: each static TP size, PAT, PAT without that history, the paper's estimator, hindsight (a plan made from the
+true lengths), and the best static TP size with sequences redistributed when hindsight would switch. A variant that
+ends in another layout than it began in goes back, which is part of its time. They take turns on batches of several
+seeds, and medians count. By default all takes about 20 minutes on two cores. A table goes to stderr, one JSON object to
+stdout. docs/pat.md shows and explains a result.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,11 +37,11 @@ from experiments import launch, paced, pat_cases, pat_profile
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.engine_options import EngineOptions
-from experiments.paced import Bench, Rollout, Variant
+from experiments.paced import Bench, Rollout
 from experiments.pat_cases import BLOCK_SIZE, CASES, Batch, Case, CaseName
 from research.pat.lookahead import Deployment
 
-PAT = "pat"
+PAT, NO_HISTORY = "pat", "no history"
 FAR_BEHIND = 1.3
 """A static variant that takes so many times as long as the best one is measured once."""
 MOST_SEQUENCES = 512
@@ -52,10 +56,8 @@ class PatConfig(paced.PacedConfig):
         one.name for one in CASES if one.name
     )
     """Cases of the paced part."""
-    turns: Count = 3
-    """Interleaved measurements of each variant, in the live part and in the first and the last case; medians count."""
-    full: bool = False
-    """As many turns in all cases; without it the others have one."""
+    turns: Count = 2
+    """Batches of each case and of the live part, drawn by as many seeds, `seed` the first; medians count."""
     hidden: Annotated[int, Meta(ge=256, multiple_of=256, description="a multiple of 256")] = 2048
     """Width of the live part's model, which has 4 layers."""
     transport: Transport = "gloo"
@@ -80,54 +82,77 @@ def main() -> dict[str, Any] | None:
 def compare(
     bench: Bench,
     name: str,
-    batch: Batch,
+    batches: Items[Batch],
     deployment: Deployment,
     num_kv_tokens: dict[int, int],
-    turns: int,
     *,
     with_hindsight: bool,
 ) -> dict[str, list[Rollout]]:
-    """Returns the rollouts of each variant: the best static one first, with its second runs. `num_kv_tokens`: of a
-    replica, by static TP size."""
+    """Returns the rollouts of each variant, one per batch, but one in all of static ones that are far behind. The best
+    static one of the first batch is first, with its second runs. `num_kv_tokens`: of a replica, by static TP size."""
     sizes = list(deployment.steps)
     statics = {f"static TP{size}": pat_cases.static(deployment.num_ranks, size, num_kv_tokens[size]) for size in sizes}
     vocab_size = ModelConfig.from_pretrained(bench.model).vocab_size
-    prompts = random_prompts(len(batch.lengths), batch.num_prompt_tokens, vocab_size)
-    roll = partial(bench.roll_out, batch.workload(prompts))
-    probes = {one: roll(statics[one]) for one in tqdm(statics, desc=f"{name}, static", disable=launch.rank() > 0)}
+    prompts = random_prompts(len(batches[0].lengths), batches[0].num_prompt_tokens, vocab_size)
+    rolls = [partial(bench.roll_out, batch.workload(prompts)) for batch in batches]
+    probes = {one: rolls[0](statics[one]) for one in tqdm(statics, desc=f"{name}, static", disable=launch.rank() > 0)}
     best = min(probes, key=lambda one: probes[one].seconds)
-    near = [one for one, run in probes.items() if run.seconds < FAR_BEHIND * probes[best].seconds and one != best]
-    variants = {best: statics[best], PAT: pat_cases.adaptive(deployment, batch)}
-    unscored: dict[str, Variant] = {}
-    if with_hindsight:
-        variants |= pat_cases.informed(deployment, batch, sizes[list(statics).index(best)])
-        unscored["paper"] = pat_cases.adaptive(deployment, batch, "paper")
-        unscored["no history"] = pat_cases.adaptive(deployment, batch, with_history=False)
-    variants |= {one: statics[one] for one in near} | unscored
-    calls = {one: partial(roll, variant) for one, variant in variants.items()}
-    most_turns = dict.fromkeys(near, turns - 1) | dict.fromkeys(unscored, 1)
-    runs = harness.interleave(calls, turns, name=name, warm_up=False, most_turns=most_turns)
-    for one in statics:
-        if one != best:
-            runs.setdefault(one, []).append(probes[one])
-    return runs
+    runs = {one: [probe] for one, probe in probes.items() if one != best}
+    near = [one for one, (probe,) in runs.items() if probe.seconds < FAR_BEHIND * probes[best].seconds]
+    size = sizes[list(statics).index(best)]
+    informed = [pat_cases.informed(deployment, batch, size) if with_hindsight else {} for batch in batches]
+    found: dict[str, list[Rollout]] = {}
+    for turn, (batch, roll) in enumerate(zip(batches, rolls, strict=True)):
+        others = {PAT: pat_cases.adaptive(deployment, batch), **(informed[turn] if all(informed) else {})}
+        others |= {NO_HISTORY: pat_cases.adaptive(deployment, batch, with_history=False)}
+        if with_hindsight:
+            others["paper"] = pat_cases.adaptive(deployment, batch, "paper")
+        if turn:
+            others |= {one: statics[one] for one in near}
+        ordered = {best: statics[best], **dict([*others.items()][:: -1 if turn % 2 else 1])}
+        calls = {one: partial(roll, variant) for one, variant in ordered.items()}
+        for one, some in harness.interleave(calls, 1, name=f"{name}, batch {turn + 1}", warm_up=False).items():
+            (runs if one in runs else found).setdefault(one, []).extend(some)
+    return found | runs
 
 
 def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns the results of one case."""
-    row = harness.compare(name, {one: [run.seconds for run in some] for one, some in runs.items()})
+    """Returns the results of one case. Ratios are of the same batch, and the median over the batches."""
+    ways_back = {
+        one: harness.short(statistics.median(run.way_back_s for run in some))
+        for one, some in runs.items()
+        if not one.endswith(harness.AGAIN)
+    }
+    row = harness.compare(
+        name,
+        {one: [run.seconds for run in some] for one, some in runs.items()},
+        history=f"{PAT} knows {pat_cases.HISTORY} lengths of the batch's own distribution, {NO_HISTORY!r} none",
+        **{f"way back of {one}, in its time": f"{1e3 * took:.4g} ms" for one, took in ways_back.items() if took},
+    )
     print(harness.table([row]), file=sys.stderr, flush=True)
-    seconds = {one: statistics.median(run.seconds for run in some) for one, some in runs.items()}
-    best = min(seconds[one] for one in runs if one.startswith("static") and not one.endswith(harness.AGAIN))
+    seconds = {one: [run.seconds for run in some] for one, some in runs.items()}
+    base = next(iter(runs))
+
+    def over(one: str, other: str) -> list[float]:
+        return [its / mine for its, mine in zip(seconds[one], seconds[other], strict=False)]
+
+    statics = [one for one in runs if one.startswith("static") and not one.endswith(harness.AGAIN)]
+    best = min(statics, key=lambda one: statistics.median(over(one, base)))
+    bounds = [min(turn) for turn in zip(seconds[best], seconds.get("hindsight", seconds[best]), strict=True)]
+    regret = statistics.median(mine / least - 1 for mine, least in zip(seconds[PAT], bounds, strict=True))
     pat, log = runs[PAT], runs[PAT][0].layout_policy.log
+    turns = list(zip_longest(*runs.values()))
     return {
         **facts,
-        "tokens_equal": len({run.digest for some in runs.values() for run in some}) == 1,
-        "regret": harness.short(seconds[PAT] / min(best, seconds.get("hindsight", best)) - 1),
-        "vs_best_static": harness.short(best / seconds[PAT]),
-        "vs_rebalanced": harness.short(seconds.get("rebalanced", best) / seconds[PAT]),
+        "tokens_equal": all(len({run.digest for run in turn if run is not None}) == 1 for turn in turns),
+        "regret": harness.short(regret),
+        "vs_best_static": harness.short(statistics.median(over(best, PAT))),
+        "vs_best_static_by_batch": [harness.short(one) for one in over(best, PAT)],
+        "no_history_vs_best_static": harness.short(statistics.median(over(best, NO_HISTORY))),
+        "vs_rebalanced": harness.short(statistics.median(over("rebalanced" if "rebalanced" in runs else best, PAT))),
         "switches": [[one.num_unfinished, one.tp_size, one.chosen] for one in log if one.chosen != one.tp_size],
         "switch_share": statistics.median(sum(length for _, length in run.switches) / run.seconds for run in pat),
+        "way_back_s": ways_back,
         "a_a": row["a_a"],
         "row": row,
         "decisions": [asdict(one) for one in log],
@@ -140,7 +165,8 @@ def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -
 def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
     layouts = pat_profile.nested_layouts(world.size)
     groups = GroupCache(world, layouts, transport=config.transport)
-    batch = pat_cases.live_batch(config.seed, config.shrink)
+    batches = [pat_cases.live_batch(config.seed + turn, config.shrink) for turn in range(config.turns)]
+    batch = batches[0]
     count, longest = len(batch.lengths), batch.max_model_len
     shape = pat_cases.live_model(config.hidden)
     with checkpoint(shape, max_positions=longest, dtype="float32", world=world) as model:
@@ -165,7 +191,7 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
         deployment = pat_profile.deployment_here(pat_profile.measure(asked, model, groups), model, options, groups)
         bench = Bench(model=model, groups=groups, pace=None, options=asdict(options))
         num_kv_tokens = {size: size * of_rank for size in deployment.steps}
-        runs = compare(bench, "live", batch, deployment, num_kv_tokens, config.turns, with_hindsight=False)
+        runs = compare(bench, "live", batches, deployment, num_kv_tokens, with_hindsight=False)
     groups.close()
     if world.rank:
         return {}
@@ -176,8 +202,11 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
         for step in run.steps
         if step.num_tokens == step.num_running
     ]
-    found = {"tier": "live", **describe("live", runs, {"transport": config.transport})}
-    show(config, "live", runs)
+    found = {
+        "tier": "live",
+        **describe("live", runs, {"workload": pat_cases.NOT_THE_PAPERS, "transport": config.transport}),
+    }
+    show(config, "live", f"live: {pat_cases.NOT_THE_PAPERS}", runs, "live")
     return {"live": found, "predictor_error": harness.short(statistics.fmean(errors))}
 
 
@@ -191,12 +220,11 @@ def paced_part(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     with checkpoint(pat_cases.PACED_MODEL, max_positions=512, dtype="float64", world=world) as model:
         for case in (one for one in CASES if one.name in config.cases):
-            turns = config.turns if config.full or case in (CASES[0], CASES[-1]) else 1
             start = time.monotonic()
-            runs, facts = _case(config, case, model, groups, turns)
+            runs, facts = _case(config, case, model, groups)
             if world.rank == 0:
-                found[case.name] = describe(case.name, runs, facts) | {"seconds": round(time.monotonic() - start, 1)}
-                show(config, case.name, runs)
+                found[case.name] = describe(case.title, runs, facts) | {"seconds": round(time.monotonic() - start, 1)}
+                show(config, case.name, case.title, runs, "paced")
     groups.close()
     names = next(iter(found.values()), {})
     table = {name: {case: one[name] for case, one in found.items()} for name in names}
@@ -204,27 +232,29 @@ def paced_part(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
 
 
 def _case(
-    config: PatConfig, case: Case, model: str, groups: GroupCache, turns: int
+    config: PatConfig, case: Case, model: str, groups: GroupCache
 ) -> tuple[dict[str, list[Rollout]], dict[str, Any]]:
-    batch, pace, num_ranks = case.draw(config.seed, config.shrink), case.pace(config.scale), groups.world.size
+    batches = [case.draw(config.seed + turn, config.shrink) for turn in range(config.turns)]
+    batch, pace, num_ranks = batches[0], case.pace(config.scale), groups.world.size
     options = {"dtype": "float64", "block_size": BLOCK_SIZE, "max_num_seqs": MOST_SEQUENCES}
     bench = Bench(model=model, groups=groups, pace=pace, options=options | {"max_model_len": batch.max_model_len})
     deployment = case.deployment(pace, num_ranks, MOST_SEQUENCES, batch.max_model_len)
     sizes = case.num_kv_tokens(num_ranks)
-    runs = compare(bench, case.name, batch, deployment, sizes, turns, with_hindsight=True)
+    runs = compare(bench, case.title, batches, deployment, sizes, with_hindsight=True)
     slow = paced.longer_than_paced(run for some in runs.values() for run in some)
     without = [size for size in case.profiles if size not in sizes and num_ranks % size == 0]
-    return runs, {"scale": pace.scale, "no_room": without, "steps_longer_than_paced": slow}
+    return runs, {"workload": case.workload, "scale": pace.scale, "no_room": without, "steps_longer_than_paced": slow}
 
 
-def show(config: PatConfig, name: str, runs: dict[str, list[Rollout]]) -> None:
+def show(config: PatConfig, name: str, title: str, runs: dict[str, list[Rollout]], tier: str) -> None:
     if config.wandb != "off":
         paced.track(f"pat-{name}", runs)
     if config.figure is not None:
         from experiments.pat_figures import draw_switches
 
         chosen = {one: runs[one][0].steps for one in (PAT, next(iter(runs)))}
-        draw_switches(config.figure / f"{name}.png", chosen, [start for start, _ in runs[PAT][0].switches])
+        switches = [start for start, _ in runs[PAT][0].switches]
+        draw_switches(config.figure / f"{name}.png", title, chosen, switches, tier)
 
 
 if __name__ == "__main__":

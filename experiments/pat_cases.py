@@ -71,6 +71,8 @@ class Case:
     """A batch on GPUs of one kind; lengths in tokens of the profile."""
 
     name: CaseName | Literal[""] = ""
+    workload: str = ""
+    """Whether it is one of the paper's (§5: batches of 128, Fig. 3b's lengths)."""
     gpus: str
     """As in the names of latency profiles."""
     batch: int
@@ -84,6 +86,10 @@ class Case:
     num_prompt_tokens: int = 2
     """Tokens here, as `block_size`."""
     block_size: int = BLOCK_SIZE
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {self.workload}"
 
     @cached_property
     def profiles(self) -> dict[int, LatencyProfile]:
@@ -123,12 +129,14 @@ class Case:
         )
 
 
+NOT_THE_PAPERS = "no workload of the paper's"
+FOUR_TIMES = "the paper's lengths, 4 times its batch"
 CASES = (
-    Case(name="a40-8b-2048", gpus="a40-8b", batch=2048, median=500, cap=8192, scale=3.0),
-    Case(name="a40-8b-512", gpus="a40-8b", batch=512, median=2750, cap=24576, scale=2.0),
-    Case(name="h100-14b-512", gpus="h100-qwen3-14b", batch=512, median=2750, cap=16384, scale=4.0),
-    Case(name="h100-8b-128", gpus="h100-8b", batch=128, median=2750, cap=24576, scale=8.0),
-    Case(name="uniform", gpus="a40-8b", batch=512, median=1000, cap=1000, sigma=0.0, scale=4.0),
+    Case(name="a40-8b-2048", workload=NOT_THE_PAPERS, gpus="a40-8b", batch=2048, median=500, cap=8192, scale=3.0),
+    Case(name="a40-8b-512", workload=FOUR_TIMES, gpus="a40-8b", batch=512, median=2750, cap=24576, scale=2.0),
+    Case(name="h100-14b-512", workload=FOUR_TIMES, gpus="h100-qwen3-14b", batch=512, median=2750, cap=16384, scale=4.0),
+    Case(name="h100-8b-128", workload="as in Fig. 11a", gpus="h100-8b", batch=128, median=2750, cap=24576, scale=8.0),
+    Case(name="uniform", workload=NOT_THE_PAPERS, gpus="a40-8b", batch=512, median=1e3, cap=1000, sigma=0.0, scale=4.0),
 )
 PACED_MODEL = DecoderShape(hidden=64, layers=2, heads=8, kv_heads=8, head_dim=8, intermediate=64, vocab=64, tied=True)
 

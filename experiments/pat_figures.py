@@ -12,10 +12,13 @@ from matplotlib.patches import Patch
 
 from engines.rollout.telemetry import StepRecord
 from experiments.figures import plt, save
+from experiments.paced import over_time
 from research.pat.profile import Profile
 
 
-def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], switches: Sequence[float]) -> Path:
+def draw_switches(
+    path: Path, title: str, rollouts: Mapping[str, Sequence[StepRecord]], switches: Sequence[float], tier: str
+) -> Path:
     """Draws, a line per rollout, running sequences, TP size and tokens per second over time (PAT, Figs. 1 and 4).
 
     Times count from each rollout's first step. The first rollout's `switches`, on its clock, are dotted lines.
@@ -23,16 +26,13 @@ def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], swit
     figure, axes = plt.subplots(3, 1, figsize=(7, 6), sharex=True, layout="constrained")
     for name, steps in rollouts.items():
         ordered = sorted(steps, key=lambda step: step.start)
-        starts, seconds, counts, sizes = np.array(
-            [(step.start, step.seconds, step.num_running, step.tp_size) for step in ordered]
-        ).T
-        origin = starts[0]
-        edges = np.linspace(origin, (starts + seconds).max(), max(2, min(100, len(steps) // 8)))
-        weights = (counts * seconds, counts)
-        busy, tokens = (np.histogram(starts + seconds / 2, edges, weights=one)[0] / np.diff(edges) for one in weights)
-        middles = (edges[:-1] + edges[1:]) / 2 - origin
-        for ax, x, y in zip(axes, (middles, starts - origin, middles), (busy, sizes, tokens), strict=True):
-            ax.step(x, y, where="post" if ax is axes[1] else "mid", label=name)
+        origin = ordered[0].start
+        points = over_time(steps, 100)
+        seconds = [0.0, *(point["second"] for point in points)]
+        for ax, key in ((axes[0], "running sequences"), (axes[2], "tokens per second")):
+            ax.stairs([point[key] for point in points], seconds, label=name, baseline=None)
+        times = [*(step.start - origin for step in ordered), seconds[-1]]
+        axes[1].step(times, [step.tp_size for step in [*ordered, ordered[-1]]], where="post")
         if name == next(iter(rollouts)):
             for ax, moment in itertools.product(axes, switches):
                 ax.axvline(moment - origin, color="grey", linestyle=":", linewidth=0.8)
@@ -44,28 +44,28 @@ def draw_switches(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], swit
     axes[1].yaxis.set_major_formatter("{x:g}")
     axes[0].legend(frameon=False)
     axes[-1].set_xlabel("seconds")
-    return save(figure, path)
+    return save(figure, path, title, tier)
 
 
 def draw_throughput(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Draws tokens per second over the limit of the lengths, a line per variant and a panel per figure of the paper
     (PAT, Figs. 10 and 11)."""
     panels = list(dict.fromkeys(row["figure"] for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.2), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.6), layout="constrained", squeeze=False)
     for ax, panel in zip(axes[0], panels, strict=True):
         mine = [row for row in rows if row["figure"] == panel]
         for name in mine[0]["tokens_per_second"]:
             points = [(row["cap"] / 1024, row["tokens_per_second"].get(name, np.nan)) for row in mine]
             style = ":" if name.startswith("TP") else "-"
             ax.plot(*zip(*points, strict=True), style, marker="o", markersize=4, label=name)
-        ax.set(title=f"Fig. {panel}: {mine[0]['hosts']} x 8 {mine[0]['gpus']}", xlabel="limit, K tokens", ylim=0)
+        ax.set(title=f"Fig. {panel}\n{mine[0]['hosts']} x 8 {mine[0]['gpus']}", xlabel="limit, 1,024 tokens", ylim=0)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("tokens per second")
     axes[0][0].legend(frameon=False, fontsize="small")
-    return save(figure, path)
+    return save(figure, path, "Generation by TP size, with PAT, and in hindsight", "sim")
 
 
-def draw_profile(path: Path, profile: Profile) -> Path:
+def draw_profile(path: Path, profile: Profile, tier: str) -> Path:
     """Draws, a column per TP size, milliseconds of a decode step over its context tokens: for each batch size the
     profiled points and the predictor's line (PAT, Fig. 6). Of a profile that was checked it also draws measured and
     predicted tokens per second of a replica whose sequences end one by one (Fig. 14)."""
@@ -95,11 +95,14 @@ def draw_profile(path: Path, profile: Profile) -> Path:
         row[0].legend(frameon=False, fontsize="small")
         for ax in row:
             ax.spines[["top", "right"]].set_visible(False)
-    return save(figure, path)
+    return save(figure, path, f"Decode steps on {profile.subject['device']}", tier)
 
 
 def draw_ways(
-    path: Path, rows: Sequence[Mapping[str, Any]], memory: Mapping[str, Sequence[tuple[float, float]]]
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    memory: Mapping[str, Sequence[tuple[float, float]]],
+    tier: str,
 ) -> Path:
     """Draws, a panel per row of `bench/switch.py`, the seconds of each way to switch, by part (PAT, Fig. 12); the bar
     of new processes is cut off. And `memory`: for each way, seconds and MiB of a rank beyond its start (Fig. 13)."""
@@ -125,4 +128,4 @@ def draw_ways(
     ax.legend(frameon=False, fontsize="small")
     for panel in (*bars, ax):
         panel.spines[["top", "right"]].set_visible(False)
-    return save(figure, path)
+    return save(figure, path, "Ways to switch, and a rank's memory meanwhile", tier)

@@ -41,7 +41,7 @@ from engines.replica.engine import kv_capacity
 from engines.sequence import Work
 from experiments import launch
 from experiments.bench.blank_kv import submit_decodes
-from experiments.bench.harness import check_figure, check_folders, machine, short
+from experiments.bench.harness import check_figure, check_folders, machine, short, tier
 from experiments.bench.models import checkpoint, random_sequence
 from experiments.engine_options import MIB, EngineOptions
 from research.pat.lookahead import Deployment
@@ -116,7 +116,7 @@ def main() -> dict[str, Any]:
         if config.figure is not None:
             from experiments.pat_figures import draw_profile
 
-            draw_profile(config.figure, profile)
+            draw_profile(config.figure, profile, tier())
         for one in profile.checks:
             print(f"TP{one['tp_size']}, {one['what']}: error {one['error']:.1%}, A/A {one['a_a']:.1%}", file=sys.stderr)
     if groups is not None:
@@ -124,7 +124,7 @@ def main() -> dict[str, Any]:
         dist.destroy_process_group()
     return {
         "experiment": "pat_profile",
-        "tier": "gpu" if torch.cuda.is_available() else "live",
+        "tier": tier(),
         "machine": machine(),
         "minutes": round((time.perf_counter() - start) / 60, 2),
         "output": str(config.output),

@@ -4,9 +4,10 @@
 
 Batches of 128 long-tailed responses, the longest of which reaches the limit, as in the paper: in each static TP size,
 by PAT's controller (`pat`, `paper`), which knows the lengths of earlier batches, and by the plan for the true
-lengths (`hindsight`). Two hosts have half a batch each and switch on their own. The paper's ratios are of whole
-training steps; `claim` is what they mean for generation alone. `true over` names the static TP sizes over which
-`pat` reaches it. Prints a table, and one JSON object.
+lengths (`hindsight`). The way back to the layout in which a rollout began is part of its time. Two hosts have half a
+batch each and switch on their own. The paper's ratios are of whole training steps; `claim` is what they mean for
+generation alone. `true over` names the static TP sizes over which `pat` reaches it. Prints a table, and one JSON
+object.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
     """Returns medians over batches whose longest response reaches the limit."""
     runs: dict[str, list[tuple[int, float]]] = {}
     switches = []
+    ways_back: dict[str, list[float]] = {}
     case = Case(gpus=cell.gpus, cap=cell.cap, **CASE)
     pace = case.pace()
     deployment = deployment_of(
@@ -141,7 +143,9 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
             for name, variant in _variants(deployment, part).items():
                 cluster, states = simulated(pace, deployment, part, variant)
                 done = cluster.roll_out(states)
-                ends.setdefault(name, []).append(done.makespan)
+                back_s = pace.switch(cluster.core.layout, variant.layout, 0)
+                ends.setdefault(name, []).append(done.makespan + back_s)
+                ways_back.setdefault(name, []).append(back_s)
                 if name == "pat":
                     switches.append(sum(decision.action == "regroup" for decision in done.decisions))
         for name, each in ends.items():
@@ -161,6 +165,7 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
         "pat_over": over,
         "vs_best_static": {name: ratio(name, best) for name in ("pat", "paper", "hindsight")},
         "switches": short(statistics.fmean(switches)),
+        "way_back_s": {name: short(statistics.fmean(some)) for name, some in ways_back.items() if any(some)},
         "true_over": [name for name, value in over.items() if cell.claim is not None and value >= cell.claim],
     }
 
@@ -195,10 +200,12 @@ def simulated(
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["tokens_per_second"]))
-    lines = [["figure", "limit", *names, "best", "PAT / best", "hindsight / best", "claim", "true over"]]
+    compared = ["PAT / best", "hindsight / best", "PAT's way back"]
+    lines = [["figure", "limit", *names, "best", *compared, "claim", "true over"]]
     for row in rows:
         speeds = [f"{row['tokens_per_second'].get(name, float('nan')):g}" for name in names]
         ratios = [f"{row['vs_best_static'][name]:g}" for name in ("pat", "hindsight")]
+        ratios.append(f"{row['way_back_s'].get('pat', 0.0):.3g} s")
         claim = [f"{row['claim'] or '-'}", ", ".join(row["true_over"]) or "-"]
         lines.append([row["figure"], f"{row['cap'] // 1024}K", *speeds, row["best_static"], *ratios, *claim])
     print(in_columns(lines), file=sys.stderr)

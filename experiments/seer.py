@@ -287,7 +287,7 @@ def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str
             one["seconds"] = round(time.monotonic() - start, 1)
             found |= {f"T={temperature:g}": one} if found else one
             if config.figure is not None:
-                draw(config.figure / f"seer_{setting.name}_{temperature:g}.png", runs)
+                draw(config.figure / f"seer_{setting.name}_{temperature:g}.png", runs, setting.name)
             if config.wandb != "off":
                 paced.track(f"seer-{setting.name}-T={temperature:g}", runs)
     if setting.pace is not None and usual is not None:
@@ -424,11 +424,11 @@ def kv_moved(run: Rollout) -> dict[str, float]:
     }
 
 
-def draw(path: Path, runs: dict[str, list[Rollout]]) -> None:
+def draw(path: Path, runs: dict[str, list[Rollout]], tier: str) -> None:
     from experiments.figures import draw_instances
 
     tails = {one: runs[one][0].ends[-1] - runs[one][0].tail_seconds for one in LADDER}
-    draw_instances(path, {one: runs[one][0].steps for one in LADDER}, tails)
+    draw_instances(path, {one: runs[one][0].steps for one in LADDER}, tails, tier)
 
 
 if __name__ == "__main__":

@@ -247,9 +247,9 @@ def _draw(config: SimulateConfig, runs: dict[PolicyName, SimulatedRollout]) -> N
         from experiments.figures import draw_drafts, draw_timelines
 
         steps: dict[str, list[StepRecord]] = {name: run.steps for name, run in runs.items()}
-        draw_timelines(config.figure, steps)
+        draw_timelines(config.figure, steps, "sim")
         if config.max_draft_tokens:
-            draw_drafts(config.figure.with_stem(f"{config.figure.stem}_drafts"), steps)
+            draw_drafts(config.figure.with_stem(f"{config.figure.stem}_drafts"), steps, "sim")
     if config.traces is not None:
         config.traces.mkdir(exist_ok=True)
         for name, run in runs.items():

@@ -461,10 +461,11 @@ class Run:
     def _summary(self, start: float) -> dict[str, Any]:
         figures: list[str] = []
         if self.folder.is_writer:
+            from experiments.bench.harness import tier
             from experiments.figures import draw_run  # matplotlib takes half a second, and only one rank draws
 
             with self.folder.writing("figures"):
-                figures = [str(path) for path in draw_run(self.folder.path)]
+                figures = [str(path) for path in draw_run(self.folder.path, tier())]
         checkpoint = self.folder.latest()
         return {
             "experiment": "train",

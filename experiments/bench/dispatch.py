@@ -111,13 +111,14 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     assert len({one.digest for some in rollouts.values() for one in some}) == 1, "dispatch changed a token"
     runs = {name: [one.steps for one in some] for name, some in rollouts.items()}
     dist.destroy_process_group()
+    tier = "paced" if pace is not None else harness.tier()
     if config.figure is not None and world.rank == 0:
-        draw_timelines(config.figure, {name: runs[name][0] for name in schedules})
+        draw_timelines(config.figure, {name: runs[name][0] for name in schedules}, tier)
     facts: dict[str, Any] = {"tokens": sum(lengths), "longest": max(lengths)}
     if pace is not None:
         facts["floor_ms"] = harness.short(1e3 * _floor(config, pace, lengths, len(layout.replicas)))
     rows = _rows(runs, len(layout.replicas), facts)
-    return {"tier": "paced" if pace is not None else "live", "ranks": world.size, "rows": rows}
+    return {"tier": tier, "ranks": world.size, "rows": rows}
 
 
 def _rows(runs: dict[str, list[Rollout]], num_replicas: int, facts: dict[str, Any]) -> list[harness.Row]:

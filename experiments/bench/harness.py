@@ -125,8 +125,7 @@ def run(kind: type[C], measure: Callable[[C], dict[str, Any]]) -> None:
         if launch.rank() > 0:
             return None
         print(table(measured["rows"]), file=sys.stderr, flush=True)
-        tier = "live" if machine()["device"] == "cpu" else "gpu"
-        return report(f"bench/{Path(sys.argv[0]).stem}", config, {"tier": tier, **measured})
+        return report(f"bench/{Path(sys.argv[0]).stem}", config, {"tier": tier(), **measured})
 
     launch.run(main)
 
@@ -157,6 +156,11 @@ def busy(count: int) -> Iterator[None]:
         for process in started:
             process.kill()
             process.wait()
+
+
+def tier() -> str:
+    """The tier of what this machine does at its own speed."""
+    return "live" if machine()["device"] == "cpu" else "gpu"
 
 
 def machine() -> dict[str, Any]:

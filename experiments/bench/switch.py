@@ -118,7 +118,7 @@ def measure(config: SwitchBench) -> dict[str, Any]:
     if config.figure is not None and launch.rank() == 0:
         from experiments.pat_figures import draw_ways
 
-        draw_ways(config.figure, rows, memory)
+        draw_ways(config.figure, rows, memory, harness.tier())
     return {"context_tokens": len(states[0].tokens), "rows": rows}
 
 

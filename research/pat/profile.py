@@ -53,6 +53,8 @@ class Profile:
         profile = read_json(path, Profile)
         try:
             profile.predictors()
+            if missing := {"device", "num_ranks"} - profile.subject.keys():
+                raise ValueError(f"subject: has no {', '.join(sorted(missing))}")
         except ValueError as error:
             raise ValueError(f"{path}: {error}; the file is damaged; profile again") from None
         return profile

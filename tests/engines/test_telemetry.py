@@ -64,5 +64,5 @@ def test_busy_share_is_of_the_whole_span() -> None:
 def test_the_figure_is_drawn(tmp_path: Path) -> None:
     from experiments.figures import draw_timelines
 
-    path = draw_timelines(tmp_path / "timeline.png", {"one": STEPS, "nothing": []})
+    path = draw_timelines(tmp_path / "timeline.png", {"one": STEPS, "nothing": []}, "live")
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.worlds import refused_by, run_main
 
-SMALL = ["--shrink", "8", "--turns", "1", "--ranks", "4", "--hidden", "256", "--scale", "0.1"]
+SMALL = ["--shrink", "8", "--turns", "2", "--ranks", "4", "--hidden", "256", "--scale", "0.1"]
 CASES = {"a40-8b-2048", "uniform"}
 
 
@@ -16,11 +16,21 @@ def test_both_parts(tmp_path: Path) -> None:
     live, paced = result["live"], result["paced"]
     assert (live["tier"], paced["tier"]) == ("live", "paced")
     assert live["tokens_equal"] and paced["tokens_equal"] and result["predictor_error"] > 0
-    for name in ("regret", "vs_best_static", "vs_rebalanced", "switch_share", "a_a", "steps_longer_than_paced"):
+    figures = ("no_history_vs_best_static", "regret", "vs_best_static", "vs_rebalanced")
+    for name in (*figures, "switch_share", "a_a", "steps_longer_than_paced"):
         assert set(paced[name]) == CASES and all(isinstance(one, float) for one in paced[name].values()), name
     assert paced["switches"]["uniform"] == [] and paced["switch_share"]["uniform"] == 0
     variants = {f"static TP{size}" for size in (1, 2, 4)} | {"pat", "paper", "no history"}
     assert set(paced["row"]["uniform"]["ms"]) == variants
+    assert paced["workload"] == dict.fromkeys(CASES, "no workload of the paper's") and live["workload"]
+    assert "distribution" in paced["row"]["uniform"]["history"]
+    turns = {name: len(some) for name, some in paced["row"]["uniform"]["turns_ms"].items() if "static" not in name}
+    assert turns == {"pat": 2, "no history": 2, "paper": 2}
+    assert len(paced["vs_best_static_by_batch"]["uniform"]) == 2
+    ways_back = paced["way_back_s"]["a40-8b-2048"]
+    assert ways_back.keys() == paced["row"]["a40-8b-2048"]["ms"].keys()
+    assert {name for name, took in ways_back.items() if took} >= {"pat", "hindsight"}, "they switch"
+    assert not any(took for name, took in ways_back.items() if "static" in name or name == "rebalanced")
     tailed = paced["row"]["a40-8b-2048"]["ms"]
     assert set(tailed) == variants | {"hindsight", "rebalanced"}
     assert {"tp_size", "chosen", "seconds", "kept_seconds", "stages"} <= paced["decisions"]["uniform"][0].keys()

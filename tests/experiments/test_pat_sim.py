@@ -19,6 +19,7 @@ def test_a_cell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert row["vs_best_static"]["pat"] == row["pat_over"][row["best_static"]]
     assert row["true_over"] == [name for name, over in row["pat_over"].items() if over >= 1.01] != []
     assert speeds["hindsight"] > 0 and row["switches"] >= 0
+    assert not any(name.startswith("TP") for name in row["way_back_s"])
     pat_sim.print_table([row])
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].split()[:2] == ["figure", "limit"] and lines[1].split()[:2] == ["10b", "0K"]

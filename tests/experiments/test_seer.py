@@ -78,6 +78,12 @@ def test_points_of_equal_time() -> None:
         {"second": 1.0, "running sequences": 6.0, "tokens per second": 8.0, "kv use": 0.4, "preemptions": 0},
         {"second": 2.0, "running sequences": 2.0, "tokens per second": 2.0, "kv use": 0.1, "preemptions": 1},
     ]
+    finer = over_time(steps, 40)  # a step covers 20 of them
+    assert [point["running sequences"] for point in finer] == pytest.approx(20 * [6.0] + 20 * [2.0])
+    assert [point["tokens per second"] for point in finer] == pytest.approx(20 * [8.0] + 20 * [2.0])
+    assert [point["preemptions"] for point in finer] == 20 * [0] + 20 * [1]
+    uneven = over_time(steps, 3)  # and here a bin has parts of two
+    assert [point["running sequences"] for point in uneven] == pytest.approx([6.0, 4.0, 2.0])
 
 
 @pytest.mark.parametrize(
