@@ -1,4 +1,4 @@
-"""The Python of README.md and docs/ runs as it stands, but for the model's name."""
+"""The Python of README.md and docs/ runs as it stands, but for the model's name; commands can be copied in turn."""
 
 from __future__ import annotations
 
@@ -35,3 +35,20 @@ def test_runs(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
+
+
+def test_commands_can_be_copied_one_after_another() -> None:
+    """Each model and profile that a command of pat.md reads has been made by one before it, and no variable is used."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/pat.md").read_text(), re.DOTALL)
+    commands = "".join(blocks).replace("\\\n", " ").splitlines()
+    assert len(commands) >= 8
+    made: set[str] = set()
+    for command in commands:
+        assert "$" not in command
+        options = dict(re.findall(r"--([a-z-]+) ([^-\s]\S*)", command))
+        read = {options[name] for name in ("model", "pat-profile") if name in options}
+        assert read <= made, command
+        if model := re.search(r"make_model.py (\S+)", command):
+            made |= {model[1], f"{model[1]}-x{options['widen']}"} if "widen" in options else {model[1]}
+        if "output" in options:
+            made.add(options["output"])

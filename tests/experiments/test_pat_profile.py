@@ -107,7 +107,7 @@ def test_without_switches_only_one_size_can_be_planned(path: Path) -> None:
         (lambda text: json.dumps({**json.loads(text), "decodes": [[1, 1, 8, float("nan")]]}), "damaged"),
         (lambda text: json.dumps({**json.loads(text), "decodes": [[1, 1, 8, 0.1]]}), "give two batch sizes or more"),
         (lambda text: "{}", "missing required field"),
-        (lambda text: json.dumps({**json.loads(text), "subject": {}}), "subject: has no device, num_ranks; the file is"),
+        (lambda text: json.dumps({**json.loads(text), "subject": {}}), "subject: has no device, num_ranks; the file"),
     ],
 )
 def test_a_damaged_file_is_one_error(path: Path, tmp_path: Path, damage: Any, message: str) -> None:
