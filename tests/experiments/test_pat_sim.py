@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from engines.parallel.layout import nested_layout
 from experiments import pat_sim
+from experiments.paced import Variant
+from experiments.pat_cases import Batch, changing
+from research.pat.hindsight import PlayedPlan
+from research.pat.lookahead import Deployment, Plan
+from research.simulator.latency import profile
+from research.simulator.pace import ProfilePace
 from tests.worlds import refused_by
 
 
@@ -23,6 +32,33 @@ def test_a_cell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     pat_sim.print_table([row])
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].split()[:2] == ["figure", "limit"] and lines[1].split()[:2] == ["10b", "0K"]
+
+
+def test_the_way_back_is_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a variant that begins in TP1 and goes to TP8, on one host; the others stay."""
+    monkeypatch.setitem(pat_sim.CASE, "batch", 24)
+    monkeypatch.setitem(pat_sim.CASE, "median", 40)
+    made = []
+    variants_of = pat_sim._variants
+
+    def widening(deployment: Deployment, batch: Batch) -> dict[str, Variant]:
+        plan = Plan(stages=((len(batch.lengths), 1), (4, 8)), seconds=0.0, kept_seconds=0.0)
+        play = partial(PlayedPlan, plan, 8)
+        made.append((deployment, batch, changing(deployment, play().layout(), play)))
+        stays = {name: one for name, one in variants_of(deployment, batch).items() if name.startswith("TP")}
+        return stays | dict.fromkeys(("pat", "paper"), made[-1][-1]) | {"hindsight": stays["TP2"]}
+
+    monkeypatch.setattr(pat_sim, "_variants", widening)
+    row = pat_sim.simulate(pat_sim.Cell(figure="10a", gpus="a40-8b", cap=96), 1)
+    ((deployment, batch, variant),) = made
+    pace = ProfilePace(device=profile("a40-8b-tp1").device, shape=profile("a40-8b-tp1").shape)
+    back_s = pace.switch(nested_layout(range(8), 8), nested_layout(range(8), 1), 0)
+    assert row["switches"] == 1 and row["way_back_s"] == pytest.approx(
+        dict.fromkeys(("pat", "paper"), back_s), rel=1e-3
+    )
+    cluster, states = pat_sim.simulated(pace, deployment, batch, variant)
+    seconds = cluster.roll_out(states).makespan + back_s
+    assert row["tokens_per_second"]["pat"] == pytest.approx(sum(batch.lengths) / seconds, rel=1e-3)
 
 
 def test_what_it_refuses() -> None:
