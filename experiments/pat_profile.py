@@ -92,9 +92,7 @@ class PatProfileConfig:
         check_fields(self, "")
         if self.model not in SHAPES and not Path(self.model).is_dir():
             raise ValueError(f"model={self.model!r}: give a Hugging Face folder, or one of {', '.join(SHAPES)}")
-        if not self.output.absolute().parent.is_dir() or self.output.is_dir():
-            raise ValueError(f"output={str(self.output)!r}: is a folder, or in none; give a file in a folder")
-        check_folders(self, ["figure"])
+        check_folders(self)
         check_figure(self.figure)
         if self.engine.drafter != "none":
             raise ValueError(f"drafter={self.engine.drafter!r}: the profile has no times of drafts; give 'none'")

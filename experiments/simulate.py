@@ -118,10 +118,8 @@ class SimulateConfig:
                 f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the {self.num_kv_tokens()} "
                 f"tokens of KV that a replica holds; give a larger --tensor-parallel-size or a lower --cap"
             )
-        check_folders(self, ["figure", "traces"])
+        check_folders(self, ["figure"], folders=["traces"])
         check_figure(self.figure)
-        if self.traces is not None and self.traces.exists() and not self.traces.is_dir():
-            raise ValueError(f"traces={str(self.traces)!r}: is a file; give a folder")
 
     def num_kv_tokens(self) -> int:
         """Of a replica, in whole blocks."""

@@ -13,6 +13,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -47,16 +48,29 @@ class BenchConfig:
         check_folders(self)
 
 
-def check_folders(config: Any, names: Items[str] = ("output", "figure")) -> None:
-    """Raises ValueError where a file of these options would be in no folder, or is a folder or a device."""
-    for name in names:
+def check_folders(config: Any, names: Items[str] = ("output", "figure"), *, folders: Items[str] = ()) -> None:
+    """Raises ValueError where a file of these options would be in no folder, is a folder or a device, or cannot be
+    written; alike where one of `folders`, which are made where they are missing, is no folder or cannot be written
+    into."""
+    for name in (*names, *folders):
         path = getattr(config, name, None)
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise ValueError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it")
-        if path is not None and path.is_dir():
+        if path.is_dir() and name not in folders:
             raise ValueError(f"{name}={str(path)!r}: is a folder; give a file in it")
-        if path is not None and path.exists() and not path.is_file():
+        if path.exists() and not path.is_dir() and name in folders:
+            raise ValueError(f"{name}={str(path)!r}: is a file; give a folder")
+        if path.exists() and not path.is_dir() and not path.is_file():
             raise ValueError(f"{name}={str(path)!r}: is no file to write over; give another")
+        try:
+            if path.is_file():
+                path.open("ab").close()
+            else:
+                tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent).close()
+        except OSError as error:
+            raise ValueError(f"{name}={str(path)!r}: cannot be written ({error.strerror}); give another") from None
 
 
 def check_figure(path: Path | None) -> None:

@@ -124,7 +124,7 @@ def test_a_damaged_file_is_one_error(path: Path, tmp_path: Path, damage: Any, me
     ("options", "message"),
     [
         (["--model", "/nowhere"], "model='/nowhere': give a Hugging Face folder, or one of"),
-        (["--output", "/nowhere/x.json"], "output='/nowhere/x.json': is a folder, or in none"),
+        (["--output", "/nowhere/x.json"], "output='/nowhere/x.json': there is no folder '/nowhere'"),
         (["--drafter", "suffix"], "drafter='suffix': the profile has no times of drafts"),
         (["--check", "--turns", "1"], "turns=1: --check compares turns"),
         (["--kv-cache-mib", "1", "--max-num-seqs", "1", "--batches", "1"], "fewer than two batch sizes fit"),
