@@ -83,7 +83,9 @@ class SimulateConfig:
     seed: Int64 = 0
     """Random seed of the response lengths, and of which draft tokens are right."""
     max_draft_tokens: WholeNumber = 0
-    """Most draft tokens of a sequence in a step; 0: no drafts. A draft server shares what replicas generate."""
+    """Most draft tokens of a sequence in a step; 0: no drafts."""
+    draft_server: bool = False
+    """References are also the sequences that other replicas run or have run."""
     draft_tokens_per_step: tuple[tuple[int, float], ...] = tuple(SEER_TABLE_2.items())
     """How often drafts are right: pairs of a number of references (others of the group that have ended, or are longer)
     and the tokens that a sequence then yields in a step with 8 draft tokens. The default is Seer's Table 2."""
@@ -129,7 +131,8 @@ class SimulateConfig:
         options: dict[str, Any] = {"max_num_seqs": self.slots, "block_size": BLOCK_SIZE}
         options["draft_lengths"] = self.draft_lengths
         if self.max_draft_tokens:
-            options |= {"drafter": "grouped_suffix", "max_draft_tokens": self.max_draft_tokens, "draft_server": True}
+            options |= {"drafter": "grouped_suffix", "max_draft_tokens": self.max_draft_tokens}
+            options["draft_server"] = self.draft_server
         return EngineConfig(**options)
 
     def drafts(self) -> DraftAcceptance | None:

@@ -1,4 +1,8 @@
-"""Drafts of a simulated replica: their tokens are right as often as a table of measured drafts says. Torch-free."""
+"""Drafts of a simulated replica: their tokens are right as often as a table of measured drafts says. Torch-free.
+
+A real drafter estimates a token's chance by a share that it has counted, and is too sure. So is this one: most tokens
+are clear, with a share of 1, the others doubtful, with one of 1/2; both are wrong more often than that.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, repeat
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -21,6 +26,10 @@ from research.simulator.runner import token_of
 
 SEER_TABLE_2 = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
 """References -> tokens of a verification step; one path, on the paper's own text."""
+CLEAR = 166 / 256
+"""Share of the draft tokens that are clear; measured with suffix trees on text: docs/simulator.md."""
+SPREAD = 1.5
+"""The chance of a clear token is SPREAD p (1 - p) above that of a doubtful one, where p is the mean of all."""
 _WRONG = 0  # no sequence generates this token
 
 
@@ -51,10 +60,19 @@ class DraftAcceptance:
         found: list[float] = np.interp(range(counts[-1] + 1), counts, known).tolist()
         return found
 
-    def draw(self, key: SequenceKey, position: int) -> float:
-        """A number in [0, 1): a function of the seed, the sequence and the position alone."""
+    @cached_property
+    def chances(self) -> list[tuple[float, float]]:
+        """Those of a doubtful and of a clear token, by references; their means are `probabilities`."""
+        spreads = [SPREAD * mean * (1 - mean) for mean in self.probabilities]
+        pairs = zip(self.probabilities, spreads, strict=True)
+        return [(mean - CLEAR * spread, mean + (1 - CLEAR) * spread) for mean, spread in pairs]
+
+    def draw(self, key: SequenceKey, position: int, num_tokens: int) -> tuple[float, list[bool]]:
+        """Returns a number in [0, 1), and which tokens of a draft are clear: a function of the seed, the sequence and
+        the position alone."""
         name = struct.pack("<5q", self.seed, key.policy_step, key.prompt_uid, key.sample_index, position)
-        return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest(), "little") / 2**48
+        digest = hashlib.shake_128(name).digest(6 + num_tokens)
+        return int.from_bytes(digest[:6], "little") / 2**48, [byte < 256 * CLEAR for byte in digest[6:]]
 
 
 def _per_token(tokens: float, length: int) -> float:
@@ -79,14 +97,16 @@ class References:
         length = math.inf if self._has_ended(state) else len(state.tokens)
         self._lengths[state.key.policy_step, state.group_id][state.key.sample_index] = length
 
-    def count(self, state: SequenceState) -> int:
-        """Returns the number of sequences of the group that have ended, or are longer than this one."""
-        length = len(state.tokens)
-        return sum(one > length for one in self._lengths[state.key.policy_step, state.group_id].values())
+    def counts(self, state: SequenceState, num_tokens: int) -> list[int]:
+        """Returns for each of the next tokens the number of sequences of the group that have ended, or hold a token at
+        its position."""
+        first = len(state.tokens)
+        leads = [one - first for one in self._lengths[state.key.policy_step, state.group_id].values() if one > first]
+        return [sum(lead > place for lead in leads) for place in range(num_tokens)]
 
 
 class SimulatedDrafter:
-    """A `Drafter` that knows what is right, and guesses wrong by chance. Its estimates are the true probabilities."""
+    """A `Drafter` that knows what is right, and guesses wrong by chance. It estimates chances as a suffix tree does."""
 
     def __init__(self, acceptance: DraftAcceptance, references: References) -> None:
         """Drafters that share `references` know the sequences of each other's replicas, as by a draft server."""
@@ -98,12 +118,12 @@ class SimulatedDrafter:
         return [self._draft(state, limit) for state, limit in zip(states, limits, strict=True)]
 
     def _draft(self, state: SequenceState, limit: int) -> Draft:
-        chances = self._acceptance.probabilities
-        chance = chances[min(self._references.count(state), len(chances) - 1)]
-        paths = list(accumulate(repeat(chance, limit), float.__mul__))
-        drawn = self._acceptance.draw(state.key, len(state.tokens))
+        drawn, clear = self._acceptance.draw(state.key, len(state.tokens), limit)
+        counts, chances = self._references.counts(state, limit), self._acceptance.chances
+        paths = accumulate((chances[min(n, len(chances) - 1)][one] for n, one in zip(counts, clear, strict=True)), mul)
         num_right = sum(drawn < path for path in paths)
-        return Draft([token_of(state.key)] * num_right + [_WRONG] * (limit - num_right), paths)
+        shares = [1.0 if one else 0.5 for one in clear]
+        return Draft([token_of(state.key)] * num_right + [_WRONG] * (limit - num_right), [*accumulate(shares, mul)])
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 
 from engines.coordination.policies import OnDemand, Static
@@ -12,6 +13,8 @@ from engines.parallel.layout import ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import row_seconds
 from engines.sequence import SamplingParams, SequenceState
+from engines.speculation.calibration import Calibration
+from engines.speculation.drafter import Draft
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import RowSeconds
 from research.seer.thresholds import Thresholds
@@ -72,24 +75,52 @@ def test_table_entries_as_probabilities() -> None:
     assert DraftAcceptance(table={0: 1, 1: 9}).probabilities == [0.0, 1.0]
 
 
+def propose(drafter: SimulatedDrafter, state: SequenceState, limit: int = 8) -> tuple[int, list[float]]:
+    """Returns how many tokens of a draft at a new position are right, and its estimates."""
+    state.tokens.append(5)
+    (draft,) = drafter.propose([state], [limit], 1, 1)
+    assert len(draft.tokens) == limit
+    return sum(token > 2**32 for token in draft.tokens), draft.probabilities
+
+
 @pytest.mark.parametrize("num_references", SEER_TABLE_2)
 def test_the_mean_accepted_length_is_that_of_the_table(num_references: int) -> None:
-    """Drafts of 8 tokens at 4,000 positions; four standard errors. Chances are those of the drafts' tokens."""
-    seen = References(lambda state: state.key.sample_index > 0)
-    drafter = SimulatedDrafter(DraftAcceptance(seed=3), seen)
+    """Drafts of 8 tokens at 4,000 positions; four standard errors."""
+    drafter = SimulatedDrafter(DraftAcceptance(seed=3), References(lambda state: state.key.sample_index > 0))
     for index in range(1, 1 + num_references):
         drafter.finish(make_state(7, [1, 2, 3], index=index))
-    state, counts, chances = make_state(7, [1, 2, 3]), [], []
-    for _ in range(4_000):
-        (draft,) = drafter.propose([state], [8], 1, 1)
-        assert len(draft.tokens) == 8 and seen.count(state) == num_references
-        counts.append(sum(token > 2**32 for token in draft.tokens))
-        chances.append(sum(draft.probabilities))
-        state.tokens.append(5)
+    state = make_state(7, [1, 2, 3])
+    counts = [propose(drafter, state)[0] for _ in range(4_000)]
     error = statistics.stdev(counts) / len(counts) ** 0.5
-    expected = SEER_TABLE_2[num_references] - 1
-    assert abs(statistics.fmean(counts) - expected) < 4 * error < 0.15
-    assert statistics.fmean(chances) == pytest.approx(expected, rel=1e-9)
+    assert abs(statistics.fmean(counts) - (SEER_TABLE_2[num_references] - 1)) < 4 * error < 0.15
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2, 3, 4])
+def test_a_running_sibling_is_a_reference_for_the_tokens_that_it_holds(num_ahead: int) -> None:
+    """A draft of three tokens beside a sibling that is `num_ahead` longer, at 4,000 positions; four standard errors."""
+    drafter = SimulatedDrafter(DraftAcceptance(table={0: 1.25, 1: 1.75}, length=1), References(lambda _: False))
+    state, sibling, counts = make_state(7, [1, 2, 3]), make_state(7, [1, 2, 3], index=1), []
+    sibling.tokens += [5] * num_ahead
+    for _ in range(4_000):
+        sibling.tokens.append(5)
+        drafter.add_reference(sibling)
+        counts.append(propose(drafter, state, 3)[0])
+    chances = [0.75 if place < num_ahead else 0.25 for place in range(3)]
+    error = statistics.stdev(counts) / len(counts) ** 0.5
+    assert abs(statistics.fmean(counts) - sum(math.prod(chances[:end]) for end in (1, 2, 3))) < 4 * error < 0.1
+
+
+def test_estimates_are_too_sure_until_a_policy_calibrates_them() -> None:
+    """Where the mean is 0.5: tokens with a share of 1 are right in 0.5 + 0.35 x 0.375, with 1/2 in 0.5 - 0.65 x 0.375."""
+    drafter = SimulatedDrafter(DraftAcceptance(table={0: 1.5}, length=1), References(lambda _: False))
+    calibration, state, estimates = Calibration(), make_state(7, [1, 2, 3]), []
+    for _ in range(6_000):
+        num_right, probabilities = propose(drafter, state, 1)
+        calibration.observe(probabilities, num_right)
+        estimates += probabilities
+    assert set(estimates) == {1.0, 0.5} and estimates.count(1.0) == pytest.approx(6_000 * 0.65, rel=0.05)
+    paths = calibration.paths([Draft([1], [1.0]), Draft([1], [0.5]), Draft([1, 1], [0.5, 0.5])])
+    assert paths == pytest.approx(np.array([[0.632, 0], [0.257, 0], [0.257, 0.162]]), abs=0.06)
 
 
 def group_states() -> list[SequenceState]:
