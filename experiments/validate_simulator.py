@@ -202,6 +202,7 @@ def _result(
         "cell": str,
         "paced s": lambda name: f"{scores[name]['makespan']:.2f}",
         "sim s": lambda name: f"{scores[name]['simulated']:.2f}",
+        "sim range": lambda name: f"{scores[name]['simulated_least']:.2f}-{scores[name]['simulated_most']:.2f}",
         "error": lambda name: f"{scores[name]['makespan_error']:.2%}",
         "A/A": lambda name: f"{scores[name]['a_a']:.2%}",
         "finish": lambda name: f"{scores[name]['finish_error']:.2%}",
@@ -227,6 +228,9 @@ def _result(
         "makespan_error": {name: short(one["makespan_error"]) for name, one in scores.items()},
         "finish_error": {name: short(one["finish_error"]) for name, one in scores.items()},
         "a_a": {name: short(one["a_a"]) for name, one in scores.items()},
+        "simulated_range": {
+            name: [short(one["simulated_least"]), short(one["simulated_most"])] for name, one in scores.items()
+        },
         "preempted": {
             name: {"paced": [run.num_preempted for run in paced[name]], "sim": scores[name]["preempted"]}
             for name in scores

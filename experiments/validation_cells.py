@@ -166,6 +166,8 @@ def score(simulated: list[Run], paced: list[Run]) -> dict[str, float]:
     return {
         "makespan": makespan,
         "simulated": mine,
+        "simulated_least": min(run.makespan for run in simulated),
+        "simulated_most": max(run.makespan for run in simulated),
         "makespan_error": abs(mine - makespan) / makespan,
         "finish_error": _distance(simulated, paced) / makespan,
         "a_a": (max(run.makespan for run in paced) - min(run.makespan for run in paced)) / makespan,

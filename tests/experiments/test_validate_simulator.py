@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from experiments.validation_cells import Run, score
 from tests.worlds import refused_by, run_main
 
 SMALL = ["--batch", "24", "--scale", "0.5", "--rooms", "0.4"]
@@ -18,6 +19,20 @@ def test_moves_and_a_regroup() -> None:
     for name in result["policies"]:
         assert result["finish_error"][name] > 0 and result["makespan_error"][name] > 0
         assert len(result["preempted"][name]["paced"]) == 2
+        least, most = result["simulated_range"][name]
+        assert 0 < least <= most
+
+
+def a_run(makespan: float) -> Run:
+    return Run(finish_times={(0, 0, 0): makespan}, num_preempted=0, busy=1.0, gap=0.0, idle=0.0, mean_gap=0.0)
+
+
+def test_a_cell_with_several_outcomes_shows_their_range() -> None:
+    """Of nine simulations three end where both paced rollouts do: neither their median nor A/A shows it."""
+    simulated = [8.4, 8.6, 8.6, 8.6, 8.7, 9.2, 9.9, 9.9, 9.9]
+    scored = score([a_run(seconds) for seconds in simulated], [a_run(9.9), a_run(9.9)])
+    assert scored["simulated"] == 8.7 and scored["a_a"] == 0
+    assert (scored["simulated_least"], scored["simulated_most"]) == (8.4, 9.9)
 
 
 def test_what_it_refuses() -> None:

@@ -111,7 +111,7 @@ def test_a_running_sibling_is_a_reference_for_the_tokens_that_it_holds(num_ahead
 
 
 def test_estimates_are_too_sure_until_a_policy_calibrates_them() -> None:
-    """Where the mean is 0.5: tokens with a share of 1 are right in 0.5 + 0.35 x 0.375, with 1/2 in 0.5 - 0.65 x 0.375."""
+    """Mean 0.5: tokens with a share of 1 are right in 0.5 + 0.35 x 0.375 of cases, with 1/2 in 0.5 - 0.65 x 0.375."""
     drafter = SimulatedDrafter(DraftAcceptance(table={0: 1.5}, length=1), References(lambda _: False))
     calibration, state, estimates = Calibration(), make_state(7, [1, 2, 3]), []
     for _ in range(6_000):
