@@ -18,6 +18,7 @@ from algos.rewards.pool import Item, ItemKey, RewardPool
 from algos.rewards.runner import FailureKind, RewardRunner
 from algos.tasks.task import Problem, Task
 from engines import LLM, Completion, RequestOutput, SamplingParams
+from engines.decoding import from_msgpack
 from engines.parallel.collectives import Communicator
 from engines.rollout.journal import Journal
 from engines.sequence import Finished
@@ -198,7 +199,7 @@ def _finish_scores(
 ) -> tuple[dict[ItemKey, float], Counter[FailureKind]]:
     """Scores the completions that no rank's pool has scored. Returns all rewards and failures, on every rank."""
     taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
-    taken = {key for part in taken_by_rank for key in msgspec.msgpack.decode(part, type=list[ItemKey])}
+    taken = {key for part in taken_by_rank for key in from_msgpack(part, list[ItemKey])}
     mine, failed_here = pool.finish(
         _item(problems[i], completion)
         for i in range(group.rank, len(problems), group.size)
@@ -208,7 +209,7 @@ def _finish_scores(
     rewards: dict[ItemKey, float] = {}
     failed: Counter[FailureKind] = Counter()
     for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), dict(failed_here)))):
-        scores, counts = msgspec.msgpack.decode(part, type=tuple[list[tuple[ItemKey, float]], dict[FailureKind, int]])
+        scores, counts = from_msgpack(part, tuple[list[tuple[ItemKey, float]], dict[FailureKind, int]])
         rewards |= dict(scores)
         failed.update(counts)
     return rewards, failed

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from engines.constraints import Count, Fraction, Int64, Share, check_fields
+from engines.decoding import from_msgpack
 
 FinishReason = Literal["stop", "length", "abort"]
 SequenceId = tuple[int, int, int]
@@ -137,8 +138,8 @@ class SequenceState:
 
     @staticmethod
     def from_bytes(data: bytes) -> SequenceState:
-        """Raises `msgspec.ValidationError` when `data` is not a sequence state."""
-        return msgspec.msgpack.decode(data, type=SequenceState)
+        """Raises `DecodeError` when `data` is not a sequence state."""
+        return from_msgpack(data, SequenceState)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from engines.decoding import from_msgpack
+
 if TYPE_CHECKING:
     from engines import LLM
     from engines.parallel.collectives import Communicator
@@ -99,7 +101,7 @@ def on_rank_0(group: Communicator, act: Callable[[], Any]) -> Any:
             answer = act()
         except (ValueError, OSError) as error:
             problem = str(error)
-    answer, problem = msgspec.msgpack.decode(group.broadcast_bytes(msgspec.msgpack.encode((answer, problem))))
+    answer, problem = from_msgpack(group.broadcast_bytes(msgspec.msgpack.encode((answer, problem))), tuple[Any, str])
     if problem:
         raise ValueError(problem)
     return answer
@@ -107,7 +109,7 @@ def on_rank_0(group: Communicator, act: Callable[[], Any]) -> Any:
 
 def gather(group: Communicator, mine: Any, kind: Any = Any) -> list[Any]:
     """Returns what each rank has given, as `kind`, which msgpack can hold."""
-    return [msgspec.msgpack.decode(part, type=kind) for part in group.all_gather_bytes(msgspec.msgpack.encode(mine))]
+    return [from_msgpack(part, kind) for part in group.all_gather_bytes(msgspec.msgpack.encode(mine))]
 
 
 def start_anew(*arguments: str, **environment: str) -> dict[str, Any]:

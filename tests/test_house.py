@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,14 @@ def test_no_room_imports_from_one_above() -> None:
 def test_planners_load_no_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_one_module_decodes() -> None:
+    """So that all bytes that cannot be decoded are the same error: msgspec raises three kinds."""
+    for room in MAY_IMPORT:
+        for path in (ROOT / room).rglob("*.py"):
+            if path != ROOT / "engines/decoding.py":
+                assert not re.search(r"msgspec\.msgpack\.[dD]ecode", path.read_text()), path.relative_to(ROOT)
 
 
 def test_every_package_is_installed() -> None:

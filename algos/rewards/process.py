@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from algos.rewards.protocol import Ready, receive
+from engines.decoding import DecodeError
 
 _END_S = 10.0
 """Most seconds that a guard may take to kill the remaining processes."""
@@ -53,7 +54,7 @@ class WorkerProcess:
         except TimeoutError:
             self.kill()
             raise WorkerError(f"its imports took more than start_timeout_s={timeout_s:g} s") from None
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError, DecodeError):
             raise WorkerError(f"the process {self.kill()} while importing it; see stderr") from None
         except BaseException:
             self.kill()

@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from engines.decoding import from_msgpack
+
 Message = TypeVar("Message")
 _LENGTH = struct.Struct("<Q")
 
@@ -65,9 +67,9 @@ def send(sock: socket.socket, message: object, *, deadline: float | None = None)
 def receive(sock: socket.socket, kind: type[Message], *, deadline: float | None = None) -> Message:
     """Returns the next message. Raises `TimeoutError` when `deadline` (of `time.monotonic`) passes, `EOFError` when the
     peer is gone, `ConnectionError` when the peer is gone and had not read all data sent to it, and
-    `msgspec.DecodeError` when the message is not of this kind."""
+    `DecodeError` when the message is not of this kind."""
     (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, deadline))
-    return msgspec.msgpack.decode(_receive_exactly(sock, length, deadline), type=kind)
+    return from_msgpack(_receive_exactly(sock, length, deadline), kind)
 
 
 def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float | None) -> bytearray:

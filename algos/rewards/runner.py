@@ -18,6 +18,7 @@ from msgspec import Meta
 from algos.rewards.process import WorkerError, WorkerProcess
 from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
 from engines.constraints import Count, check_fields
+from engines.decoding import DecodeError
 
 FailureKind = Literal["raised", "timed_out", "invalid"]
 """raised: the function raised, returned a wrong number of rewards, or ended its process. timed_out: a call took longer
@@ -166,7 +167,7 @@ class RewardRunner:
             kind, error = "timed_out", f"not done after {self.config.timeout_s:g} s"
         except WorkerError as failure:
             kind, error = "timed_out", f"the worker could not be started again: {failure}"
-        except (EOFError, ConnectionError, msgspec.DecodeError):
+        except (EOFError, ConnectionError, DecodeError):
             error = f"the worker process {self._stop_worker()}"
         # A worker that was lost has not sent all results.
         return [results.get(number) or Result(part=UNANSWERED, kind=kind, error=error) for number in numbers]

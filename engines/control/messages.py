@@ -18,14 +18,13 @@ is assumed between channels.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
+from engines.decoding import DecodeError, from_msgpack
 from engines.parallel.layout import Layout
 from engines.sequence import Finished, SequenceId, Work
-
-T = TypeVar("T")
 
 
 class ProtocolError(Exception):
@@ -190,8 +189,6 @@ Event = (
 
 
 _encoder = msgspec.msgpack.Encoder()
-_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def encode(message: Command | Event) -> bytes:
@@ -200,16 +197,18 @@ def encode(message: Command | Event) -> bytes:
 
 def decode_command(data: bytes) -> Command:
     """Raises ProtocolError for an unknown kind of message, or fields that do not fit."""
-    return _decode(data, _commands, "command")
+    command: Command = _decode(data, Command, "command")
+    return command
 
 
 def decode_event(data: bytes) -> Event:
     """Raises ProtocolError for an unknown kind of message, or fields that do not fit."""
-    return _decode(data, _events, "event")
+    event: Event = _decode(data, Event, "event")
+    return event
 
 
-def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[T], what: str) -> T:
+def _decode(data: bytes, kind: Any, what: str) -> Any:
     try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError) as error:
+        return from_msgpack(data, kind)
+    except DecodeError as error:
         raise ProtocolError(f"{what}: {len(data)} bytes are not a message of this version: {error}") from error

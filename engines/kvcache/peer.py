@@ -13,13 +13,15 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 from torch import Tensor
 
 from engines.control.ends import Received
 from engines.control.transport import Client, Server
+from engines.decoding import DecodeError, from_msgpack
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.store import HEADER_BYTES, KVContent, Tier, entry_memory, layers_in
 from engines.kvcache.tiers import TieredKVStore
@@ -34,7 +36,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     """A request, answered with these bytes of an entry's file, or with none when the file is missing."""
 
     name: str
-    start: int
+    start: Annotated[int, Meta(ge=0, lt=2**63)]
     count: int
 
 
@@ -43,8 +45,6 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
 
     name: str
 
-
-_decode_request = msgspec.msgpack.Decoder(Read | Drop).decode
 
 
 class PeerKVStore:
@@ -176,8 +176,8 @@ class PeerKVStore:
     def _answer(self, peer: str, payload: bytes) -> None:
         """Sends exactly one answer to each `Read`: clients match answers to requests by their order."""
         try:
-            request = _decode_request(payload)
-        except msgspec.MsgspecError:
+            request: Read | Drop = from_msgpack(payload, Read | Drop)
+        except DecodeError:
             self._reply(peer, b"")
             return
         if isinstance(request, Read):

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.decoding import DecodeError, from_msgpack
 from engines.sequence import KVPart
 
 MAGIC = b"curtailK"
@@ -164,8 +165,8 @@ def _check_header(header: bytes, content: KVContent, location: str, found_checks
     if magic != MAGIC or version != FORMAT:
         raise ValueError(f"{location}: is no KV of format {FORMAT}; recompute the KV")
     try:
-        found = msgspec.msgpack.decode(header[_PREFIX.size : _PREFIX.size + length], type=KVContent)
-    except msgspec.MsgspecError:
+        found = from_msgpack(header[_PREFIX.size : _PREFIX.size + length], KVContent)
+    except DecodeError:
         raise ValueError(f"{location}: its header is damaged; recompute the KV") from None
     for field in fields(KVContent):
         have, want = getattr(found, field.name), getattr(content, field.name)

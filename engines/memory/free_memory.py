@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from engines.decoding import from_msgpack
 from engines.memory.host_memory import free_host_bytes
 from engines.parallel.collectives import Communicator
 
@@ -34,7 +35,7 @@ class FreeMemory:
     def agree(world: Communicator, mine: Memory) -> FreeMemory:
         """Returns, on every rank, the least that any of a memory's ranks sees as free. All ranks call it together."""
         told = world.all_gather_bytes(msgspec.msgpack.encode(mine))
-        everyone = [msgspec.msgpack.decode(one, type=Memory) for one in told]
+        everyone = [from_msgpack(one, Memory) for one in told]
         seen: dict[str, list[int]] = {memory.name: [] for memory in everyone}
         for memory in everyone:
             seen[memory.name] += [] if memory.free is None else [memory.free]

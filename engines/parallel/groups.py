@@ -17,6 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from engines.decoding import from_msgpack
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.layout import Layout, contiguous_layout, joint_groups, nested_layout
 from engines.parallel.owned_files import reclaim
@@ -210,7 +211,7 @@ class GroupCache:
         """Returns each rank's host and that host's address. Raises ValueError if the ranks' `arguments` differ."""
         mine = (_host(), _addresses(), "\n".join(map(str, arguments)))
         told = self.world.all_gather_bytes(msgspec.msgpack.encode(mine))
-        everyone = [msgspec.msgpack.decode(one, type=tuple[str, tuple[str, str], str]) for one in told]
+        everyone = [from_msgpack(one, tuple[str, tuple[str, str], str]) for one in told]
         hosts, addresses, requests = zip(*everyone, strict=True)
         if others := [rank for rank, request in enumerate(requests) if request != requests[0]]:
             raise ValueError(

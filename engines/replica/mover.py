@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from engines.config import ModelConfig
+from engines.decoding import from_msgpack
 from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
 from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digests
 from engines.parallel.collectives import Communicator
@@ -264,8 +265,8 @@ class KVMover:
         """
         if not mine:
             return []
-        decode = msgspec.msgpack.Decoder(list[tuple[KVPart, ...] | None]).decode
-        everyone = [decode(told) for told in self._group.all_gather_bytes(msgspec.msgpack.encode(mine))]
+        told = self._group.all_gather_bytes(msgspec.msgpack.encode(mine))
+        everyone = [from_msgpack(one, list[tuple[KVPart, ...] | None]) for one in told]
         handles: list[KVHandle | None] = []
         for before, version, my_parts, *by_shard in zip(stored, policy_versions, mine, *everyone, strict=True):
             if None in by_shard:  # KV of only some heads is of no use

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engines.config import Exchange, ModelConfig
+from engines.decoding import from_msgpack
 from engines.kvcache.kept import KeptKV, Source, kept_kv
 from engines.kvcache.migrate import KVMove
 from engines.models.reshape import WeightMove
@@ -71,9 +72,8 @@ class Joint:
         mine = []
         if self.shards_before[me].index == 0:
             mine = list(kept_kv(replica.kept, replica.scheduler.blocks, self.before[me].id).items())
-        decode = msgspec.msgpack.Decoder(list[tuple[SequenceId, KeptKV]]).decode
         return {
             sequence_id: kept
             for data in self.group.all_gather_bytes(msgspec.msgpack.encode(mine))
-            for sequence_id, kept in decode(data)
+            for sequence_id, kept in from_msgpack(data, list[tuple[SequenceId, KeptKV]])
         }

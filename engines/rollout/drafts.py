@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engines.control.sealing import new_token
+from engines.decoding import from_msgpack
 from engines.parallel.collectives import together
 from engines.parallel.groups import GroupCache
 from engines.speculation.client import DraftClient
@@ -30,7 +31,7 @@ class DraftSharing:
                 token = new_token()
                 self.server = DraftServer(token, host=groups.address, max_bytes=max_bytes)
                 meeting = msgspec.msgpack.encode(_Meeting(address=self.server.address, token=token))
-        self._meeting = msgspec.msgpack.decode(groups.world.broadcast_bytes(meeting), type=_Meeting)
+        self._meeting = from_msgpack(groups.world.broadcast_bytes(meeting), _Meeting)
 
     def connect(self, is_first: bool) -> DraftClient | None:
         """Returns a new client if this rank is a replica's first, else None. Closes the one of the layout before."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engines.decoding import from_msgpack
 from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState, is_int64
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def check_same_options(world: Communicator, options: Mapping[str, object]) -> No
     """Raises ValueError, on every rank, if any rank's `LLM` was given other options than rank 0's."""
     mine = {name: repr(value) for name, value in options.items()}
     everyone = world.all_gather_bytes(msgspec.msgpack.encode(mine))
-    first, *others = [msgspec.msgpack.decode(one, type=dict[str, str]) for one in everyone]
+    first, *others = [from_msgpack(one, dict[str, str]) for one in everyone]
     for rank, other in enumerate(others, start=1):
         for name, value in first.items():
             if other[name] != value:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from engines.decoding import DecodeError, from_json, from_msgpack
 from engines.parallel.collectives import Communicator
 from engines.sequence import Completion, Finished, SequenceId, SequenceKey, SequenceState
 
@@ -99,14 +100,14 @@ class Journal:
         entries = []
         for line in whole.splitlines():
             try:
-                entry = msgspec.json.decode(line, type=Entry)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                entry: Entry = from_json(line, Entry)
+            except DecodeError:
                 continue  # a damaged or foreign line loses only its own completion
             if entry.key.policy_step >= policy_step and entry.completion.finish_reason != "abort":
                 entries.append(entry)
-        decode = msgspec.msgpack.Decoder(list[Entry]).decode
         for part in self._world.all_gather_bytes(msgspec.msgpack.encode(entries)):
-            self._found |= {(entry.weights, entry.key, entry.request): entry.completion for entry in decode(part)}
+            recovered = from_msgpack(part, list[Entry])
+            self._found |= {(entry.weights, entry.key, entry.request): entry.completion for entry in recovered}
 
     def find(self, states: Sequence[SequenceState], num_replicas: int) -> dict[SequenceId, Completion]:
         """Returns the journaled completions of these sequences; sequence i is of replica i mod `num_replicas`."""

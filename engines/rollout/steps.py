@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from engines.decoding import from_msgpack
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
@@ -107,5 +108,4 @@ def roll_out_static(
         return mine
     # All shards of a replica have drawn the same tokens; only the first shard sends them.
     parts = world.all_gather_bytes(msgspec.msgpack.encode(mine if is_first else []))
-    decode = msgspec.msgpack.Decoder(list[tuple[int, Completion]]).decode
-    return [pair for part in parts for pair in decode(part)]
+    return [pair for part in parts for pair in from_msgpack(part, list[tuple[int, Completion]])]

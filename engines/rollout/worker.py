@@ -16,6 +16,7 @@ import msgspec
 
 from engines.control import messages as m
 from engines.control.transport import Client
+from engines.decoding import from_msgpack
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.pace import Pace
@@ -137,7 +138,7 @@ class Worker:
         data = group.broadcast_bytes(msgspec.msgpack.encode(relayed) if self._speaks else None)
         if problem is not None:
             raise problem
-        relayed = msgspec.msgpack.decode(data, type=_Relayed)
+        relayed = from_msgpack(data, _Relayed)
         if relayed.failure is not None:
             raise ConnectionError(f"rank {self._rank}: the leader of its replica has failed: {relayed.failure}")
         return [m.decode_command(data) for data in relayed.commands]

@@ -12,6 +12,7 @@ from engines.control.sealing import new_token
 from engines.control.transport import Client, Server
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.decoding import from_msgpack
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.peer import PeerKVStore
 from engines.kvcache.tiers import TieredKVStore
@@ -110,7 +111,7 @@ class RolloutWorld:
     def _meet(self, address: str, timeout_s: float) -> tuple[Launch, Server | None]:
         """Returns rank 0's `Launch` on every rank; on rank 0 also its `Server`."""
         if self._world.rank:
-            return msgspec.msgpack.decode(self._world.broadcast_bytes(None), type=Launch), None
+            return from_msgpack(self._world.broadcast_bytes(None), Launch), None
         token = new_token()
         server = Server(token, host=address, patience_s=timeout_s)
         launch = Launch(address=server.address, token=token, kv_token=secrets.token_hex(16))
@@ -211,7 +212,7 @@ class RolloutWorld:
             core = self.coordinator.core
             outcome = Outcome(finished, core.layout, core.layout_error)
         data = self._world.broadcast_bytes(None if outcome is None else msgspec.msgpack.encode(outcome))
-        outcome = outcome or msgspec.msgpack.decode(data, type=Outcome)
+        outcome = outcome or from_msgpack(data, Outcome)
         self.layout = outcome.layout
         if outcome.layout_error is not None:
             raise ValueError(outcome.layout_error)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from engines.control.transport import Client
 from engines.speculation.messages import Fetched, UpdateCst, decode_answers, encode
 from engines.speculation.mirror import Grown, Mirror
@@ -170,7 +168,7 @@ class _Link:
                 with contextlib.closing(Client(name, self._address, self._token, patience_s=patience_s)) as client:
                     is_connected, pause_s = True, self._times.retry_s
                     self._serve(client)
-            except (OSError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 if not is_connected:  # at the end of a run the server leaves first: a lost connection is no news
                     self._warn(error)
             until = time.monotonic() + pause_s

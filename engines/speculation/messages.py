@@ -11,6 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from engines.decoding import from_msgpack
+
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 GroupId = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -76,5 +78,11 @@ Request = RegisterGroup | UpdateCst | FetchCst
 Answer = UpdateCst | Expected | Fetched
 
 encode = msgspec.msgpack.Encoder().encode
-decode_requests = msgspec.msgpack.Decoder(list[Request]).decode
-decode_answers = msgspec.msgpack.Decoder(list[Answer]).decode
+
+
+def decode_requests(data: bytes) -> list[Request]:
+    return from_msgpack(data, list[Request])
+
+
+def decode_answers(data: bytes) -> list[Answer]:
+    return from_msgpack(data, list[Answer])

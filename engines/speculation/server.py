@@ -14,10 +14,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
 from engines.control.ends import Received
 from engines.control.transport import Server
+from engines.decoding import DecodeError
 from engines.speculation.messages import (
     Answer,
     DraftCacheInfo,
@@ -67,7 +66,7 @@ class DraftStore:
         """Obeys a client's requests; returns the answers, or b"" for none. Never raises, for any bytes."""
         try:
             requests = decode_requests(payload)
-        except (msgspec.MsgspecError, ValueError):
+        except DecodeError:
             self.counts["malformed"] += 1
             return b""
         self.expire(now)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engines.decoding import from_msgpack
 from engines.sequence import SequenceState
 from engines.speculation.drafter import Draft, Drafter
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from engines.parallel.collectives import Communicator
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[Draft] | None).decode
 
 
 class SharedDrafter:
@@ -30,7 +30,7 @@ class SharedDrafter:
         """Raises what the drafter raises; on the other shards RuntimeError."""
         drafts: list[Draft] | None = None
         if self._drafter is None:
-            drafts = _decode(self._shards.broadcast_bytes(None))
+            drafts = from_msgpack(self._shards.broadcast_bytes(None), list[Draft] | None)
             if drafts is None:
                 raise RuntimeError("the drafter on the replica's first rank has failed")
             return drafts

@@ -33,6 +33,7 @@ from msgspec import Meta
 from engines import LLM, SamplingParams, SequenceState
 from engines.config import DType, Exchange
 from engines.constraints import Count
+from engines.decoding import from_msgpack
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, Transport
@@ -93,7 +94,7 @@ def measure(config: SwitchBench) -> dict[str, Any]:
     groups = GroupCache(TorchGroup(), LAYOUTS, transport=config.transport)
     options: dict[str, Any] = {"world": groups, "dtype": config.dtype, "kv_cache_bytes": config.kv_mib << 20}
     if RESUME in os.environ:
-        given = msgspec.msgpack.decode(Path(os.environ[RESUME]).read_bytes(), type=Resume)
+        given = from_msgpack(Path(os.environ[RESUME]).read_bytes(), Resume)
         ranks = Ranks(LLM(given.model, layout=LAYOUTS[given.epoch], **options), groups)
         loaded = time.monotonic()
         tokens = ranks.draw([Work(state=state) for state in given.states], given.epoch)

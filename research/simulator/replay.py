@@ -15,6 +15,7 @@ import msgspec
 from engines.control import messages
 from engines.coordination import requests
 from engines.coordination.core import RolloutCore
+from engines.decoding import from_msgpack
 
 Log = list[tuple[float, bytes, bytes, list[bytes]]]
 """Of each event: its time, kind (a request's name, or "event" or "command"), content, and what the core returned."""
@@ -64,4 +65,4 @@ def _encode(item: Any) -> tuple[bytes, bytes]:
 def _decode(kind: bytes, content: bytes) -> Any:
     if kind == b"message":
         return messages.decode_event(content)
-    return msgspec.msgpack.decode(content, type=getattr(requests, kind.decode()))
+    return from_msgpack(content, getattr(requests, kind.decode()))

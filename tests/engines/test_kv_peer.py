@@ -18,6 +18,7 @@ import pytest
 from engines.control.transport import Client
 from engines.kvcache import peer
 from engines.kvcache.peer import PeerKVStore
+from tests.engines.test_decoding import nested
 from tests.engines.test_kv_store import CONTENT, export, has, make_tiers
 from tests.worlds import ROOT
 
@@ -54,8 +55,8 @@ def test_requests_that_are_none_are_answered_with_nothing(
     part = export(there)
     client = Client("fuzz", there._server.address, TOKEN)
     name = part.location.split("|")[2]
-    reads = [(name, -5, 10), (name, 2**62, 10), (name, 0, -1)]
-    bad = [b"", b"\xff" * 40, b"[]", *(msgspec.msgpack.encode(peer.Read(*read)) for read in reads)]
+    reads = [(name, -5, 10), (name, 2**62, 10), (name, 2**63, 10), (name, 0, -1)]
+    bad = [b"", b"\xff" * 40, b"[]", *nested(), *(msgspec.msgpack.encode(peer.Read(*read)) for read in reads)]
     for request in bad:
         client.send(request)
         assert client.receive(5.0) == b""
