@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
@@ -117,7 +116,6 @@ class LLM:
         if given.schedule is None and self.config.preemption != "recompute":
             token = self._world.broadcast_bytes(secrets.token_hex(16).encode() if self._world.rank == 0 else None)
             self._kv_store = placement.kv_store = placement.make_kv_store(token.decode())
-            weakref.finalize(self, self._kv_store.close)
         if self.config.draft_server and groups is not None:
             self._drafts = DraftSharing(groups, max_bytes=self.config.draft_tree_bytes)
             placement.connect_drafts = self._drafts.connect

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import msgspec
 
 from engines.decoding import from_msgpack
+from engines.lifetime import die_with
+from engines.parallel.owned_files import remove_all
 
 if TYPE_CHECKING:
     from engines import LLM
@@ -29,6 +31,9 @@ USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryErro
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 TOKENS_DIFFER = 3
 """Exit code of an experiment that has given its result, in which variants drew different tokens."""
+_PARENT = "CURTAIL_PARENT"
+"""The variable that names the process with which this one dies."""
+_REMOVAL_S: Final = 5.0
 T = TypeVar("T")
 
 
@@ -119,6 +124,7 @@ def start_anew(*arguments: str, **environment: str) -> dict[str, Any]:
     """
     own = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
     env = {name: value for name, value in os.environ.items() if not name.startswith(own)} | environment
+    env[_PARENT] = str(os.getpid())
     command = [sys.executable, *sys.argv, *arguments]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, TOKENS_DIFFER):
@@ -138,6 +144,7 @@ def start_under_torchrun(num_ranks: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.disable()
+    os.environ[_PARENT] = str(os.getpid())
     # Without the `--`, torchrun would read our options as its own.
     arguments = ["--standalone", "--nproc-per-node", str(num_ranks), "--", *sys.argv]
     try:
@@ -153,26 +160,25 @@ def start_under_torchrun(num_ranks: int) -> None:
 
 
 def end_on_signals(last_words: Callable[[], str]) -> None:
-    """Makes Ctrl-C and SIGTERM end this process at once; rank 0 prints `last_words`. For a job that may end anywhere.
+    """Makes Ctrl-C, SIGTERM and a closed terminal end this process at once; rank 0 prints `last_words`.
 
-    On rank 0 a thread handles the signals, because Python runs no signal handler while the main thread waits in C++ for
-    another rank. Forked processes are not affected.
+    For a job that may end anywhere. A thread handles the signals, because Python runs no signal handler while the main
+    thread waits in C++ for another rank. Forked processes are not affected.
     """
-    caught = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-    if rank() > 0:
-        _set_handlers(caught, signal.SIG_DFL)
-        return
-    signals, written = os.pipe()
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    received, written = os.pipe()
     os.set_blocking(written, False)
 
     def end() -> None:
-        while number := os.read(signals, 1):
+        while number := os.read(received, 1):
             if number[0] in caught:
                 try:
-                    os.write(2, f"\n{last_words()}\n".encode())  # not print, which the signal may have interrupted
+                    if rank() == 0:  # not print, which the signal may have interrupted
+                        os.write(2, f"\n{last_words()}\n".encode())
                 finally:
-                    os._exit(128 + number[0])
-        os.close(signals)
+                    _leave(128 + number[0])
+        os.close(received)
 
     threading.Thread(target=end, name="end on signals", daemon=True).start()
     replaced = signal.set_wakeup_fd(written)
@@ -199,6 +205,14 @@ def _set_handlers(numbers: Iterable[int], handler: Any) -> None:
         signal.signal(number, handler)
 
 
+def _leave(code: int) -> NoReturn:
+    """Ends this process at once, but for its shared files: waits for no other rank, and not for a disk that hangs."""
+    removal = threading.Thread(target=remove_all, daemon=True)
+    removal.start()
+    removal.join(_REMOVAL_S)
+    os._exit(code)
+
+
 def _let_rank_0_speak() -> None:
     """Makes other ranks wait: most errors occur on all ranks. Rank 0 prints its own, torchrun then ends the rest."""
     if rank() > 0:
@@ -221,6 +235,10 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     A user's error prints one line and exits with code 2, Ctrl-C prints one line and exits with 130. A result with a
     field `tokens_equal` that is false is printed, and the process exits with code 3.
     """
+    if parent := os.environ.pop(_PARENT, None):
+        die_with(int(parent))
+    elif ERROR_FILE in os.environ:  # torchrun's main thread has started it
+        die_with(os.getppid())
     for name in ("stdout", "stderr"):  # a file opened next would take a closed one's descriptor
         if getattr(sys, name) is None:
             _tell(f"error: {name} is closed; redirect it, if only to /dev/null")
@@ -237,11 +255,12 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         where = f" (rank {rank()})" if rank() > 0 else ""
         _tell(f"error{where}: {error}")
         # Not sys.exit: at exit this rank could wait for ever in a collective that other ranks never enter.
-        os._exit(2)
+        _leave(2)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if rank() == 0:
             print("\ninterrupted", file=sys.stderr, flush=True)
-        os._exit(128 + signal.SIGINT)
+        _leave(128 + signal.SIGINT)
     if rank() == 0 and result is not None:
         print(json.dumps(result), flush=True)
         if places := list(_tokens_differ(result)):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -21,31 +23,44 @@ def call_each(call: Callable[[T], R], items: Items[T], *, processes: int | None,
     """Returns the result of `call` for each item, in order, and shows a bar of these units.
 
     At most `processes` calls run at a time, by default one per core; each in a process of its own, unless it is one
-    alone. What `call` raises is raised here. Raises RuntimeError when a process is killed.
+    alone. What `call` raises is raised here. Raises RuntimeError when a process is killed. An error or an interrupt
+    (Ctrl-C) kills the calls in flight.
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(items))
     if processes == 1:
         return [call(item) for item in tqdm(items, unit=unit)]
-    with tqdm(total=len(items), unit=unit) as bar:
-        pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
+    theirs, ours = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("spawn")
+    with tqdm(total=len(items), unit=unit) as bar, theirs:
+        pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(theirs,))
         try:
-            calls = [pool.submit(call, item) for item in items]
-            for one in calls:
-                one.add_done_callback(lambda _: bar.update())
+            calls = _submit(pool, call, items)
+            for one in as_completed(calls):
+                one.result()
+                bar.update()
             return [one.result() for one in calls]
         except BrokenProcessPool as error:
             raise RuntimeError(f"processes={processes}: one was killed; give fewer if memory ran out") from error
         finally:
+            ours.close()
             pool.shutdown(cancel_futures=True)
 
 
-def _begin() -> None:
-    """Makes a process end with the one that has started it, whatever has ended that one."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def _submit(pool: ProcessPoolExecutor, call: Callable[[T], R], items: Items[T]) -> list[Future[R]]:
+    """Starts the processes, too. They block SIGINT, as this thread does meanwhile: a Ctrl-C is for this process alone,
+    and a failed call would be followed by the next one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return [pool.submit(call, item) for item in items]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(lifeline: Connection) -> None:
+    """Makes a process end when the one that has started it closes the other end of `lifeline`, or has ended."""
 
     def end() -> None:
-        parent.join()
+        lifeline.poll(None)
         os._exit(1)
 
     threading.Thread(target=end, name="end with parent", daemon=True).start()

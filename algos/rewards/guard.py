@@ -10,22 +10,22 @@ with another environment survive.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 from pathlib import Path
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from engines.lifetime import adopt_orphans, die_with
 
 
 def fork_worker() -> int:
     """Returns 0 in the worker, its id in the guard. The worker leads its own process group and dies with its guard."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
+    guard_pid = os.getpid()
     worker = os.fork()
     if worker == 0:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with(guard_pid)
         os.setsid()
     return worker
 
@@ -70,9 +70,3 @@ def _children() -> set[int]:
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN: only the worker's process group ends
         return set()
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")

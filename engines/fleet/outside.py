@@ -5,9 +5,7 @@ It has one control connection and no process group, and ends by itself when the 
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
 
@@ -20,6 +18,7 @@ from engines.control.transport import Client
 from engines.fleet.launcher import ReplicaOrders
 from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import make_kv_store
+from engines.lifetime import die_with
 from engines.memory.free_memory import FreeMemory, free_memory
 from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import detokenizer, load_tokenizer
@@ -33,13 +32,12 @@ from engines.rollout.worker import Worker
 from engines.speculation.marginal_gain import MarginalGain
 
 FAILED, ORPHANED = 1, 3  # exit codes
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """Returns the exit code: 0 after `Shutdown`, `FAILED` after an error, `ORPHANED` when the coordinator was lost."""
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaOrders)
-    _die_with(orders.parent_pid)
+    die_with(orders.parent_pid)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         client = Client(
@@ -139,15 +137,6 @@ def _say_last_words(orders: ReplicaOrders, client: Client, error: Exception) -> 
         client.send(messages.encode(lost))
     except ConnectionError:
         traceback.print_exc()  # to the log, which the launcher reads
-
-
-def _die_with(parent_pid: int) -> None:
-    """Lets the kernel kill this process when its launcher dies, since a stopped process could not end by itself."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        print(f"prctl: {os.strerror(ctypes.get_errno())}; only the connection tells of the end", file=sys.stderr)
-    if os.getppid() != parent_pid:  # the launcher died before the call
-        sys.exit(ORPHANED)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engines.kvcache.store import HEADER_BYTES, KVContent, Tier, encode_header, entry_memory, layers_in
 from engines.memory.host_memory import free_host_bytes
-from engines.parallel.owned_files import DEV_SHM, has_label, new_name
+from engines.parallel.owned_files import DEV_SHM, check_is_going_on, has_label, new_name
 from engines.sequence import KVPart
 
 _FEWEST_FILES = 64
@@ -243,6 +243,7 @@ class FileLedger:
 
     def _count(self, path: Path, num_bytes: int) -> None:
         with self._lock:
+            check_is_going_on()
             if path not in self._sizes:
                 self._total += num_bytes
                 self._sizes[path] = num_bytes

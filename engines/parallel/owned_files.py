@@ -4,13 +4,15 @@ are found. One scheme for shared memory, stored KV and folders of weights. Torch
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 DEV_SHM = Path("/dev/shm")
@@ -20,6 +22,28 @@ LOCKED = "segment"
 _NAME = re.compile(
     r"curtail-(?P<user>\d+)-(?P<space>\d+)-(?P<pid>\d+)-(?P<start>\d+)-(?P<label>[0-9a-zA-Z]+)-[0-9a-f]{16}"
 )
+_finalizers: list[weakref.finalize[[], object]] = []
+_is_ending = False
+
+
+def at_end(owner: object, remove: Callable[[], object]) -> None:
+    """Calls `remove` when `owner` is collected or this process ends, by itself or after `remove_all`."""
+    _finalizers.append(weakref.finalize(owner, remove))
+
+
+def remove_all() -> None:
+    """Removes the files that were given to `at_end`, for a process that ends by `os._exit`; may be called in a thread
+    of its own. No more are made then."""
+    global _is_ending
+    _is_ending = True
+    for finalizer in _finalizers:
+        finalizer()
+
+
+def check_is_going_on() -> None:
+    """Raises OSError after `remove_all`."""
+    if _is_ending:
+        raise OSError(errno.ESHUTDOWN, "the process ends")
 
 
 def memory_folders() -> list[Path]:

@@ -21,6 +21,7 @@ from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_to
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
 from engines.parallel.layout import Layout, joint_groups, nested_layout
+from engines.parallel.owned_files import at_end
 from engines.parallel.sharding import check_shardable, is_shardable
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine, kv_capacity
@@ -173,13 +174,16 @@ class Placement:
         return values
 
     def make_kv_store(self, token: str) -> FileKVStore | TieredKVStore:
-        """Makes the KV store with the tiers that the options name; `token` is the run's."""
-        return make_kv_store(
+        """Makes the KV store with the tiers that the options name; `token` is the run's. Its files are removed, at the
+        latest, when this object is collected or the process ends."""
+        store = make_kv_store(
             token,
             host_bytes=self._kv_host_bytes,
             disk_bytes=self.config.kv_disk_bytes,
             disk_parent=self.config.kv_disk_folder,
         )
+        at_end(self, store.close)
+        return store
 
     @property
     def memory(self) -> MemoryPlan:

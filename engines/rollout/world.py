@@ -190,7 +190,7 @@ class RolloutWorld:
         try:
             self._worker.run()
         except BaseException:
-            self.has_failed = True
+            self._fail()
             if thread is not None and self.coordinator is not None and not problems:
                 self.coordinator.stop()
                 thread.join()
@@ -201,7 +201,7 @@ class RolloutWorld:
         if thread is not None:
             thread.join()
             if problems:
-                self.has_failed = True
+                self._fail()
                 raise problems[0]
         return self._share(finished)
 
@@ -218,11 +218,18 @@ class RolloutWorld:
             raise ValueError(outcome.layout_error)
         return outcome.finished
 
-    def close(self) -> None:
-        """Closes the connections, and drops KV that no replica has loaded. Returns quickly."""
-        self._client.close()
+    def _fail(self) -> None:
+        self.has_failed = True
+        self._drop_kv()
+
+    def _drop_kv(self) -> None:
         if self.engine is not None:
             self.engine.mover.close()
         self._kv_store.close()
+
+    def close(self) -> None:
+        """Closes the connections, and drops KV that no replica has loaded. Returns quickly."""
+        self._client.close()
+        self._drop_kv()
         if self.coordinator is not None:
             self.coordinator.close()

@@ -19,6 +19,9 @@ from engines.coordination.views import LayoutChange
 from engines.models.loader import checkpoint_tensors
 from engines.parallel import groups as groups_module
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
+from engines.parallel.owned_files import DEV_SHM
+from engines.rollout.generation import make_states
+from engines.sequence import Work
 from tests.checkpoints import save_checkpoint
 from tests.holding import Held, check_tokens, held_params, tokens_of
 from tests.worlds import error_of, join, run_world, shared_files
@@ -43,6 +46,49 @@ class Script:
             return None
         make = nested_layout if self._nested else contiguous_layout
         return LayoutChange(layout=make(range(4), self._sizes[done], epoch=done + 1))
+
+
+def leave_kv(model: str) -> list[Any]:
+    """On a rank: its process and the files of its KV, in a world that it does not close: after an interrupt in the
+    rollout, and then those of sequences that it has paused."""
+
+    def files() -> int:
+        return len(list(DEV_SHM.glob(f"curtail-{os.getuid()}-*-{os.getpid()}-*")))
+
+    most = 0
+
+    def stop(*_: Any) -> bool:
+        nonlocal most
+        most = max(most, files())
+        if most > before and llm.rollout is not None and llm.rollout.coordinator is not None:
+            raise KeyboardInterrupt
+        return False
+
+    options = OPTIONS | {"kv_cache_bytes": 2**17, "preemption": "swap", "max_model_len": 100}
+    llm = LLM(model, world=join(), schedule=OnDemand(), hidden_stop=stop, **options)
+    before = files()
+    try:
+        llm.generate(PROMPTS, PARAMS)
+        raise AssertionError("the rollout has not been interrupted")
+    except (KeyboardInterrupt, ConnectionError):
+        after = files()
+    global kept
+    kept = LLM(model, world=join(), schedule=OnDemand(), **OPTIONS)
+    for state in make_states(PROMPTS[:3], [SamplingParams(max_tokens=48)] * 3, range(3), run_seed=0, policy_step=0):
+        kept.replica.submit(Work(state=state))
+    kept.replica.step()
+    between = files()
+    works = kept.replica.pause(with_kv=True)
+    assert all(work.kv is not None for work in works)
+    return [os.getpid(), most - before, after - before, files() - between]
+
+
+def test_kv_of_a_world_that_is_not_closed_ends_with_its_process(qwen3: str) -> None:
+    ranks = run_world(leave_kv, 2, qwen3)
+    for pid, _, after, paused in ranks:
+        assert after == 0 and paused == 3, "after an interrupt; before the process's end"
+        assert not list(DEV_SHM.glob(f"curtail-{os.getuid()}-*-{pid}-*"))
+    assert ranks[0][1] >= 1
 
 
 class Flip:

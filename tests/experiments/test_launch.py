@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,105 @@ if sys.argv[1:] == ["anew"]:
 else:
     launch.run(lambda: {"live": cases, "tokens_equal": True})
 """
+KEEPS_KV = """
+import os, signal, sys, time
+from pathlib import Path
+from engines.parallel.owned_files import at_end
+from experiments import launch
+from tests.engines.test_kv_store import export, make_store
+
+class Owner:
+    pass
+
+store, owner = make_store(Path(sys.argv[1])), Owner()
+at_end(owner, store.close)
+
+def main():
+    if sys.argv[2] == "job":
+        launch.end_on_signals(lambda: "the last words")
+    for _ in range(3):
+        export(store)
+    if sys.argv[2] == "error":
+        raise ValueError("of a user")
+    print(len(os.listdir(sys.argv[1])), flush=True)
+    time.sleep(600)
+
+launch.run(main)
+"""
+RANKS_WAIT = """
+import os, sys, time
+from pathlib import Path
+from experiments import launch
+
+def main():
+    launch.start_under_torchrun(2)
+    Path(sys.argv[1], str(os.getpid())).touch()
+    time.sleep(600)
+
+launch.run(main)
+"""
+TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "rank", "words"),
+    [
+        ("script", signal.SIGINT, 0, "interrupted"),
+        ("job", signal.SIGTERM, 1, ""),
+        ("job", signal.SIGHUP, 0, "the last words"),
+        ("error", None, 0, "error: of a user"),
+    ],
+)
+def test_no_file_outlives_an_end(
+    what: str, number: signal.Signals | None, rank: int, words: str, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KEEPS_KV, str(tmp_path), what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"RANK": str(rank)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    with process:
+        assert process.stdout is not None
+        if number is not None:
+            assert process.stdout.readline() == "3\n"
+            process.send_signal(number)
+        try:
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (told.strip(), process.returncode) == (words, 2 if number is None else 128 + number)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("starter", [[sys.executable], TORCHRUN])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_ranks_end_with_what_has_started_them(number: signal.Signals, starter: list[str], tmp_path: Path) -> None:
+    (script := tmp_path / "waits.py").write_text(RANKS_WAIT)
+    (ranks := tmp_path / "ranks").mkdir()
+    command = [*starter, str(script), str(ranks)]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while len(names := os.listdir(ranks)) < 2:
+                assert time.monotonic() < deadline and process.poll() is None, "the ranks have not begun"
+                time.sleep(0.05)
+            process.send_signal(number)
+            assert process.wait(timeout=60) != 0
+            while any(Path(f"/proc/{name}").exists() for name in names):
+                assert time.monotonic() < deadline, "a rank has outlived what has started it"
+                time.sleep(0.05)
+        finally:
+            process.kill()
+
+
+def test_a_command_whose_parent_has_died_before_it_looks_ends(tmp_path: Path) -> None:
+    environment = os.environ | {"CURTAIL_PARENT": str(os.getppid()), "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", RANKS_WAIT, str(tmp_path)], env=environment, cwd=ROOT, timeout=60)
+    assert done.returncode == -signal.SIGKILL and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

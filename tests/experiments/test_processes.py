@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from experiments import launch
 from experiments.processes import call_each
 
 
@@ -48,18 +50,39 @@ def test_a_process_that_is_killed_is_an_error() -> None:
         call_each(_die, range(4), processes=2, unit="number")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_processes_end_with_the_one_that_started_them(number: signal.Signals, tmp_path: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-m", __name__, str(tmp_path)])
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [(signal.SIGINT, os.kill), (signal.SIGINT, os.killpg), (signal.SIGTERM, os.kill), (signal.SIGKILL, os.kill)],
+)
+def test_processes_end_with_the_one_that_started_them(
+    number: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    """Ctrl-C is sent to the group. No call of those that wait begins, and the bar counts none of them."""
+    parent = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     deadline = time.monotonic() + 60
     while len(names := os.listdir(tmp_path)) < 2:
         assert time.monotonic() < deadline and parent.poll() is None, "the processes have not begun"
         time.sleep(0.05)
-    parent.send_signal(number)
-    parent.wait(timeout=60)
+    send(parent.pid, number)
+    try:
+        _, told = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
     while any(_lives(int(name)) for name in names):
         assert time.monotonic() < deadline, "a process has outlived the one that started it"
         time.sleep(0.05)
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    if number == signal.SIGINT:
+        *bars, last = filter(None, map(str.strip, told.splitlines()))
+        assert (last, parent.returncode) == ("interrupted", 130)
+        assert bars and all("| 0/4 [" in bar for bar in bars), told
 
 
 def _lives(process: int) -> bool:
@@ -70,4 +93,4 @@ def _lives(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    call_each(partial(_sleep, Path(sys.argv[1])), range(2), processes=2, unit="sleep")
+    launch.run(lambda: call_each(partial(_sleep, Path(sys.argv[1])), range(4), processes=2, unit="sleep"))  # type: ignore[func-returns-value, arg-type, return-value]
