@@ -190,18 +190,20 @@ class RolloutWorld:
         try:
             self._worker.run()
         except BaseException:
-            self._fail()
+            self.has_failed = True
             if thread is not None and self.coordinator is not None and not problems:
                 self.coordinator.stop()
                 thread.join()
                 problems.clear()
+            self._drop_kv()
             if problems:
                 raise problems[0] from None
             raise
         if thread is not None:
             thread.join()
             if problems:
-                self._fail()
+                self.has_failed = True
+                self._drop_kv()
                 raise problems[0]
         return self._share(finished)
 
@@ -217,10 +219,6 @@ class RolloutWorld:
         if outcome.layout_error is not None:
             raise ValueError(outcome.layout_error)
         return outcome.finished
-
-    def _fail(self) -> None:
-        self.has_failed = True
-        self._drop_kv()
 
     def _drop_kv(self) -> None:
         if self.engine is not None:
