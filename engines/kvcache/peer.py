@@ -46,7 +46,6 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-
 class PeerKVStore:
     """A host's store whose entries other hosts reach, too: each process serves the entries that it has made.
 
