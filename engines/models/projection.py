@@ -2,8 +2,9 @@
 
 `linear` packs a weight in each call. Packing once takes a second copy of the matrices and gives 1.1 to 2.5 times the
 speed. Where the processor has no bfloat16 instructions, the copies of bfloat16 matrices are float32: the library's own
-bfloat16 product takes 5 to 20 times as long there. The time of a product of few rows is that of reading the matrix: our
-kernel reads it from end to end, in half the time of a product with a packed matrix, which is read in tiles.
+bfloat16 product takes 5 to 20 times as long there. The time of a product of few rows should be that of reading the
+matrix, also where they are drafts of a few sequences: our kernel reads it once from end to end, and computes tiles of
+outputs and rows whose sums stay in registers.
 """
 
 from __future__ import annotations

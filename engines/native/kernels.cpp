@@ -4,6 +4,8 @@
 // result depends only on the row: it has the same bits in any batch and with any number of threads. Therefore sums are
 // vectors with explicit lanes and order: if the compiler chose these, two copies of a loop could sum in two orders.
 
+#include <utility>
+
 #include "attention.h"
 #include "sampling.h"
 #include "vectors.h"
@@ -102,50 +104,71 @@ void rotate_and_store(const T* heads, const T* norms, const T* cos, const T* sin
 
 // -- products with few rows
 
-constexpr int64_t NEAR = 4096;  // prefetch distance in bytes for a matrix, which is read once from end to end
+constexpr int64_t OUTPUTS = 4;                      // of a tile, whose sums stay in registers
+constexpr int MOST_ROWS = REGISTER == 64 ? 6 : 3;  // of which there are 32 or 16
 
-// Outputs `first` to `last` of ROWS rows of x. Each is a sum of products, whose order is the same for any ROWS.
-template <class T, int ROWS>
-void few_rows_part(const T* x, const T* weight, T* out, int64_t inputs, int64_t outputs, int64_t first, int64_t last) {
+// `COUNT` outputs of `ROWS` rows of x. Each is a sum of products, whose order is the same in every tile. With `ahead` it
+// prefetches the next `COUNT` rows of the matrix, which is read once from end to end.
+template <class T, int COUNT, int ROWS>
+void product_tile(const T* x, const T* weight, T* out, int64_t inputs, int64_t outputs, bool ahead) {
     using A = Wide<T>;
-    constexpr int64_t step = STEP<T>;
-    const int64_t whole = inputs / (2 * step) * (2 * step);
-    for (int64_t output = first; output < last; output++) {
-        const T* row = weight + output * inputs;
-        Vector<A> even[ROWS] = {}, odd[ROWS] = {};
-        for (int64_t i = 0; i < whole; i += 2 * step) {
-            for (int64_t ahead = 0; ahead < 2 * step; ahead += 64 / sizeof(T))
-                __builtin_prefetch(reinterpret_cast<const char*>(row + i + ahead) + NEAR);
-            for (int r = 0; r < ROWS; r++) {
-                add_products(even[r], x + r * inputs + i, row + i);
-                add_products(odd[r], x + r * inputs + i + step, row + i + step);
-            }
-        }
-        for (int r = 0; r < ROWS; r++) {
-            A sum = total<A>(even[r] + odd[r]);
-            for (int64_t i = whole; i < inputs; i++) sum = std::fma(A(widen(x[r * inputs + i])), A(widen(row[i])), sum);
-            out[r * outputs + output] = narrow<T, A>(sum);
+    constexpr int64_t line = 64 / sizeof(T);
+    const int64_t whole = inputs / line * line;
+    Vector<A, REGISTER> sums[ROWS][COUNT] = {};
+    for (int64_t first = 0; first < whole; first += line) {
+        if (ahead)
+            for (int64_t o = 0; o < COUNT; o++) __builtin_prefetch(weight + (COUNT + o) * inputs + first);
+        for (int64_t i = first; i < first + line; i += STEP<T, REGISTER>)
+            for (int r = 0; r < ROWS; r++)
+                for (int64_t o = 0; o < COUNT; o++)
+                    add_products<T, REGISTER>(sums[r][o], x + r * inputs + i, weight + o * inputs + i);
+    }
+    for (int r = 0; r < ROWS; r++) {
+        A totals[COUNT];
+        if constexpr (COUNT == 4)
+            four_totals<A, REGISTER>(sums[r][0], sums[r][1], sums[r][2], sums[r][3], totals);
+        else
+            for (int64_t o = 0; o < COUNT; o++) totals[o] = total<A, REGISTER>(sums[r][o]);
+        for (int64_t o = 0; o < COUNT; o++) {
+            for (int64_t i = whole; i < inputs; i++)
+                totals[o] = std::fma(A(widen(x[r * inputs + i])), A(widen(weight[o * inputs + i])), totals[o]);
+            out[r * outputs + o] = narrow<T, A>(totals[o]);
         }
     }
 }
 
-// x [rows, inputs] @ weight [outputs, inputs].T, for 0 to 4 rows.
+// `COUNT` outputs of all rows: the matrix's rows stay in the processor's cache from one tile to the next.
+template <class T, int COUNT, int... ROWS>
+void product_tiles(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs, int64_t outputs,
+                   std::integer_sequence<int, ROWS...>) {
+    constexpr decltype(&product_tile<T, COUNT, 1>) BY_ROWS[] = {product_tile<T, COUNT, ROWS + 1>...};
+    for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+        const int64_t count = std::min<int64_t>(rows - row, MOST_ROWS);
+        BY_ROWS[count - 1](x + row * inputs, weight, out + row * outputs, inputs, outputs, row == 0);
+    }
+}
+
+// x [rows, inputs] @ weight [outputs, inputs].T
 template <class T>
 void few_rows(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs, int64_t outputs) {
-    constexpr decltype(&few_rows_part<T, 1>) BY_ROWS[] = {
-        few_rows_part<T, 1>, few_rows_part<T, 2>, few_rows_part<T, 3>, few_rows_part<T, 4>};
-    if (rows == 0) return;
+    constexpr auto SIZES = std::make_integer_sequence<int, MOST_ROWS>();
     constexpr int64_t SHARE = 16;  // outputs
 #pragma omp parallel for schedule(static) if (inputs * outputs > SERIAL)
-    for (int64_t first = 0; first < outputs; first += SHARE)
-        BY_ROWS[rows - 1](x, weight, out, inputs, outputs, first, first + SHARE < outputs ? first + SHARE : outputs);
+    for (int64_t first = 0; first < outputs; first += SHARE) {
+        const int64_t last = std::min(first + SHARE, outputs);
+        int64_t output = first;
+        for (; output + OUTPUTS <= last; output += OUTPUTS)
+            product_tiles<T, OUTPUTS>(x, weight + output * inputs, out + output, rows, inputs, outputs, SIZES);
+        for (; output < last; output++)
+            product_tiles<T, 1>(x, weight + output * inputs, out + output, rows, inputs, outputs, SIZES);
+    }
 }
 
 }  // namespace
 
-// Most rows for which `few_rows` is the faster way; 0 for float64, where only equality counts.
-extern "C" int64_t most_rows_bfloat16() { return PAIRS<bf16> ? 4 : 2; }
-extern "C" int64_t most_rows_float32() { return 2; }
+// Most rows for which `few_rows` takes no longer than the matrix library; 0 for float64, where only equality counts.
+extern "C" int64_t most_rows_bfloat16() { return 16; }
+extern "C" int64_t most_rows_float32() { return 16; }
 extern "C" int64_t most_rows_float64() { return 0; }
 
 #define FOR_TYPE(SUFFIX, T)                                                                                            \

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -62,6 +62,12 @@ inline double exponential(double x) { return std::exp(x); }
 
 constexpr int64_t SERIAL = 1 << 14;  // elements: below, starting threads costs more than it gains
 
+#ifdef __AVX512F__
+constexpr int REGISTER = 64;  // bytes
+#else
+constexpr int REGISTER = 32;
+#endif
+
 template <class A, int BYTES = 64>
 using Vector __attribute__((vector_size(BYTES))) = A;
 template <class A>
@@ -72,9 +78,9 @@ inline int64_t whole_vectors(int64_t size) {
     return (size + LANES<A> - 1) / LANES<A> * LANES<A>;
 }
 
-template <class A>
-inline Vector<A> load(const A* from) {
-    Vector<A> x;
+template <class A, int BYTES = 64>
+inline Vector<A, BYTES> load(const A* from) {
+    Vector<A, BYTES> x;
     std::memcpy(&x, from, sizeof x);
     return x;
 }
@@ -87,9 +93,18 @@ inline Vector<A, BYTES / 2> fold(Vector<A, BYTES> x) {
     return halves[0] + halves[1];
 }
 
-template <class A>
-inline A total(Vector<A> x) {
-    const Vector<A, 16> part = fold<A, 32>(fold<A, 64>(x));
+// Folds to 16 bytes.
+template <class A, int BYTES>
+inline Vector<A, 16> fold_all(Vector<A, BYTES> x) {
+    if constexpr (BYTES == 16)
+        return x;
+    else
+        return fold_all<A, BYTES / 2>(fold<A, BYTES>(x));
+}
+
+template <class A, int BYTES = 64>
+inline A total(Vector<A, BYTES> x) {
+    const Vector<A, 16> part = fold_all<A, BYTES>(x);
     if constexpr (sizeof(A) == 4)
         return (part[0] + part[2]) + (part[1] + part[3]);
     else
@@ -100,32 +115,57 @@ inline A total(Vector<A> x) {
 #ifdef __AVX512BF16__
 template <class T>
 constexpr bool PAIRS = std::is_same_v<T, bf16>;
-
-inline void add_products(Vector<float>& sums, const bf16* x, const bf16* y) {
-    const __m512bh a = (__m512bh)_mm512_loadu_si512(x), b = (__m512bh)_mm512_loadu_si512(y);
-    sums = (Vector<float>)_mm512_dpbf16_ps((__m512)sums, a, b);
-}
 #else
 template <class T>
 constexpr bool PAIRS = false;
 #endif
 
-inline Vector<float> load_wide(const bf16* from) {
-    Vector<uint16_t, 32> bits;
-    std::memcpy(&bits, from, sizeof bits);
-    return (Vector<float>)(__builtin_convertvector(bits, Vector<uint32_t>) << 16);
+template <class T, int BYTES = 64>
+inline Vector<Wide<T>, BYTES> load_wide(const T* from) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        Vector<uint16_t, BYTES / 2> bits;
+        std::memcpy(&bits, from, sizeof bits);
+        return (Vector<float, BYTES>)(__builtin_convertvector(bits, Vector<uint32_t, BYTES>) << 16);
+    } else {
+        return load<T, BYTES>(from);
+    }
 }
-inline Vector<float> load_wide(const float* from) { return load(from); }
-inline Vector<double> load_wide(const double* from) { return load(from); }
+
+// Returns x * y + z, rounded once: left to itself, the compiler fuses these in some copies of a loop and not in others.
+template <class A>
+inline Vector<A, REGISTER> multiply_add(Vector<A, REGISTER> x, Vector<A, REGISTER> y, Vector<A, REGISTER> z) {
+    constexpr bool is_float = std::is_same_v<A, float>;
+#if defined(__AVX512F__)
+    if constexpr (is_float) return (Vector<A>)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+    else return (Vector<A>)_mm512_fmadd_pd((__m512d)x, (__m512d)y, (__m512d)z);
+#elif defined(__FMA__)
+    if constexpr (is_float) return (Vector<A, 32>)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+    else return (Vector<A, 32>)_mm256_fmadd_pd((__m256d)x, (__m256d)y, (__m256d)z);
+#else
+    for (int64_t lane = 0; lane < int64_t(REGISTER / sizeof(A)); lane++) z[lane] = std::fma(x[lane], y[lane], z[lane]);
+    return z;
+#endif
+}
 
 // Adds to each lane the products of its elements: one from each of x and y, or two.
-template <class T>
-inline void add_products(Vector<Wide<T>>& sums, const T* x, const T* y) {
-    sums += load_wide(x) * load_wide(y);
+template <class T, int BYTES = 64>
+inline void add_products(Vector<Wide<T>, BYTES>& sums, const T* x, const T* y) {
+#ifdef __AVX512BF16__
+    if constexpr (PAIRS<T>) {
+        static_assert(BYTES == 64);
+        const __m512bh a = (__m512bh)_mm512_loadu_si512(x), b = (__m512bh)_mm512_loadu_si512(y);
+        sums = (Vector<float>)_mm512_dpbf16_ps((__m512)sums, a, b);
+        return;
+    }
+#endif
+    if constexpr (BYTES == REGISTER)
+        sums = multiply_add<Wide<T>>(load_wide<T, BYTES>(x), load_wide<T, BYTES>(y), sums);
+    else
+        sums += load_wide<T, BYTES>(x) * load_wide<T, BYTES>(y);
 }
 
-template <class T>
-constexpr int64_t STEP = (PAIRS<T> ? 2 : 1) * LANES<Wide<T>>;  // elements that `add_products` takes
+template <class T, int BYTES = 64>
+constexpr int64_t STEP = (PAIRS<T> ? 2 : 1) * BYTES / sizeof(Wide<T>);  // elements that `add_products` takes
 
 #if defined(__has_builtin)
 #define HAS(WHAT) __has_builtin(WHAT)
@@ -134,13 +174,13 @@ constexpr int64_t STEP = (PAIRS<T> ? 2 : 1) * LANES<Wide<T>>;  // elements that 
 #endif
 
 // Writes the totals of four vectors, with the same bits as `total`.
-template <class A>
-inline void four_totals(Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d, A* to) {
+template <class A, int BYTES = 64>
+inline void four_totals(Vector<A, BYTES> a, Vector<A, BYTES> b, Vector<A, BYTES> c, Vector<A, BYTES> d, A* to) {
 #if HAS(__builtin_shufflevector)  // of GCC from version 12 on
     if constexpr (sizeof(A) == 4) {
         using Quarter = Vector<A, 16>;
-        const Quarter w = fold<A, 32>(fold<A, 64>(a)), x = fold<A, 32>(fold<A, 64>(b)),
-                      y = fold<A, 32>(fold<A, 64>(c)), z = fold<A, 32>(fold<A, 64>(d));
+        const Quarter w = fold_all<A, BYTES>(a), x = fold_all<A, BYTES>(b), y = fold_all<A, BYTES>(c),
+                      z = fold_all<A, BYTES>(d);
         const Quarter wx = __builtin_shufflevector(w, x, 0, 4, 1, 5) + __builtin_shufflevector(w, x, 2, 6, 3, 7);
         const Quarter yz = __builtin_shufflevector(y, z, 0, 4, 1, 5) + __builtin_shufflevector(y, z, 2, 6, 3, 7);
         const Quarter all =
@@ -149,7 +189,7 @@ inline void four_totals(Vector<A> a, Vector<A> b, Vector<A> c, Vector<A> d, A* t
         return;
     }
 #endif
-    to[0] = total<A>(a), to[1] = total<A>(b), to[2] = total<A>(c), to[3] = total<A>(d);
+    to[0] = total<A, BYTES>(a), to[1] = total<A, BYTES>(b), to[2] = total<A, BYTES>(c), to[3] = total<A, BYTES>(d);
 }
 
 // Widens `size` elements and appends zeros up to `padded`.
