@@ -39,7 +39,7 @@ from experiments.bench.models import checkpoint, random_prompts
 from experiments.engine_options import EngineOptions
 from experiments.paced import Bench, Rollout
 from experiments.pat_cases import BLOCK_SIZE, CASES, Batch, Case, CaseName
-from research.pat.lookahead import Deployment
+from research.pat.deployment import Deployment
 
 PAT, NO_HISTORY = "pat", "no history"
 FAR_BEHIND = 1.3

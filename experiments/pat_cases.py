@@ -14,8 +14,9 @@ from engines.parallel.layout import Layout, nested_layout
 from engines.sequence import SamplingParams
 from experiments.paced import Variant, Workload
 from research.pat.controller import Estimator, PatController, PatOptions
+from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
-from research.pat.lookahead import Deployment, make_plan
+from research.pat.lookahead import make_plan
 from research.pat.profile import deployment_of
 from research.simulator.latency import TP_SIZES, LatencyProfile, profile
 from research.simulator.pace import ProfilePace
@@ -170,17 +171,21 @@ def changing(deployment: Deployment, layout: Layout, policy: Callable[[], Layout
     return Variant(layout=layout, num_kv_tokens=of_rank, layout_policy=policy)
 
 
+def controller(
+    deployment: Deployment, batch: Batch, estimator: Estimator, *, with_history: bool = True
+) -> PatController:
+    """A controller that knows the batch's history: sequences as long as the longest were cut there."""
+    history = [(length, length >= batch.longest) for length in batch.history if with_history]
+    return PatController(deployment, PatOptions(estimator=estimator), ended=history)
+
+
 def adaptive(
     deployment: Deployment, batch: Batch, estimator: Estimator = "lookahead", *, with_history: bool = True
 ) -> Variant:
     """PAT's controller, which also names the first layout."""
-
-    def controller() -> PatController:
-        history = batch.history if with_history else ()
-        return PatController(deployment, PatOptions(estimator=estimator), ended=history)
-
-    first = controller().first_tp_size(batch.contexts, np.full(len(batch.lengths), float(batch.longest)))
-    return changing(deployment, nested_layout(range(deployment.num_ranks), first), controller)
+    make = partial(controller, deployment, batch, estimator, with_history=with_history)
+    first = make().first_tp_size(batch.contexts, np.full(len(batch.lengths), float(batch.longest)))
+    return changing(deployment, nested_layout(range(deployment.num_ranks), first), make)
 
 
 def informed(deployment: Deployment, batch: Batch, best: int) -> dict[str, Variant]:
@@ -190,7 +195,7 @@ def informed(deployment: Deployment, batch: Batch, best: int) -> dict[str, Varia
     if len(plan.stages) == 1:
         return {}
     plans = {
-        name: partial(PlayedPlan, plan, deployment.num_ranks, tp_size=size)
+        name: partial(PlayedPlan, plan, deployment, tp_size=size)
         for name, size in (("hindsight", None), ("rebalanced", best))
     }
     return {name: changing(deployment, make().layout(), make) for name, make in plans.items()}

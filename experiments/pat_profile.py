@@ -44,7 +44,7 @@ from experiments.bench.blank_kv import submit_decodes
 from experiments.bench.harness import check_figure, check_folders, machine, short, tier
 from experiments.bench.models import checkpoint, random_sequence
 from experiments.engine_options import MIB, EngineOptions
-from research.pat.lookahead import Deployment
+from research.pat.deployment import Deployment
 from research.pat.predictor import Point, StepPredictor
 from research.pat.profile import BATCHES, CONTEXTS, Profile, Subject, SwitchTime
 from research.pat.redistribute import redistribute

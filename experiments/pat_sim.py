@@ -4,10 +4,10 @@
 
 Batches of 128 long-tailed responses, the longest of which reaches the limit, as in the paper: in each static TP size,
 by PAT's controller (`pat`, `paper`), which knows the lengths of earlier batches, and by the plan for the true
-lengths (`hindsight`). The way back to the layout in which a rollout began is part of its time. Two hosts have half a
-batch each and switch on their own. The paper's ratios are of whole training steps; `claim` is what they mean for
-generation alone. `true over` names the static TP sizes over which `pat` reaches it. Prints a table, and one JSON
-object.
+lengths (`hindsight`). The way back to the layout in which a rollout began is part of its time. Two hosts share a
+batch, and each has a controller of its own; by hindsight both switch at once. The paper's ratios are of whole training
+steps; `claim` is what they mean for generation alone. `true over` names the static TP sizes over which `pat` reaches
+it. Prints a table, and one JSON object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,14 +26,18 @@ from msgspec import Meta
 from engines.config import EngineConfig
 from engines.constraints import Count, check_fields
 from engines.coordination.policies import OnDemand
+from engines.parallel.layout import Layout, nested_on_hosts
 from engines.sequence import SequenceState
 from experiments import launch
 from experiments.bench.harness import check_figure, check_folders, in_columns, report, short
 from experiments.paced import Variant
-from experiments.pat_cases import Batch, Case, adaptive, changing, static
+from experiments.pat_cases import Batch, Case, changing, controller
 from experiments.processes import call_each
+from research.pat.controller import Estimator
+from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
-from research.pat.lookahead import Deployment, make_plan
+from research.pat.lookahead import make_plan
+from research.pat.per_host import PerHost
 from research.pat.profile import deployment_of
 from research.simulator.cluster import Cluster, ClusterConfig
 from research.simulator.pace import ProfilePace
@@ -128,28 +132,26 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
     ways_back: dict[str, list[float]] = {}
     case = Case(gpus=cell.gpus, cap=cell.cap, **CASE)
     pace = case.pace()
-    deployment = deployment_of(
-        pace,
-        num_ranks=GPUS_PER_HOST,
-        num_kv_tokens=case.num_kv_tokens(GPUS_PER_HOST),  # each TP size has its own
-        max_num_seqs=SLOTS,
-        max_model_len=PROMPT + cell.cap,
+    deployment, host = (
+        deployment_of(
+            pace,
+            num_ranks=num_ranks,
+            num_kv_tokens=case.num_kv_tokens(GPUS_PER_HOST),  # each TP size has its own
+            max_num_seqs=SLOTS,
+            max_model_len=PROMPT + cell.cap,
+        )
+        for num_ranks in (cell.hosts * GPUS_PER_HOST, GPUS_PER_HOST)
     )
     drawn = (case.draw(seed) for seed in itertools.count())
     for batch in itertools.islice((one for one in drawn if max(one.lengths) == cell.cap), num_seeds):
-        ends: dict[str, list[float]] = {}
-        for host in range(cell.hosts):
-            part = replace(batch, lengths=batch.lengths[host :: cell.hosts])
-            for name, variant in _variants(deployment, part).items():
-                cluster, states = simulated(pace, deployment, part, variant)
-                done = cluster.roll_out(states)
-                back_s = pace.switch(cluster.core.layout, variant.layout, 0)
-                ends.setdefault(name, []).append(done.makespan + back_s)
-                ways_back.setdefault(name, []).append(back_s)
-                if name == "pat":
-                    switches.append(sum(decision.action == "regroup" for decision in done.decisions))
-        for name, each in ends.items():
-            runs.setdefault(name, []).append((sum(batch.lengths), max(each)))
+        for name, variant in _variants(deployment, host, batch).items():
+            cluster, states = simulated(pace, deployment, batch, variant)
+            done = cluster.roll_out(states)
+            back_s = pace.switch(cluster.core.layout, variant.layout, 0)
+            runs.setdefault(name, []).append((sum(batch.lengths), done.makespan + back_s))
+            ways_back.setdefault(name, []).append(back_s)
+            if name == "pat":
+                switches.append(sum(decision.action == "regroup" for decision in done.decisions))
     speeds = {name: short(statistics.median(tokens / took for tokens, took in some)) for name, some in runs.items()}
     best = max((name for name in speeds if name.startswith("TP")), key=speeds.__getitem__)
 
@@ -170,13 +172,29 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
     }
 
 
-def _variants(deployment: Deployment, batch: Batch) -> dict[str, Variant]:
+def _variants(deployment: Deployment, host: Deployment, batch: Batch) -> dict[str, Variant]:
+    """`deployment` is of all hosts, `host` of one."""
+    num_hosts = deployment.num_ranks // host.num_ranks
+    hosts = [range(number * host.num_ranks, (number + 1) * host.num_ranks) for number in range(num_hosts)]
+
+    def on_hosts(size: int) -> Layout:
+        return nested_on_hosts(hosts, [size] * num_hosts)
+
+    def by_itself(estimator: Estimator) -> Variant:
+        make = partial(controller, host, batch, estimator)
+        share = batch.contexts[::num_hosts]
+        first = make().first_tp_size(share, np.full(len(share), float(batch.longest)))
+        return changing(host, on_hosts(first), lambda: PerHost(hosts, [make() for _ in hosts]))
+
     plan = make_plan(deployment, batch.contexts, np.array(batch.lengths, float), None)
-    play = partial(PlayedPlan, plan, GPUS_PER_HOST)
+    play = partial(PlayedPlan, plan, deployment, num_hosts=num_hosts)
     return {
-        **{f"TP{size}": static(GPUS_PER_HOST, size, count) for size, count in deployment.num_kv_tokens.items()},
-        "pat": adaptive(deployment, batch),
-        "paper": adaptive(deployment, batch, "paper"),
+        **{
+            f"TP{size}": Variant(layout=on_hosts(size), num_kv_tokens=count // size)
+            for size, count in deployment.num_kv_tokens.items()
+        },
+        "pat": by_itself("lookahead"),
+        "paper": by_itself("paper"),
         "hindsight": changing(deployment, play().layout(), play),
     }
 

@@ -18,6 +18,7 @@ from experiments import launch
 from experiments.config import TrainConfig
 from experiments.pat_profile import deployment_here
 from research.pat.controller import PatController
+from research.pat.lifetimes import lifetimes_of
 from research.pat.profile import Profile
 
 
@@ -44,10 +45,11 @@ class RolloutLayouts:
         self._first = self._num_before = 0
 
     def recall(self, path: Path) -> None:
-        """Learns the lengths that a resumed run wrote to this file, one JSON object per step."""
+        """Learns the lengths that a resumed run wrote to this file, one JSON object per step. One without reasons, of
+        an earlier version, teaches nothing."""
         if self._controller is not None and path.exists():
-            for line in path.read_text().splitlines():
-                self._controller.learn(json.loads(line)["lengths"])
+            for step in map(json.loads, path.read_text().splitlines()):
+                self._controller.learn(lifetimes_of(zip(step["lengths"], step.get("finish_reasons", ()), strict=False)))
 
     def begin(self, index: int, *, keep_weights: bool) -> float:
         """Regroups for a rollout whose first problem is `index`; returns the seconds. Forgets the decisions so far."""

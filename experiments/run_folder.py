@@ -34,7 +34,7 @@ class RunFolder:
     """`runs/<name>/`. Every rank holds a `RunFolder`; rank 0 of the group writes all files that are not one rank's own.
 
     metrics.jsonl    one object per step, verl's names
-    lengths.jsonl    response lengths of every step
+    lengths.jsonl    response lengths of every step, and why each response ended
     samples.jsonl    some completions of every step, with rewards
     config.json      the configuration
     lock             locked while a run writes in the folder; names the process

@@ -426,8 +426,12 @@ class Run:
 
     def _write_rollout(self, rollout: Rollout) -> None:
         step = {"training/global_step": self.state.step}
-        lengths = [len(c.token_ids) for group in rollout.groups for c in group.completions]
-        self.folder.append("lengths.jsonl", {**step, "lengths": lengths, "digest": _digest(rollout)})
+        everyone = [one for group in rollout.groups for one in group.completions]
+        lengths = {
+            "lengths": [len(one.token_ids) for one in everyone],
+            "finish_reasons": [one.finish_reason for one in everyone],
+        }
+        self.folder.append("lengths.jsonl", {**step, **lengths, "digest": _digest(rollout)})
         for group in rollout.groups[:SAMPLES_PER_STEP]:
             self.folder.append("samples.jsonl", {**step, **_sample(group)})
 

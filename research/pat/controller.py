@@ -5,22 +5,28 @@ Each decision is logged with the estimates that it rests on.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.constraints import NonNegative, check_fields
-from engines.coordination.views import EndedView, LayoutChange, LayoutView
+from engines.coordination.views import LayoutChange, LayoutView, SequenceView
 from engines.parallel.layout import nested_layout
-from research.pat.lifetimes import Lengths, Lifetimes, run_to_limit
-from research.pat.lookahead import Deployment, Plan, WorkLeft, make_plan
+from engines.sequence import SequenceId
+from research.pat.algorithm1 import one_switch
+from research.pat.deployment import Deployment
+from research.pat.lifetimes import Lengths, Lifetime, Lifetimes, lifetimes_of, run_to_limit
+from research.pat.lookahead import make_plan
 from research.pat.redistribute import redistribute
 from research.pat.switch_cost import moves_kv
 
 _MOST_LOGGED = 10_000
+_STEPS_OF_PAPER = 64
 Estimator = Literal["lookahead", "paper"]
 
 
@@ -29,14 +35,16 @@ class PatOptions:
     """How a `PatController` decides."""
 
     estimator: Estimator = "lookahead"
-    """lookahead: lengths as expected from those that have ended, and all later switches. paper: Algorithm 1, in which
-    every sequence runs to its limit, and one switch is weighed against none."""
+    """lookahead: lengths as expected from those that have ended, and all later switches. paper: Algorithm 1 as printed,
+    in which every sequence runs to its limit, and one switch is weighed against none; its loop goes round whenever
+    sequences have ended and every 64 steps, as the paper does not say how often it does."""
     margin: NonNegative = 0.0
     """Share of the remaining time that a switch must save beyond its cost."""
     dwell_s: NonNegative = 0.0
     """Shortest time between two switches."""
     rung: NonNegative = 0.2
-    """Share of the unfinished sequences that must end before it decides again; fewer where a switch is planned."""
+    """Share of the unfinished sequences that must end before `lookahead` decides again; fewer where it has planned a
+    switch."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -62,52 +70,51 @@ class Considered:
     """Whether moving KV takes no longer than computing it again."""
 
 
-def generated_by(ended: Iterable[EndedView]) -> list[int]:
-    """Returns the generated tokens of those that ended by themselves."""
-    return [one.num_generated for one in ended if one.finish_reason != "abort"]
-
-
 class PatController:
     """A `LayoutPolicy` for equal replicas over all ranks of the layout: wide ones for few sequences, narrow ones for
     many.
 
-    While no sequences are added, fewer and fewer run, for which wider replicas are better: it decides no more once they
-    are as wide as they can be. It keeps what it has learnt from one rollout to the next.
+    While no sequences are added, fewer and fewer run, for which wider replicas are better: `lookahead` decides no more
+    once they are as wide as they can be. It keeps what it has learnt from one rollout to the next.
     """
 
-    def __init__(self, deployment: Deployment, options: PatOptions | None = None, *, ended: Iterable[int] = ()) -> None:
-        """`ended`: generated tokens of earlier sequences."""
+    def __init__(
+        self, deployment: Deployment, options: PatOptions | None = None, *, ended: Iterable[Lifetime] = ()
+    ) -> None:
+        """`ended`: earlier sequences."""
         self._deployment = deployment
         self._options = options or PatOptions()
         self._lifetimes = Lifetimes(ended)
         self._phase: int | None = None
         self._last_count = self._next_count = 0
         """Unfinished sequences at the last decision, and at which the next one is due."""
+        self._num_asked = 0
+        """Calls since the last decision: one for each step of a replica."""
         self._last_switch = -np.inf
         self.log: deque[Considered] = deque(maxlen=_MOST_LOGGED)
         """The latest decisions, also those to stay."""
 
-    def learn(self, ended: Iterable[int]) -> None:
-        """Learns the generated tokens of sequences that it has not seen."""
-        for num_generated in ended:
-            self._lifetimes.add(num_generated)
+    def learn(self, ended: Iterable[Lifetime]) -> None:
+        """Learns of sequences that it has not seen."""
+        self._lifetimes.add(ended)
 
     def first_tp_size(self, contexts: Lengths, limits: Lengths) -> int:
         """Returns the TP size to begin a rollout with; both are tokens, [sequences]: of prompts, and of what each may
         generate."""
-        plan = make_plan(self._deployment, contexts, self._remaining(np.zeros(len(contexts)), limits), None)
+        if self._options.estimator == "paper":
+            plan = one_switch(self._deployment, contexts, limits, np.zeros(len(contexts), int), None)
+        else:
+            remaining = self._lifetimes.remaining(np.zeros(len(contexts)), limits)
+            plan = make_plan(self._deployment, contexts, remaining, None)
         return plan.stages[0][1]
 
     def decide(self, view: LayoutView) -> LayoutChange | None:
-        self.learn(generated_by(view.ended))
-        count = view.num_unfinished
+        self.learn(lifetimes_of((one.num_generated, one.finish_reason) for one in view.ended))
         if view.phase != self._phase:
             self._phase, self._last_count, self._last_switch = view.phase, 0, -np.inf
-        has_more = count > self._last_count
         tp_size = view.layout.replicas[0].tp_size
-        is_due = count <= self._next_count and tp_size < max(self._deployment.steps)
         is_early = view.now - self._last_switch < self._options.dwell_s
-        if not count or is_early or not (has_more or is_due):
+        if not view.num_unfinished or not self._is_due(view, tp_size) or is_early:
             return None
         if tp_size not in self._deployment.steps:
             raise ValueError(
@@ -115,42 +122,52 @@ class PatController:
                 f"{sorted(self._deployment.steps)}; begin the rollout in one of these, or profile that one, too"
             )
         sequences = list(view.unfinished.values())
-        self._last_count = max(count, len(sequences))
+        has_more = view.num_unfinished > self._last_count
+        self._last_count, self._num_asked = max(view.num_unfinished, len(sequences)), 0
         if not sequences:  # as of a host's window, which counts its share of those that wait
             return None
-        generated = np.array([one.num_generated for one in sequences], float)
-        contexts = generated + [one.num_prompt_tokens for one in sequences]
-        longest = self._deployment.max_model_len
-        limits = [min(one.max_tokens, longest - one.num_prompt_tokens) for one in sequences]
-        remaining = self._remaining(generated, np.array(limits, float))
-        considered = self._consider(view.now, contexts, remaining, tp_size, may_narrow=has_more)
+        considered, means = self._consider(view, sequences, tp_size, has_more=has_more)
         self.log.append(considered)
         planned = next((fewer for fewer, size in considered.stages if size != considered.chosen), 0)
+        count = view.num_unfinished
         self._next_count = min(count - 1, max(planned, int(count * (1 - self._options.rung))))
         if considered.chosen == tp_size:
             return None
         self._last_switch = view.now
         ranks = sorted(rank for spec in view.layout.replicas for rank in spec.ranks)
         layout = nested_layout(ranks, considered.chosen, epoch=view.layout.epoch + 1)
-        places = redistribute(sequences, view.layout, layout)
+        places = redistribute(sequences, view.layout, layout, means)
         return LayoutChange(layout=layout, places=places, with_kv=considered.with_kv)
 
-    def _remaining(self, generated: Lengths, limits: Lengths) -> Lengths:
+    def _is_due(self, view: LayoutView, tp_size: int) -> bool:
+        self._num_asked += 1
+        count = view.num_unfinished
         if self._options.estimator == "paper":
-            return run_to_limit(generated, limits)
-        return self._lifetimes.remaining(generated, limits)
+            return count != self._last_count or self._num_asked >= _STEPS_OF_PAPER * len(view.layout.replicas)
+        has_more = count > self._last_count
+        return has_more or (count <= self._next_count and tp_size < max(self._deployment.steps))
 
     def _consider(
-        self, now: float, contexts: Lengths, remaining: Lengths, tp_size: int, *, may_narrow: bool
-    ) -> Considered:
+        self, view: LayoutView, sequences: Sequence[SequenceView], tp_size: int, *, has_more: bool
+    ) -> tuple[Considered, dict[SequenceId, float]]:
+        """Returns the decision, and the tokens that each sequence is expected to generate, where they are estimated."""
+        generated = np.array([one.num_generated for one in sequences], float)
+        contexts = generated + [one.num_prompt_tokens for one in sequences]
+        longest = self._deployment.max_model_len
+        limits = np.array([min(one.max_tokens, longest - one.num_prompt_tokens) for one in sequences], float)
+        means: dict[SequenceId, float] = {}
         if self._options.estimator == "paper":
-            plan = self._one_switch(contexts, remaining, tp_size, may_narrow)
+            dp_groups = _dp_groups(sequences, [spec.id for spec in view.layout.replicas])
+            remaining = run_to_limit(generated, limits)
+            plan = one_switch(self._deployment, contexts, remaining, dp_groups, tp_size, may_narrow=has_more)
         else:
-            plan = make_plan(self._deployment, contexts, remaining, tp_size)
+            plan = make_plan(self._deployment, contexts, self._lifetimes.remaining(generated, limits), tp_size)
+            expected = self._lifetimes.means(generated, limits).tolist()
+            means = dict(zip((one.sequence_id for one in sequences), expected, strict=True))
         pays = plan.seconds < (1 - self._options.margin) * plan.kept_seconds
         chosen = plan.stages[0][1] if pays else tp_size
-        return Considered(
-            now=now,
+        considered = Considered(
+            now=view.now,
             num_unfinished=len(contexts),
             num_tokens=float(contexts.sum()),
             tp_size=tp_size,
@@ -158,19 +175,14 @@ class PatController:
             kept_seconds=plan.kept_seconds,
             seconds=plan.seconds,
             stages=plan.stages,
-            with_kv=chosen == tp_size or moves_kv(self._deployment, tp_size, chosen, contexts),
+            with_kv=moves_kv(self._deployment, tp_size, chosen, contexts),
         )
+        return considered, means
 
-    def _one_switch(self, contexts: Lengths, remaining: Lengths, tp_size: int, may_narrow: bool) -> Plan:
-        """Algorithm 1, lines 5 to 20: the best wider size, its switch included, or the present one. With more sequences
-        than at the last decision, as at the start of a rollout in the layout that another has left, also a narrower
-        one."""
-        one, tokens = self._deployment, float(contexts.sum())
-        work = WorkLeft.of(one, contexts, remaining)
-        kept = float(work.seconds(tp_size).sum())
-        totals = {tp_size: kept}
-        for size in one.steps:
-            if size > tp_size or (may_narrow and size != tp_size):
-                totals[size] = float(work.seconds(size).sum()) + one.switch_seconds(tp_size, size, tokens)
-        best = min(totals, key=lambda size: (totals[size], size))
-        return Plan(stages=((len(contexts), best),), seconds=totals[best], kept_seconds=kept)
+
+def _dp_groups(sequences: Sequence[SequenceView], replica_ids: Sequence[int]) -> NDArray[np.int64]:
+    """Returns the place of each sequence's replica in the layout; those that are on none of them are dealt in turn."""
+    places = {replica_id: place for place, replica_id in enumerate(replica_ids)}
+    turn = itertools.cycle(range(len(replica_ids)))
+    found = (places.get(one.last_replica_id) if one.last_replica_id is not None else None for one in sequences)
+    return np.array([next(turn) if place is None else place for place in found])

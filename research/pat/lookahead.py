@@ -7,37 +7,15 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.kvcache.cost import PrefillCost
-from research.pat.predictor import StepPredictor
+from research.pat.deployment import Deployment
+from research.pat.switch_cost import Tokens, switch_price
 
-Tokens = NDArray[np.float64]
 _MOST_RUNGS = 128
-_SWITCH_KNOTS = 9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployment:
-    """What decoding takes in the layouts of a world: equal replicas of one TP size, over all ranks."""
-
-    num_ranks: int
-    steps: Mapping[int, StepPredictor]
-    """By TP size; only these are considered."""
-    num_kv_tokens: Mapping[int, int]
-    """Tokens that the KV cache of one replica holds, by TP size."""
-    max_num_seqs: int
-    """Most sequences that run on a replica."""
-    max_model_len: int
-    """Tokens of the longest sequence, prompt included."""
-    switch_seconds: Callable[[int, int, float], float]
-    """(TP size before, after, context tokens of all unfinished sequences) -> seconds of the switch, their KV moved."""
-    prefills: Mapping[int, PrefillCost] = field(default_factory=dict)
-    """By TP size, what prefills take on one replica; without it, a switch always moves KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +38,7 @@ def make_plan(deployment: Deployment, contexts: Tokens, remaining: Tokens, tp_si
     """
     work = WorkLeft.of(deployment, contexts, remaining)
     sizes = sorted(deployment.steps)
-    switches = _switches(deployment, sizes, work.num_tokens)
+    switches = _switches(work, sizes)
     costs = np.array([work.seconds(size) for size in sizes]).T  # [rungs, sizes]
     later = np.zeros(len(sizes))
     choices = np.zeros(costs.shape, dtype=int)
@@ -79,16 +57,13 @@ def make_plan(deployment: Deployment, contexts: Tokens, remaining: Tokens, tp_si
     return Plan(stages=tuple(stages), seconds=seconds, kept_seconds=kept)
 
 
-def _switches(deployment: Deployment, sizes: list[int], num_tokens: Tokens) -> NDArray[np.float64]:
-    """Returns the seconds of a switch, [rungs, before, after]: exact at a few numbers of tokens, straight in between,
-    since asking for each rung would take most of a decision's time."""
-    knots = np.linspace(num_tokens.min(), num_tokens.max(), _SWITCH_KNOTS)
-    seconds = np.zeros((len(num_tokens), len(sizes), len(sizes)))
+def _switches(work: WorkLeft, sizes: list[int]) -> NDArray[np.float64]:
+    """Returns the seconds of a switch, [rungs, before, after]."""
+    seconds = np.zeros((len(work.num_tokens), len(sizes), len(sizes)))
     for b, before in enumerate(sizes):
         for a, after in enumerate(sizes):
             if a != b:
-                values = [deployment.switch_seconds(before, after, tokens) for tokens in knots.tolist()]
-                seconds[:, b, a] = np.interp(num_tokens, knots, values)
+                seconds[:, b, a] = switch_price(work.deployment, before, after, work.num_tokens, work.num_pairs)
     return seconds
 
 
@@ -101,6 +76,8 @@ class WorkLeft:
     """At the start of each rung."""
     num_tokens: Tokens
     """Their context tokens at that time."""
+    num_pairs: Tokens
+    """The pairs of a token and a token that it attends to, within these contexts."""
     _starts: NDArray[np.int64]
     """Of each rung, among the intervals from one end of a sequence to the next."""
     _steps: Tokens
@@ -114,13 +91,16 @@ class WorkLeft:
         ends, contexts = remaining[order], contexts[order]
         steps = np.diff(ends, prepend=0.0)
         running = np.arange(len(ends), 0, -1).astype(float)
-        at_start = contexts[::-1].cumsum()[::-1] + running * (ends - steps)
+        grown = ends - steps
+        sums, squares = (values[::-1].cumsum()[::-1] for values in (contexts, contexts**2))
+        at_start = sums + running * grown
         counts = np.unique(np.geomspace(1, len(ends), _MOST_RUNGS).round().astype(int))[::-1]
         starts = len(ends) - counts
         return cls(
             deployment=deployment,
             num_unfinished=counts,
             num_tokens=at_start[starts],
+            num_pairs=(squares + 2 * grown * sums + running * grown**2 + at_start)[starts] / 2,
             _starts=starts,
             _steps=steps,
             _running=running,

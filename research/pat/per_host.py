@@ -8,7 +8,8 @@ from dataclasses import replace
 from engines.coordination.views import LayoutChange, LayoutView, SequenceView
 from engines.parallel.layout import Layout
 from engines.sequence import SequenceId
-from research.pat.controller import PatController, generated_by
+from research.pat.controller import PatController
+from research.pat.lifetimes import lifetimes_of
 
 
 class PerHost:
@@ -25,11 +26,14 @@ class PerHost:
         """The host that is asked first: the one behind the last that switched, so that none waits for ever."""
 
     def decide(self, view: LayoutView) -> LayoutChange | None:
+        ended = lifetimes_of((one.num_generated, one.finish_reason) for one in view.ended)
         for controller in self._controllers:
-            controller.learn(generated_by(view.ended))
+            controller.learn(ended)
         count = len(self._hosts)
         for number in [*range(self._first, count), *range(self._first)]:
             mine = [spec for spec in view.layout.replicas if self._hosts[number].issuperset(spec.ranks)]
+            if not mine:
+                continue
             others = [spec for spec in view.layout.replicas if spec not in mine]
             part = replace(
                 view,

@@ -15,7 +15,7 @@ from engines.json_files import read_json
 from engines.parallel.layout import nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Pace, decode_seconds
-from research.pat.lookahead import Deployment
+from research.pat.deployment import Deployment
 from research.pat.predictor import Point, StepPredictor
 from research.pat.switch_cost import fit_prefills
 

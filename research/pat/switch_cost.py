@@ -1,4 +1,4 @@
-"""Whether KV moves in a switch, or is computed again (PAT §4.2, Eqs. 3 and 4). Torch-free.
+"""What a switch takes, and whether KV moves in it or is computed again (PAT §4.3, Eqs. 2 to 4). Torch-free.
 
 The paper takes B sequences of the root mean square of their lengths; here the pairs of attention are counted exactly.
 """
@@ -11,8 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.kvcache.cost import PrefillCost
-from research.pat.lookahead import Deployment
+from research.pat.deployment import Deployment
 from research.pat.predictor import Point
+
+Tokens = NDArray[np.float64]
+_KNOTS = 9
 
 
 def fit_prefills(points: Iterable[Point]) -> PrefillCost:
@@ -34,22 +37,36 @@ def fit_prefills(points: Iterable[Point]) -> PrefillCost:
     return PrefillCost(latency=costs[0], seconds_per_token=costs[1], seconds_per_pair=costs[2])
 
 
-def recompute_seconds(cost: PrefillCost, num_replicas: int, contexts: NDArray[np.float64]) -> float:
-    """Returns the seconds in which replicas with equal shares prefill sequences of these lengths (Eq. 4)."""
-    tokens, pairs = float(contexts.sum()), _pairs(contexts)
-    return cost.latency + (cost.seconds_per_token * tokens + cost.seconds_per_pair * pairs) / num_replicas
+def switch_price(
+    deployment: Deployment, before: int, after: int, num_tokens: Tokens, num_pairs: Tokens
+) -> NDArray[np.float64]:
+    """Returns the seconds of switches with contexts of these tokens and pairs of attention, elementwise: of the faster
+    way for KV, min(T_move, T_recomp)."""
+    return np.minimum(*_both_ways(deployment, before, after, num_tokens, num_pairs))
 
 
-def moves_kv(deployment: Deployment, before: int, after: int, contexts: NDArray[np.float64]) -> bool:
+def moves_kv(deployment: Deployment, before: int, after: int, contexts: Tokens) -> bool:
     """Returns whether moving the KV of these sequences takes no longer than computing it again in TP size `after`.
-    True where no prefill was profiled."""
+    True where no prefill was profiled, and where the TP size stays."""
+    moving, again = _both_ways(deployment, before, after, contexts.sum(keepdims=True), np.array([_pairs(contexts)]))
+    return before == after or bool(moving <= again)
+
+
+def _both_ways(
+    deployment: Deployment, before: int, after: int, num_tokens: Tokens, num_pairs: Tokens
+) -> tuple[Tokens, Tokens]:
+    """Returns the seconds of switches in which KV moves, and of those in which replicas with equal shares prefill it
+    again (Eq. 4): infinite where no prefill was profiled. The first are exact at a few numbers of tokens and straight
+    in between, since asking for each rung of a plan would take most of a decision's time."""
+    knots = np.unique(np.linspace(num_tokens.min(), num_tokens.max(), _KNOTS))
+    moving = np.interp(num_tokens, knots, [deployment.switch_seconds(before, after, one) for one in knots.tolist()])
     if after not in deployment.prefills:
-        return True
-    tokens = float(contexts.sum())
-    moving = deployment.switch_seconds(before, after, tokens) - deployment.switch_seconds(before, after, 0.0)
-    return moving <= recompute_seconds(deployment.prefills[after], deployment.num_ranks // after, contexts)
+        return moving, np.full_like(moving, np.inf)
+    cost, num_replicas = deployment.prefills[after], deployment.num_ranks // after
+    again = cost.latency + (cost.seconds_per_token * num_tokens + cost.seconds_per_pair * num_pairs) / num_replicas
+    return moving, deployment.switch_seconds(before, after, 0.0) + again
 
 
-def _pairs(contexts: NDArray[np.float64]) -> float:
+def _pairs(contexts: Tokens) -> float:
     """Returns the pairs of a token and a token that it attends to, itself included."""
     return float((contexts * (contexts + 1)).sum() / 2)

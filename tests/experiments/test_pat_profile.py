@@ -138,9 +138,10 @@ def test_what_it_refuses(options: list[str], message: str, tmp_path: Path) -> No
 
 def test_a_resumed_run_recalls_the_lengths_of_its_rollouts(tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
-    path.write_text('{"lengths": [3, 5], "training/global_step": 1}\n{"lengths": [7]}\n')
-    controller = PatController(deployment(), ended=[9])
+    steps = ([3, 5], ["stop", "length"]), ([7, 8], ["length", "abort"])
+    path.write_text("".join(json.dumps({"lengths": one, "finish_reasons": why}) + "\n" for one, why in steps))
+    controller = PatController(deployment(), ended=[(9, False)])
     layouts = RolloutLayouts(controller, None)  # type: ignore[arg-type]
     layouts.recall(tmp_path / "missing.jsonl")
     layouts.recall(path)
-    assert list(controller._lifetimes._ended) == [9, 3, 5, 7]
+    assert list(controller._lifetimes._ended) == [(9, False), (3, False), (5, True), (7, True)]

@@ -10,8 +10,9 @@ from engines.parallel.layout import nested_layout
 from experiments import pat_sim
 from experiments.paced import Variant
 from experiments.pat_cases import Batch, changing
+from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
-from research.pat.lookahead import Deployment, Plan
+from research.pat.lookahead import Plan
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
 from tests.worlds import refused_by
@@ -41,11 +42,11 @@ def test_the_way_back_is_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> No
     made = []
     variants_of = pat_sim._variants
 
-    def widening(deployment: Deployment, batch: Batch) -> dict[str, Variant]:
+    def widening(deployment: Deployment, host: Deployment, batch: Batch) -> dict[str, Variant]:
         plan = Plan(stages=((len(batch.lengths), 1), (4, 8)), seconds=0.0, kept_seconds=0.0)
-        play = partial(PlayedPlan, plan, 8)
+        play = partial(PlayedPlan, plan, deployment)
         made.append((deployment, batch, changing(deployment, play().layout(), play)))
-        stays = {name: one for name, one in variants_of(deployment, batch).items() if name.startswith("TP")}
+        stays = {name: one for name, one in variants_of(deployment, host, batch).items() if name.startswith("TP")}
         return stays | dict.fromkeys(("pat", "paper"), made[-1][-1]) | {"hindsight": stays["TP2"]}
 
     monkeypatch.setattr(pat_sim, "_variants", widening)

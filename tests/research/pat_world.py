@@ -9,7 +9,7 @@ from engines.parallel.layout import Layout
 from experiments.paced import Variant
 from experiments.pat_cases import Batch
 from experiments.pat_sim import simulated
-from research.pat.lookahead import Deployment
+from research.pat.deployment import Deployment
 from research.pat.profile import deployment_of
 from research.simulator.cluster import SimulatedRollout
 from research.simulator.latency import profile

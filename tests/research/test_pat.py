@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from research.pat.lifetimes import Lifetimes, run_to_limit
-from research.pat.lookahead import Deployment, WorkLeft, make_plan
+from engines.kvcache.cost import PrefillCost
+from research.pat.deployment import Deployment
+from research.pat.lifetimes import Lifetime, Lifetimes, lifetimes_of, run_to_limit
+from research.pat.lookahead import WorkLeft, make_plan
 from research.pat.predictor import StepPredictor
 
 # -- the predictor
@@ -32,7 +36,69 @@ def test_the_predictor_meets_its_points_and_goes_straight_between_them() -> None
         StepPredictor([(1, 10, 1.0)])
 
 
+def test_noise_makes_no_step_faster_with_more_tokens_or_sequences() -> None:
+    """The last two points of the first curve fall, as measured ones do; and so do those of the largest batch."""
+    points = [(1, 100, 0.010), (1, 1000, 0.012), (1, 2000, 0.0119), (8, 800, 0.02), (8, 8000, 0.03)]
+    predictor = StepPredictor(points)
+    assert float(predictor.seconds(1, 2000)) == pytest.approx(0.0119)
+    for batch in (1, 3, 8, 20):
+        beyond = predictor.seconds(batch, np.linspace(8000, 200_000, 20))
+        assert (beyond > 0.0119).all() and (np.diff(beyond) > 0).all()
+    falling = StepPredictor([(1, 100, 0.02), (1, 1000, 0.021), (8, 100, 0.015), (8, 1000, 0.014)])
+    assert falling.seconds([8, 64, 999], 1000).tolist() == pytest.approx([0.014] * 3)
+    assert falling.seconds(8, [1000, 10**6]).tolist() == pytest.approx([0.014] * 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_far_beyond_the_points_noise_counts_little(seed: int) -> None:
+    """Seconds of 0.02 + tokens / 1e6, measured with an error of 2 %."""
+    rng = np.random.default_rng(seed)
+    tokens = np.array([100, 1000, 4000, 16_000, 20_000])
+    measured = (0.02 + tokens / 1e6) * (1 + 0.02 * rng.standard_normal(5))
+    points = [(batch, int(t), float(s)) for batch in (1, 8) for t, s in zip(tokens, measured, strict=True)]
+    assert float(StepPredictor(points).seconds(1, 80_000)) == pytest.approx(0.1, rel=0.15)
+
+
 # -- lifetimes
+
+
+def stopped(lengths: Iterable[int]) -> list[Lifetime]:
+    return [(length, False) for length in lengths]
+
+
+def test_those_that_reached_their_cap_promise_more() -> None:
+    cut = Lifetimes([(1000, True)] * 200)
+    assert cut.remaining(np.array([0.0, 700.0]), np.full(2, 4000.0)).tolist() == [4000.0, 3300.0]
+    assert cut.means(np.array([0.0, 700.0]), np.full(2, 4000.0)).tolist() == [4000.0, 3300.0]
+    half = Lifetimes([(1000, True), (1000, False)] * 100)
+    assert sorted(half.remaining(np.zeros(4), np.full(4, 4000.0)).tolist()) == [1000.0, 1000.0, 4000.0, 4000.0]
+    assert half.means(np.zeros(1), np.full(1, 4000.0)).tolist() == [2500.0]
+    assert lifetimes_of([(7, "stop"), (8, "abort"), (9, "length")]) == [(7, False), (9, True)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_estimate_is_the_product_limit(seed: int) -> None:
+    """Against the definition, with exact fractions. With 101 sequences no quantile falls on a value of the curve."""
+    rng = random.Random(seed)
+    known = [(rng.randint(1, 40), rng.random() < 0.4) for _ in range(rng.randint(0, 60))]
+    generated = [rng.randint(0, 45) for _ in range(101)]
+    limits = [count + rng.randint(1, 20) for count in generated]
+    survival = [Fraction(1)]  # the share that is longer than 0, 1, 2, ... tokens
+    for length in range(1, 70):
+        deaths = sum(one == (length, False) for one in known)
+        at_risk = sum(n >= length for n, _ in known) + sum(n >= length for n in generated)
+        survival.append(survival[-1] * (1 - (Fraction(deaths, at_risk) if deaths else 0)))
+    order = sorted(range(101), key=lambda place: (place * 0.6180339887498949) % 1.0)
+    expected, means = [], []
+    for place, (start, limit) in enumerate(zip(generated, limits, strict=True)):
+        wanted = survival[start] * (1 - (order.index(place) + Fraction(1, 2)) / 101)
+        end = next((n for n in range(70) if survival[n] <= wanted), limit)
+        expected.append(min(max(end, start + 1), limit) - start)
+        means.append(float(sum(survival[start:limit]) / survival[start]))
+    lifetimes = Lifetimes(known)
+    now, most = np.array(generated, float), np.array(limits, float)
+    assert lifetimes.remaining(now, most).tolist() == expected
+    assert lifetimes.means(now, most).tolist() == pytest.approx(means)
 
 
 def test_everyone_runs_to_the_limit() -> None:
@@ -45,12 +111,12 @@ def test_without_any_end_everyone_runs_to_the_limit() -> None:
 
 def test_new_sequences_get_the_known_lengths() -> None:
     known = [5, 9, 30, 70]
-    found = Lifetimes(known).remaining(np.zeros(4), np.full(4, 100.0))
+    found = Lifetimes(stopped(known)).remaining(np.zeros(4), np.full(4, 100.0))
     assert sorted(found.tolist()) == [5.0, 9.0, 30.0, 70.0]
 
 
 def test_survivors_get_what_is_left_of_the_known_lengths() -> None:
-    found = Lifetimes(range(1, 101)).remaining(np.full(50, 50.0), np.full(50, 1000.0))
+    found = Lifetimes(stopped(range(1, 101))).remaining(np.full(50, 50.0), np.full(50, 1000.0))
     ends = np.sort(found) + 50
     # Those at risk beyond 50 are the 50 known ones and the 50 that run now, which have not ended yet.
     assert ends.min() > 50 and np.median(ends) > 70
@@ -61,10 +127,9 @@ def test_a_rollout_that_is_half_over_is_not_taken_for_a_short_one(seed: int) -> 
     """Only the shorter half has ended. Mean of all lengths, known and estimated, against the truth."""
     rng = np.random.default_rng(seed)
     truth = np.ceil(500 * np.exp(0.9 * rng.standard_normal(4000)))
-    lifetimes = Lifetimes(np.ceil(500 * np.exp(0.9 * rng.standard_normal(4000))).astype(int))
+    lifetimes = Lifetimes(stopped(np.ceil(500 * np.exp(0.9 * rng.standard_normal(4000))).astype(int)))
     now = float(np.median(truth))
-    for length in truth[truth <= now]:
-        lifetimes.add(int(length))
+    lifetimes.add(stopped(truth[truth <= now].astype(int)))
     running = truth[truth > now]
     found = now + lifetimes.remaining(np.full(len(running), now), np.full(len(running), 1e5))
     assert found.mean() == pytest.approx(running.mean(), rel=0.1)
@@ -76,16 +141,20 @@ def test_remaining_tokens_are_within_their_bounds() -> None:
     for _ in range(200):
         generated = np.array([float(rng.randint(0, 60)) for _ in range(rng.randint(1, 9))])
         limits = generated + [rng.randint(1, 40) for _ in generated]
-        found = Lifetimes([rng.randint(0, 80) for _ in range(rng.randint(0, 9))]).remaining(generated, limits)
+        known = [(rng.randint(0, 80), rng.random() < 0.3) for _ in range(rng.randint(0, 9))]
+        found = Lifetimes(known).remaining(generated, limits)
         assert (found >= 1).all() and (generated + found <= limits).all()
 
 
 # -- the plan
 
 SIZES = (1, 2, 4)
+PREFILL = PrefillCost(latency=0.02, seconds_per_token=1e-4, seconds_per_pair=1e-5)
 
 
-def deployment(*, num_kv_tokens: int = 10**9, max_num_seqs: int = 10**6, switch: float = 0.0) -> Deployment:
+def deployment(
+    *, num_kv_tokens: int = 10**9, max_num_seqs: int = 10**6, switch: float = 0.0, prefills: bool = False
+) -> Deployment:
     """A step of TP t takes 3 / t seconds for the weights, and t / 4 for each sequence: wide replicas suit few."""
     steps = {
         size: StepPredictor(
@@ -102,6 +171,7 @@ def deployment(*, num_kv_tokens: int = 10**9, max_num_seqs: int = 10**6, switch:
         max_num_seqs=max_num_seqs,
         max_model_len=10**6,
         switch_seconds=lambda before, after, tokens: switch + tokens / 1e3,
+        prefills=dict.fromkeys(SIZES, PREFILL) if prefills else {},
     )
 
 
@@ -129,11 +199,22 @@ def test_the_seconds_of_a_layout_are_those_of_its_steps(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("start", [None, 1, 4])
-def test_the_plan_against_all_plans(seed: int, start: int | None) -> None:
+@pytest.mark.parametrize("prefills", [False, True])
+def test_the_plan_against_all_plans(seed: int, start: int | None, prefills: bool) -> None:
     rng = random.Random(seed)
     count = rng.randint(1, 6)
     contexts, remaining = (np.array([rng.randint(1, 60) for _ in range(count)], float) for _ in range(2))
-    one = deployment(switch=rng.choice([0.0, 1.0, 30.0]))
+    one = deployment(switch=rng.choice([0.0, 1.0, 30.0]), prefills=prefills)
+    order = np.argsort(remaining, kind="stable")
+
+    def price(before: int, after: int, rung: int) -> float:
+        """Of a switch when this many sequences have ended: KV moves or is computed again."""
+        grown = remaining[order[rung - 1]] if rung else 0.0
+        lengths = [contexts[place] + grown for place in order[rung:]]
+        moving = one.switch_seconds(before, after, sum(lengths))
+        again = sum(PREFILL.seconds(int(length)) - PREFILL.latency for length in lengths) / (4 // after)
+        return min(moving, one.switch_seconds(before, after, 0.0) + PREFILL.latency + again) if prefills else moving
+
     work = WorkLeft.of(one, contexts, remaining)
     costs = {size: work.seconds(size).tolist() for size in SIZES}
     best = np.inf
@@ -141,7 +222,7 @@ def test_the_plan_against_all_plans(seed: int, start: int | None) -> None:
         seconds, before = 0.0, start
         for rung, size in enumerate(sizes):
             if before is not None and before != size:
-                seconds += one.switch_seconds(before, size, float(work.num_tokens[rung]))
+                seconds += price(before, size, rung)
             seconds, before = seconds + costs[size][rung], size
         best = min(best, seconds)
     found = make_plan(one, contexts, remaining, start)
@@ -152,7 +233,7 @@ def test_the_plan_against_all_plans(seed: int, start: int | None) -> None:
     for place, (number, size) in enumerate(found.stages):
         end = found.stages[place + 1][0] if place + 1 < len(found.stages) else 0
         if before is not None and before != size:
-            seconds += one.switch_seconds(before, size, float(work.num_tokens[count - number]))
+            seconds += price(before, size, count - number)
         seconds, before = seconds + sum(costs[size][count - number : count - end]), size
     assert seconds == pytest.approx(found.seconds), "the stages are the plan"
 

@@ -12,6 +12,7 @@ import pytest
 
 from engines.coordination.views import EndedView, LayoutView, SequenceView
 from engines.parallel.layout import contiguous_layout, joint_groups, nested_layout
+from research.pat.algorithm1 import one_switch
 from research.pat.controller import PatController, PatOptions
 from research.pat.redistribute import balance, redistribute
 from research.simulator.cluster import SimulatedRollout
@@ -19,6 +20,7 @@ from research.workloads.lengths import LogNormalLengths
 from tests.research.pat_world import A40, CAP, KV_TOKENS, NUM_RANKS, PACE, deployment, roll_out
 
 LENGTHS = LogNormalLengths(median=60, sigma=0.884, cap=CAP)
+HISTORY = [(length, length >= CAP) for length in LENGTHS.draw(500, seed=9)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -85,7 +87,7 @@ def rollout(lengths: list[int], size: int, policy: PatController | None = None) 
 
 
 def run_pat(lengths: list[int], **options: Any) -> tuple[SimulatedRollout, PatController, list[int]]:
-    policy = PatController(deployment(), PatOptions(**options), ended=LENGTHS.draw(500, seed=9))
+    policy = PatController(deployment(), PatOptions(**options), ended=HISTORY)
     first = policy.first_tp_size(np.full(len(lengths), 16.0), np.full(len(lengths), float(CAP)))
     done = rollout(lengths, first, policy)
     sizes = [first, *(one.chosen for one in policy.log if one.chosen != one.tp_size)]
@@ -105,7 +107,7 @@ def test_a_long_tail_runs_on_wider_and_wider_replicas(seed: int) -> None:
 
 
 def test_equal_lengths_need_no_switch() -> None:
-    policy = PatController(deployment(), ended=[200] * 100)
+    policy = PatController(deployment(), ended=[(200, False)] * 100)
     done = rollout([200] * 256, policy.first_tp_size(np.full(256, 16.0), np.full(256, float(CAP))), policy)
     assert not [one for one in policy.log if one.chosen != one.tp_size] and policy.log
     assert policy.log[0].seconds == pytest.approx(done.makespan, rel=0.1)
@@ -130,12 +132,19 @@ def test_dwell_margin_and_rungs_make_it_decide_less() -> None:
 
 
 def view_of(
-    lengths: list[int], *, phase: int = 0, now: float = 0.0, size: int = 8, num_delivered: int = 0, **fields: Any
+    lengths: list[int],
+    *,
+    phase: int = 0,
+    now: float = 0.0,
+    size: int = 8,
+    num_delivered: int = 0,
+    max_tokens: int = CAP,
+    **fields: Any,
 ) -> LayoutView:
     unfinished = {
         (0, uid, 0): SequenceView(
             sequence_id=(0, uid, 0), index=uid, group_id=uid, num_prompt_tokens=16, num_generated=length,
-            max_tokens=CAP, last_replica_id=0 if length else None, has_kv=False,
+            max_tokens=max_tokens, last_replica_id=uid % (NUM_RANKS // size) if length else None, has_kv=False,
         )
         for uid, length in enumerate(lengths)
     }  # fmt: skip
@@ -147,7 +156,7 @@ def view_of(
 @pytest.mark.parametrize("estimator", ["lookahead", "paper"])
 def test_a_second_rollout_begins_anew(estimator: Any) -> None:
     """On another clock, and in the wide layout that the first one has left."""
-    policy = PatController(deployment(), PatOptions(estimator=estimator, dwell_s=50.0), ended=LENGTHS.draw(500, seed=9))
+    policy = PatController(deployment(), PatOptions(estimator=estimator, dwell_s=50.0), ended=HISTORY)
     many, few = [0] * 1500, [700] * 3
     assert policy.decide(view_of(many, now=500.0)).layout.replicas[0].tp_size < 8
     assert policy.decide(view_of(few, now=505.0, size=1, num_delivered=1497)) is None, "within the dwell time"
@@ -159,7 +168,7 @@ def test_a_second_rollout_begins_anew(estimator: Any) -> None:
 @pytest.mark.parametrize(("phase", "num_delivered"), [(1, 0), (1, 1), (0, 0)])
 def test_more_sequences_than_before_are_news(estimator: Any, phase: int, num_delivered: int) -> None:
     """After a rollout that was aborted, after a rollout whose first one ended at once, or in the same rollout."""
-    policy = PatController(deployment(), PatOptions(estimator=estimator), ended=LENGTHS.draw(500, seed=9))
+    policy = PatController(deployment(), PatOptions(estimator=estimator), ended=HISTORY)
     assert policy.decide(view_of([700] * 8, size=8)) is None
     more = view_of([0] * 1500, size=8, phase=phase, num_delivered=num_delivered)
     assert policy.decide(more).layout.replicas[0].tp_size < 8
@@ -174,10 +183,9 @@ def test_a_layout_without_times_is_an_error(estimator: Any) -> None:
         policy.decide(view_of([5] * 8, size=4))
 
 
-@pytest.mark.parametrize("estimator", ["lookahead", "paper"])
-def test_nothing_is_left_to_decide_in_the_widest_replicas(estimator: Any) -> None:
+def test_nothing_is_left_to_decide_in_the_widest_replicas() -> None:
     """Beside steps that run, a decision takes time of the rank that makes it."""
-    policy = PatController(deployment(), PatOptions(estimator=estimator), ended=LENGTHS.draw(500, seed=9))
+    policy = PatController(deployment(), ended=HISTORY)
     assert policy.decide(view_of([700] * 8, size=8)) is None and len(policy.log) == 1, "the first decision of a rollout"
     for num_left in range(7, 0, -1):
         assert policy.decide(view_of([900] * num_left, size=8, num_delivered=8 - num_left)) is None
@@ -185,20 +193,76 @@ def test_nothing_is_left_to_decide_in_the_widest_replicas(estimator: Any) -> Non
     assert policy.decide(view_of([0] * 1500, size=8, phase=1)).layout.replicas[0].tp_size < 8, "the next rollout"
 
 
+def test_the_paper_decides_when_one_has_ended_or_after_64_steps() -> None:
+    policy = PatController(deployment(), PatOptions(estimator="paper"))
+    for left, calls in ((9, 1), (8, 1), (7, 1), (7, 64 * 4)):  # 4 replicas
+        for _ in range(calls):
+            policy.decide(view_of([16] * left, size=2, max_tokens=17))
+    assert [one.num_unfinished for one in policy.log] == [9, 8, 7, 7] and not any(one.chosen != 2 for one in policy.log)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("tp_size", [None, 1, 2])
+def test_algorithm_1(seed: int, tp_size: int | None) -> None:
+    """Line by line, each step of each DP group priced by itself."""
+    rng = random.Random(seed)
+    one = replace(deployment(), switch_seconds=lambda before, after, tokens: 0.3 + tokens / 1e5, prefills={})
+    count, left = rng.randint(3, 40), rng.randint(5, 90)
+    contexts = [rng.randint(20, 400) for _ in range(count)]
+    dp_groups = [rng.randrange(8 // (tp_size or 1)) for _ in range(count)]
+
+    def est_rem_time(size: int, batch: int, num_tokens: float) -> float:
+        return sum(float(one.steps[size].seconds(batch, num_tokens + batch * (step + 0.5))) for step in range(left))
+
+    seconds = {}
+    for size in (1, 2, 4, 8):
+        merged = -(-count * size // 8)
+        seconds[size] = est_rem_time(size, merged, sum(contexts) / count * merged)
+        seconds[size] += 0.3 + sum(contexts) / 1e5 if tp_size else 0.0
+    if tp_size:
+        groups = [[n for n, its in zip(contexts, dp_groups, strict=True) if its == group] for group in {*dp_groups}]
+        seconds[tp_size] = max(est_rem_time(tp_size, len(group), sum(group)) for group in groups)
+    found = one_switch(one, np.array(contexts, float), np.full(count, float(left)), np.array(dp_groups), tp_size)
+    best = min(seconds, key=seconds.__getitem__)
+    assert found.stages == ((count, best),)
+    assert found.seconds == pytest.approx(seconds[best], rel=1e-6)
+    assert found.kept_seconds == (pytest.approx(seconds[tp_size], rel=1e-6) if tp_size else np.inf)
+
+
+def test_those_that_stay_long_are_spread_evenly() -> None:
+    """Three replicas have only sequences that are about to end; in the other five all are long."""
+    before, after = nested_layout(range(8), 1), nested_layout(range(8), 4, epoch=1)
+    views, remaining = [], {}
+    for uid in range(40):
+        home = uid % 8
+        views.append(
+            SequenceView(
+                sequence_id=(0, uid, 0), index=uid, group_id=uid, num_prompt_tokens=4, num_generated=uid,
+                max_tokens=100, last_replica_id=home, has_kv=False,
+            )
+        )  # fmt: skip
+        remaining[0, uid, 0] = 1.0 if home in (0, 2, 4) else 900.0
+    places = redistribute(views, before, after, remaining)
+    assert set(Counter(places.values()).values()) == {20}
+    assert sorted(Counter(places[id_] for id_, more in remaining.items() if more > 1).values()) == [12, 13]
+    unknown = redistribute(views, before, after)
+    assert sorted(Counter(unknown[id_] for id_, more in remaining.items() if more > 1).values()) == [5, 20]
+
+
 def test_sequences_that_have_not_run_stay_with_the_schedule_policy() -> None:
-    policy = PatController(deployment(), ended=LENGTHS.draw(500, seed=9))
+    policy = PatController(deployment(), ended=HISTORY)
     change = policy.decide(view_of([5, 0, 7] * 500))
     assert change is not None and {uid % 3 for _, uid, _ in change.places} == {0, 2} and len(change.places) == 1000
 
 
 def test_aborted_sequences_teach_nothing() -> None:
-    policy = PatController(deployment(), ended=[100, 200])
+    policy = PatController(deployment(), ended=[(100, False), (200, True)])
     ended = [
         EndedView(sequence_id=(0, uid, 0), group_id=0, num_prompt_tokens=1, num_generated=uid, finish_reason=reason)
         for uid, reason in ((3, "abort"), (40, "stop"), (CAP, "length"))
     ]
     policy.decide(view_of([5], ended=tuple(ended)))
-    assert sorted(policy._lifetimes._ended) == [40, 100, 200, CAP]
+    assert [*policy._lifetimes._ended] == [(100, False), (200, True), (40, False), (CAP, True)]
 
 
 def test_a_sequence_that_has_no_room_for_its_limit_counts_with_its_room() -> None:

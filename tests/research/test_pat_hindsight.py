@@ -22,7 +22,7 @@ SIZES = [size for _, size in PLAN.stages]
 
 def test_the_plan_is_played_and_is_what_it_promised() -> None:
     assert len(SIZES) > 1, "the lengths must be worth a switch"
-    policy = PlayedPlan(PLAN, NUM_RANKS)
+    policy = PlayedPlan(PLAN, deployment())
     done = roll_out(LENGTHS, policy.layout(), policy)
     sizes = {step.epoch: step.tp_size for step in sorted(done.steps, key=lambda step: step.epoch)}
     assert list(sizes.values()) == SIZES
@@ -34,7 +34,7 @@ def test_the_plan_is_played_and_is_what_it_promised() -> None:
 
 
 def test_rebalancing_keeps_the_size_at_the_same_moments() -> None:
-    policy = PlayedPlan(PLAN, NUM_RANKS, tp_size=2)
+    policy = PlayedPlan(PLAN, deployment(), tp_size=2)
     assert policy.layout() == nested_layout(range(NUM_RANKS), 2)
     done = roll_out(LENGTHS, policy.layout(), policy)
     assert {step.tp_size for step in done.steps} == {2}
@@ -64,7 +64,7 @@ def test_each_number_of_sequences_has_its_stage(tp_size: int | None, seed: int) 
     rng = random.Random(seed)
     counts = [40, *sorted(rng.sample(range(1, 40), 3), reverse=True)]
     stages = tuple(zip(counts, (1, 2, 4, 8), strict=True))
-    policy = PlayedPlan(Plan(stages=stages, seconds=0.0, kept_seconds=0.0), NUM_RANKS, tp_size=tp_size)
+    policy = PlayedPlan(Plan(stages=stages, seconds=0.0, kept_seconds=0.0), deployment(), tp_size=tp_size)
     layouts = [policy.layout(stage, epoch=5) for stage in range(4)]
     assert len({spec.id for layout in layouts for spec in layout.replicas}) == sum(len(one.replicas) for one in layouts)
     for unfinished in range(1, 41):

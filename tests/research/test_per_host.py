@@ -17,7 +17,7 @@ from research.pat.per_host import PerHost
 from research.simulator.cluster import Cluster, SimulatedRollout
 from tests.research import pat_world
 from tests.research.pat_world import deployment
-from tests.research.test_pat_controller import LENGTHS
+from tests.research.test_pat_controller import HISTORY, LENGTHS, view_of
 
 HOSTS = [range(8), range(8, 16)]
 
@@ -27,7 +27,7 @@ def roll_out(lengths: list[int], hosts: list[range], sizes: list[int], policy: L
 
 
 def per_host(hosts: list[range]) -> PerHost:
-    return PerHost(hosts, [PatController(deployment(), ended=LENGTHS.draw(500, seed=9)) for _ in hosts])
+    return PerHost(hosts, [PatController(deployment(), ended=HISTORY) for _ in hosts])
 
 
 def test_layouts_of_hosts() -> None:
@@ -39,7 +39,7 @@ def test_layouts_of_hosts() -> None:
 
 def test_one_host_is_the_controller_itself() -> None:
     lengths = LENGTHS.draw(300, seed=0)
-    alone = PatController(deployment(), ended=LENGTHS.draw(500, seed=9))
+    alone = PatController(deployment(), ended=HISTORY)
     expected = roll_out(lengths, HOSTS[:1], [1], alone)
     done = roll_out(lengths, HOSTS[:1], [1], per_host(HOSTS[:1]))
     assert done.finish_times == expected.finish_times and len(alone.log) > 5
@@ -89,3 +89,12 @@ def test_what_a_host_sees_is_its_own(seed: int) -> None:
     roll_out(lengths, HOSTS, [4, 4], policy)
     first = [controller.log[0] for controller in policy._controllers]
     assert np.isclose(sum(one.num_unfinished for one in first), 400, atol=2), "together they see all, once"
+
+
+def test_a_host_without_a_replica_is_not_asked() -> None:
+    """As while all of its ranks are away, or busy in another role."""
+    view = view_of([700] * 3, size=2)
+    policy = per_host([range(8, 16), range(8)])
+    change = policy.decide(replace(view, replicas={}, num_waiting=3))
+    assert change is not None and {rank for spec in change.layout.replicas for rank in spec.ranks} == {*range(8)}
+    assert not policy._controllers[0].log and len(policy._controllers[1].log) == 1
