@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 TOKENS_DIFFER = 3
-"""Exit code of an experiment that has given its result, in which variants drew different tokens."""
+"""Exit code of an experiment that has given its result, in which variants drew different tokens, or in which nothing
+happened that could have changed them."""
 _PARENT = "CURTAIL_PARENT"
 """The variable that names the process with which this one dies."""
 _REMOVAL_S: Final = 5.0
@@ -233,7 +234,8 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     """Runs an experiment and prints its result, one JSON object, as the last line of rank 0's stdout.
 
     A user's error prints one line and exits with code 2, Ctrl-C prints one line and exits with 130. A result with a
-    field `tokens_equal` that is false is printed, and the process exits with code 3.
+    field `tokens_equal` that is false, or with a list `not_exercised` that is not empty, is printed, and the process
+    exits with code 3.
     """
     if parent := os.environ.pop(_PARENT, None):
         die_with(int(parent))
@@ -263,15 +265,17 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         _leave(128 + signal.SIGINT)
     if rank() == 0 and result is not None:
         print(json.dumps(result), flush=True)
-        if places := list(_tokens_differ(result)):
-            _tell(f"error: tokens differ, which nothing may cause: {', '.join(places)} is false")
+        if problems := list(_problems(result)):
+            _tell(f"error: tokens must be equal, and what is compared must happen: {'; '.join(problems)}")
             sys.exit(TOKENS_DIFFER)
 
 
-def _tokens_differ(result: dict[str, Any], place: str = "") -> Iterator[str]:
-    """The names of all fields `tokens_equal` of the result, at any depth, that are false."""
+def _problems(result: dict[str, Any], place: str = "") -> Iterator[str]:
+    """All fields `tokens_equal` of the result, at any depth, that are false, and all `not_exercised` that name any."""
     for name, value in result.items():
         if isinstance(value, dict):
-            yield from _tokens_differ(value, f"{place}{name}.")
+            yield from _problems(value, f"{place}{name}.")
         elif name == "tokens_equal" and not value:
-            yield place + name
+            yield f"{place}{name} is false"
+        elif name == "not_exercised" and value:
+            yield f"{place}{name}: {', '.join(value)}"

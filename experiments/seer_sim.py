@@ -3,11 +3,12 @@
     python experiments/seer_sim.py --output seer_sim.json
 
 The tasks of Table 5 with all their GPUs and sequences: groups bound to instances (the baseline), divided rollout, with
-context-aware scheduling, with grouped drafts, and with an oracle of the lengths; and a harder baseline that binds
-single sequences. The paper does not print the distribution of the lengths, and its models are no dense decoders:
-docs/seer.md has what is assumed. A sequence has a sixteenth of its tokens, each of which is priced as sixteen. In the
-other cases context should not help. Prints a table, and one JSON object, in which `paper` is what the paper prints, and
-all else is ours.
+context-aware scheduling, with drafts, and with an oracle of the lengths; and harder baselines that bind single
+sequences. What binds sequences runs with its best slots and way of preemption, which a coarser simulation finds, and
+with several assignments. The paper does not print the distribution of the lengths, and its models are no dense
+decoders: docs/seer.md has what is assumed. A sequence has a sixteenth of its tokens, each of which is priced as
+sixteen. In the other cases context should not help. Prints tables, and one JSON object, in which `paper` has the
+paper's figures beside ours. A rollout that is simulated again is the same, so A/A is 1.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from msgspec import Meta
 
 from engines.config import EngineConfig
 from engines.constraints import Count, Fraction, Positive, WholeNumber, check_fields
-from engines.coordination.policies import SchedulePolicy, Static
+from engines.coordination.policies import SchedulePolicy
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.rollout.generation import make_states
 from engines.rollout.pace import Path as KVPath
 from engines.sequence import SamplingParams, SequenceId
-from experiments import launch
+from experiments import launch, seer_baseline, seer_paper
 from experiments.bench import harness
 from experiments.bench.harness import short
 from experiments.processes import call_each
-from research.seer.baselines import Divided, GroupStatic
+from experiments.seer_baseline import WAYS, BoundName, Tuning
+from research.seer.baselines import Divided
 from research.seer.context_aware import ContextAware, ContextOptions, Order
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads
 from research.simulator.datasheets import H800, QWEN_72B, Device, ModelShape
-from research.simulator.drafts import DraftAcceptance
+from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
 from research.simulator.latency import LatencyProfile
 from research.simulator.links import HostLinks
 from research.simulator.pace import ProfilePace
@@ -48,7 +50,15 @@ from research.workloads.lengths import GroupedLengths, LogNormalLengths
 BLOCK_SIZE, SLOTS, PROMPT = 256, 1024, 1024
 RESERVE = 0.35
 """Share of a GPU's memory that weights and KV may not use: training, which has the same GPUs, keeps some. Assumed."""
-BASE, DRAFTING = "group static", "context, drafts"
+BOUND: tuple[BoundName, ...] = get_args(BoundName)
+BASE, CONTEXT, ORACLE = BOUND[0], "context", "oracle"
+DRAFTING, UNGROUPED, FIXED = DRAFTED = ("drafts", "drafts, ungrouped", "drafts, no adaptation")
+ASSIGNMENTS = 3
+"""Of the sequences to instances, with each draw of the lengths."""
+SHARES = (1, 1.5, 2, 3, 4)
+"""A baseline is tuned with as many slots as an instance has sequences, divided by one of these."""
+COARSER, TRIALS = 4, 2
+"""The tuning simulates a part of the instances, with coarser tokens, and this many draws."""
 CaseName = Literal["moonlight", "qwen2-vl-72b", "kimi-k2", "independent", "chunk of mean", "kv for all"]
 
 
@@ -93,35 +103,34 @@ class Case:
     chunk: int = 8192
     kv_for_all: bool = False
     """Whether all sequences fit at once."""
-    paper: dict[str, float] = field(default_factory=dict)
-    """Table 6, over the baseline; of Fig. 10, what is left of the baseline's tail, and the share of the oracle."""
+
+    def slots(self) -> list[int]:
+        """Of an instance: what a baseline is tuned with."""
+        most = -(-self.groups // self.instances) * self.group_size
+        return [round(most / share) for share in SHARES]
 
 
 TASKS = (
     Case(
         name="moonlight", device=_sparse(H800, active=3 / 16), shape=MOONLIGHT, tp_size=1,
         instances=32, groups=400, group_size=8, cap=65_536,
-        paper={"divided": 1.27, "context": 1.33, DRAFTING: 1.77},
     ),
     Case(
         name="qwen2-vl-72b", device=H800, shape=QWEN_72B, tp_size=8,
         instances=16, groups=600, group_size=16, cap=40_960,
-        paper={"divided": 1.31, "context": 1.44, DRAFTING: 1.87, "divided tail": 0.94, "context tail": 0.13,
-               "context of oracle": 0.95},
     ),
     Case(
         name="kimi-k2", device=_sparse(H800, active=32 / 500, gpus=4), shape=KIMI_K2, tp_size=8,
         instances=8, groups=800, group_size=8, cap=98_304,
-        paper={"divided": 1.35, "context": 1.47, DRAFTING: 1.77},
     ),
 )  # fmt: skip
 CASES = {
     case.name: case
     for case in (
         *TASKS,
-        replace(TASKS[0], name="independent", correlation=0.0, paper={}),
-        replace(TASKS[0], name="chunk of mean", chunk=21_845, paper={}),
-        replace(TASKS[0], name="kv for all", kv_for_all=True, paper={}),
+        replace(TASKS[0], name="independent", correlation=0.0),
+        replace(TASKS[0], name="chunk of mean", chunk=21_845),
+        replace(TASKS[0], name="kv for all", kv_for_all=True),
     )
 }
 
@@ -149,7 +158,7 @@ class SeerSimConfig:
     order: Order = "remaining"
     """See `ContextOptions`; "length" is Algorithm 1 as printed."""
     drafts: bool = False
-    """Also simulate grouped drafts, which takes a few times as long."""
+    """Also simulate drafts, as in Fig. 11, which takes a few times as long."""
     processes: Count | None = None
     """Rollouts that are simulated at the same time; by default one per core."""
     output: Path | None = None
@@ -201,32 +210,107 @@ class _Counting:
         return seconds
 
 
+class _Run(NamedTuple):
+    """A rollout."""
+
+    case: CaseName
+    name: str
+    seed: int
+    """Of the lengths, and of what is random in policies."""
+    assignment: int = 0
+    tuning: Tuning = Tuning(SLOTS, "recompute")
+
+
 def main() -> dict[str, Any]:
     config = launch.options(SeerSimConfig)
-    names = [*_policies(CASES["moonlight"], config, {}, 0), *([DRAFTING] if config.drafts else [])]
-    keys = [*itertools.product(config.cases, range(config.seeds), names)]
+    sweeps = _sweep(config)
+    names = [*_policies(CASES["moonlight"], config, {}, 0), *(DRAFTED if config.drafts else ())]
+    keys = [_Run(*one) for one in itertools.product(config.cases, names, range(config.seeds))]
+    for (case, name), tried in sweeps.items():
+        for seed in range(config.seeds):
+            tuning, several = seer_baseline.best(tried), seer_baseline.assignments(name, ASSIGNMENTS)
+            keys += [_Run(case, name, seed, number, tuning) for number in several]
     done = call_each(partial(_simulate, config), keys, processes=config.processes, unit="rollout")
-    runs: dict[CaseName, dict[str, list[dict[str, float]]]] = {}
-    for (case, _, name), one in zip(keys, done, strict=True):
-        runs.setdefault(case, {}).setdefault(name, []).append(one)
-    rows = [describe(CASES[case], some) for case, some in runs.items()]
+    runs: dict[CaseName, dict[str, dict[int, list[dict[str, float]]]]] = {case: {BASE: {}} for case in config.cases}
+    for key, one in zip(keys, done, strict=True):
+        runs[key.case].setdefault(key.name, {}).setdefault(key.seed, []).append(one)
+    rows = [describe(case, some) for case, some in runs.items()]
+    for row in rows:
+        row["tuned"] = {
+            name: seer_baseline.report(tried) for (case, name), tried in sweeps.items() if case == row["case"]
+        }
     _print_table(rows)
+    print(seer_paper.table([one for row in rows for one in row["paper"]]), file=sys.stderr)
     return harness.report("seer_sim", config, {"tier": "sim", "rows": rows}, hidden=["processes"])
 
 
-def describe(case: Case, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Returns medians over the seeds, each with its range; ratios are to the baseline of the same seed."""
-    base, oracle = runs[BASE], runs["oracle"]
-    variants = {
-        name: {
-            "throughput": _spread([one["seconds"] / mine["seconds"] for one, mine in zip(base, some, strict=True)]),
-            "tail": _spread([mine["tail_s"] / one["tail_s"] for one, mine in zip(base, some, strict=True)]),
-            "of_oracle": _spread([one["seconds"] / mine["seconds"] for one, mine in zip(oracle, some, strict=True)]),
-            **{key: _spread([one[key] for one in some]) for key in some[0]},
+def _sweep(config: SeerSimConfig) -> dict[tuple[CaseName, BoundName], dict[Tuning, list[float]]]:
+    """Returns the seconds of each baseline's rollouts with each setting, in a smaller and coarser simulation."""
+    fewest = min(CASES[name].instances for name in config.cases)
+    blocks = min((config.chunk or CASES[name].chunk) // BLOCK_SIZE for name in config.cases)
+    coarse = replace(
+        config,
+        token_scale=max(config.token_scale, min(COARSER * config.token_scale, PROMPT, BLOCK_SIZE * blocks)),
+        shrink=min(COARSER * config.shrink, fewest),
+    )
+    keys = [
+        _Run(case, name, seed, seed, Tuning(*tuning))
+        for case, name in itertools.product(config.cases, BOUND)
+        for tuning in itertools.product(CASES[case].slots(), WAYS)
+        for seed in range(min(TRIALS, config.seeds))
+    ]
+    done = call_each(partial(_simulate, coarse), keys, processes=config.processes, unit="tuning rollout")
+    found: dict[tuple[CaseName, BoundName], dict[Tuning, list[float]]] = {}
+    for key, one in zip(keys, done, strict=True):
+        some = found.setdefault((key.case, cast(BoundName, key.name)), {})
+        some.setdefault(key.tuning, []).append(one["seconds"])
+    return found
+
+
+def describe(case: CaseName, runs: dict[str, dict[int, list[dict[str, float]]]]) -> dict[str, Any]:
+    """Returns medians over the seeds and assignments, each with its range. Ratios are to the baseline's median over the
+    assignments, with the same seed's lengths; the range of the baseline's own is what assignments differ by.
+
+    `runs`: variant -> seed -> a rollout for each assignment.
+    """
+    base, context, oracle = (
+        {seed: _median(some) for seed, some in runs[name].items()} for name in (BASE, CONTEXT, ORACLE)
+    )
+    variants = {}
+    for name, by_seed in runs.items():
+        pairs = [(seed, one) for seed, some in by_seed.items() for one in some]
+        variants[name] = {
+            "throughput": _spread([base[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
+            "tail": _spread([one["tail_s"] / base[seed]["tail_s"] for seed, one in pairs]),
+            "of_oracle": _spread([oracle[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
+            "over_context": _spread([context[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
+            **{key: _spread([one[key] for _, one in pairs]) for key in pairs[0][1]},
         }
-        for name, some in runs.items()
+    found = {name: {key: values[0] for key, values in one.items()} for name, one in variants.items()}
+    return {"case": case, "variants": variants, "paper": _as_in_the_paper(case, found)}
+
+
+def _as_in_the_paper(case: CaseName, found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    if case not in seer_paper.PAPER:
+        return []
+    ours = {
+        seer_paper.DIVIDED: found["divided"]["throughput"],
+        seer_paper.CONTEXT: found[CONTEXT]["throughput"],
+        seer_paper.TAIL: found[CONTEXT]["tail"],
+        seer_paper.OF_ORACLE: found[CONTEXT]["of_oracle"],
     }
-    return {"case": case.name, "paper": case.paper, "variants": variants}
+    if DRAFTING in found:
+        ours |= {
+            seer_paper.DRAFTS: found[DRAFTING]["throughput"],
+            seer_paper.ADAPTIVE: found[DRAFTING]["over_context"],
+            seer_paper.UNGROUPED: found[UNGROUPED]["over_context"],
+            seer_paper.FIXED: found[FIXED]["over_context"],
+        }
+    return seer_paper.compare(case, ours)
+
+
+def _median(some: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(one[key] for one in some) for key in some[0]}
 
 
 def _spread(values: list[float]) -> list[float]:
@@ -237,31 +321,32 @@ def _spread(values: list[float]) -> list[float]:
 def _policies(
     case: Case, config: SeerSimConfig, lengths: dict[SequenceId, int], seed: int
 ) -> dict[str, Callable[[], SchedulePolicy]]:
+    """Returns those that divide rollouts."""
     context = config.context(case, seed)
     return {
-        BASE: lambda: GroupStatic(seed),
         "divided": lambda: Divided(context),
         "divided, in turns": lambda: Divided(context, takes_turns=True),
-        "context": lambda: ContextAware(context),
-        "oracle": lambda: ContextAware(context, lengths=lengths),
-        "static by sequence": Static,
+        CONTEXT: lambda: ContextAware(context),
+        ORACLE: lambda: ContextAware(context, lengths=lengths),
     }
 
 
-def _simulate(config: SeerSimConfig, key: tuple[CaseName, int, str]) -> dict[str, float]:
-    """Returns what one rollout did: a case's, with a seed and a variant."""
-    case_name, seed, name = key
-    case = CASES[case_name]
+def _simulate(config: SeerSimConfig, run: _Run) -> dict[str, float]:
+    """Returns what one rollout did."""
+    case = CASES[run.case]
     alone = LogNormalLengths(median=case.cap / 4 / config.token_scale, sigma=0.8, cap=case.cap // config.token_scale)
     num_groups = case.groups * (case.instances // config.shrink) // case.instances
-    drawn = GroupedLengths(lengths=alone, correlation=case.correlation).draw(num_groups, case.group_size, seed)
+    drawn = GroupedLengths(lengths=alone, correlation=case.correlation).draw(num_groups, case.group_size, run.seed)
     lengths = {(0, uid, index): length for uid, group in enumerate(drawn) for index, length in enumerate(group)}
-    policy = _policies(case, config, lengths, seed)["context" if name == DRAFTING else name]()
-    return _roll_out(case, config, policy, lengths, drafts=name == DRAFTING)
+    if run.name in BOUND:
+        policy = seer_baseline.policy(run.name, ASSIGNMENTS * run.seed + run.assignment)
+    else:
+        policy = _policies(case, config, lengths, run.seed)[CONTEXT if run.name in DRAFTED else run.name]()
+    return _roll_out(case, config, policy, lengths, run)
 
 
 def _roll_out(
-    case: Case, config: SeerSimConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int], *, drafts: bool
+    case: Case, config: SeerSimConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int], run: _Run
 ) -> dict[str, float]:
     num_instances, prompt = case.instances // config.shrink, PROMPT // config.token_scale
     profile = LatencyProfile(device=case.device, shape=case.shape, tp_size=case.tp_size)
@@ -270,14 +355,16 @@ def _roll_out(
     host, network = (replace(one, bandwidth=1e9 * config.kv_bandwidth) for one in (usual.host, usual.network))
     links = replace(usual, host=host, network=network)
     pace = _Counting(ProfilePace(device=case.device, shape=case.shape, links=links, token_scale=config.token_scale))
-    options: dict[str, Any] = {"drafter": "grouped_suffix", "max_draft_tokens": 8, "draft_server": True}
+    drafts: dict[str, Any] = {"drafter": "grouped_suffix", "max_draft_tokens": 8, "draft_server": True}
+    drafts["draft_lengths"] = "fixed" if run.name == FIXED else "adaptive"
     engine = EngineConfig(
-        max_num_seqs=SLOTS,
+        max_num_seqs=run.tuning.max_num_seqs,
+        preemption=run.tuning.preemption,
         max_num_batched_tokens=2 * SLOTS,
         block_size=config.block_size,
-        preemption="recompute",
-        **(options if drafts else {}),
+        **(drafts if run.name in DRAFTED else {}),
     )
+    table = {0: SEER_TABLE_2[0]} if run.name == UNGROUPED else SEER_TABLE_2  # its own tokens are all that it looks in
     cluster = ClusterConfig(
         layout=contiguous_layout(range(num_instances * case.tp_size), case.tp_size),
         engine=engine,
@@ -286,7 +373,7 @@ def _roll_out(
         max_model_len=prompt + case.cap // config.token_scale,
         gpus_per_host=8,
         overheads=Overheads(message_s=0.0005 / config.token_scale),
-        drafts=DraftAcceptance() if drafts else None,
+        drafts=DraftAcceptance(table=table) if run.name in DRAFTED else None,
         records_steps=False,
     )
     uids = range(len(lengths) // case.group_size)
@@ -306,15 +393,14 @@ def _roll_out(
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    lines = [["case", "variant", "throughput", "(range)", "paper", "tail", "paper", "of oracle", "preempted", "KV"]]
+    keys = ("tail", "of_oracle", "over_context", "preempted", "kv_share")
+    lines = [["case", "variant", "throughput", "(range)", *keys, "tuned"]]
     for row in rows:
         for name, one in row["variants"].items():
-            low, high = one["throughput"][1:]
-            paper = [f"{row['paper'].get(key, '-')}" for key in (name, f"{name} tail")]
-            values = [f"{one[key][0]:g}" for key in ("throughput", "tail", "of_oracle", "preempted", "kv_share")]
-            lines.append(
-                [row["case"], name, values[0], f"{low:g}-{high:g}", paper[0], values[1], paper[1], *values[2:]]
-            )
+            middle, low, high = one["throughput"]
+            tuned = row["tuned"].get(name, {}).get("setting", "")
+            values = [f"{one[key][0]:g}" for key in keys]
+            lines.append([row["case"], name, f"{middle:g}", f"{low:g}-{high:g}", *values, tuned])
     print(harness.in_columns(lines), file=sys.stderr)
 
 

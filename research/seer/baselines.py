@@ -1,12 +1,13 @@
 """What Seer is compared with: groups bound to replicas (§2.2, §6.1), and divided rollout alone (§6.4.1). Torch-free.
 
-`engines.coordination.policies` has two harder baselines, which bind single sequences: `Static` and `OnDemand`.
+`engines.coordination.policies` has a harder baseline, `OnDemand`: a sequence is bound when a replica has room for it.
 """
 
 from __future__ import annotations
 
 import random
 from contextlib import closing
+from typing import Literal
 
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.sequence import SequenceId
@@ -14,29 +15,31 @@ from research.seer.chunks import ChunkOptions, dispatch_chunk
 from research.seer.waiting_queue import WaitingQueue
 
 
-class GroupStatic:
+class RandomStatic:
     """Whole groups to random replicas, all at once, to their ends, as veRL does: every replica gets as many groups.
 
-    Nothing is dispatched before all replicas of the layout accept.
+    With `by="sequence"` single sequences, of which every replica gets as many. Nothing is dispatched before all
+    replicas of the layout accept.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, by: Literal["group", "sequence"] = "group") -> None:
         self._random = random.Random(seed)
-        self._places: dict[tuple[int, int], int] = {}
+        self._by = by
+        self._places: dict[tuple[int, ...], int] = {}
         self._deck: list[int] = []
-        """Replicas that have not got a group since the replicas were last shuffled."""
+        """Replicas that have got nothing since the replicas were last shuffled."""
 
     def next(self, view: ScheduleView) -> Dispatch | None:
         sequence = next(iter(view.waiting.values()), None)
         ids = sorted(spec.id for spec in view.layout.replicas if spec.role == "rollout")
         if sequence is None or not ids or not all(view.replicas[id_].accepts for id_ in ids):
             return None
-        group = sequence.sequence_id[0], sequence.group_id
-        if self._places.get(group) not in ids:
+        key = (sequence.sequence_id[0], sequence.group_id) if self._by == "group" else sequence.sequence_id
+        if self._places.get(key) not in ids:
             if not set(self._deck) & set(ids):
                 self._deck = self._random.sample(ids, len(ids))
-            self._places[group] = next(id_ for id_ in iter(self._deck.pop, None) if id_ in ids)
-        return Dispatch(sequence_id=sequence.sequence_id, replica_id=self._places[group], queued=True)
+            self._places[key] = next(id_ for id_ in iter(self._deck.pop, None) if id_ in ids)
+        return Dispatch(sequence_id=sequence.sequence_id, replica_id=self._places[key], queued=True)
 
 
 class Divided:

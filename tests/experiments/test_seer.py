@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 
 from algos.publish import RECORD_FILE
 from algos.warmstart_config import WarmStartConfig
+from engines.replica.moves import KVMoves
 from engines.rollout.telemetry import StepRecord
-from experiments.paced import over_time
-from experiments.seer import Negative
+from experiments import seer_paper, seer_report
+from experiments.paced import Rollout, over_time
+from experiments.seer import Negative, SeerConfig
+from experiments.seer_variants import Setting
+from research.seer.context_aware import ContextAware
 from tests.worlds import refused_by, run_main
 
-OTHERS = ["oracle", "divided, in turns"]
+OTHERS = ["oracle", "divided, in turns", "static by sequence", "speculation, no adaptation", "speculation, ungrouped"]
+DIVIDES = [*seer_report.LADDER[1:], *OTHERS[:2], *OTHERS[3:]]
 SMALL = ["--parts", "paced", "--ranks", "2", "--shrink", "24", "--turns", "1", "--scale", "0.1", "--others", *OTHERS]
 LADDER = ["divided", "context", "speculation"]
 
@@ -42,8 +47,20 @@ def test_the_ladder_draws_the_same_tokens_and_only_its_first_rung_preempts(
     assert found["tokens_equal"] is True and found["num_sequences"] == 32
     assert list(found["throughput"]) == list(found["tail"]) == LADDER
     preempted = found["preemptions"]
-    assert preempted["group static"] > 0 and not any(preempted[one] for one in (*LADDER, *OTHERS))
-    assert found["of_oracle"] > 0 and list(found["variants"]) == OTHERS
+    assert preempted[seer_report.UNTUNED] > 0 and not any(preempted[one] for one in DIVIDES)
+    assert found["of_oracle"] > 0 and list(found["variants"]) == [*OTHERS, seer_report.UNTUNED]
+    assert found["not_exercised"] == [] and found["a_a"] > 0
+    for name in ("group static", "static by sequence"):
+        tuned = found["baselines"][name]
+        assert len(tuned["sweep_s"]) == 10 and min(tuned["sweep_s"], key=tuned["sweep_s"].get) == tuned["setting"]
+        assert tuned["simulated_s"]["assignments"] == 9 and found["sim_over_paced"][name] > 0
+    rows = {row["name"]: row for row in found["paper"]}
+    assert [(row["figure"], row["paper"]) for row in rows.values()] == [
+        *[("Table 6", paper) for paper in (1.31, 1.44, 1.87)],
+        *[("Fig. 10", paper) for paper in (0.13, 0.95)],
+        *[("Fig. 11", paper) for paper in (1.3, 1.19, 1.03)],
+    ]
+    assert rows["context"]["ours"] == found["throughput"]["context"]
     assert all(one["recomputed"] == 0 and 0.5 < one["stored_per_token"] < 2 for one in map(found["kv"].get, LADDER))
     assert found["kv"]["group static"]["stored_per_token"] == found["kv"]["group static"]["imported"] == 0
     assert 0 < found["kv"]["divided"]["hidden"] <= 1
@@ -51,15 +68,77 @@ def test_the_ladder_draws_the_same_tokens_and_only_its_first_rung_preempts(
         assert 0 < found["busy_share"][variant] <= 1 < found["num_steps"][variant]
     assert list(found["negatives"]) == [*get_args(Negative)]
     for case in found["negatives"].values():
-        assert case["tokens_equal"] and list(case["variants"]) == ["static by sequence"]
+        assert case["tokens_equal"] and list(case["variants"]) == ["static by sequence", seer_report.UNTUNED]
         assert case["num_sequences"] == 32 and case["mean_length"] == found["mean_length"]
     assert not any(found["negatives"]["kv for all"]["preemptions"].values())
     logged = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
-    assert len(logged) == 6
-    for variant in ("group static", *LADDER, *OTHERS):
+    assert len(logged) == 10
+    for variant in ("group static", *DIVIDES):
         (mine,) = [one for one in logged if f'"{variant}"'.encode() in one]
         assert all(key in mine for key in (b"kv use", b"tokens per second", b"tail_seconds"))
     assert (tmp_path / "seer_paced_1.png").stat().st_size > 10_000
+
+
+def test_variants_of_drafts_differ_in_one_thing() -> None:
+    """Fig. 11: none, adaptive and grouped, without the group's context, without adaptation."""
+    setting = Setting(
+        name="", widen=1, dtype="float64", groups=2, group_size=2, num_kv_tokens=64, chunk_tokens=32, preemption="auto",
+        others=(),
+    )  # fmt: skip
+    variants = setting.variants(SeerConfig(), 2, {})
+    drafts = variants["speculation"].options
+
+    def differs(name: str) -> set[str]:
+        others = variants[name].options
+        return {key for key in drafts.keys() | others.keys() if drafts.get(key) != others.get(key)}
+
+    for name in ("speculation, no adaptation", "speculation, ungrouped", "context"):
+        one, full = variants[name], variants["speculation"]
+        assert replace(one, schedule=full.schedule, options=full.options) == full
+        made = [cast(ContextAware, each.schedule()) for each in (one, full)]
+        assert made[0].options == made[1].options and type(made[0]) is type(made[1]) is ContextAware
+    assert not variants["context"].options
+    assert differs("speculation, no adaptation") == {"draft_lengths"}
+    assert differs("speculation, ungrouped") == {"drafter", "draft_server"}
+
+
+def test_what_was_not_exercised_is_named() -> None:
+    step = StepRecord(replica_id=0, epoch=0, tp_size=1, start=0.0, seconds=1.0, num_running=1, num_tokens=1)
+
+    def rollout(accepted: int, imported: int) -> Rollout:
+        moves = [KVMoves(num_imported=imported), KVMoves()]
+        some = [replace(step, accepted=(accepted,)), step]
+        return Rollout(steps=some, switches=[], digest="", layout_policy=None, lengths={}, ends=[], kv_moves=moves)
+
+    idle, busy = rollout(0, 0), rollout(1, 1)
+    bound = {name: [idle] for name in ("group static", "group static again", "on demand", seer_report.UNTUNED)}
+    assert seer_report.not_exercised({**bound, "divided": [idle, busy], "speculation": [busy]}) == []
+    assert seer_report.not_exercised({**bound, "context": [idle], "speculation": [rollout(0, 1)]}) == [
+        "context: no sequence went on after a chunk",
+        "speculation: no draft token was drawn",
+    ]
+
+
+def test_chunks_that_nothing_outlives_fail_after_the_result(models: Path) -> None:
+    options = [*SMALL, "--models", str(models), "--chunk-tokens", "320", "--spread", "0", "--shrink", "48"]
+    with pytest.raises(RuntimeError, match="rank 0 ended with code 3") as error:
+        run_main("seer", [*options, "--others"], num_ranks=2)
+    assert "not_exercised: divided: no sequence went on after a chunk" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "ours", "inside"),
+    [
+        ("moonlight", {"divided": 1.47, "context": 1.62, "drafts": 2.5}, [True, True, False]),
+        ("kimi-k2", {"divided": 1.2, "context": 1.1, "drafts": 1.6}, [True, False, True]),
+        ("qwen2-vl-72b", {"context, tail": 0.5, "context, of the oracle": 0.9}, [False, True]),
+        ("qwen2-vl-72b", dict(zip(seer_paper.FIG_11, (1.3, 1.31, 0.9), strict=True)), [False, True, False]),
+    ],
+)
+def test_bands(task: str, ours: dict[str, float], inside: list[bool]) -> None:
+    rows = seer_paper.compare(task, ours)
+    assert [row["inside"] for row in rows] == inside
+    assert [line.split()[-1] == "yes" for line in seer_paper.table(rows).splitlines()[1:]] == inside
 
 
 def test_points_of_equal_time() -> None:

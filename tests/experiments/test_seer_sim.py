@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from experiments.seer_baseline import BoundName
 from tests.worlds import refused_by, run_main
 
 SMALL = ["--seeds", "2", "--shrink", "16", "--token-scale", "128"]
@@ -18,17 +20,24 @@ def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
     assert output.is_file() and result["tier"] == "sim" and [row["case"] for row in result["rows"]] == cases
     for row in result["rows"]:
         variants = row["variants"]
-        chunked = {"divided", "divided, in turns", "context", "context, drafts", "oracle"}
-        assert variants.keys() == {"group static", "static by sequence", *chunked}
-        assert variants["oracle"]["of_oracle"] == [1, 1, 1]
-        assert variants["group static"]["throughput"] == variants["group static"]["tail"] == [1, 1, 1]
+        drafting = {"drafts", "drafts, ungrouped", "drafts, no adaptation"}
+        chunked = {"divided", "divided, in turns", "context", "oracle", *drafting}
+        assert variants.keys() == {*get_args(BoundName), *chunked}
+        assert variants["oracle"]["of_oracle"] == variants["context"]["over_context"] == [1, 1, 1]
+        middle, low, high = variants["group static"]["throughput"]
+        assert middle == 1 and low < 1 < high  # assignments differ
+        assert row["tuned"].keys() == {*get_args(BoundName)}
+        for one in row["tuned"].values():
+            assert len(one["sweep_s"]) == 10 and min(one["sweep_s"], key=one["sweep_s"].get) == one["setting"]
         for name, one in variants.items():
             assert all(low <= median <= high for median, low, high in one.values())
             assert one["tail"][0] > 0 and one["seconds"][1] > 0
             assert (one["kv_share"][0] > 0) == (name in chunked)
-            assert not one["preempted"][2] or name in ("group static", "static by sequence")
-        assert variants["context, drafts"]["throughput"][0] > 1.1 * variants["context"]["throughput"][0]
-    assert result["rows"][0]["paper"]["context"] == 1.33 and not result["rows"][1]["paper"]
+            assert not one["preempted"][2] or name in get_args(BoundName)
+        assert variants["drafts"]["over_context"][0] > max(1.1, variants["drafts, ungrouped"]["over_context"][0])
+    rows = {one["name"]: one for one in result["rows"][0]["paper"]}
+    assert rows["context"]["paper"] == 1.33 and rows["drafts"]["paper"] == 1.77 and not result["rows"][1]["paper"]
+    assert rows["drafts"]["ours"] == result["rows"][0]["variants"]["drafts"]["throughput"][0]
     tight, roomy = (result["rows"][place]["variants"]["group static"]["preempted"][0] for place in (0, 2))
     assert tight > roomy == 0
 

@@ -18,7 +18,7 @@ from engines.coordination.policies import SchedulePolicy
 from engines.coordination.views import Dispatch, EndedView, ReplicaView, ScheduleView, SequenceView
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
-from research.seer.baselines import Divided, GroupStatic
+from research.seer.baselines import Divided, RandomStatic
 from research.seer.chunks import ChunkOptions
 from research.seer.context_aware import ContextAware, ContextOptions
 from research.seer.length_estimate import LengthEstimate
@@ -378,7 +378,7 @@ def test_groups_stay_together_and_every_replica_gets_as_many() -> None:
     lengths = draw(12, 4, seed=3)
     places = []
     for seed in (0, 0, 1):
-        done = roll_out(GroupStatic(seed), lengths, num_kv_tokens=1000)
+        done = roll_out(RandomStatic(seed), lengths, num_kv_tokens=1000)
         found = {
             (id_, one.replica_id) for one in done.decisions if one.action == "dispatch" for id_ in one.sequence_ids
         }
@@ -387,6 +387,17 @@ def test_groups_stay_together_and_every_replica_gets_as_many() -> None:
         assert len(of_group) == 12
         assert sorted(replica_id for _, replica_id in of_group) == sorted([0, 1, 2] * 4)
         places.append(of_group)
+    assert places[0] == places[1] != places[2]
+
+
+def test_single_sequences_are_spread_evenly_in_an_order_by_the_seed() -> None:
+    lengths, places = draw(12, 4, seed=3), []
+    for seed in (0, 0, 1):
+        done = roll_out(RandomStatic(seed, by="sequence"), lengths, num_kv_tokens=1000)
+        dispatched = [one for one in done.decisions if one.action == "dispatch"]
+        places.append([(id_, one.replica_id) for one in dispatched for id_ in one.sequence_ids])
+        assert len(places[-1]) == 48
+        assert sorted(replica_id for _, replica_id in places[-1]) == sorted([0, 1, 2] * 16)
     assert places[0] == places[1] != places[2]
 
 

@@ -12,7 +12,7 @@ from engines.config import ModelConfig
 from engines.coordination.policies import SchedulePolicy
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.sequence import SequenceId
-from research.seer.baselines import Divided, GroupStatic
+from research.seer.baselines import Divided, RandomStatic
 from research.seer.context_aware import ContextAware, ContextOptions
 from tests.worlds import join, run_world
 
@@ -42,7 +42,7 @@ class Elsewhere:
 
 def policies(lengths: dict[SequenceId, int]) -> dict[str, SchedulePolicy]:
     return {
-        "group static": GroupStatic(),
+        "group static": RandomStatic(),
         "divided": Divided(OPTIONS),
         "in turns": Divided(OPTIONS, takes_turns=True),
         "context": ContextAware(OPTIONS),
