@@ -39,7 +39,8 @@ TOKENS_EQUAL = """
 import sys
 from experiments import launch
 
-cases = {"a": {"tokens_equal": True}, "b": {"T=1": {"tokens_equal": sys.argv[1] == "yes"}}}
+idle = ["nothing was drafted"] if sys.argv[1] == "idle" else []
+cases = {"a": {"tokens_equal": True, "not_exercised": idle}, "b": {"T=1": {"tokens_equal": sys.argv[1] != "no"}}}
 if sys.argv[1:] == ["anew"]:
     launch.run(lambda: {"found": launch.start_anew("no")["live"]})
 else:
@@ -172,7 +173,13 @@ def test_a_forked_process_ends_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "place"), [("yes", 0, ""), ("no", 3, "live.b.T=1.tokens_equal"), ("anew", 3, "found.b.T=1.")]
+    ("answer", "code", "place"),
+    [
+        ("yes", 0, ""),
+        ("no", 3, "live.b.T=1.tokens_equal"),
+        ("anew", 3, "found.b.T=1."),
+        ("idle", 3, "live.a.not_exercised: nothing was drafted"),
+    ],
 )
 def test_different_tokens_fail_after_the_result(tmp_path: Path, answer: str, code: int, place: str) -> None:
     """Also where another process found them: then the result is that process's."""
@@ -183,4 +190,4 @@ def test_different_tokens_fail_after_the_result(tmp_path: Path, answer: str, cod
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == code and place in done.stderr and "Traceback" not in done.stderr
     cases = next(iter(json.loads(done.stdout).values()))
-    assert cases["a"]["tokens_equal"] and cases["b"]["T=1"]["tokens_equal"] is (answer == "yes")
+    assert cases["a"]["tokens_equal"] and cases["b"]["T=1"]["tokens_equal"] is (answer not in ("no", "anew"))
