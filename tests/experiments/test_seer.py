@@ -119,13 +119,6 @@ def test_what_was_not_exercised_is_named() -> None:
     ]
 
 
-def test_chunks_that_nothing_outlives_fail_after_the_result(models: Path) -> None:
-    options = [*SMALL, "--models", str(models), "--chunk-tokens", "320", "--spread", "0", "--shrink", "48"]
-    with pytest.raises(RuntimeError, match="rank 0 ended with code 3") as error:
-        run_main("seer", [*options, "--others"], num_ranks=2)
-    assert "not_exercised: divided: no sequence went on after a chunk" in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("task", "ours", "inside"),
     [
