@@ -109,7 +109,9 @@ def test_what_was_not_exercised_is_named() -> None:
     def rollout(accepted: int, imported: int) -> Rollout:
         moves = [KVMoves(num_imported=imported), KVMoves()]
         some = [replace(step, accepted=(accepted,)), step]
-        return Rollout(steps=some, switches=[], digest="", layout_policy=None, lengths={}, ends=[], kv_moves=moves)
+        return Rollout(
+            steps=some, switches=[], digest="", layout_policy=None, lengths={}, ends=[], kv_moves=moves, way_back_s=0.0
+        )
 
     idle, busy = rollout(0, 0), rollout(1, 1)
     bound = {name: [idle] for name in ("group static", "group static again", "on demand", seer_report.UNTUNED)}
