@@ -39,8 +39,9 @@ TOKENS_EQUAL = """
 import sys
 from experiments import launch
 
+equal = sys.argv[1] in ("yes", "idle")
 idle = ["nothing was drafted"] if sys.argv[1] == "idle" else []
-cases = {"a": {"tokens_equal": True, "not_exercised": idle}, "b": {"T=1": {"tokens_equal": sys.argv[1] != "no"}}}
+cases = {"a": {"tokens_equal": True, "not_exercised": idle}, "b": {"T=1": {"tokens_equal": equal}}}
 if sys.argv[1:] == ["anew"]:
     launch.run(lambda: {"found": launch.start_anew("no")["live"]})
 else:
