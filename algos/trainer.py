@@ -58,11 +58,11 @@ class Trainer:
         """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature!r}: must be above 0; greedy rollouts cannot be trained on")
-        self.config = config
         self.algorithm = algorithm
         self.model_path = Path(model_path)
         self.temperature = temperature
         self.device = deepspeed_engine.start_deepspeed()
+        self.config = config.on(self.device.type)
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.resolved = resolve(config, num_ranks=self.num_ranks)
         model = pretrained.load_model(
@@ -154,6 +154,7 @@ class Trainer:
 
     def _plan(self, lengths: list[int]) -> MicroBatchPlan:
         budget, max_rows = self.config.micro_batch_tokens, self.resolved.max_micro_batch_rows
+        assert budget is not None
         return plan_micro_batches(lengths, budget, self.num_ranks, max_rows=max_rows)
 
     def _metrics(self, records: list[StepRecord]) -> dict[str, float]:

@@ -79,6 +79,7 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True)
         # Otherwise torch fills every buffer that DeepSpeed allocates with NaN, gigabytes in each step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    config = replace(config, trainer=config.trainer.on("cuda" if torch.cuda.is_available() else "cpu"))
     # Checks that need no process group come first: they cost nothing, and every rank sees an error.
     task = make_task(config)
     resolve(config.trainer, num_ranks=launch.num_ranks())

@@ -6,7 +6,7 @@ import ast
 import inspect
 import json
 import textwrap
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,19 @@ def test_a_resumed_run_keeps_to_them(tmp_path: Path) -> None:
     _check_same_run(parse([*same, "--resume"]))
     with pytest.raises(ValueError, match=r"resume: rollout\.attention=sdpa now, auto in .*config.json; go on with"):
         _check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
+
+
+def test_micro_batches_of_a_device_are_kept_by_a_resumed_run(tmp_path: Path) -> None:
+    """Where nobody gives them. Another size rounds sums otherwise."""
+    config = parse(["--runs", str(tmp_path), "--name", "a"])
+    (tmp_path / "a").mkdir()
+    cpu, cuda = (replace(config, trainer=config.trainer.on(device)) for device in ("cpu", "cuda"))
+    (tmp_path / "a/config.json").write_text(json.dumps(_as_json(cpu)))
+    _check_same_run(cpu)
+    with pytest.raises(ValueError, match=r"resume: trainer\.micro_batch_tokens=16384 now, 1024 in .*config.json"):
+        _check_same_run(cuda)
+    given = replace(config.trainer, micro_batch_tokens=77)
+    assert given.on("cpu") == given.on("cuda") == given
 
 
 def test_a_run_may_go_on_with_another_dispatch(tmp_path: Path) -> None:
