@@ -25,6 +25,9 @@ from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
 from research.seer.context_aware import ContextAware, ContextOptions
 
 Flat = tyro.conf.arg(name="")
+FolderName = Annotated[
+    str, Meta(pattern=r"^(?!\.{1,2}$)[^/\0]{1,200}$", description="one folder name: up to 200 characters, no '/'")
+]
 _WHOLE = "training does not apply it, so the ratios would be wrong"
 ALGORITHMS: dict[str, type[GRPO] | type[DAPO]] = {"grpo": GRPO, "dapo": DAPO}
 
@@ -75,14 +78,15 @@ class TrainConfig:
     """GSM8K: a second JSONL file to evaluate on; by default a part of `--data` is held out."""
     model: str = "tiny"
     """A Hugging Face directory, or the name of an embedded model that is warm-started once under runs/models."""
-    name: str | None = None
+    name: FolderName | None = None
     """The run's folder under runs/; by default a new one named after task and algorithm."""
     runs: Path = Path("runs")
     """Folder of all run folders and embedded models."""
     ranks: Count = 1
     """Processes to start; under torchrun, its number of processes applies instead."""
     tensor_parallel_size: int = 1
-    """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel."""
+    """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel. With
+    `--layout-policy pat` the policy chooses it."""
     dispatch: Literal["auto", "on-demand", "static", "seer"] = "auto"
     """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
     sequence i to replica i modulo their number. seer: in chunks that go on anywhere, the longest groups first. auto:
@@ -166,11 +170,12 @@ class TrainConfig:
                 f"layout_policy={self.layout_policy!r}, pat_profile={self.pat_profile}: 'pat' decides by a profile; "
                 "give both, or neither"
             )
-        engine = self.rollout.engine
+        engine, tp_size = self.rollout.engine, self.tensor_parallel_size
         for name, value, chosen, fix in (
             ("deterministic", True, self.deterministic, "leave it out"),
             ("dispatch", "static", self.dispatch, "give 'on-demand'"),
             ("dispatch", "seer", self.dispatch, "give 'on-demand'"),
+            ("tensor_parallel_size", tp_size, None if tp_size == 1 else tp_size, "leave it out: the policy chooses it"),
             ("rollout.kv_cache_mib", "auto", engine.kv_cache_bytes, "give a number, as the profile was made with"),
             ("rollout.drafter", engine.drafter, None if engine.drafter == "none" else engine.drafter, "give 'none'"),
         ):

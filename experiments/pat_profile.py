@@ -140,15 +140,19 @@ def nested_layouts(num_ranks: int, model: ModelConfig | None = None) -> list[Lay
     return [one for one in layouts if model is None or is_shardable(model, one.replicas[0].tp_size)]
 
 
-def subject_of(model: ModelConfig, dtype: str, groups: GroupCache | None) -> Subject:
+def _transport_of(groups: GroupCache | None) -> str:
+    """Returns how all ranks together exchange tensors."""
+    return groups.get(tuple(range(groups.world.size))).name if groups is not None else "single"
+
+
+def _subject_of(model: ModelConfig, dtype: str, num_ranks: int, transport: str) -> Subject:
     """Returns what a profile that is made or used here is of."""
-    num_ranks = groups.world.size if groups is not None else 1
     where = machine()
     return {
         **{f"model.{name}": value for name, value in asdict(model).items() if name not in NO_MATTER},
         "dtype": dtype,
         "device": where["cpu"] if where["device"] == "cpu" else where["device"],
-        "transport": groups.get(tuple(range(num_ranks))).name if groups is not None else "single",
+        "transport": transport,
         "num_ranks": num_ranks,
         "num_threads": where["threads"],
     }
@@ -157,9 +161,16 @@ def subject_of(model: ModelConfig, dtype: str, groups: GroupCache | None) -> Sub
 def deployment_here(profile: Profile, folder: str | Path, engine: EngineConfig, groups: GroupCache) -> Deployment:
     """Returns the profile's times for this run. Raises ValueError if it is of another deployment."""
     model = ModelConfig.from_pretrained(folder)
-    sizes = [layout.replicas[0].tp_size for layout in nested_layouts(groups.world.size, model)]
+    return deployment_with(profile, model, engine, groups.world.size, _transport_of(groups))
+
+
+def deployment_with(
+    profile: Profile, model: ModelConfig, engine: EngineConfig, num_ranks: int, transport: str
+) -> Deployment:
+    """As `deployment_here`, without groups of ranks."""
+    sizes = [layout.replicas[0].tp_size for layout in nested_layouts(num_ranks, model)]
     return profile.deployment(
-        subject_of(model, engine.dtype, groups),
+        _subject_of(model, engine.dtype, num_ranks, transport),
         num_kv_tokens={size: kv_capacity(model, engine, size) for size in sizes},
         max_num_seqs=engine.max_num_seqs,
         max_model_len=longest_sequence(engine, model),
@@ -201,7 +212,7 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
             switches = _time_switches(config, folder, groups, sizes, fastest, bar)
     return Profile(
         format=1,
-        subject=subject_of(model, config.engine.dtype, groups),
+        subject=_subject_of(model, config.engine.dtype, world.size, _transport_of(groups)),
         torch=str(torch.__version__),
         decodes=tuple(decodes),
         prefills=tuple(prefills),

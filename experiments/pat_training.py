@@ -11,24 +11,29 @@ from typing import Any
 import numpy as np
 
 from algos.collect import Collector
+from engines.config import ModelConfig
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.rollout.telemetry import SwitchRecord
 from experiments import launch
 from experiments.config import TrainConfig
-from experiments.pat_profile import deployment_here
+from experiments.pat_profile import deployment_here, deployment_with
 from research.pat.controller import PatController
 from research.pat.lifetimes import lifetimes_of
 from research.pat.profile import Profile
 
 
-def load_profile(config: TrainConfig) -> Profile | None:
-    """Returns the profile if the layout policy is PAT. Raises ValueError or FileNotFoundError."""
+def load_profile(config: TrainConfig, model: ModelConfig) -> Profile | None:
+    """Returns the profile if the layout policy is PAT. Raises ValueError or FileNotFoundError, also for a profile of
+    another deployment; only its transport is not known before the ranks have met."""
     if config.pat_profile is None:
         return None
     if launch.num_ranks() == 1:
         raise ValueError("layout_policy='pat': one rank has only one layout; give --ranks 2 or more")
-    return Profile.load(config.pat_profile)
+    profile = Profile.load(config.pat_profile)
+    engine, transport = config.rollout.engine_config(config.seed), str(profile.subject.get("transport"))
+    deployment_with(profile, model, engine, launch.num_ranks(), transport)
+    return profile
 
 
 def make_controller(config: TrainConfig, profile: Profile, folder: Path, groups: GroupCache) -> PatController:

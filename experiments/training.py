@@ -89,8 +89,7 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
     if config.resume:
         _check_same_run(config)
     layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
-    _check_engine(config)
-    profile = load_profile(config)
+    profile = load_profile(config, _check_engine(config))
     limits = config.reward_limits
     if config.deterministic:
         limits = replace(limits, beside_rollout=False)
@@ -144,8 +143,9 @@ def _as_json(config: TrainConfig) -> dict[str, Any]:
     return options | {"ranks": launch.num_ranks()}
 
 
-def _check_engine(config: TrainConfig) -> None:
-    """Raises ValueError for options that the rollout engine would refuse, before a model is warm-started."""
+def _check_engine(config: TrainConfig) -> ModelConfig:
+    """Returns the model's sizes. Raises ValueError for options that the rollout engine would refuse, before a model is
+    warm-started."""
     model = Path(config.model)
     with tempfile.TemporaryDirectory() as folder:
         if config.is_embedded_model:
@@ -158,6 +158,7 @@ def _check_engine(config: TrainConfig) -> None:
     device = torch.device("cuda", launch.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     options = config.rollout.engine_config(config.seed, deterministic=config.deterministic)
     check_engine(options, sizes, usable_device("train", device))
+    return sizes
 
 
 def _prepare_model(config: TrainConfig, threads: int) -> Path:

@@ -148,6 +148,10 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     run = small(model, tmp_path, *engine, "--name", "pat", "--steps", "2", "--eval-every", "2", *PAT, str(path))
     assert "error: layout_policy='pat': one rank has only one layout" in refused_by("train", run)
     assert "error: profile: its points of TP size 1 reach 16 sequences" in refused_by("train", run, num_ranks=2)
+    # Refused before the embedded model is warm-started.
+    other = small(Path("tiny"), tmp_path / "runs", *engine, *PAT, str(path))
+    assert "error: profile: is of model." in refused_by("train", other, num_ranks=2)
+    assert not (tmp_path / "runs/models").exists()
     profile = json.loads(path.read_text())
     seconds = {1: lambda batch: 1.0, 2: lambda batch: 0.08 * batch}
     points = [(size, batch, tokens) for size in (1, 2) for batch in (1, 16) for tokens in (1, 8192)]
@@ -394,6 +398,12 @@ class TestBadInput:
             ([*PAT, "x.json"], "pat_profile='x.json': is no file; experiments/pat_profile.py makes one"),
             ([*PAT, "/tmp"], "pat_profile='/tmp': is no file"),
             ([*PAT, "x.json", "--deterministic"], "deterministic=True: does not go with layout_policy='pat'"),
+            (
+                [*PAT, "x.json", "--tensor-parallel-size", "2"],
+                "tensor_parallel_size=2: does not go with layout_policy=",
+            ),
+            (["--name", "a/../../x"], "name='a/../../x': must be one folder name"),
+            (["--name", ".."], "name='..': must be one folder name"),
             ([*PAT, "x.json", "--dispatch", "static"], "dispatch='static': does not go with layout_policy='pat'"),
             ([*PAT, "x.json", "--rollout.kv-cache-mib", "auto"], "rollout.kv_cache_mib='auto': does not go with"),
             ([*PAT, "x.json", "--rollout.drafter", "suffix"], "rollout.drafter='suffix': does not go with"),
