@@ -21,6 +21,7 @@ from engines import LLM, Completion, RequestOutput, SamplingParams
 from engines.decoding import from_msgpack
 from engines.parallel.collectives import Communicator
 from engines.rollout.journal import Journal
+from engines.rollout.telemetry import Mark, StepRecord
 from engines.sequence import Finished
 
 _MOST_SKIPPED = 100
@@ -47,6 +48,10 @@ class Rollout:
     next_index: int
     """Data position after this step."""
     metrics: dict[str, float]
+    steps: list[StepRecord]
+    """The steps of this rank's replicas, in all rounds."""
+    marks: list[Mark]
+    """On rank 0, the coordinator's decisions in all rounds."""
 
 
 class NothingScoredError(ValueError):
@@ -75,6 +80,8 @@ class Collector:
         sampled: list[Group] = []
         kept: list[Group] = []
         sums: Counter[str] = Counter()
+        steps: list[StepRecord] = []
+        marks: list[Mark] = []
         rounds = skipped = 0
         while len(kept) < self.prompts_per_step and rounds < self.algorithm.max_sampling_rounds:
             problems, next_index = self._draw(index)
@@ -85,6 +92,8 @@ class Collector:
             )
             _check_scores(figures, sum(len(group.rewards) for group in groups))
             sums.update(figures)
+            steps += self.llm.step_records
+            marks += self.llm.rollout.marks if self.llm.rollout is not None else []
             sampled += groups
             kept += [group for group in groups if self.algorithm.keep_group(group.rewards)]
             rounds += 1
@@ -99,7 +108,9 @@ class Collector:
         metrics = rollout_metrics(sampled, experiences) | sums
         metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
         metrics["train/num_prompts_skipped"] = float(skipped)
-        return Rollout(groups=sampled, experiences=experiences, next_index=index, metrics=metrics)
+        return Rollout(
+            groups=sampled, experiences=experiences, next_index=index, metrics=metrics, steps=steps, marks=marks
+        )
 
     def _draw(self, index: int) -> tuple[list[Problem], int]:
         """Returns the next problems whose prompts the engine accepts, and the index after them."""

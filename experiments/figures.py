@@ -28,7 +28,7 @@ def draw_run(folder: Path, tier: str) -> list[Path]:
     """Writes PNGs of the files in a run's folder under `folder`/figures; returns their paths."""
     metrics = read_jsonl(folder / "metrics.jsonl")
     lengths = read_jsonl(folder / "lengths.jsonl")
-    rollout = [StepRecord(**row) for row in read_jsonl(folder / "rollout_steps.jsonl")]
+    rollout = _last_rollout(folder / "rollout_steps.jsonl")
     target = folder / "figures"
     target.mkdir(exist_ok=True)
     pictures: dict[str, tuple[Callable[[Axes, list[Any]], str], list[Any]]] = {
@@ -183,6 +183,20 @@ def _by_place(counts: Sequence[tuple[int, ...]]) -> list[int]:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _last_rollout(path: Path) -> list[StepRecord]:
+    """Reads line by line: the file holds every rollout of the run."""
+    steps: list[StepRecord] = []
+    last = None
+    if path.is_file():
+        with open(path) as file:
+            for line in file:
+                row = json.loads(line)
+                if (number := row.pop("training/global_step")) != last:
+                    last, steps = number, []
+                steps.append(StepRecord(**row))
+    return steps
 
 
 def _figure(path: Path, draw: Callable[[Axes, list[Any]], str], rows: list[Any], tier: str) -> Path:

@@ -78,9 +78,14 @@ class RolloutLayouts:
         limits = np.clip(one.llm.max_model_len - lengths, 1, params.max_tokens)
         return self._controller.first_tp_size(lengths.astype(float), limits.astype(float))
 
-    def decisions(self) -> list[dict[str, Any]]:
-        """Returns those of the rollout, with the estimates that they rest on."""
-        return [asdict(one) for one in self._controller.log] if self._controller is not None else []
+    def decisions(self, began: float) -> list[dict[str, Any]]:
+        """Returns on rank 0 those of the rollout, with the estimates that they rest on; their times are seconds since
+        `began`, a time of `time.monotonic`."""
+        rollout = self._collector.llm.rollout
+        if self._controller is None or rollout is None or rollout.coordinator is None:
+            return []
+        clock = rollout.coordinator.monotonic_time
+        return [asdict(one) | {"now": clock(one.now) - began} for one in self._controller.log]
 
     def metrics(self) -> dict[str, float]:
         """Returns the TP sizes at both ends, the number of switches since `begin`, and their mean seconds."""

@@ -26,7 +26,7 @@ DIGESTS = "digests.json"
 AFRESH = "give another --name, or delete the folder if no run is writing in it"
 """How to start a named run again that has published nothing."""
 LOCK = "lock"
-TO_LOOK_AT = ("samples.jsonl", "rollout_steps.jsonl", "timeline.json", "figures")
+TO_LOOK_AT = ("samples.jsonl", "rollout_steps.jsonl", "decisions.jsonl", "timeline.json", "figures")
 """Files that a run writes only for its reader; the run goes on if they cannot be written."""
 
 
@@ -36,6 +36,8 @@ class RunFolder:
     metrics.jsonl    one object per step, verl's names
     lengths.jsonl    response lengths of every step, and why each response ended
     samples.jsonl    some completions of every step, with rewards
+    rollout_steps.jsonl, decisions.jsonl    steps of replicas, and PAT's decisions; times since the rollout's start
+    timeline.json    the last rollout as a Chrome trace
     config.json      the configuration
     lock             locked while a run writes in the folder; names the process
     journal/         rank-<R>.jsonl: completions sampled since the last published resume point
@@ -53,11 +55,11 @@ class RunFolder:
     def is_writer(self) -> bool:
         return self._group.rank == 0
 
-    def append(self, name: str, record: dict[str, Any]) -> None:
-        """Appends a line to a JSONL file and hands it to the operating system. For errors see `writing`."""
+    def append(self, name: str, *records: dict[str, Any]) -> None:
+        """Appends a line for each to a JSONL file and hands them to the operating system. For errors see `writing`."""
         if self.is_writer:
             with self.writing(name), open(self.path / name, "a") as file:
-                file.write(json.dumps(record) + "\n")
+                file.writelines(json.dumps(record) + "\n" for record in records)
 
     def replace(self, name: str, text: str) -> None:
         """Writes a file completely or not at all. For errors see `writing`."""

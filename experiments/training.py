@@ -59,7 +59,7 @@ from experiments.run_folder import (
 from experiments.tracking import Tracker
 from research.pat.controller import PatController
 
-STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "decisions.jsonl")
+STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "rollout_steps.jsonl", "decisions.jsonl")
 SAMPLES_PER_STEP = 4
 KV_MOVES = (
     *("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes"),
@@ -329,10 +329,12 @@ class Run:
         regroup_s = self.layouts.begin(self.state.data_index, keep_weights=True)  # after evaluations
         num_found, num_found_tokens = self.journal.num_found, self.journal.num_found_tokens
         moves = self._moves()
+        rollout_began = time.monotonic()
         rollout = self._roll_out()
         updated = time.perf_counter()
         moves = {name: count - moves[name] for name, count in self._moves().items()}
-        metrics = rollout.metrics | self._hear_replicas(moves)
+        heard, steps = self._hear_replicas(rollout, moves)
+        metrics = rollout.metrics | heard
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
@@ -341,9 +343,7 @@ class Run:
         metrics["timing_s/update_actor"] = time.perf_counter() - updated
         self.state.step += 1
         self.state.data_index = rollout.next_index
-        self._write_rollout(rollout)
-        for decision in self.layouts.decisions():
-            self.folder.append("decisions.jsonl", {"training/global_step": self.state.step, **decision})
+        self._write_rollout(rollout, steps, rollout_began)
         regroup_s += self.layouts.begin(self.state.data_index, keep_weights=False)
         synced = time.perf_counter()
         self._sync_weights()
@@ -391,22 +391,18 @@ class Run:
         counts = {f"rollout/{name}": getattr(replica.kv_moves, name) for name in KV_MOVES}
         return counts | {"rollout/num_preemptions": replica.scheduler.num_preemptions}
 
-    def _hear_replicas(self, moves: dict[str, int]) -> dict[str, float]:
-        """Sums `moves` over the replicas' first ranks. Also writes their steps of the last rollout to the folder."""
+    def _hear_replicas(self, rollout: Rollout, moves: dict[str, int]) -> tuple[dict[str, float], list[StepRecord]]:
+        """Returns metrics, `moves` summed over the replicas' first ranks among them, and the steps of all replicas."""
         leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
         # In all nested layouts the first rank of replica i is rank i.
-        led = [step for step in self.llm.step_records if step.replica_id == self.group.rank]
+        led = [step for step in rollout.steps if step.replica_id == self.group.rank]
         mine = (moves if leads else dict.fromkeys(moves, 0), led)
         everyone = launch.gather(self.group, mine, tuple[dict[str, int], list[StepRecord]])
         steps = [step for _, part in everyone for step in part]
-        if self.folder.is_writer:
-            self.folder.replace("rollout_steps.jsonl", "".join(json.dumps(asdict(step)) + "\n" for step in steps))
-            marks = self.llm.rollout.marks if self.llm.rollout is not None else []
-            self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, marks)))
         metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
         if self.llm.config.drafter != "none":
             metrics |= {f"rollout/{name}": value for name, value in draft_metrics(steps).items()}
-        return metrics | self.layouts.metrics()
+        return metrics | self.layouts.metrics(), steps
 
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""
@@ -426,7 +422,10 @@ class Run:
 
     # -- files
 
-    def _write_rollout(self, rollout: Rollout) -> None:
+    def _write_rollout(self, rollout: Rollout, steps: list[StepRecord], began: float) -> None:
+        """Times in the files are seconds (in the timeline: microseconds) since `began`, a time of `time.monotonic`."""
+        if not self.folder.is_writer:
+            return
         step = {"training/global_step": self.state.step}
         everyone = [one for group in rollout.groups for one in group.completions]
         lengths = {
@@ -434,8 +433,11 @@ class Run:
             "finish_reasons": [one.finish_reason for one in everyone],
         }
         self.folder.append("lengths.jsonl", {**step, **lengths, "digest": _digest(rollout)})
-        for group in rollout.groups[:SAMPLES_PER_STEP]:
-            self.folder.append("samples.jsonl", {**step, **_sample(group)})
+        self.folder.append("samples.jsonl", *({**step, **_sample(one)} for one in rollout.groups[:SAMPLES_PER_STEP]))
+        rows = ({**step, **asdict(one), "start": one.start - began} for one in steps)
+        self.folder.append("rollout_steps.jsonl", *rows)
+        self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, rollout.marks, origin=began)))
+        self.folder.append("decisions.jsonl", *({**step, **one} for one in self.layouts.decisions(began)))
 
     def _save(self) -> None:
         """Publishes a resume point together with a Hugging Face checkpoint."""

@@ -244,6 +244,11 @@ class Coordinator:
         self._taken = now
         return now - away_s
 
+    def monotonic_time(self, now: float) -> float:
+        """Returns the time of `time.monotonic` at which the core's time was `now`."""
+        index = bisect_right(self._absences, (now, math.inf))
+        return now + (self._absences[index - 1][1] if index else 0.0)
+
     def assume(self, layout: Layout) -> None:
         """Takes over a layout in which the world's ranks take their places by themselves; only between two phases."""
         self._take(requests.AssumeLayout(layout=layout))
@@ -254,14 +259,9 @@ class Coordinator:
 
     def marks(self) -> list[Mark]:
         """Returns the last rollout's decisions, for a timeline; without dispatches, which the steps show."""
-
-        def real(now: float) -> float:
-            index = bisect_right(self._absences, (now, math.inf))
-            return now + (self._absences[index - 1][1] if index else 0.0)
-
         latest = itertools.takewhile(lambda one: one.now >= self._began, reversed(self.core.decisions))
         return [
-            Mark(name=one.action, time=real(one.now), replica_id=one.replica_id, detail=one.detail)
+            Mark(name=one.action, time=self.monotonic_time(one.now), replica_id=one.replica_id, detail=one.detail)
             for one in reversed(list(latest))
             if one.action != "dispatch"
         ]

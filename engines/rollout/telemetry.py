@@ -100,12 +100,15 @@ class Mark:
     detail: str = ""
 
 
-def chrome_trace(steps: Iterable[StepRecord], marks: Iterable[Mark] = ()) -> dict[str, Any]:
+def chrome_trace(
+    steps: Iterable[StepRecord], marks: Iterable[Mark] = (), *, origin: float | None = None
+) -> dict[str, Any]:
     """Returns the Trace Event Format of chrome://tracing and Perfetto: a row per replica, a slice per step, a counter
-    of the batch size, marks as instants. Times start at the first event, in microseconds.
+    of the batch size, marks as instants. Times are in microseconds since `origin`, by default the first event.
     """
     steps, marks = list(steps), list(marks)
-    origin = min([step.start for step in steps] + [mark.time for mark in marks], default=0.0)
+    if origin is None:
+        origin = min([step.start for step in steps] + [mark.time for mark in marks], default=0.0)
 
     def micros(time: float) -> float:
         return round((time - origin) * 1e6, 1)

@@ -133,7 +133,8 @@ def test_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run["lengths"] = {"lengths": [1, 2, 3]}
     for name, row in run.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
-    (tmp_path / "rollout_steps.jsonl").write_text("\n".join(json.dumps(asdict(step)) for step in steps))
+    lines = [json.dumps({"training/global_step": 1, **asdict(step)}) for step in steps]
+    (tmp_path / "rollout_steps.jsonl").write_text("\n".join(lines))
     paths = draw_run(tmp_path, "live")
     paths += [
         draw_timelines(tmp_path / "timelines.png", rollouts, "paced"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments import launch
 from experiments.config import parse
 from experiments.run_folder import lock_folder
+from experiments.training import MAY_CHANGE
 from tests.worlds import ROOT, refused_by, run_main
 
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
@@ -105,8 +108,12 @@ def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path) -> None:
     assert len(pandas.read_json(uninterrupted / "samples.jsonl", lines=True)) == 5 * 4
     steps = pandas.read_json(uninterrupted / "rollout_steps.jsonl", lines=True)
     trace = json.loads((uninterrupted / "timeline.json").read_text())["traceEvents"]
-    assert set(steps["replica_id"]) == {0, 1} and sum(event["ph"] == "X" for event in trace) == len(steps)
-    assert json.loads((uninterrupted / "config.json").read_text())["deterministic"] is True
+    assert set(steps["replica_id"]) == {0, 1} and set(steps["training/global_step"]) == {1, 2, 3, 4, 5}
+    times_s = [event["ts"] / 1e6 for event in trace if event["ph"] == "X"]
+    assert times_s == pytest.approx(steps[steps["training/global_step"] == 5]["start"].tolist(), abs=1e-6)
+    config = json.loads((uninterrupted / "config.json").read_text())
+    assert config["deterministic"] is True
+    assert config["trainer"]["micro_batch_tokens"] == (16384 if torch.cuda.is_available() else 1024)
     checkpoints = uninterrupted / "checkpoints"
     assert sorted(os.listdir(checkpoints)) == ["latest", "step-4", "step-5"]
     AutoModelForCausalLM.from_pretrained(checkpoints / "step-5/huggingface")
@@ -167,7 +174,13 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
         assert row["rollout/last_tp_size"] == taken[-1]["chosen"] == 2
         assert all(one["seconds"] < one["kept_seconds"] for one in taken)
     steps = [json.loads(line) for line in (folder / "rollout_steps.jsonl").read_text().splitlines()]
-    assert {(step["tp_size"], step["replica_id"]) for step in steps} == {(1, 0), (1, 1), (2, 0)}
+    for number in (1, 2):
+        mine = [step for step in steps if step["training/global_step"] == number]
+        assert {(step["tp_size"], step["replica_id"]) for step in mine} == {(1, 0), (1, 1), (2, 0)}
+        # A decision to widen comes between the steps of the narrow replicas and those of the wide one, on one clock.
+        wide = min(step["start"] for step in mine if step["tp_size"] == 2)
+        (now,) = [one["now"] for one in decisions if one["training/global_step"] == number and one["chosen"] == 2]
+        assert 0 < min(step["start"] for step in mine) < now < wide
 
 
 def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
@@ -239,6 +252,15 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
     assert [path.stat().st_size for path in (folder / "journal").iterdir()] == [0, 0]
     for file in ("lengths.jsonl", "samples.jsonl"):
         assert (folder / file).read_text() == (uninterrupted / file).read_text()
+    rows = [json.loads(line) for line in (folder / "rollout_steps.jsonl").read_text().splitlines()]
+    numbers = [row["training/global_step"] for row in rows]
+    assert numbers == sorted(numbers) and {1, 2, 5} <= set(numbers)
+
+
+def test_the_docs_list_what_may_change_on_resume() -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    (listed,) = re.findall(r"Exceptions\s+are (.*?)\. ", text, re.DOTALL)
+    assert {*re.findall(r"`--([a-z-]+)`", listed)} == {name.replace("_", "-") for name in MAY_CHANGE} - {"resume"}
 
 
 def processes_with(mark: str) -> list[int]:
@@ -335,7 +357,7 @@ GSM8K_LINES = [
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--algo", "dapo", "--max-sampling-rounds", "2"],
+        ["--algo", "dapo", "--max-sampling-rounds", "2", "--rollout.prompts-per-step", "8"],
         ["--task", "gsm8k", "--zero-stage", "3", *DRAFTS],
         ["--kl-coef", "0.05", "--num-epochs", "2", "--dtype", "bfloat16", "--rollout.dtype", "bfloat16"],
     ],
@@ -355,6 +377,13 @@ def test_three_steps_of(model: Path, runs: Path, tmp_path: Path, reward: str, ar
     if "--kl-coef" in arguments:
         assert rows[-1]["actor/kl_loss"] > 0
         assert rows[-1]["actor/num_steps"] == 4
+    if "dapo" in arguments:
+        assert max(row["train/num_gen_batches"] for row in rows[1:]) == 2
+        folder = Path(result["run_dir"])
+        steps = [json.loads(line) for line in (folder / "rollout_steps.jsonl").read_text().splitlines()]
+        for number, line in enumerate((folder / "lengths.jsonl").read_text().splitlines(), 1):
+            num_rows = sum(step["num_running"] for step in steps if step["training/global_step"] == number)
+            assert num_rows == sum(json.loads(line)["lengths"]), "a pass gives a token to each of its sequences"
     has_drafter = "--rollout.drafter" in arguments
     assert all(("rollout/tokens_per_step" in row) == has_drafter for row in rows[1:])
     if has_drafter:
