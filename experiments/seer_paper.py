@@ -2,8 +2,8 @@
 
 The paper's models, lengths and GPUs are not ours, so that only directions and rough sizes can be compared. The bands
 were set before anything was run: each rung of Table 6 above the one before, the last at 1.5 to 2.2; of Fig. 10 at least
-90 % of the oracle's throughput, and at most 40 % of the baseline's tail; the order of Fig. 11. That fixed drafts may lose
-5 % was added later: the paper's 1.03 is "about 1".
+90 % of the oracle's throughput, and at most 40 % of the baseline's tail; the order of Fig. 11. That its fixed drafts
+may lose 5 % was added later: the paper's 1.03 is "about 1".
 """
 
 from __future__ import annotations
