@@ -36,7 +36,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     """A request, answered with these bytes of an entry's file, or with none when the file is missing."""
 
     name: str
-    start: Annotated[int, Meta(ge=0, lt=2**63)]
+    start: Annotated[int, Meta(ge=0, lt=2**62)]
     count: int
 
 

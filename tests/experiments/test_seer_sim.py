@@ -10,12 +10,12 @@ import pytest
 from experiments.seer_baseline import BoundName
 from tests.worlds import refused_by, run_main
 
-SMALL = ["--seeds", "2", "--shrink", "16", "--token-scale", "128"]
+SMALL = ["--seeds", "1", "--shrink", "16", "--token-scale", "256"]
 
 
 def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    cases = ["moonlight", "independent", "kv for all"]
+    cases = ["moonlight", "kv for all"]
     result = run_main("seer_sim", ["--cases", *cases, *SMALL, "--drafts", "--output", str(output)])
     assert output.is_file() and result["tier"] == "sim" and [row["case"] for row in result["rows"]] == cases
     for row in result["rows"]:
@@ -38,7 +38,7 @@ def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
     rows = {one["name"]: one for one in result["rows"][0]["paper"]}
     assert rows["context"]["paper"] == 1.33 and rows["drafts"]["paper"] == 1.77 and not result["rows"][1]["paper"]
     assert rows["drafts"]["ours"] == result["rows"][0]["variants"]["drafts"]["throughput"][0]
-    tight, roomy = (result["rows"][place]["variants"]["group static"]["preempted"][0] for place in (0, 2))
+    tight, roomy = (row["variants"]["group static"]["preempted"][0] for row in result["rows"])
     assert tight > roomy == 0
 
 
