@@ -107,17 +107,17 @@ void rotate_and_store(const T* heads, const T* norms, const T* cos, const T* sin
 constexpr int64_t OUTPUTS = 4;                      // of a tile, whose sums stay in registers
 constexpr int MOST_ROWS = REGISTER == 64 ? 6 : 3;  // of which there are 32 or 16
 
-// `COUNT` outputs of `ROWS` rows of x. Each is a sum of products, whose order is the same in every tile. With `ahead` it
-// prefetches the next `COUNT` rows of the matrix, which is read once from end to end.
+// `COUNT` outputs of `ROWS` rows of x. Each is a sum of products, whose order is the same in every tile. It
+// prefetches rows `ahead` to `end` of the matrix, of those behind its own `COUNT`.
 template <class T, int COUNT, int ROWS>
-void product_tile(const T* x, const T* weight, T* out, int64_t inputs, int64_t outputs, bool ahead) {
+void product_tile(const T* x, const T* weight, T* out, int64_t inputs, int64_t outputs, int64_t ahead,
+                  int64_t end) {
     using A = Wide<T>;
     constexpr int64_t line = 64 / sizeof(T);
     const int64_t whole = inputs / line * line;
     Vector<A, REGISTER> sums[ROWS][COUNT] = {};
     for (int64_t first = 0; first < whole; first += line) {
-        if (ahead)
-            for (int64_t o = 0; o < COUNT; o++) __builtin_prefetch(weight + (COUNT + o) * inputs + first);
+        for (int64_t o = ahead; o < end; o++) __builtin_prefetch(weight + (COUNT + o) * inputs + first);
         for (int64_t i = first; i < first + line; i += STEP<T, REGISTER>)
             for (int r = 0; r < ROWS; r++)
                 for (int64_t o = 0; o < COUNT; o++)
@@ -137,14 +137,17 @@ void product_tile(const T* x, const T* weight, T* out, int64_t inputs, int64_t o
     }
 }
 
-// `COUNT` outputs of all rows: the matrix's rows stay in the processor's cache from one tile to the next.
+// `COUNT` outputs of all rows: the matrix's rows stay in the processor's cache from one tile to the next. Each tile
+// prefetches its share of the next rows, so that memory is read while all of them compute.
 template <class T, int COUNT, int... ROWS>
 void product_tiles(const T* x, const T* weight, T* out, int64_t rows, int64_t inputs, int64_t outputs,
                    std::integer_sequence<int, ROWS...>) {
     constexpr decltype(&product_tile<T, COUNT, 1>) BY_ROWS[] = {product_tile<T, COUNT, ROWS + 1>...};
-    for (int64_t row = 0; row < rows; row += MOST_ROWS) {
-        const int64_t count = std::min<int64_t>(rows - row, MOST_ROWS);
-        BY_ROWS[count - 1](x + row * inputs, weight, out + row * outputs, inputs, outputs, row == 0);
+    const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t row = tile * MOST_ROWS, count = std::min<int64_t>(rows - row, MOST_ROWS);
+        BY_ROWS[count - 1](x + row * inputs, weight, out + row * outputs, inputs, outputs, tile * COUNT / tiles,
+                           (tile + 1) * COUNT / tiles);
     }
 }
 
