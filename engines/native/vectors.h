@@ -134,7 +134,7 @@ inline Vector<Wide<T>, BYTES> load_wide(const T* from) {
 // Returns x * y + z, rounded once: left to itself, the compiler fuses these in some copies of a loop and not in others.
 template <class A>
 inline Vector<A, REGISTER> multiply_add(Vector<A, REGISTER> x, Vector<A, REGISTER> y, Vector<A, REGISTER> z) {
-    constexpr bool is_float = std::is_same_v<A, float>;
+    [[maybe_unused]] constexpr bool is_float = std::is_same_v<A, float>;
 #if defined(__AVX512F__)
     if constexpr (is_float) return (Vector<A>)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
     else return (Vector<A>)_mm512_fmadd_pd((__m512d)x, (__m512d)y, (__m512d)z);
