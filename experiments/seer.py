@@ -84,6 +84,8 @@ class SeerConfig(PacedConfig):
     """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
     spread: Fraction = 0.5
     """Share by which the shortest chunk is shorter than the longest; see `ChunkOptions`."""
+    processes: Count | None = None
+    """Simulations at a time while the paced part's baselines are tuned; by default one per core."""
     figure: Path | None = None
     """Draw KV use, running sequences and preemptions of the ladder into this folder."""
 

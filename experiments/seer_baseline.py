@@ -103,6 +103,8 @@ class Simulation:
     layout: Layout
     num_kv_tokens: int
     """Of a replica."""
+    processes: int | None = None
+    """Simulations at a time; see `call_each`."""
 
     def seconds(self, schedule: SchedulePolicy, options: Mapping[str, Any]) -> float:
         """Returns those of a rollout with these other options of the engine."""
@@ -163,6 +165,7 @@ class Simulation:
         """Returns the seconds of each trial, by its assignment."""
         trials = [*trials]
         found = defaultdict[tuple[BoundName, Tuning], dict[int, float]](dict)
-        for trial, seconds in zip(trials, call_each(self.of, trials, processes=None, unit="rollout"), strict=True):
+        done = call_each(self.of, trials, processes=self.processes, unit="rollout")
+        for trial, seconds in zip(trials, done, strict=True):
             found[trial.name, trial.tuning][trial.assignment] = seconds
         return found

@@ -168,7 +168,7 @@ def roll_out(config: SeerConfig, setting: Setting, bench: Bench, workload: Workl
             name: tune_live(lambda trial: call(setting.bound(num_ranks, trial)).seconds, name, config) for name in bound
         }
     else:
-        simulation = setting.simulation(workload, first.lengths, bench)
+        simulation = replace(setting.simulation(workload, first.lengths, bench), processes=config.processes)
         tuned = convert(
             launch.on_rank_0(world, partial(simulation.tune, bound, SLOTS, config.seed)), dict[BoundName, Tuned]
         )

@@ -10,7 +10,7 @@ import pytest
 from experiments.seer_baseline import BoundName
 from tests.worlds import refused_by, run_main
 
-SMALL = ["--seeds", "1", "--shrink", "16", "--token-scale", "256"]
+SMALL = ["--seeds", "1", "--shrink", "16", "--token-scale", "256", "--processes", "1"]
 
 
 def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
