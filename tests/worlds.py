@@ -41,7 +41,7 @@ MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "q
 
 
 def run_world(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 480.0, as_torchrun: bool = True
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 240.0, as_torchrun: bool = True
 ) -> list[Any]:
     """What `function(*args)` returned on each rank of a new world of `num_ranks` processes, one thread each.
 
