@@ -224,8 +224,8 @@ def regroup(target: str) -> list[Any]:
     llm = make_llm(target, target, world=groups, kv_cache_bytes=2**21, **options)
     held.until_epoch(llm, 1)
     outputs = llm.generate(PROMPTS, regrouping_params())
-    counts = [sum(getattr(one, f"num_{what}") for one in llm.step_records) for what in ("drafted", "accepted")]
-    result = [tokens_of(outputs), *counts, llm.layout.epoch]
+    counts = [(one.epoch, one.num_drafted, one.num_accepted) for one in llm.step_records]
+    result = [tokens_of(outputs), counts, llm.layout.epoch]
     llm.close()
     return result
 
@@ -234,10 +234,13 @@ def test_after_a_regroup(qwen3: str) -> None:
     """The first shard of the new replica reads the small model, which catches up."""
     results = run_world(regroup, 2, qwen3)
     plain = LLM(qwen3, dtype="float64", kv_cache_bytes=2**21).generate(PROMPTS, regrouping_params())
-    for tokens, drafted, accepted, epoch in results:
+    for tokens, steps, epoch in results:
         check_tokens(tokens, tokens_of(plain), HELD)
-        # A hidden stop, which nobody foresees, may cut a sequence's last draft.
-        assert 0 <= drafted - accepted <= len(HELD) * (NUM_DRAFT_TOKENS - 1) and accepted > 50 and epoch == 1
+        # A hidden stop, which no drafter foresees, may cut the last draft of a held sequence; no other token is wrong.
+        cut = [drafted - accepted for _, drafted, accepted in steps if drafted != accepted]
+        assert len(cut) <= len(HELD) and all(0 < one < len(HELD) * NUM_DRAFT_TOKENS for one in cut)
+        behind = [accepted for at, drafted, accepted in steps if at == 1 and drafted == accepted]
+        assert epoch == 1 and sum(behind) > 50
 
 
 def test_padded_passes_of_the_small_model(models: dict[str, str], plain: dict[SequenceId, Completion]) -> None:
