@@ -6,19 +6,21 @@ Each cell is a policy with a size of the KV cache, in multiples of what the runn
 length. Real processes roll it out under a pace (`ProfilePace`), in turns; rank 0 then simulates it. One more cell
 measures the time between two steps, which the simulator takes as an input; it is not scored. Where sequences wait for
 room, a millisecond decides which replica has it first, and two paced rollouts differ, too. So both sides are medians:
-of the turns, and of simulations whose messages and gaps jitter. Prints a table to stderr and one JSON object to stdout.
+of the turns, and of simulations whose messages and gaps jitter. And each paced rollout is compared with a simulation of
+its own dispatches, in which no such millisecond decides. Prints a table to stderr and one JSON object to stdout.
 docs/simulator.md shows and explains a result.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +46,20 @@ from experiments import launch
 from experiments.bench.harness import busy, check_folders, in_columns, report, short
 from experiments.bench.models import checkpoint
 from experiments.paced import Bench, Variant
-from experiments.validation_cells import KINDS, MAX_MODEL_LEN, OPTIONS, Cell, Kind, Run, cells, describe, score
+from experiments.validation_cells import (
+    KINDS,
+    MAX_MODEL_LEN,
+    OPTIONS,
+    TP_SIZES,
+    AsRecorded,
+    Cell,
+    Kind,
+    Recorded,
+    Run,
+    cells,
+    describe,
+    score,
+)
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
@@ -87,19 +102,20 @@ class ValidateConfig:
 class Paced:
     """Rolls cells out with real processes. All ranks make and call it together."""
 
-    def __init__(self, model: str, groups: GroupCache) -> None:
-        self._model, self._groups = model, groups
+    def __init__(self, model: str, groups: GroupCache, pace: Pace) -> None:
+        self._model, self._groups, self._pace = model, groups, pace
         self.num_replayed = 0
         """Commands that fresh cores returned again."""
 
-    def roll_out(self, cell: Cell, policy: SchedulePolicy, pace: Pace | None) -> Run:
+    def roll_out(self, cell: Cell, policy: SchedulePolicy, *, is_paced: bool = True) -> Run:
         world, workload = self._groups.world, cell.workload()
+        recorded = Recorded(policy)
         options = {"dtype": "float32", "preemption": cell.preemption, **OPTIONS}
-        bench = Bench(model=self._model, groups=self._groups, pace=pace, options=options)
+        bench = Bench(model=self._model, groups=self._groups, pace=self._pace if is_paced else None, options=options)
         layout = nested_layout(range(world.size), 1)
-        variant = Variant(layout=layout, num_kv_tokens=cell.num_kv_tokens, schedule=lambda: policy)
+        variant = Variant(layout=layout, num_kv_tokens=cell.num_kv_tokens, schedule=lambda: recorded)
         with recording(rollout_world):
-            llm = bench.start(workload, variant, cell.layout_policy(world.size))
+            llm = bench.start(workload, variant, cell.layout_policy(world.size, self._pace))
         ends: dict[SequenceId, float] = {}
 
         def hear(finished: Finished) -> None:
@@ -110,7 +126,8 @@ class Paced:
         self._replay(llm, cell)
         llm.close()
         heard = launch.on_rank_0(world, lambda: list(ends.items()))
-        return describe(steps, {tuple(id_): end for id_, end in heard}, world.size)
+        run = describe(steps, {tuple(id_): end for id_, end in heard}, world.size)
+        return replace(run, dispatches=tuple(recorded.dispatches))
 
     def _replay(self, llm: LLM, cell: Cell) -> None:
         """Plays the log of the rollout to a fresh core and policies; AssertionError where they decide otherwise."""
@@ -124,7 +141,7 @@ class Paced:
                 layout=nested_layout(range(num_ranks), 1),
                 world_size=num_ranks,
                 schedule_policy=cell.schedule_policy(),
-                layout_policy=cell.layout_policy(num_ranks),
+                layout_policy=cell.layout_policy(num_ranks, self._pace),
                 timeout_s=self._groups.timeout_s,
             ),
         )
@@ -137,12 +154,12 @@ def simulate(
         layout=nested_layout(range(num_ranks), 1),
         engine=EngineConfig(preemption=cell.preemption, **OPTIONS),
         pace=pace,
-        num_kv_tokens={tp_size: tp_size * cell.num_kv_tokens for tp_size in (1, 2)},
+        num_kv_tokens=cell.replica_tokens(),
         max_model_len=MAX_MODEL_LEN,
         overheads=overheads,
     )
     cluster = Cluster(
-        config, schedule_policy=policy, lengths=cell.lengths(), layout_policy=cell.layout_policy(num_ranks)
+        config, schedule_policy=policy, lengths=cell.lengths(), layout_policy=cell.layout_policy(num_ranks, pace)
     )
     done = cluster.roll_out(cell.workload().states())
     return describe(done.steps, done.finish_times, num_ranks), done
@@ -157,7 +174,7 @@ def main() -> dict[str, Any] | None:
     dist.init_process_group("gloo")
     world = TorchGroup()
     num_ranks = world.size
-    layouts = [nested_layout(range(num_ranks), size, epoch=size - 1) for size in (1, 2)]
+    layouts = [nested_layout(range(num_ranks), size, epoch=size - 1) for size in TP_SIZES]
     groups = GroupCache(world, layouts)
     one = profile(PROFILE)
     pace = ProfilePace(device=one.device, shape=one.shape, scale=config.scale, token_scale=TOKEN_SCALE)
@@ -166,18 +183,19 @@ def main() -> dict[str, Any] | None:
     paced: dict[str, list[Run]] = {}
     policies = {cell.name: cell.schedule_policy() for cell in chosen}
     with checkpoint("0.8m", max_positions=MAX_MODEL_LEN, dtype="float32", world=world) as model:
-        real = Paced(model, groups)
-        real.roll_out(chosen[0], policies[chosen[0].name], None)  # live, by the same policy object; it also warms up
-        gap_s = real.roll_out(calibration, OnDemand(), pace).mean_gap
+        real = Paced(model, groups, pace)
+        # Live, by the same policy object; it also warms up.
+        real.roll_out(chosen[0], policies[chosen[0].name], is_paced=False)
+        gap_s = real.roll_out(calibration, OnDemand()).mean_gap
         for _turn in range(config.turns):
             for cell in tqdm(chosen, unit="cell", disable=world.rank > 0):
-                paced.setdefault(cell.name, []).append(real.roll_out(cell, policies[cell.name], pace))
+                paced.setdefault(cell.name, []).append(real.roll_out(cell, policies[cell.name]))
     replayed = real.num_replayed
     dist.destroy_process_group()
     if world.rank:
         return None
-    means = {"message_s": config.message_s, "gap_s": max(0.0, gap_s), "jitter": 1.0}
-    overheads = [Overheads(**means, seed=seed) for seed in range(SIMULATIONS)]
+    even = Overheads(message_s=config.message_s, gap_s=max(0.0, gap_s))
+    overheads = [replace(even, jitter=1.0, seed=seed) for seed in range(SIMULATIONS)]
     roll = partial(simulate, pace=pace, num_ranks=num_ranks)
     logs = {cell.name: [roll(cell, policies[cell.name], overheads=one) for one in overheads] for cell in chosen}
     with busy(len(os.sched_getaffinity(0))):
@@ -185,25 +203,33 @@ def main() -> dict[str, Any] | None:
             roll(cell, cell.schedule_policy(), overheads=overheads[0])[1] == logs[cell.name][0][1] for cell in chosen
         )
     simulated = {name: [run for run, _ in pairs] for name, pairs in logs.items()}
-    return _result(config, simulated, paced, gap_s, replayed, log_equal, policies)
+    as_dispatched = {
+        cell.name: []
+        if cell.regroups
+        else [roll(cell, AsRecorded(run.dispatches), overheads=even)[0] for run in paced[cell.name]]
+        for cell in chosen
+    }
+    scores = {name: score(run, paced[name], as_dispatched[name]) for name, run in simulated.items()}
+    return _result(config, simulated, paced, scores, gap_s, replayed, log_equal, policies)
 
 
 def _result(
     config: ValidateConfig,
     simulated: dict[str, list[Run]],
     paced: dict[str, list[Run]],
+    scores: dict[str, dict[str, float]],
     gap_s: float,
     num_replayed: int,
     log_equal: bool,
     policies: dict[str, SchedulePolicy],
 ) -> dict[str, Any]:
-    scores = {name: score(run, paced[name]) for name, run in simulated.items()}
     columns: dict[str, Callable[[str], str]] = {
         "cell": str,
         "paced s": lambda name: f"{scores[name]['makespan']:.2f}",
         "sim s": lambda name: f"{scores[name]['simulated']:.2f}",
         "sim range": lambda name: f"{scores[name]['simulated_least']:.2f}-{scores[name]['simulated_most']:.2f}",
         "error": lambda name: f"{scores[name]['makespan_error']:.2%}",
+        "as dispatched": lambda name: f"{scores[name]['as_dispatched']:.2%}",
         "A/A": lambda name: f"{scores[name]['a_a']:.2%}",
         "finish": lambda name: f"{scores[name]['finish_error']:.2%}",
         "A/A finish": lambda name: f"{scores[name]['a_a_finish']:.2%}",
@@ -226,6 +252,9 @@ def _result(
         "log_equal": log_equal,
         "leap_equal": None,
         "makespan_error": {name: short(one["makespan_error"]) for name, one in scores.items()},
+        "error_as_dispatched": {
+            name: short(one["as_dispatched"]) for name, one in scores.items() if not math.isnan(one["as_dispatched"])
+        },
         "finish_error": {name: short(one["finish_error"]) for name, one in scores.items()},
         "a_a": {name: short(one["a_a"]) for name, one in scores.items()},
         "simulated_range": {

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from engines.config import Preemption
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy, Static
 from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
 from engines.parallel.layout import nested_layout
+from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SamplingParams, SequenceId
 from experiments.bench.models import random_prompts
 from experiments.paced import Workload
+from research.pat.controller import PatController
+from research.pat.profile import deployment_of
+from research.seer.context_aware import ContextAware, ContextOptions
 from research.workloads.lengths import LogNormalLengths
 
 SLOTS = 16
+TP_SIZES = (1, 2)
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 480
-Kind = Literal["static", "on demand", "moves", "regroup", "mixed"]
-KINDS: tuple[Kind, ...] = ("static", "on demand", "moves", "regroup", "mixed")
+Kind = Literal["static", "on demand", "moves", "chunks", "regroup", "pat", "mixed"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+CHUNKS = ContextOptions(chunk_tokens=48)
+"""Of Seer's cells; of several blocks, and several per sequence."""
 
 
 class InChunks:
@@ -49,6 +58,47 @@ class Widen:
         return self._change if not view.layout.epoch and view.num_unfinished <= self._left else None
 
 
+class Recorded:
+    """Passes a policy's dispatches on, and keeps them."""
+
+    def __init__(self, policy: SchedulePolicy) -> None:
+        self._policy = policy
+        self.dispatches: list[Dispatch] = []
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        dispatch = self._policy.next(view)
+        if dispatch is not None:
+            self.dispatches.append(dispatch)
+        return dispatch
+
+
+class AsRecorded:
+    """What another rollout of the same sequences dispatched, as soon as there is room: each replica's dispatches in its
+    order, and each sequence's.
+
+    For rollouts whose replicas stay: there each sequence needs the same dispatches, whatever a step takes.
+    """
+
+    def __init__(self, dispatches: Iterable[Dispatch]) -> None:
+        self._by_replica: dict[int, deque[Dispatch]] = {}
+        self._by_sequence: dict[SequenceId, deque[Dispatch]] = {}
+        for one in dispatches:
+            self._by_replica.setdefault(one.replica_id, deque()).append(one)
+            self._by_sequence.setdefault(one.sequence_id, deque()).append(one)
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        for replica_id, left in self._by_replica.items():
+            if not left or left[0].sequence_id not in view.waiting:
+                continue
+            first, own = left[0], self._by_sequence[left[0].sequence_id]
+            replica, sequence = view.replicas[replica_id], view.waiting[first.sequence_id]
+            has_room = replica.accepts if first.queued else replica.room_for(sequence, first.max_new_tokens)
+            if own[0] is first and has_room:
+                own.popleft()
+                return left.popleft()
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """A workload under a policy."""
@@ -68,7 +118,11 @@ class Cell:
 
     @property
     def preemption(self) -> Preemption:
-        return "swap" if self.kind == "regroup" else "recompute"
+        return "swap" if self.regroups else "recompute"
+
+    @property
+    def regroups(self) -> bool:
+        return self.kind in ("regroup", "pat")
 
     def lengths(self) -> dict[SequenceId, int]:
         drawn = LogNormalLengths(median=self.median, sigma=0.8, cap=self.cap).draw(self.num_sequences, seed=1)
@@ -94,20 +148,41 @@ class Cell:
         )
 
     def schedule_policy(self) -> SchedulePolicy:
-        kinds: dict[Kind, Callable[[], SchedulePolicy]] = {"static": Static, "moves": InChunks}
+        kinds: dict[Kind, Callable[[], SchedulePolicy]] = {
+            "static": Static,
+            "moves": InChunks,
+            "chunks": lambda: ContextAware(CHUNKS),
+        }
         return kinds.get(self.kind, OnDemand)()
 
-    def layout_policy(self, num_ranks: int) -> LayoutPolicy | None:
-        return Widen(self.num_sequences, num_ranks) if self.kind == "regroup" else None
+    def layout_policy(self, num_ranks: int, pace: Pace) -> LayoutPolicy | None:
+        """`PatController` begins without a history, and plans by the pace."""
+        if self.kind == "regroup":
+            return Widen(self.num_sequences, num_ranks)
+        if self.kind != "pat":
+            return None
+        return PatController(
+            deployment_of(
+                pace,
+                num_ranks=num_ranks,
+                num_kv_tokens=self.replica_tokens(),
+                max_num_seqs=SLOTS,
+                max_model_len=MAX_MODEL_LEN,
+            )
+        )
+
+    def replica_tokens(self) -> dict[int, int]:
+        """By TP size, the tokens that a replica's KV cache holds."""
+        return {tp_size: tp_size * self.num_kv_tokens for tp_size in TP_SIZES}
 
 
 def cells(kinds: tuple[Kind, ...], rooms: tuple[float, ...], batch: int) -> list[Cell]:
-    mixed = {"num_prompts": batch // 4, "group_size": 4, "num_prompt_tokens": 160, "median": 40.0, "cap": 120}
-    return [
-        Cell(kind=kind, room=room, **(mixed if kind == "mixed" else {"num_prompts": batch}))
-        for kind in kinds
-        for room in rooms
-    ]
+    groups = {"num_prompts": batch // 4, "group_size": 4}
+    fields: dict[Kind, dict[str, Any]] = {
+        "chunks": groups,
+        "mixed": {**groups, "num_prompt_tokens": 160, "median": 40.0, "cap": 120},
+    }
+    return [Cell(kind=kind, room=room, **fields.get(kind, {"num_prompts": batch})) for kind in kinds for room in rooms]
 
 
 OPTIONS: dict[str, Any] = {
@@ -131,6 +206,8 @@ class Run:
     idle: float
     """The rest of the makespan."""
     mean_gap: float
+    dispatches: tuple[Dispatch, ...] = ()
+    """What the schedule policy dispatched, where this was kept."""
 
     @property
     def makespan(self) -> float:
@@ -161,9 +238,12 @@ def describe(steps: list[StepRecord], finish_times: dict[SequenceId, float], num
     )
 
 
-def score(simulated: list[Run], paced: list[Run]) -> dict[str, float]:
+def score(simulated: list[Run], paced: list[Run], as_dispatched: list[Run]) -> dict[str, float]:
+    """`as_dispatched` are simulations of the paced runs' own dispatches, one each; none where replicas change."""
     makespan, mine = (statistics.median(run.makespan for run in runs) for runs in (paced, simulated))
+    pairs = zip(as_dispatched, paced, strict=True) if as_dispatched else ()
     return {
+        "as_dispatched": max((abs(one.makespan / its.makespan - 1) for one, its in pairs), default=math.nan),
         "makespan": makespan,
         "simulated": mine,
         "simulated_least": min(run.makespan for run in simulated),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from experiments.validation_cells import Run, score
+import pytest
+
+from experiments import validate_simulator
+from experiments.validation_cells import AsRecorded, Kind, Recorded, Run, cells, score
+from research.simulator.cluster import Overheads
+from research.simulator.latency import profile
+from research.simulator.pace import ProfilePace
 from tests.worlds import refused_by, run_main
 
 SMALL = ["--batch", "24", "--scale", "0.5", "--rooms", "0.4"]
@@ -16,6 +22,7 @@ def test_moves_and_a_regroup() -> None:
         "moves 0.4x": "InChunks of experiments/validation_cells.py",
         "regroup 0.4x": "OnDemand of engines/coordination/policies.py",
     }
+    assert set(result["error_as_dispatched"]) == {"moves 0.4x"}  # replicas that change have no same dispatches
     for name in result["policies"]:
         assert result["finish_error"][name] > 0 and result["makespan_error"][name] > 0
         assert len(result["preempted"][name]["paced"]) == 2
@@ -30,9 +37,43 @@ def a_run(makespan: float) -> Run:
 def test_a_cell_with_several_outcomes_shows_their_range() -> None:
     """Of nine simulations three end where both paced rollouts do: neither their median nor A/A shows it."""
     simulated = [8.4, 8.6, 8.6, 8.6, 8.7, 9.2, 9.9, 9.9, 9.9]
-    scored = score([a_run(seconds) for seconds in simulated], [a_run(9.9), a_run(9.9)])
-    assert scored["simulated"] == 8.7 and scored["a_a"] == 0
+    scored = score([a_run(seconds) for seconds in simulated], [a_run(9.9), a_run(9.9)], [a_run(9.9), a_run(10.89)])
+    assert scored["simulated"] == 8.7 and scored["a_a"] == 0 and scored["as_dispatched"] == pytest.approx(0.1)
     assert (scored["simulated_least"], scored["simulated_most"]) == (8.4, 9.9)
+
+
+@pytest.mark.parametrize("kind", ["static", "on demand", "moves", "mixed", "chunks"])
+def test_the_same_dispatches_again(kind: Kind) -> None:
+    """Whatever the gaps between steps are. With the same gaps, and without follow-ups, all ends are the same."""
+    one = profile(validate_simulator.PROFILE)
+    pace = ProfilePace(device=one.device, shape=one.shape, scale=3.0, token_scale=16)
+    (cell,) = cells((kind,), (0.4,), 48)
+
+    def simulate(policy: Recorded, gap_s: float) -> Run:
+        return validate_simulator.simulate(cell, policy, pace, Overheads(message_s=0.0005, gap_s=gap_s), 2)[0]
+
+    before = Recorded(cell.schedule_policy())
+    first = simulate(before, 0.0004)
+    for gap_s in (0.0004, 0.001, 0.0):
+        again = Recorded(AsRecorded(before.dispatches))
+        run = simulate(again, gap_s)
+        assert run.finish_times.keys() == first.finish_times.keys() and len(first.finish_times) == 48
+        assert (run.finish_times == first.finish_times) == (gap_s == 0.0004 and kind != "chunks")
+        for which in ("replica_id", "sequence_id"):
+            orders = [
+                sorted(some.dispatches, key=lambda one: getattr(one, which))  # stable
+                for some in (before, again)
+            ]
+            assert orders[0] == orders[1]
+
+
+def test_pat_s_cell_switches() -> None:
+    one = profile(validate_simulator.PROFILE)
+    pace = ProfilePace(device=one.device, shape=one.shape, scale=3.0, token_scale=16)
+    (cell,) = cells(("pat",), (2.0,), 192)
+    _, done = validate_simulator.simulate(cell, cell.schedule_policy(), pace, Overheads(), 4)
+    (switch,) = [one for one in done.decisions if one.action == "regroup"]
+    assert 0 < switch.num_unfinished < 192
 
 
 def test_what_it_refuses() -> None:
