@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -189,6 +189,8 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
             engine=options,
         )
         deployment = pat_profile.deployment_here(pat_profile.measure(asked, model, groups), model, options, groups)
+        switch_seconds = deployment.switch_seconds
+        deployment = replace(deployment, way_back_seconds=lambda end, start: switch_seconds(end, start, 0.0))
         bench = Bench(model=model, groups=groups, pace=None, options=asdict(options))
         num_kv_tokens = {size: size * of_rank for size in deployment.steps}
         runs = compare(bench, "live", batches, deployment, num_kv_tokens, with_hindsight=False)

@@ -127,6 +127,7 @@ class Case:
             num_kv_tokens={size: size * of_rank for size in sizes},
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            goes_back=True,
         )
 
 

@@ -139,6 +139,7 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
             num_kv_tokens=case.num_kv_tokens(GPUS_PER_HOST),  # each TP size has its own
             max_num_seqs=SLOTS,
             max_model_len=PROMPT + cell.cap,
+            goes_back=True,
         )
         for num_ranks in (cell.hosts * GPUS_PER_HOST, GPUS_PER_HOST)
     )

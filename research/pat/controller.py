@@ -86,6 +86,8 @@ class PatController:
         self._options = options or PatOptions()
         self._lifetimes = Lifetimes(ended)
         self._phase: int | None = None
+        self._first_size = 0
+        """TP size in which the rollout began."""
         self._last_count = self._next_count = 0
         """Unfinished sequences at the last decision, and at which the next one is due."""
         self._num_asked = 0
@@ -112,6 +114,7 @@ class PatController:
         self.learn(lifetimes_of((one.num_generated, one.finish_reason) for one in view.ended))
         if view.phase != self._phase:
             self._phase, self._last_count, self._last_switch = view.phase, 0, -np.inf
+            self._first_size = view.layout.replicas[0].tp_size
         tp_size = view.layout.replicas[0].tp_size
         is_early = view.now - self._last_switch < self._options.dwell_s
         if not view.num_unfinished or not self._is_due(view, tp_size) or is_early:
@@ -161,7 +164,8 @@ class PatController:
             remaining = run_to_limit(generated, limits)
             plan = one_switch(self._deployment, contexts, remaining, dp_groups, tp_size, may_narrow=has_more)
         else:
-            plan = make_plan(self._deployment, contexts, self._lifetimes.remaining(generated, limits), tp_size)
+            remaining = self._lifetimes.remaining(generated, limits)
+            plan = make_plan(self._deployment, contexts, remaining, tp_size, self._first_size)
             expected = self._lifetimes.means(generated, limits).tolist()
             means = dict(zip((one.sequence_id for one in sequences), expected, strict=True))
         pays = plan.seconds < (1 - self._options.margin) * plan.kept_seconds

@@ -24,5 +24,8 @@ class Deployment:
     """Tokens of the longest sequence, prompt included."""
     switch_seconds: Callable[[int, int, float], float]
     """(TP size before, after, context tokens of all unfinished sequences) -> seconds of the switch, their KV moved."""
+    way_back_seconds: Callable[[int, int], float] | None = None
+    """(TP size at a rollout's end, at its start) -> seconds to go back before the next rollout, where that time counts;
+    None in training, where new weights come in between anyway."""
     prefills: Mapping[int, PrefillCost] = field(default_factory=dict)
     """By TP size, what prefills take on one replica; without it, a switch always moves KV."""

@@ -30,31 +30,58 @@ class Plan:
     """The same without a switch; infinite if there is no present TP size."""
 
 
-def make_plan(deployment: Deployment, contexts: Tokens, remaining: Tokens, tp_size: int | None) -> Plan:
+def make_plan(
+    deployment: Deployment, contexts: Tokens, remaining: Tokens, tp_size: int | None, first: int | None = None
+) -> Plan:
     """Returns the plan for unfinished sequences of these lengths and tokens to come, both [sequences], not empty.
 
-    `tp_size` is the present one; None at the start, when the first choice costs no switch. TP sizes in which a sequence
-    does not fit in the KV cache are avoided; if none is left, `seconds` is infinite.
+    `tp_size` is the present one; None at the start, when the first choice costs no switch. `first` is the one in which
+    the rollout began, by default the present one: a deployment with `way_back_seconds` goes back to it at the end. TP
+    sizes in which a sequence does not fit in the KV cache are avoided; if none is left, `seconds` is infinite.
     """
     work = WorkLeft.of(deployment, contexts, remaining)
     sizes = sorted(deployment.steps)
     switches = _switches(work, sizes)
     costs = np.array([work.seconds(size) for size in sizes]).T  # [rungs, sizes]
-    later = np.zeros(len(sizes))
-    choices = np.zeros(costs.shape, dtype=int)
+    if tp_size is not None:
+        place = sizes.index(tp_size)
+        way_back = _way_back(deployment, sizes, first or tp_size)
+        onward, choices = _descend(costs, switches, way_back)
+        totals = switches[0][place] + onward
+        places = [int(totals.argmin())]
+        seconds, kept = float(totals[places[0]]), float(costs[:, place].sum() + way_back[place])
+    else:
+        found = [_descend(costs, switches, _way_back(deployment, sizes, size)) for size in sizes]
+        starts = [float(onward[start]) for start, (onward, _) in enumerate(found)]
+        places = [int(np.argmin(starts))]
+        seconds, kept = starts[places[0]], np.inf
+        choices = found[places[0]][1]
+    for choice in choices[1:]:
+        places.append(int(choice[places[-1]]))
+    stages: list[tuple[int, int]] = []
+    for count, place in zip(work.num_unfinished.tolist(), places, strict=True):
+        if not stages or stages[-1][1] != sizes[place]:
+            stages.append((count, sizes[place]))
+    return Plan(stages=tuple(stages), seconds=seconds, kept_seconds=kept)
+
+
+def _descend(
+    costs: NDArray[np.float64], switches: NDArray[np.float64], way_back: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Returns the least seconds from the start in each size, [sizes], and by the size of the rung before, the best one
+    of each rung, [rungs, sizes]."""
+    later, choices = way_back, np.zeros(costs.shape, dtype=np.int64)
     for rung in reversed(range(len(costs))):
         onward = costs[rung] + later
         totals = switches[rung] + onward
         choices[rung], later = totals.argmin(axis=1), totals.min(axis=1)
-    place = int(onward.argmin()) if tp_size is None else sizes.index(tp_size)
-    seconds = float(onward[place] if tp_size is None else later[place])
-    kept = np.inf if tp_size is None else float(costs[:, place].sum())
-    stages: list[tuple[int, int]] = []
-    for rung, count in enumerate(work.num_unfinished.tolist()):
-        place = place if tp_size is None and rung == 0 else int(choices[rung][place])
-        if not stages or stages[-1][1] != sizes[place]:
-            stages.append((count, sizes[place]))
-    return Plan(stages=tuple(stages), seconds=seconds, kept_seconds=kept)
+    return onward, choices
+
+
+def _way_back(deployment: Deployment, sizes: list[int], first: int) -> NDArray[np.float64]:
+    """Returns the seconds from each TP size back to `first`, [sizes]."""
+    seconds = deployment.way_back_seconds
+    return np.array([0.0 if seconds is None or size == first else seconds(size, first) for size in sizes])
 
 
 def _switches(work: WorkLeft, sizes: list[int]) -> NDArray[np.float64]:

@@ -136,12 +136,18 @@ def _lines(switches: Collection[SwitchTime]) -> Callable[[int, int, float], floa
 
 
 def deployment_of(
-    pace: Pace, *, num_ranks: int, num_kv_tokens: Mapping[int, int], max_num_seqs: int, max_model_len: int
+    pace: Pace,
+    *,
+    num_ranks: int,
+    num_kv_tokens: Mapping[int, int],
+    max_num_seqs: int,
+    max_model_len: int,
+    goes_back: bool = False,
 ) -> Deployment:
     """Returns what decoding and switching take at this pace, for the TP sizes of `num_kv_tokens` (tokens of a replica).
 
     In a switch between nested replicas, which have equal shares of the sequences, ranks exchange the KV that they lack.
-    A sample needs at most the KV that a replica has.
+    A sample needs at most the KV that a replica has. With `goes_back`, the way back to the first layout counts, too.
     """
     layouts = {size: nested_layout(range(num_ranks), size) for size in num_kv_tokens}
 
@@ -179,6 +185,7 @@ def deployment_of(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         switch_seconds=switch_seconds,
+        way_back_seconds=(lambda end, start: switch_seconds(end, start, 0.0)) if goes_back else None,
         prefills={
             size: fit_prefills(prefill(size, batch, context) for batch in BATCHES[:4] for context in CONTEXTS[1:8])
             for size in num_kv_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import os
@@ -237,40 +238,58 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "curtail"
 
 
-def test_compiled_once(no_cache: Path) -> None:
-    assert choose_library("native", torch.float32, CPU) is not None
-    (built,) = no_cache.iterdir()
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Compiles in a moment."""
+    path = tmp_path / "one.cpp"
+    path.write_text('extern "C" int one() { return 1; }\n')
+    return path
+
+
+def answers_one(source: Path, *flags: str) -> Path:
+    path = build.build(source, flags, "nothing does it")
+    assert path is not None and ctypes.CDLL(str(path)).one() == 1
+    return path
+
+
+def test_compiled_once(no_cache: Path, source: Path) -> None:
+    built = answers_one(source)
     written = built.stat().st_mtime_ns
-    assert choose_library("auto", torch.float32, CPU) is not None
-    assert [path.stat().st_mtime_ns for path in no_cache.iterdir()] == [written]
+    assert answers_one(source) == built and built.stat().st_mtime_ns == written
+    assert answers_one(source, "-DOTHER") != built
+    source.write_text(source.read_text() + "// changed")
+    assert answers_one(source) != built
+    assert len(list(no_cache.iterdir())) == 3
 
 
-def test_a_compiler_with_arguments(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_with_arguments(no_cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `CXX="ccache g++"`."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
     monkeypatch.setenv("CXX", f"env A=b {compiler}")
-    assert choose_library("native", torch.float32, CPU) is not None
+    answers_one(source)
     assert len(list(no_cache.iterdir())) == 1
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86-64 processor")
 def test_compiled_for_another_processor(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CURTAIL_MARCH", raising=False)
-    choose_library("native", torch.bfloat16, CPU)
     monkeypatch.setenv("CURTAIL_MARCH", "x86-64-v3")
     library = library_for(torch.bfloat16)
-    assert len(list(no_cache.iterdir())) == 2
+    (built,) = no_cache.iterdir()
+    monkeypatch.setenv("CURTAIL_MARCH", "x86-64-v2")
+    with pytest.raises(ValueError, match="cannot be had on cpu here"), monkeypatch.context() as hasty:
+        hasty.setattr(build, "COMPILE_S", 0.0)
+        choose_library("native", torch.bfloat16, CPU)  # is not the one that is there
+    assert list(no_cache.iterdir()) == [built]
     x, weight = normal(64, 100, dtype=torch.bfloat16), normal(100, dtype=torch.bfloat16, seed=1)
     close(NativeOperations(library).rms_norm(x, weight, EPS), TorchOperations().rms_norm(x, weight, EPS))
 
 
-def test_a_damaged_library_is_compiled_anew(no_cache: Path) -> None:
-    load = "import torch; from engines.native import library"
-    load += "; library.choose_library('native', torch.float32, torch.device('cpu'))"
+def test_a_damaged_library_is_compiled_anew(no_cache: Path, source: Path) -> None:
+    load = f"from pathlib import Path; from engines.native import build; build.build(Path({str(source)!r}), (), '')"
     subprocess.run([sys.executable, "-c", load], cwd=ROOT, check=True)
     (built,) = no_cache.iterdir()
     built.write_bytes(b"no library")  # a disk was full, say
-    assert choose_library("native", torch.float32, CPU) is not None
+    assert answers_one(source) == built
     assert len(list(no_cache.iterdir())) == 1 and built.stat().st_size > 1000
 
 

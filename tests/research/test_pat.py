@@ -200,11 +200,15 @@ def test_the_seconds_of_a_layout_are_those_of_its_steps(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("start", [None, 1, 4])
 @pytest.mark.parametrize("prefills", [False, True])
-def test_the_plan_against_all_plans(seed: int, start: int | None, prefills: bool) -> None:
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_the_plan_against_all_plans(seed: int, start: int | None, prefills: bool, goes_back: bool) -> None:
     rng = random.Random(seed)
     count = rng.randint(1, 6)
     contexts, remaining = (np.array([rng.randint(1, 60) for _ in range(count)], float) for _ in range(2))
     one = deployment(switch=rng.choice([0.0, 1.0, 30.0]), prefills=prefills)
+    if goes_back:
+        one = replace(one, way_back_seconds=lambda end, start: 2 * end + start)
+    first = None if start is None else rng.choice([None, 2])
     order = np.argsort(remaining, kind="stable")
 
     def price(before: int, after: int, rung: int) -> float:
@@ -215,6 +219,9 @@ def test_the_plan_against_all_plans(seed: int, start: int | None, prefills: bool
         again = sum(PREFILL.seconds(int(length)) - PREFILL.latency for length in lengths) / (4 // after)
         return min(moving, one.switch_seconds(before, after, 0.0) + PREFILL.latency + again) if prefills else moving
 
+    def back(end: int, begun: int) -> float:
+        return 2.0 * end + begun if goes_back and end != begun else 0.0
+
     work = WorkLeft.of(one, contexts, remaining)
     costs = {size: work.seconds(size).tolist() for size in SIZES}
     best = np.inf
@@ -224,17 +231,19 @@ def test_the_plan_against_all_plans(seed: int, start: int | None, prefills: bool
             if before is not None and before != size:
                 seconds += price(before, size, rung)
             seconds, before = seconds + costs[size][rung], size
-        best = min(best, seconds)
-    found = make_plan(one, contexts, remaining, start)
+        best = min(best, seconds + back(sizes[-1], first or start or sizes[0]))
+    found = make_plan(one, contexts, remaining, start, first)
     assert found.seconds == pytest.approx(best)
     assert found.stages[0][0] == count and [n for n, _ in found.stages] == sorted((n for n, _ in found.stages))[::-1]
-    assert found.kept_seconds == (np.inf if start is None else pytest.approx(sum(costs[start])))
+    kept = np.inf if start is None else sum(costs[start]) + back(start, first or start)
+    assert found.kept_seconds == (np.inf if start is None else pytest.approx(kept))
     seconds, before = 0.0, start
     for place, (number, size) in enumerate(found.stages):
         end = found.stages[place + 1][0] if place + 1 < len(found.stages) else 0
         if before is not None and before != size:
             seconds += price(before, size, count - number)
         seconds, before = seconds + sum(costs[size][count - number : count - end]), size
+    seconds += back(found.stages[-1][1], first or start or found.stages[0][1])
     assert seconds == pytest.approx(found.seconds), "the stages are the plan"
 
 

@@ -183,6 +183,19 @@ def test_a_layout_without_times_is_an_error(estimator: Any) -> None:
         policy.decide(view_of([5] * 8, size=4))
 
 
+def test_the_way_back_is_to_the_first_layout_of_the_rollout() -> None:
+    """Few sequences that are nearly done go from TP2 to TP4 where that is all; where the way back to the first layout
+    takes for ever, they stay in TP2, and in TP4 they go back while there is still something to generate."""
+    few = [700] * 3
+    plain = PatController(deployment(), ended=HISTORY)
+    assert plain.decide(view_of(few, size=2)).layout.replicas[0].tp_size > 2
+    one = replace(deployment(), way_back_seconds=lambda end, start: 1e6)
+    policy = PatController(one, ended=HISTORY)
+    assert policy.decide(view_of(few, size=2)) is None
+    assert policy.decide(view_of(few[:1], size=4, now=1.0)).layout.replicas[0].tp_size == 2
+    assert policy.decide(view_of(few, size=4, phase=1, now=2.0)) is None, "another rollout, which began in TP4"
+
+
 def test_nothing_is_left_to_decide_in_the_widest_replicas() -> None:
     """Beside steps that run, a decision takes time of the rank that makes it."""
     policy = PatController(deployment(), ended=HISTORY)
