@@ -243,9 +243,9 @@ def _case(
     deployment = case.deployment(pace, num_ranks, MOST_SEQUENCES, batch.max_model_len)
     sizes = case.num_kv_tokens(num_ranks)
     runs = compare(bench, case.title, batches, deployment, sizes, with_hindsight=True)
-    slow = paced.longer_than_paced(run for some in runs.values() for run in some)
+    late = paced.longer_than_paced(case.title, (run for some in runs.values() for run in some))
     without = [size for size in case.profiles if size not in sizes and num_ranks % size == 0]
-    return runs, {"workload": case.workload, "scale": pace.scale, "no_room": without, "steps_longer_than_paced": slow}
+    return runs, {"workload": case.workload, "scale": pace.scale, "no_room": without, **late}
 
 
 def show(config: PatConfig, name: str, title: str, runs: dict[str, list[Rollout]], tier: str) -> None:

@@ -71,7 +71,7 @@ def describe(name: str, done: Done, *, task: str | None = None) -> dict[str, Any
     }
     if done.sim_over_paced:
         found["sim_over_paced"] = done.sim_over_paced
-        found["steps_longer_than_paced"] = paced.longer_than_paced(run for some in runs.values() for run in some)
+        found |= paced.longer_than_paced(name, (run for some in runs.values() for run in some))
     if task is not None:
         found["paper"] = seer_paper.compare(task, as_in_the_paper(found))
         print(seer_paper.table(found["paper"]), file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from algos.publish import RECORD_FILE
 from algos.warmstart_config import WarmStartConfig
 from engines.replica.moves import KVMoves
 from engines.rollout.telemetry import StepRecord
-from experiments import seer_paper, seer_report
+from experiments import paced, seer_paper, seer_report
 from experiments.paced import Rollout, over_time
 from experiments.seer import Negative, SeerConfig
 from experiments.seer_variants import Setting
@@ -122,6 +122,24 @@ def test_what_was_not_exercised_is_named() -> None:
         "context: no sequence went on after a chunk",
         "speculation: no draft token was drawn",
     ]
+
+
+@pytest.mark.parametrize(("num_late", "follows"), [(1, True), (2, False)])
+def test_a_machine_that_cannot_follow_is_named(
+    capsys: pytest.CaptureFixture[str], num_late: int, follows: bool
+) -> None:
+    """Of 20 steps at a price of 1 s, one or two take 1.2 s; the others take 1.05 s."""
+    step = StepRecord(
+        replica_id=0, epoch=0, tp_size=1, start=0.0, seconds=1.05, num_running=1, num_tokens=1, paced_seconds=1.0
+    )
+    steps = [replace(step, seconds=1.2)] * num_late + [step] * (20 - num_late) + [replace(step, num_running=0)] * 9
+    run = Rollout(
+        steps=steps, switches=[], digest="", layout_policy=None, lengths={}, ends=[], kv_moves=[], way_back_s=0.0
+    )
+    found = paced.longer_than_paced("a case", [run])
+    assert found == {"steps_longer_than_paced": num_late / 20, "follows_pace": follows}
+    told = "a case: 10% of the steps took more than 1.1 times their price: this machine cannot follow the pace"
+    assert (told in capsys.readouterr().err) != follows
 
 
 @pytest.mark.parametrize(
