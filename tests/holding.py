@@ -12,7 +12,7 @@ from dataclasses import replace
 from engines import LLM, RequestOutput, SamplingParams
 from engines.coordination.policies import OnDemand
 from engines.coordination.views import Dispatch, ScheduleView
-from engines.sequence import SequenceState
+from engines.sequence import SequenceId, SequenceState
 
 MOST_TOKENS = 210
 """Of a held sequence; its prompt may have 46 tokens, as the tiny models' context has 256."""
@@ -20,15 +20,18 @@ LONGEST_S = 60.0
 
 
 class Held:
-    """A hidden stop: the sequences of some prompts have at least `num_tokens`, and end once `happened()` is true.
+    """A hidden stop: the sequences of some prompts have at least `num_tokens`, and end `num_more` tokens after
+    `happened()` is true.
 
     The ranks of a replica call it at the same steps, and `happened` must answer the same on each: by the epoch of
     their layout, say, but by a clock or a file only where a replica is one rank. A replica must have more slots than
     there are held sequences: the others go on meanwhile, and what is waited for may need their ends.
     """
 
-    def __init__(self, uids: Collection[int], num_tokens: int) -> None:
-        self._uids, self._num_tokens = uids, num_tokens
+    def __init__(self, uids: Collection[int], num_tokens: int, num_more: int = 0) -> None:
+        self._uids, self._num_tokens, self._num_more = uids, num_tokens, num_more
+        self._lengths: dict[SequenceId, int] = {}
+        """Of each sequence, when it was first seen to have happened."""
         self.happened: Callable[[], bool]
         """Set once there is an LLM to ask."""
 
@@ -44,7 +47,8 @@ class Held:
         if state.key.prompt_uid not in self._uids or num_over < 0:
             return False
         if self.happened():
-            return True
+            first = self._lengths.setdefault(state.sequence_id, state.num_generated)
+            return state.num_generated >= first + self._num_more
         time.sleep(min(0.005 * num_over, 0.5))  # all of its tokens together take a minute and more
         return False
 

@@ -219,7 +219,7 @@ def regrouping_params() -> list[SamplingParams]:
 
 def regroup(target: str) -> list[Any]:
     groups = join(timeout_s=120)
-    held = Held(HELD, num_tokens=40)
+    held = Held(HELD, num_tokens=40, num_more=40)
     options: dict[str, Any] = {"schedule": OnDemand(), "layout_policy": Flip(), "max_num_seqs": 6, "hidden_stop": held}
     llm = make_llm(target, target, world=groups, kv_cache_bytes=2**21, **options)
     held.until_epoch(llm, 1)
@@ -240,7 +240,7 @@ def test_after_a_regroup(qwen3: str) -> None:
         cut = [drafted - accepted for _, drafted, accepted in steps if drafted != accepted]
         assert len(cut) <= len(HELD) and all(0 < one < len(HELD) * NUM_DRAFT_TOKENS for one in cut)
         behind = [accepted for at, drafted, accepted in steps if at == 1 and drafted == accepted]
-        assert epoch == 1 and sum(behind) > 50
+        assert epoch == 1 and sum(behind) >= 40
 
 
 def test_padded_passes_of_the_small_model(models: dict[str, str], plain: dict[SequenceId, Completion]) -> None:
