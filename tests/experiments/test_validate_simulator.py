@@ -14,15 +14,18 @@ from tests.worlds import refused_by, run_main
 SMALL = ["--batch", "24", "--scale", "0.5", "--rooms", "0.4"]
 
 
-def test_moves_and_a_regroup() -> None:
-    result = run_main("validate_simulator", [*SMALL, "--kinds", "moves", "regroup"], num_ranks=4)
+def test_moves_chunks_and_regroups() -> None:
+    result = run_main("validate_simulator", [*SMALL, "--kinds", "moves", "chunks", "regroup", "pat"], num_ranks=4)
     assert result["replay_equal"] and result["num_replayed"] > 100 and result["log_equal"]
-    assert set(result["makespan_error"]) == set(result["a_a"]) == {"moves 0.4x", "regroup 0.4x"}
+    assert set(result["makespan_error"]) == set(result["a_a"]) == set(result["policies"])
     assert result["policies"] == {
         "moves 0.4x": "InChunks of experiments/validation_cells.py",
+        "chunks 0.4x": "ContextAware of research/seer/context_aware.py",
         "regroup 0.4x": "OnDemand of engines/coordination/policies.py",
+        "pat 0.4x": "OnDemand of engines/coordination/policies.py",
     }
-    assert set(result["error_as_dispatched"]) == {"moves 0.4x"}  # replicas that change have no same dispatches
+    # Replicas that change have no same dispatches.
+    assert set(result["error_as_dispatched"]) == {"moves 0.4x", "chunks 0.4x"}
     for name in result["policies"]:
         assert result["finish_error"][name] > 0 and result["makespan_error"][name] > 0
         assert len(result["preempted"][name]["paced"]) == 2
