@@ -80,10 +80,13 @@ class DraftingConfig:
     """Width of the speedup part's model, in multiples of tiny's."""
     rollout_widen: Annotated[int, Meta(ge=2)] = 8
     """Width of the rollout part's model."""
+    rollout_sizes: Annotated[tuple[Count, ...], Meta(min_length=1, description="one or more sizes")] = (4, 16, 128)
+    """Sequences at a time in the rollout part."""
     turns: Count = 3
     """Interleaved measurements of each variant; medians are reported."""
     full: bool = False
-    """Measure each drafter at every batch, and rollouts also 8 sequences at a time; without `--parts`, all parts."""
+    """Measure each drafter at every batch, and rollouts also with drafts of a sequence's own tokens; without `--parts`,
+    all parts."""
     seed: int = 0
     """Seed of the sampling noise."""
     output: Path | None = None
@@ -366,14 +369,13 @@ def _state(uid: int, sample: int, prompt: list[int], generated: list[int], *, se
 
 
 def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
-    """Whole groups, four sequences at a time, against plain decoding in its best order."""
+    """Whole groups, some sequences at a time, against plain decoding in its best order."""
     folder = model(config, config.rollout_widen)
     ids = encode(folder, prompts(16))
-    sizes = (4, 8, 128) if config.full else (4, 128)
     names = (PLAIN, "grouped", "suffix") if config.full else (PLAIN, "grouped")
     rows: list[harness.Row] = []
     found: dict[int, dict[str, float]] = {}
-    for size in sizes:
+    for size in config.rollout_sizes:
         bench = Bench(folder, max_num_seqs=size)
         timed = {name: partial(time_rollout, bench, VARIANTS[name], ids) for name in names}
         turns = harness.interleave(timed, config.turns, name=f"{size} at a time", warm_up=False)
@@ -381,7 +383,7 @@ def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
         rows.append(row)
         found[size] = {name: harness.short(1 / ratio) for name, ratio in row["ratios"].items()}
     print(harness.table(rows), file=sys.stderr)
-    return {"rollout_speedup": found[sizes[0]]["grouped"], "rollouts": found, "rollout_rows": rows}
+    return {"rollout_speedup": found[config.rollout_sizes[0]]["grouped"], "rollouts": found, "rollout_rows": rows}
 
 
 def time_rollout(bench: Bench, variant: Variant, ids: list[list[int]]) -> float:

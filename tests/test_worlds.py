@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import run_world
+from tests.worlds import ROOT, run_world
 
 
 def facts(offset: int) -> list[str | int]:
@@ -73,3 +74,38 @@ def test_failures_and_hangs_are_reported_and_ended(how: str, timeout: float, mes
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def hang(folder: str) -> None:
+    (Path(folder) / f"rank_{os.environ['RANK']}").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_ranks_end_with_a_killed_pytest(tmp_path: Path) -> None:
+    code = f"from tests.test_worlds import hang, run_world; run_world(hang, 2, {str(tmp_path)!r})"
+    starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        pids = [int(wait_for(tmp_path / f"rank_{rank}")) for rank in range(2)]
+    finally:
+        starter.kill()
+        starter.wait()
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"{pids} outlive the process that has started them"
+        time.sleep(0.05)
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 200
+    while not (path.is_file() and (text := path.read_text())):
+        assert time.monotonic() < deadline, path
+        time.sleep(0.05)
+    return text
+
+
+def is_running(pid: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked for counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -32,6 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engines.lifetime import die_with
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
@@ -171,7 +172,7 @@ def _free_port() -> int:
 
 @functools.cache
 def _forker() -> subprocess.Popen[str]:
-    """The process that forks; it ends with this one."""
+    """The process that forks; it ends with this one, also when this one is killed, and its ranks end with it."""
     # The ranks initialise CUDA, so that process must not: it may only ask NVML whether there is a device.
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     command = [sys.executable, "-m", "tests.worlds"]
@@ -194,6 +195,7 @@ def _serve() -> None:
     for name in ("engines.rollout.world", "experiments.training", "deepspeed.ops", *MODELS, "pytest"):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing after the fork, with what it has locked"
+    parent = os.getpid()
     gc.freeze()  # else a rank looks through all of that again when it ends, for a second
     for line in sys.stdin:
         request = json.loads(line)
@@ -202,6 +204,7 @@ def _serve() -> None:
             answer = os.waitstatus_to_exitcode(status) if ended else None
         elif not (answer := os.fork()):
             answers.close()
+            die_with(parent)
             _end(functools.partial(_run_rank, **request))
         print(json.dumps(answer), file=answers, flush=True)
 
