@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.bench.harness import short
+from experiments.comparison.turns import short
 
 FEW = 5
 """Steps whose mean is compared at both ends."""

@@ -36,7 +36,7 @@ from engines.sequence import SamplingParams, Work
 from engines.speculation.client import DraftClient, DraftTimes
 from engines.speculation.mirror import Grown
 from engines.speculation.server import DraftServer
-from experiments.bench.harness import short
+from experiments.comparison.turns import short
 
 APPEND_TOKENS, FETCH_S = (1, 16, 64), (0.02, 0.1, 0.5)
 NUM_REPLICAS, GROUP, AT_A_TIME = 2, 16, 4

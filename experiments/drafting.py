@@ -28,13 +28,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from tqdm import tqdm
 
-from algos.tasks.arithmetic import ArithmeticTask
-from algos.warmstart_config import ModelSize, WarmStartConfig
+from algos.warmstart_config import ModelSize
 from engines import LLM, SamplingParams
-from engines.config import DrafterName, DraftLengths, DraftNoise, DType, EngineConfig, ModelConfig
+from engines.config import DrafterName, DraftLengths, DraftNoise, EngineConfig, ModelConfig
 from engines.constraints import Count, check_fields
 from engines.models.hugging_face import read_checkpoint
-from engines.models.tokenizer import encode_prompt, load_tokenizer
 from engines.parallel.collectives import SingleRank
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.choose import choose_drafter
@@ -43,7 +41,9 @@ from engines.speculation.policy import DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
 from experiments import draft_drift, launch
 from experiments import draft_sharing as sharing
-from experiments.bench import harness
+from experiments.comparison.results import check_figure, check_folders, report
+from experiments.comparison.turns import Row, in_columns, interleave, make_row, short, table
+from experiments.trained import dtype, encode, make_model, prompts, trained
 from research.seer.acceptance import acceptance_length
 from research.seer.thresholds import Thresholds
 
@@ -96,8 +96,8 @@ class DraftingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        harness.check_folders(self)
-        harness.check_figure(self.figure)
+        check_folders(self)
+        check_figure(self.figure)
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)  # raises ValueError
 
@@ -111,7 +111,9 @@ def main() -> dict[str, Any]:
         "speedup": speedup,
         "rollout": rollout_speedup,
         "agreement": agreement,
-        "server": lambda config: {"server": sharing.measure(model(config), prompts(config.server_groups), config.seed)},
+        "server": lambda config: {
+            "server": sharing.measure(make_model(config.models), prompts(config.server_groups), config.seed)
+        },
         "drift": drift,
     }
     start = time.monotonic()
@@ -123,41 +125,11 @@ def main() -> dict[str, Any]:
 
         draw_drafting(config.figure, parts["acceptance_length"], parts.get("speedup", {}), "live")
     measured = {"tier": "live", "seconds": round(time.monotonic() - start, 1), **parts}
-    result = harness.report("drafting", config, measured, hidden=["models"])
+    result = report("drafting", config, measured, hidden=["models"])
     if idle := [variant for variant, count in parts.get("drafted", {}).items() if not count]:
         print(json.dumps(result), flush=True)
         raise ValueError(f"parts: equal has drafted nothing with {idle}, which shows nothing; give more --groups")
     return result
-
-
-def model(config: DraftingConfig, widen: int = 1) -> Path:
-    return make_model(config.models, widen)
-
-
-def make_model(models: Path, widen: int = 1) -> Path:
-    """The trained model, widened."""
-    from algos.widening import widen as make_wide
-
-    tiny = trained(models, "tiny")
-    target = models / f"tiny-x{widen}"
-    return tiny if widen == 1 else target if (target / "config.json").is_file() else make_wide(tiny, target, widen)
-
-
-def trained(models: Path, size: ModelSize) -> Path:
-    """The embedded model of this size in the folder of models."""
-    from algos.warmstart import warm_start
-
-    models.mkdir(parents=True, exist_ok=True)
-    return warm_start(models / size, WarmStartConfig(size=size))
-
-
-def prompts(count: int, median_digits: float = 8.0) -> list[str]:
-    return [one.prompt for one in ArithmeticTask(median_digits=median_digits).held_out_problems(count)]
-
-
-def encode(folder: Path, texts: list[str]) -> list[list[int]]:
-    tokenizer = load_tokenizer(folder, ModelConfig.from_pretrained(folder))
-    return [encode_prompt(tokenizer, text, "prompt") for text in texts]
 
 
 def generate(llm: LLM, texts: list[str], params: SamplingParams) -> Tokens:
@@ -173,7 +145,7 @@ def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
 
     `drafted` says how many guesses were tried: where none was, equal tokens show nothing.
     """
-    folder, texts = model(config), prompts(min(8, config.groups))
+    folder, texts = make_model(config.models), prompts(min(8, config.groups))
     draft_model = trained(config.models, "draft-2l")
     drafters: dict[str, dict[str, Any]] = {"ngram": {"drafter": "ngram"}}
     for drafter, paths in itertools.product(("suffix", "grouped_suffix"), PATHS):
@@ -209,7 +181,7 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
     texts = prompts(config.groups)
     found: dict[str, Any] = {}
     for temperature in config.temperatures:
-        llm = LLM(model(config), max_num_seqs=64, seed=config.seed)
+        llm = LLM(make_model(config.models), max_num_seqs=64, seed=config.seed)
         tokens = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP, temperature=temperature))
         ids = llm.encode(texts)
         llm.close()
@@ -220,11 +192,11 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
             for paths in PATHS:
                 args = SpeculationArgs(max_spec_tokens=PATH_TOKENS, top_k=paths)
                 length = acceptance_length(ids, groups, num_references=count, args=args)
-                table[count][paths] = harness.short(length)
+                table[count][paths] = short(length)
         found[f"{temperature:g}"] = table
         rows = [["references", *(f"{paths} paths" for paths in PATHS)]]
         rows += [[str(count), *(f"{one:.2f}" for one in row.values())] for count, row in table.items()]
-        print(f"tokens per step, T={temperature:g}", harness.in_columns(rows), sep="\n", file=sys.stderr)
+        print(f"tokens per step, T={temperature:g}", in_columns(rows), sep="\n", file=sys.stderr)
     return {"acceptance_length": found}
 
 
@@ -258,12 +230,6 @@ VARIANTS: dict[str, Variant] = {
     "draft-2l": Variant("model", draft_model="draft-2l"),
     "draft-1l": Variant("model", draft_model="draft-1l"),
 }
-
-
-def dtype() -> DType:
-    from engines.models.projection import has_bfloat16_products
-
-    return "bfloat16" if has_bfloat16_products() else "float32"
 
 
 @dataclass(frozen=True)
@@ -324,25 +290,25 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
     Small batches run one after the other, until some sequences have ended.
     """
     texts = prompts(max(*config.batches, FEWEST))
-    llm = LLM(model(config), dtype=dtype(), max_num_seqs=64, seed=config.seed)
+    llm = LLM(make_model(config.models), dtype=dtype(), max_num_seqs=64, seed=config.seed)
     tokens = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP))
     ids = llm.encode(texts)
     llm.close()
-    rows: list[harness.Row] = []
+    rows: list[Row] = []
     found: dict[str, dict[int, float]] = {}
     for batch in config.batches:
-        bench = Bench(model(config, config.widen), max_num_seqs=batch)
+        bench = Bench(make_model(config.models, config.widen), max_num_seqs=batch)
         used = ids[: max(batch, FEWEST)]
         names = VARIANTS if config.full or batch == 1 else AT_ALL_BATCHES
         timed = {name: partial(time_last_samples, bench, VARIANTS[name], used, tokens) for name in names}
-        turns = harness.interleave(timed, config.turns, name=f"batch {batch}")
+        turns = interleave(timed, config.turns, name=f"batch {batch}")
         seconds = {name: [one.seconds for one in some] for name, some in turns.items()}
         per_step = {name: statistics.fmean(one.tokens_per_step for one in turns[name]) for name in timed}
-        row = harness.compare(f"batch {batch}", seconds)
-        rows.append(row | {f"tokens a step, {name}": harness.short(one) for name, one in per_step.items()})
+        row = make_row(f"batch {batch}", seconds)
+        rows.append(row | {f"tokens a step, {name}": short(one) for name, one in per_step.items()})
         for name, ratio in row["ratios"].items():
-            found.setdefault(name, {})[batch] = harness.short(1 / ratio)
-    print(harness.table(rows), file=sys.stderr)
+            found.setdefault(name, {})[batch] = short(1 / ratio)
+    print(table(rows), file=sys.stderr)
     return {"speedup": found, "speedup_rows": rows}
 
 
@@ -370,19 +336,19 @@ def _state(uid: int, sample: int, prompt: list[int], generated: list[int], *, se
 
 def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
     """Whole groups, some sequences at a time, against plain decoding in its best order."""
-    folder = model(config, config.rollout_widen)
+    folder = make_model(config.models, config.rollout_widen)
     ids = encode(folder, prompts(16))
     names = (PLAIN, "grouped", "suffix") if config.full else (PLAIN, "grouped")
-    rows: list[harness.Row] = []
+    rows: list[Row] = []
     found: dict[int, dict[str, float]] = {}
     for size in config.rollout_sizes:
         bench = Bench(folder, max_num_seqs=size)
         timed = {name: partial(time_rollout, bench, VARIANTS[name], ids) for name in names}
-        turns = harness.interleave(timed, config.turns, name=f"{size} at a time", warm_up=False)
-        row = harness.compare(f"{size} at a time", turns)
+        turns = interleave(timed, config.turns, name=f"{size} at a time", warm_up=False)
+        row = make_row(f"{size} at a time", turns)
         rows.append(row)
-        found[size] = {name: harness.short(1 / ratio) for name, ratio in row["ratios"].items()}
-    print(harness.table(rows), file=sys.stderr)
+        found[size] = {name: short(1 / ratio) for name, ratio in row["ratios"].items()}
+    print(table(rows), file=sys.stderr)
     return {"rollout_speedup": found[config.rollout_sizes[0]]["grouped"], "rollouts": found, "rollout_rows": rows}
 
 
@@ -407,7 +373,7 @@ def agreement(config: DraftingConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     rows = [["draft model", "noise", "guesses", "drawn", "closed form", "standard error"]]
     for size, noise in itertools.product(DRAFT_MODELS, NOISES):
-        folder, draft_model = model(config), trained(config.models, size)
+        folder, draft_model = make_model(config.models), trained(config.models, size)
         options: dict[str, Any] = {"draft_noise": noise, "max_draft_tokens": 1, "draft_lengths": "fixed"}
         llm = LLM(folder, drafter="model", draft_model=draft_model, kv_cache_bytes=2**24, max_num_seqs=1, **options)
         places, num_drawn = guess_singly(llm, prompts(config.groups), seed=config.seed)
@@ -420,7 +386,7 @@ def agreement(config: DraftingConfig) -> dict[str, Any]:
         rows.append(
             [size, noise, *(f"{value:.4f}" if isinstance(value, float) else str(value) for value in one.values())]
         )
-    print(harness.in_columns(rows), file=sys.stderr)
+    print(in_columns(rows), file=sys.stderr)
     return {"agreement": found}
 
 
@@ -479,7 +445,7 @@ def drift(config: DraftingConfig) -> dict[str, Any]:
     for size in DRAFT_MODELS:
         folder = str(trained(config.models, size).resolve())
         drafters[size] = ["--rollout.drafter", "model", "--rollout.draft-model", folder]
-    return draft_drift.measure(model(config), config.drift_steps, drafters)
+    return draft_drift.measure(make_model(config.models), config.drift_steps, drafters)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,14 @@ from engines.config import ModelConfig
 from engines.constraints import Count
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, Transport
-from experiments import launch, paced, pat_cases, pat_profile
-from experiments.bench import harness
+from experiments import launch, pat_cases, pat_measuring
 from experiments.bench.models import checkpoint, random_prompts
+from experiments.comparison.parts import PartsConfig, run_parts
+from experiments.comparison.real import RealWorld
+from experiments.comparison.results import longer_than_paced, track
+from experiments.comparison.rollouts import Rollout
+from experiments.comparison.turns import AGAIN, interleave, make_row, short, table
 from experiments.engine_options import EngineOptions
-from experiments.paced import Bench, Rollout
 from experiments.pat_cases import BLOCK_SIZE, CASES, Batch, Case, CaseName
 from research.pat.deployment import Deployment
 
@@ -49,7 +52,7 @@ MOST_SEQUENCES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatConfig(paced.PacedConfig):
+class PatConfig(PartsConfig):
     """Measure rollouts that change their TP size."""
 
     cases: Annotated[tuple[CaseName, ...], Meta(min_length=1, description="one or more cases")] = tuple(
@@ -76,11 +79,11 @@ class PatConfig(paced.PacedConfig):
 
 
 def main() -> dict[str, Any] | None:
-    return paced.run("pat", PatConfig, live=live, paced=paced_part)
+    return run_parts("pat", PatConfig, live=live, paced=paced_part)
 
 
 def compare(
-    bench: Bench,
+    bench: RealWorld,
     name: str,
     batches: Items[Batch],
     deployment: Deployment,
@@ -111,7 +114,7 @@ def compare(
             others |= {one: statics[one] for one in near}
         ordered = {best: statics[best], **dict([*others.items()][:: -1 if turn % 2 else 1])}
         calls = {one: partial(roll, variant) for one, variant in ordered.items()}
-        for one, some in harness.interleave(calls, 1, name=f"{name}, batch {turn + 1}", warm_up=False).items():
+        for one, some in interleave(calls, 1, name=f"{name}, batch {turn + 1}", warm_up=False).items():
             (runs if one in runs else found).setdefault(one, []).extend(some)
     return found | runs
 
@@ -119,24 +122,24 @@ def compare(
 def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -> dict[str, Any]:
     """Returns the results of one case. Ratios are of the same batch, and the median over the batches."""
     ways_back = {
-        one: harness.short(statistics.median(run.way_back_s for run in some))
+        one: short(statistics.median(run.way_back_s for run in some))
         for one, some in runs.items()
-        if not one.endswith(harness.AGAIN)
+        if not one.endswith(AGAIN)
     }
-    row = harness.compare(
+    row = make_row(
         name,
         {one: [run.seconds for run in some] for one, some in runs.items()},
         history=f"{PAT} knows {pat_cases.HISTORY} lengths of the batch's own distribution, {NO_HISTORY!r} none",
         **{f"way back of {one}, in its time": f"{1e3 * took:.4g} ms" for one, took in ways_back.items() if took},
     )
-    print(harness.table([row]), file=sys.stderr, flush=True)
+    print(table([row]), file=sys.stderr, flush=True)
     seconds = {one: [run.seconds for run in some] for one, some in runs.items()}
     base = next(iter(runs))
 
     def over(one: str, other: str) -> list[float]:
         return [its / mine for its, mine in zip(seconds[one], seconds[other], strict=False)]
 
-    statics = [one for one in runs if one.startswith("static") and not one.endswith(harness.AGAIN)]
+    statics = [one for one in runs if one.startswith("static") and not one.endswith(AGAIN)]
     best = min(statics, key=lambda one: statistics.median(over(one, base)))
     bounds = [min(turn) for turn in zip(seconds[best], seconds.get("hindsight", seconds[best]), strict=True)]
     regret = statistics.median(mine / least - 1 for mine, least in zip(seconds[PAT], bounds, strict=True))
@@ -145,11 +148,11 @@ def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -
     return {
         **facts,
         "tokens_equal": all(len({run.digest for run in turn if run is not None}) == 1 for turn in turns),
-        "regret": harness.short(regret),
-        "vs_best_static": harness.short(statistics.median(over(best, PAT))),
-        "vs_best_static_by_batch": [harness.short(one) for one in over(best, PAT)],
-        "no_history_vs_best_static": harness.short(statistics.median(over(best, NO_HISTORY))),
-        "vs_rebalanced": harness.short(statistics.median(over("rebalanced" if "rebalanced" in runs else best, PAT))),
+        "regret": short(regret),
+        "vs_best_static": short(statistics.median(over(best, PAT))),
+        "vs_best_static_by_batch": [short(one) for one in over(best, PAT)],
+        "no_history_vs_best_static": short(statistics.median(over(best, NO_HISTORY))),
+        "vs_rebalanced": short(statistics.median(over("rebalanced" if "rebalanced" in runs else best, PAT))),
         "switches": [[one.num_unfinished, one.tp_size, one.chosen] for one in log if one.chosen != one.tp_size],
         "switch_share": statistics.median(sum(length for _, length in run.switches) / run.seconds for run in pat),
         "way_back_s": ways_back,
@@ -163,7 +166,7 @@ def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -
 
 
 def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
-    layouts = pat_profile.nested_layouts(world.size)
+    layouts = pat_measuring.nested_layouts(world.size)
     groups = GroupCache(world, layouts, transport=config.transport)
     batches = [pat_cases.live_batch(config.seed + turn, config.shrink) for turn in range(config.turns)]
     batch = batches[0]
@@ -178,7 +181,7 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
             max_model_len=longest,
             kv_cache_bytes=of_rank * ModelConfig.from_pretrained(model).kv_bytes_per_token(4),
         )
-        asked = pat_profile.PatProfileConfig(
+        asked = pat_measuring.PatProfileConfig(
             model=model,
             output=Path(model, "profile.json"),  # not written
             batches=(1, 2, -(-count // 4)),
@@ -188,10 +191,10 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
             switch_tokens=count * batch.num_prompt_tokens,
             engine=options,
         )
-        deployment = pat_profile.deployment_here(pat_profile.measure(asked, model, groups), model, options, groups)
+        deployment = pat_measuring.deployment_here(pat_measuring.measure(asked, model, groups), model, options, groups)
         switch_seconds = deployment.switch_seconds
         deployment = replace(deployment, way_back_seconds=lambda end, start: switch_seconds(end, start, 0.0))
-        bench = Bench(model=model, groups=groups, pace=None, options=asdict(options))
+        bench = RealWorld(model=model, groups=groups, pace=None, options=asdict(options))
         num_kv_tokens = {size: size * of_rank for size in deployment.steps}
         runs = compare(bench, "live", batches, deployment, num_kv_tokens, with_hindsight=False)
     groups.close()
@@ -209,7 +212,7 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
         **describe("live", runs, {"workload": pat_cases.NOT_THE_PAPERS, "transport": config.transport}),
     }
     show(config, "live", f"live: {pat_cases.NOT_THE_PAPERS}", runs, "live")
-    return {"live": found, "predictor_error": harness.short(statistics.fmean(errors))}
+    return {"live": found, "predictor_error": short(statistics.fmean(errors))}
 
 
 # -- paced
@@ -218,7 +221,7 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
 def paced_part(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
     """Results of all cases: for each name, those of each case."""
     torch.set_num_threads(1)
-    groups = GroupCache(world, pat_profile.nested_layouts(world.size))
+    groups = GroupCache(world, pat_measuring.nested_layouts(world.size))
     found: dict[str, dict[str, Any]] = {}
     with checkpoint(pat_cases.PACED_MODEL, max_positions=512, dtype="float64", world=world) as model:
         for case in (one for one in CASES if one.name in config.cases):
@@ -239,18 +242,18 @@ def _case(
     batches = [case.draw(config.seed + turn, config.shrink) for turn in range(config.turns)]
     batch, pace, num_ranks = batches[0], case.pace(config.scale), groups.world.size
     options = {"dtype": "float64", "block_size": BLOCK_SIZE, "max_num_seqs": MOST_SEQUENCES}
-    bench = Bench(model=model, groups=groups, pace=pace, options=options | {"max_model_len": batch.max_model_len})
+    bench = RealWorld(model=model, groups=groups, pace=pace, options=options | {"max_model_len": batch.max_model_len})
     deployment = case.deployment(pace, num_ranks, MOST_SEQUENCES, batch.max_model_len)
     sizes = case.num_kv_tokens(num_ranks)
     runs = compare(bench, case.title, batches, deployment, sizes, with_hindsight=True)
-    late = paced.longer_than_paced(case.title, (run for some in runs.values() for run in some))
+    late = longer_than_paced(case.title, (run for some in runs.values() for run in some))
     without = [size for size in case.profiles if size not in sizes and num_ranks % size == 0]
     return runs, {"workload": case.workload, "scale": pace.scale, "no_room": without, **late}
 
 
 def show(config: PatConfig, name: str, title: str, runs: dict[str, list[Rollout]], tier: str) -> None:
     if config.wandb != "off":
-        paced.track(f"pat-{name}", runs)
+        track(f"pat-{name}", runs)
     if config.figure is not None:
         from experiments.pat_figures import draw_switches
 

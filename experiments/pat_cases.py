@@ -12,7 +12,7 @@ import numpy as np
 from engines.coordination.policies import LayoutPolicy
 from engines.parallel.layout import Layout, nested_layout
 from engines.sequence import SamplingParams
-from experiments.paced import Variant, Workload
+from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
 from research.pat.controller import Estimator, PatController, PatOptions
 from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
@@ -48,10 +48,11 @@ class Batch:
     def contexts(self) -> np.ndarray:
         return np.full(len(self.lengths), float(self.num_prompt_tokens))
 
-    def workload(self, prompts: list[list[int]]) -> Workload:
-        lengths = {(0, uid, 0): length for uid, length in enumerate(self.lengths)}
+    def workload(self, prompts: list[list[int]] | None = None) -> Workload:
+        """Without prompts, each has a token of its own, which is enough for a simulation."""
+        prompts = prompts or [[uid] * self.num_prompt_tokens for uid in range(len(self.lengths))]
         params = SamplingParams(max_tokens=self.longest, ignore_eos=True)
-        return Workload(prompts=prompts, params=params, lengths=lengths)
+        return Workload(prompts=prompts, params=params, lengths=hidden_lengths([[one] for one in self.lengths]))
 
 
 def long_tailed(

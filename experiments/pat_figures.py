@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.patches import Patch
 
 from engines.rollout.telemetry import StepRecord
+from experiments.comparison.rollouts import over_time
 from experiments.figures import plt, save
-from experiments.paced import over_time
 from research.pat.profile import Profile
 
 

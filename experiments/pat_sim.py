@@ -23,14 +23,13 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from engines.config import EngineConfig
 from engines.constraints import Count, check_fields
-from engines.coordination.policies import OnDemand
 from engines.parallel.layout import Layout, nested_on_hosts
-from engines.sequence import SequenceState
 from experiments import launch
-from experiments.bench.harness import check_figure, check_folders, in_columns, report, short
-from experiments.paced import Variant
+from experiments.comparison.results import check_figure, check_folders, report
+from experiments.comparison.rollouts import Variant
+from experiments.comparison.simulated import SimulatedWorld
+from experiments.comparison.turns import in_columns, short
 from experiments.pat_cases import Batch, Case, changing, controller
 from experiments.processes import call_each
 from research.pat.controller import Estimator
@@ -39,7 +38,6 @@ from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import make_plan
 from research.pat.per_host import PerHost
 from research.pat.profile import deployment_of
-from research.simulator.cluster import Cluster, ClusterConfig
 from research.simulator.pace import ProfilePace
 
 GPUS_PER_HOST, BLOCK_SIZE = 8, 16
@@ -146,13 +144,11 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
     drawn = (case.draw(seed) for seed in itertools.count())
     for batch in itertools.islice((one for one in drawn if max(one.lengths) == cell.cap), num_seeds):
         for name, variant in _variants(deployment, host, batch).items():
-            cluster, states = simulated(pace, deployment, batch, variant)
-            done = cluster.roll_out(states)
-            back_s = pace.switch(cluster.core.layout, variant.layout, 0)
-            runs.setdefault(name, []).append((sum(batch.lengths), done.makespan + back_s))
-            ways_back.setdefault(name, []).append(back_s)
+            done = world(pace, deployment).roll_out(batch.workload(), variant)
+            runs.setdefault(name, []).append((sum(batch.lengths), done.seconds))
+            ways_back.setdefault(name, []).append(done.way_back_s)
             if name == "pat":
-                switches.append(sum(decision.action == "regroup" for decision in done.decisions))
+                switches.append(len(done.switches))
     speeds = {name: short(statistics.median(tokens / took for tokens, took in some)) for name, some in runs.items()}
     best = max((name for name in speeds if name.startswith("TP")), key=speeds.__getitem__)
 
@@ -200,21 +196,18 @@ def _variants(deployment: Deployment, host: Deployment, batch: Batch) -> dict[st
     }
 
 
-def simulated(
-    pace: ProfilePace, deployment: Deployment, batch: Batch, variant: Variant, *, records_steps: bool = False
-) -> tuple[Cluster, list[SequenceState]]:
-    """Returns a cluster, and what it is to roll out."""
-    config = ClusterConfig(
-        layout=variant.layout,
-        engine=EngineConfig(max_num_seqs=SLOTS, max_num_batched_tokens=8192, block_size=BLOCK_SIZE),
+def world(pace: ProfilePace, deployment: Deployment) -> SimulatedWorld:
+    """The GPUs of a deployment."""
+    return SimulatedWorld(
         pace=pace,
         num_kv_tokens=deployment.num_kv_tokens,
-        max_model_len=deployment.max_model_len,
-        records_steps=records_steps,
+        options={
+            "max_num_seqs": SLOTS,
+            "max_num_batched_tokens": 8192,
+            "block_size": BLOCK_SIZE,
+            "max_model_len": deployment.max_model_len,
+        },
     )
-    work = batch.workload([[uid] * batch.num_prompt_tokens for uid in range(len(batch.lengths))])
-    policy = variant.layout_policy()
-    return Cluster(config, schedule_policy=OnDemand(), lengths=work.lengths or {}, layout_policy=policy), work.states()
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from engines.parallel.layout import nested_layout
 from engines.rollout.telemetry import SwitchRecord
 from experiments import launch
 from experiments.config import TrainConfig
-from experiments.pat_profile import deployment_here, deployment_with
+from experiments.pat_measuring import deployment_here, deployment_with
 from research.pat.controller import PatController
 from research.pat.lifetimes import lifetimes_of
 from research.pat.profile import Profile

@@ -33,9 +33,12 @@ from engines.fleet.fleet import Fleet
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished, SequenceId
-from experiments import drafting, launch, paced
-from experiments.bench import harness
-from experiments.paced import Bench, PacedConfig, Workload
+from experiments import launch
+from experiments.comparison.parts import PartsConfig, run_parts
+from experiments.comparison.real import RealWorld
+from experiments.comparison.results import track
+from experiments.comparison.rollouts import Workload
+from experiments.comparison.turns import short
 from experiments.seer_report import describe, draw
 from experiments.seer_variants import (
     BLOCK_SIZE,
@@ -48,6 +51,7 @@ from experiments.seer_variants import (
     Setting,
     roll_out,
 )
+from experiments.trained import dtype, encode, make_model, prompts
 from research.seer.context_aware import ContextAware, ContextOptions
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace, WideReplica
@@ -62,7 +66,7 @@ NEGATIVES: tuple[Negative, ...] = get_args(Negative)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeerConfig(PacedConfig):
+class SeerConfig(PartsConfig):
     """Measure rollouts in chunks that go on anywhere, the longest first."""
 
     models: Path = Path("runs/models")
@@ -104,14 +108,14 @@ class SeerConfig(PacedConfig):
 
 
 def main() -> dict[str, Any] | None:
-    return paced.run("seer", SeerConfig, live=live, paced=paced_part)
+    return run_parts("seer", SeerConfig, live=live, paced=paced_part)
 
 
 def live(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
     setting = Setting(
         name="live",
         widen=8,
-        dtype=drafting.dtype(),
+        dtype=dtype(),
         groups=max(2, 24 // config.shrink),
         group_size=8,
         num_kv_tokens=1280,
@@ -134,9 +138,9 @@ def stand_in(scale: float) -> WideReplica:
 
 def lose_a_replica(config: SeerConfig) -> dict[str, Any]:
     """Four replicas without a torchrun world, one of which is killed once a quarter of the sequences has ended."""
-    model = drafting.make_model(config.models)
+    model = make_model(config.models)
     params = SamplingParams(max_tokens=CAP, n=8)
-    work = Workload(prompts=drafting.encode(model, drafting.prompts(max(2, 16 // config.shrink))), params=params)
+    work = Workload(prompts=encode(model, prompts(max(2, 16 // config.shrink))), params=params)
     options: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
         "max_num_seqs": MOST_SEQUENCES,
@@ -174,7 +178,7 @@ def lose_a_replica(config: SeerConfig) -> dict[str, Any]:
         "tokens_equal": tokens == others,
         "not_exercised": [] if num_lost else ["no replica was lost"],
         "seconds": [whole, later],
-        "later": harness.short(later / whole - 1),
+        "later": short(later / whole - 1),
     }
 
 
@@ -203,15 +207,15 @@ PACED_SCALE = 2.0
 
 def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str, Any]:
     """Returns, for the first temperature and under `T=...` for the others, what `describe` does."""
-    model = Path(launch.on_rank_0(world, lambda: str(drafting.make_model(config.models, setting.widen))))
-    prompts = drafting.encode(model, drafting.prompts(setting.groups))
+    model = Path(launch.on_rank_0(world, lambda: str(make_model(config.models, setting.widen))))
+    asked = encode(model, prompts(setting.groups))
     groups = GroupCache(world, [nested_layout(range(world.size), 1)])
     bench, found = setting.bench(model, groups), dict[str, Any]()
     usual: tuple[Workload, dict[SequenceId, int]] | None = None
     for temperature in config.temperatures or ((1.0, 0.6) if config.full else (1.0,)):
         start = time.monotonic()
         params = SamplingParams(max_tokens=CAP, n=setting.group_size, temperature=temperature)
-        work, name = Workload(prompts=prompts, params=params), f"{setting.name}, T={temperature:g}"
+        work, name = Workload(prompts=asked, params=params), f"{setting.name}, T={temperature:g}"
         done = roll_out(config, setting, bench, work)
         usual = usual or (work, done.lengths)
         if world.rank == 0:
@@ -221,7 +225,7 @@ def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str
             if config.figure is not None:
                 draw(config.figure / f"seer_{setting.name}_{temperature:g}.png", done.runs, setting.name)
             if config.wandb != "off":
-                paced.track(f"seer-{setting.name}-T={temperature:g}", done.runs)
+                track(f"seer-{setting.name}-T={temperature:g}", done.runs)
     if setting.pace is not None and usual is not None:
         for case in (NEGATIVES if config.full else ()) if config.negatives is None else config.negatives:
             done = roll_out(*negative(case, config, setting, bench, *usual))
@@ -235,10 +239,10 @@ def negative(
     case: Negative,
     config: SeerConfig,
     setting: Setting,
-    bench: Bench,
+    bench: RealWorld,
     workload: Workload,
     lengths: dict[SequenceId, int],
-) -> tuple[SeerConfig, Setting, Bench, Workload]:
+) -> tuple[SeerConfig, Setting, RealWorld, Workload]:
     """Returns the arguments of `roll_out` for a case in which context should not help; `lengths`: the model's own."""
     config = replace(config, turns=1, others=("static by sequence",))
     if case == "independent":

@@ -12,19 +12,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from engines.config import EngineConfig, Preemption
+from engines.config import Preemption
 from engines.coordination.policies import OnDemand, SchedulePolicy
-from engines.parallel.layout import Layout
-from engines.sequence import SequenceId
-from experiments.bench.harness import short
-from experiments.paced import Rollout, Variant, Workload
+from experiments.comparison.rollouts import Rollout, Variant, Workload
+from experiments.comparison.simulated import SimulatedWorld
+from experiments.comparison.turns import short
 from experiments.processes import call_each
 from research.seer.baselines import RandomStatic
-from research.simulator.cluster import Cluster, ClusterConfig
-from research.simulator.pace import WideReplica
 
 BoundName = Literal["group static", "static by sequence", "on demand"]
 WAYS: tuple[Preemption, ...] = ("recompute", "swap")
@@ -51,6 +49,12 @@ def policy(name: BoundName, assignment: int) -> SchedulePolicy:
     if name == "on demand":
         return OnDemand()
     return RandomStatic(assignment, by="group" if name == "group static" else "sequence")
+
+
+def bound(plain: Variant, trial: Trial, **options: Any) -> Variant:
+    """Returns a baseline with an engine's setting and an assignment."""
+    schedule = partial(policy, trial.name, trial.assignment)
+    return replace(plain, schedule=schedule, options={**trial.tuning._asdict(), **options})
 
 
 def assignments(name: BoundName, count: int, seed: int = 0) -> range:
@@ -94,33 +98,15 @@ class Simulation:
 
     TRIALS, ASSIGNMENTS = 2, 9
 
+    world: SimulatedWorld
     workload: Workload
-    lengths: Mapping[SequenceId, int]
-    options: Mapping[str, Any]
-    """Of the engine."""
-    max_model_len: int
-    pace: WideReplica
-    layout: Layout
-    num_kv_tokens: int
-    """Of a replica."""
+    plain: Variant
+    """What all baselines have in common."""
     processes: int | None = None
     """Simulations at a time; see `call_each`."""
 
-    def seconds(self, schedule: SchedulePolicy, options: Mapping[str, Any]) -> float:
-        """Returns those of a rollout with these other options of the engine."""
-        config = ClusterConfig(
-            layout=self.layout,
-            engine=EngineConfig(**{**self.options, **options}),
-            pace=self.pace,
-            num_kv_tokens={1: self.num_kv_tokens},
-            max_model_len=self.max_model_len,
-            records_steps=False,
-        )
-        cluster = Cluster(config, schedule_policy=schedule, lengths=self.lengths)
-        return cluster.roll_out(self.workload.states()).makespan
-
     def of(self, trial: Trial) -> float:
-        return self.seconds(policy(trial.name, trial.assignment), trial.tuning._asdict())
+        return self.world.roll_out(self.workload, bound(self.plain, trial)).seconds
 
     def tune(self, names: Items[BoundName], slots: Items[int], seed: int) -> dict[BoundName, Tuned]:
         """Returns each baseline with the best of all settings, tried with the same assignments, from `seed` on."""
@@ -157,7 +143,7 @@ class Simulation:
         for name, some in runs.items():
             different = {id(one): one for one in variants.get(name, ())}.values()
             if different and not any("drafter" in one.options for one in different):
-                seconds = statistics.median(self.seconds(one.schedule(), one.options) for one in different)
+                seconds = statistics.median(self.world.roll_out(self.workload, one).seconds for one in different)
                 found[name] = short(seconds / statistics.median(run.seconds for run in some))
         return found
 

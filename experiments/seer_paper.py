@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.bench.harness import in_columns, short
+from experiments.comparison.turns import in_columns, short
 
 DIVIDED, CONTEXT, DRAFTS = "divided", "context", "drafts"
 TAIL, OF_ORACLE = "context, tail", "context, of the oracle"

@@ -11,9 +11,10 @@ from typing import Any, get_args
 
 from engines.rollout.telemetry import busy_share
 from engines.sequence import SequenceId
-from experiments import paced, seer_paper
-from experiments.bench import harness
-from experiments.paced import Rollout
+from experiments import seer_paper
+from experiments.comparison.results import longer_than_paced
+from experiments.comparison.rollouts import Rollout
+from experiments.comparison.turns import AGAIN, make_row, median_and_range, short, table
 from experiments.seer_baseline import BoundName, Tuned
 
 BOUND: tuple[BoundName, ...] = get_args(BoundName)
@@ -38,40 +39,38 @@ def describe(name: str, done: Done, *, task: str | None = None) -> dict[str, Any
     all whose assignments the median counts; `tail` is the time of the last tenth as a share of the first's. A `task` of
     the paper: its figures stand beside ours."""
     runs = done.runs
-    row = harness.compare(name, {one: [run.seconds for run in some] for one, some in runs.items()})
-    print(harness.table([row]), file=sys.stderr, flush=True)
+    row = make_row(name, {one: [run.seconds for run in some] for one, some in runs.items()})
+    print(table([row]), file=sys.stderr, flush=True)
     seconds = {one: statistics.median(run.seconds for run in some) for one, some in runs.items()}
     tails = {one: statistics.median(run.tail_seconds for run in some) for one, some in runs.items()}
-    faster = {one: harness.short(seconds[STATIC] / took) for one, took in seconds.items()}
-    context_over = {one: harness.short(took / seconds[CONTEXT]) for one, took in seconds.items()}
+    faster = {one: short(seconds[STATIC] / took) for one, took in seconds.items()}
+    context_over = {one: short(took / seconds[CONTEXT]) for one, took in seconds.items()}
     found: dict[str, Any] = {
         "tokens_equal": len({run.digest for some in runs.values() for run in some}) == 1,
         "not_exercised": not_exercised(runs),
         "throughput": {one: faster[one] for one in LADDER[1:]},
-        "tail": {one: harness.short(tails[one] / tails[STATIC]) for one in LADDER[1:]},
-        "tail_share": {one: harness.short(tails[one] / seconds[one]) for one in LADDER},
-        "variants": {one: faster[one] for one in runs if one not in LADDER and not one.endswith(harness.AGAIN)},
+        "tail": {one: short(tails[one] / tails[STATIC]) for one in LADDER[1:]},
+        "tail_share": {one: short(tails[one] / seconds[one]) for one in LADDER},
+        "variants": {one: faster[one] for one in runs if one not in LADDER and not one.endswith(AGAIN)},
         "of_oracle": context_over.get(ORACLE),
         "over_bound": {one: context_over[one] for one in BOUND if one in context_over},
         "drafts_over_none": {
-            one: harness.short(seconds[CONTEXT] / seconds[one])
-            for one in (SPECULATION, UNGROUPED, FIXED)
-            if one in seconds
+            one: short(seconds[CONTEXT] / seconds[one]) for one in (SPECULATION, UNGROUPED, FIXED) if one in seconds
         },
         "baselines": {one: baseline(tuned, runs[one]) for one, tuned in done.tuned.items()},
         "preemptions": {one: statistics.median(run.num_preempted for run in some) for one, some in runs.items()},
-        "kv": {one: kv_moved(some[0]) for one, some in runs.items() if not one.endswith(harness.AGAIN)},
-        "tokens_per_step": {one: harness.short(some[0].tokens_per_step) for one, some in runs.items()},
+        "kv": {one: kv_moved(some[0]) for one, some in runs.items() if not one.endswith(AGAIN)},
+        "tokens_per_step": {one: short(some[0].tokens_per_step) for one, some in runs.items()},
         "num_steps": {one: statistics.median(len(run.steps) for run in some) for one, some in runs.items()},
-        "busy_share": {one: harness.short(statistics.median(map(busy, some))) for one, some in runs.items()},
+        "busy_share": {one: short(statistics.median(map(busy, some))) for one, some in runs.items()},
         "num_sequences": len(done.lengths),
-        "mean_length": harness.short(statistics.fmean(done.lengths.values())),
+        "mean_length": short(statistics.fmean(done.lengths.values())),
         "a_a": row["a_a"],
         "row": row,
     }
     if done.sim_over_paced:
         found["sim_over_paced"] = done.sim_over_paced
-        found |= paced.longer_than_paced(name, (run for some in runs.values() for run in some))
+        found |= longer_than_paced(name, (run for some in runs.values() for run in some))
     if task is not None:
         found["paper"] = seer_paper.compare(task, as_in_the_paper(found))
         print(seer_paper.table(found["paper"]), file=sys.stderr, flush=True)
@@ -98,7 +97,7 @@ def not_exercised(runs: Mapping[str, list[Rollout]]) -> list[str]:
     """Returns what variants did not do that sets them apart, so that their equal tokens say nothing."""
     found = []
     for name, some in runs.items():
-        bare = name.removesuffix(harness.AGAIN)
+        bare = name.removesuffix(AGAIN)
         if "speculation" in bare and not any(step.num_accepted for run in some for step in run.steps):
             found.append(f"{name}: no draft token was drawn")
         if bare not in (*BOUND, UNTUNED, BOUND_DRAFTS) and not any(
@@ -113,14 +112,9 @@ def baseline(tuned: Tuned, runs: list[Rollout]) -> dict[str, Any]:
     simulated, measured = tuned.seconds, [run.seconds for run in runs]
     return {
         **tuned.report,
-        "seconds": [harness.short(one) for one in measured],
-        "simulated_s": {"assignments": len(simulated), "spread": _spread(simulated)} if simulated else None,
+        "seconds": [short(one) for one in measured],
+        "simulated_s": {"assignments": len(simulated), "spread": median_and_range(simulated)} if simulated else None,
     }
-
-
-def _spread(values: list[float]) -> list[float]:
-    """The median, the least and the largest."""
-    return [harness.short(value) for value in (statistics.median(values), min(values), max(values))]
 
 
 def busy(run: Rollout) -> float:
@@ -136,10 +130,10 @@ def kv_moved(run: Rollout) -> dict[str, float]:
         for name in ("stored_tokens", "loaded_tokens", "fetched_tokens", "num_imported", "num_recomputed")
     )
     return {
-        "stored_per_token": harness.short(stored / sum(run.lengths.values())),
+        "stored_per_token": short(stored / sum(run.lengths.values())),
         "imported": imported,
         "recomputed": recomputed,
-        "hidden": harness.short(fetched / loaded) if loaded else 0.0,
+        "hidden": short(fetched / loaded) if loaded else 0.0,
     }
 
 

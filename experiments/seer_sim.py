@@ -25,21 +25,21 @@ from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from msgspec import Meta
 
-from engines.config import EngineConfig
 from engines.constraints import Count, Fraction, Positive, WholeNumber, check_fields
 from engines.coordination.policies import SchedulePolicy
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
-from engines.rollout.generation import make_states
 from engines.rollout.pace import Path as KVPath
 from engines.sequence import SamplingParams, SequenceId
 from experiments import launch, seer_baseline, seer_paper
-from experiments.bench import harness
-from experiments.bench.harness import short
+from experiments.comparison.results import check_folders, report
+from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
+from experiments.comparison.simulated import SimulatedWorld
+from experiments.comparison.turns import in_columns, median_and_range
 from experiments.processes import call_each
 from experiments.seer_baseline import WAYS, BoundName, Tuning
 from research.seer.baselines import Divided
 from research.seer.context_aware import ContextAware, ContextOptions, Order
-from research.simulator.cluster import Cluster, ClusterConfig, Overheads
+from research.simulator.cluster import Overheads
 from research.simulator.datasheets import H800, QWEN_72B, Device, ModelShape
 from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
 from research.simulator.latency import LatencyProfile
@@ -166,7 +166,7 @@ class SeerSimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        harness.check_folders(self, ["output"])
+        check_folders(self, ["output"])
         fewest = min(CASES[name].instances for name in self.cases)
         if self.shrink > fewest:
             raise ValueError(f"shrink={self.shrink}: the smallest case has {fewest} instances; give at most as many")
@@ -241,7 +241,7 @@ def main() -> dict[str, Any]:
         }
     _print_table(rows)
     print(seer_paper.table([one for row in rows for one in row["paper"]]), file=sys.stderr)
-    return harness.report("seer_sim", config, {"tier": "sim", "rows": rows}, hidden=["processes"])
+    return report("seer_sim", config, {"tier": "sim", "rows": rows}, hidden=["processes"])
 
 
 def _sweep(config: SeerSimConfig) -> dict[tuple[CaseName, BoundName], dict[Tuning, list[float]]]:
@@ -280,11 +280,11 @@ def describe(case: CaseName, runs: dict[str, dict[int, list[dict[str, float]]]])
     for name, by_seed in runs.items():
         pairs = [(seed, one) for seed, some in by_seed.items() for one in some]
         variants[name] = {
-            "throughput": _spread([base[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
-            "tail": _spread([one["tail_s"] / base[seed]["tail_s"] for seed, one in pairs]),
-            "of_oracle": _spread([oracle[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
-            "over_context": _spread([context[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
-            **{key: _spread([one[key] for _, one in pairs]) for key in pairs[0][1]},
+            "throughput": median_and_range([base[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
+            "tail": median_and_range([one["tail_s"] / base[seed]["tail_s"] for seed, one in pairs]),
+            "of_oracle": median_and_range([oracle[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
+            "over_context": median_and_range([context[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
+            **{key: median_and_range([one[key] for _, one in pairs]) for key in pairs[0][1]},
         }
     found = {name: {key: values[0] for key, values in one.items()} for name, one in variants.items()}
     return {"case": case, "variants": variants, "paper": _as_in_the_paper(case, found)}
@@ -313,11 +313,6 @@ def _median(some: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(one[key] for one in some) for key in some[0]}
 
 
-def _spread(values: list[float]) -> list[float]:
-    """The median, the least and the largest."""
-    return [short(value) for value in (statistics.median(values), min(values), max(values))]
-
-
 def _policies(
     case: Case, config: SeerSimConfig, lengths: dict[SequenceId, int], seed: int
 ) -> dict[str, Callable[[], SchedulePolicy]]:
@@ -333,61 +328,48 @@ def _policies(
 
 def _simulate(config: SeerSimConfig, run: _Run) -> dict[str, float]:
     """Returns what one rollout did."""
-    case = CASES[run.case]
-    alone = LogNormalLengths(median=case.cap / 4 / config.token_scale, sigma=0.8, cap=case.cap // config.token_scale)
-    num_groups = case.groups * (case.instances // config.shrink) // case.instances
-    drawn = GroupedLengths(lengths=alone, correlation=case.correlation).draw(num_groups, case.group_size, run.seed)
-    lengths = {(0, uid, index): length for uid, group in enumerate(drawn) for index, length in enumerate(group)}
+    case, scale = CASES[run.case], config.token_scale
+    num_instances, prompt, cap = case.instances // config.shrink, PROMPT // scale, case.cap // scale
+    alone = LogNormalLengths(median=case.cap / 4 / scale, sigma=0.8, cap=cap)
+    num_groups = case.groups * num_instances // case.instances
+    grouped = GroupedLengths(lengths=alone, correlation=case.correlation)
+    lengths = hidden_lengths(grouped.draw(num_groups, case.group_size, run.seed))
     if run.name in BOUND:
-        policy = seer_baseline.policy(run.name, ASSIGNMENTS * run.seed + run.assignment)
+        schedule = partial(seer_baseline.policy, run.name, ASSIGNMENTS * run.seed + run.assignment)
     else:
-        policy = _policies(case, config, lengths, run.seed)[CONTEXT if run.name in DRAFTED else run.name]()
-    return _roll_out(case, config, policy, lengths, run)
-
-
-def _roll_out(
-    case: Case, config: SeerSimConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int], run: _Run
-) -> dict[str, float]:
-    num_instances, prompt = case.instances // config.shrink, PROMPT // config.token_scale
+        schedule = _policies(case, config, lengths, run.seed)[CONTEXT if run.name in DRAFTED else run.name]
     profile = LatencyProfile(device=case.device, shape=case.shape, tp_size=case.tp_size)
-    room = sum(lengths.values()) + len(lengths) * prompt if case.kv_for_all else profile.kv_tokens_capacity(RESERVE)
+    room = profile.kv_tokens_capacity(RESERVE) // scale
     usual = HostLinks()
     host, network = (replace(one, bandwidth=1e9 * config.kv_bandwidth) for one in (usual.host, usual.network))
     links = replace(usual, host=host, network=network)
-    pace = _Counting(ProfilePace(device=case.device, shape=case.shape, links=links, token_scale=config.token_scale))
+    pace = _Counting(ProfilePace(device=case.device, shape=case.shape, links=links, token_scale=scale))
+    world = SimulatedWorld(
+        pace=pace,
+        options={
+            **run.tuning._asdict(),
+            "max_num_batched_tokens": 2 * SLOTS,
+            "block_size": config.block_size,
+            "max_model_len": prompt + cap,
+        },
+        num_kv_tokens={case.tp_size: sum(lengths.values()) + len(lengths) * prompt if case.kv_for_all else room},
+        # A sequence's own tokens are all in which an ungrouped drafter looks.
+        drafts=DraftAcceptance(table={0: SEER_TABLE_2[0]} if run.name == UNGROUPED else SEER_TABLE_2),
+        cluster={"gpus_per_host": 8, "overheads": Overheads(message_s=0.0005 / scale), "records_steps": False},
+    )
     drafts: dict[str, Any] = {"drafter": "grouped_suffix", "max_draft_tokens": 8, "draft_server": True}
     drafts["draft_lengths"] = "fixed" if run.name == FIXED else "adaptive"
-    engine = EngineConfig(
-        max_num_seqs=run.tuning.max_num_seqs,
-        preemption=run.tuning.preemption,
-        max_num_batched_tokens=2 * SLOTS,
-        block_size=config.block_size,
-        **(drafts if run.name in DRAFTED else {}),
-    )
-    table = {0: SEER_TABLE_2[0]} if run.name == UNGROUPED else SEER_TABLE_2  # its own tokens are all that it looks in
-    cluster = ClusterConfig(
-        layout=contiguous_layout(range(num_instances * case.tp_size), case.tp_size),
-        engine=engine,
-        pace=pace,
-        num_kv_tokens={case.tp_size: room // (1 if case.kv_for_all else config.token_scale)},
-        max_model_len=prompt + case.cap // config.token_scale,
-        gpus_per_host=8,
-        overheads=Overheads(message_s=0.0005 / config.token_scale),
-        drafts=DraftAcceptance(table=table) if run.name in DRAFTED else None,
-        records_steps=False,
-    )
-    uids = range(len(lengths) // case.group_size)
-    params = SamplingParams(max_tokens=case.cap // config.token_scale, n=case.group_size)
-    prompts = [[uid * prompt + place for place in range(prompt)] for uid in uids]
-    states = make_states(prompts, [params] * len(uids), uids, run_seed=0, policy_step=0)
+    layout = contiguous_layout(range(num_instances * case.tp_size), case.tp_size)
+    variant = Variant(layout=layout, schedule=schedule, options=drafts if run.name in DRAFTED else {})
+    prompts = [[uid * prompt + place for place in range(prompt)] for uid in range(num_groups)]
+    params = SamplingParams(max_tokens=cap, n=case.group_size)
     start = time.perf_counter()
-    done = Cluster(cluster, schedule_policy=policy, lengths=lengths).roll_out(states)
-    ends = list(done.finish_times.values())
+    done = world.roll_out(Workload(prompts=prompts, params=params, lengths=lengths), variant)
     return {
-        "seconds": done.makespan * config.token_scale,
-        "tail_s": (done.makespan - ends[int(0.9 * (len(ends) - 1))]) * config.token_scale,
+        "seconds": done.seconds * scale,
+        "tail_s": done.tail_seconds * scale,
         "preempted": done.num_preempted,
-        "kv_share": pace.transfer_s / num_instances / done.makespan,
+        "kv_share": pace.transfer_s / num_instances / done.seconds,
         "simulated_in": time.perf_counter() - start,
     }
 
@@ -401,7 +383,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
             tuned = row["tuned"].get(name, {}).get("setting", "")
             values = [f"{one[key][0]:g}" for key in keys]
             lines.append([row["case"], name, f"{middle:g}", f"{low:g}-{high:g}", *values, tuned])
-    print(harness.in_columns(lines), file=sys.stderr)
+    print(in_columns(lines), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,10 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.sequence import SequenceId
 from experiments import launch
-from experiments.bench import harness
-from experiments.paced import Bench, Rollout, Variant, Workload
+from experiments.comparison.real import RealWorld
+from experiments.comparison.rollouts import Rollout, Variant, Workload
+from experiments.comparison.simulated import SimulatedWorld
+from experiments.comparison.turns import AGAIN, interleave
 from experiments.seer_baseline import (
     WAYS,
     BoundName,
@@ -27,8 +29,8 @@ from experiments.seer_baseline import (
     Tuning,
     assignments,
     best,
+    bound,
     evenly,
-    policy,
     report,
 )
 from experiments.seer_report import (
@@ -94,8 +96,8 @@ class Setting:
     pace: WideReplica | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def bench(self, model: Path, groups: GroupCache) -> Bench:
-        return Bench(
+    def bench(self, model: Path, groups: GroupCache) -> RealWorld:
+        return RealWorld(
             model=str(model),
             groups=groups,
             pace=self.pace,
@@ -131,60 +133,51 @@ class Setting:
             FIXED: by(context, **FIXED_DRAFTS),
         }
 
-    def bound(self, num_ranks: int, trial: Trial, **drafts: Any) -> Variant:
-        """A baseline with an engine's setting and an assignment."""
-        schedule = partial(policy, trial.name, trial.assignment)
-        return replace(self.plain(num_ranks), schedule=schedule, options={**trial.tuning._asdict(), **drafts})
-
-    def simulation(self, workload: Workload, lengths: dict[SequenceId, int], bench: Bench) -> Simulation:
+    def simulation(self, workload: Workload, bench: RealWorld) -> Simulation:
+        """`workload` has its lengths."""
         assert self.pace is not None
-        return Simulation(
-            workload=workload,
-            lengths=lengths,
-            options={name: bench.options[name] for name in ("block_size", "max_num_seqs", "preemption")},
-            max_model_len=MAX_LEN,
-            pace=self.pace,
-            layout=nested_layout(range(bench.groups.world.size), 1),
-            num_kv_tokens=self.num_kv_tokens,
-        )
+        names = ("block_size", "max_num_seqs", "preemption", "max_model_len")
+        options = {name: bench.options[name] for name in names}
+        world = SimulatedWorld(pace=self.pace, options=options, cluster={"records_steps": False})
+        return Simulation(world=world, workload=workload, plain=self.plain(bench.groups.world.size))
 
 
-def roll_out(config: SeerConfig, setting: Setting, bench: Bench, workload: Workload) -> Done:
+def roll_out(config: SeerConfig, setting: Setting, bench: RealWorld, workload: Workload) -> Done:
     """Tunes the baselines and rolls out all variants: the ladder's take turns, the others come once."""
     world = bench.groups.world
     num_ranks = world.size
+    plain = setting.plain(num_ranks)
 
     def call(variant: Variant) -> Rollout:
         return bench.roll_out(workload, variant)
 
-    untuned = setting.bound(num_ranks, Trial(STATIC, Tuning(MOST_SEQUENCES, setting.preemption), config.seed))
+    untuned = bound(plain, Trial(STATIC, Tuning(MOST_SEQUENCES, setting.preemption), config.seed))
     first = call(untuned)  # warms up, and shows the lengths
     names = [*LADDER, *(setting.others if config.others is None else config.others)]
-    bound = [name for name in BOUND if name in names]
+    baselines = [name for name in BOUND if name in names]
     once = dict.fromkeys((name for name in names if name not in LADDER), 1)
     simulation: Simulation | None = None
     if setting.pace is None:
-        tuned = {
-            name: tune_live(lambda trial: call(setting.bound(num_ranks, trial)).seconds, name, config) for name in bound
-        }
+        tuned = {name: tune_live(lambda trial: call(bound(plain, trial)).seconds, name, config) for name in baselines}
     else:
-        simulation = replace(setting.simulation(workload, first.lengths, bench), processes=config.processes)
+        simulation = setting.simulation(replace(workload, lengths=first.lengths), bench)
+        simulation = replace(simulation, processes=config.processes)
         tuned = convert(
-            launch.on_rank_0(world, partial(simulation.tune, bound, SLOTS, config.seed)), dict[BoundName, Tuned]
+            launch.on_rank_0(world, partial(simulation.tune, baselines, SLOTS, config.seed)), dict[BoundName, Tuned]
         )
-        once[STATIC + harness.AGAIN] = 1  # a pace leaves little noise
+        once[STATIC + AGAIN] = 1  # a pace leaves little noise
     divided = setting.variants(config, num_ranks, first.lengths)
     variants = {name: [one] * config.turns for name, one in divided.items()}
     for name, one in tuned.items():
         picked = evenly(one.assignments, once.get(name, config.turns))
-        variants[name] = [setting.bound(num_ranks, Trial(name, one.tuning, number)) for number in picked]
+        variants[name] = [bound(plain, Trial(name, one.tuning, number)) for number in picked]
     trial = Trial(STATIC, tuned[STATIC].tuning, *evenly(tuned[STATIC].assignments, 1))
-    variants[BOUND_DRAFTS] = [setting.bound(num_ranks, trial, **DRAFTS)]
+    variants[BOUND_DRAFTS] = [bound(plain, trial, **DRAFTS)]
     order = {name: iter(variants[name]) for name in names}
-    agains = once.get(STATIC + harness.AGAIN, config.turns)
+    agains = once.get(STATIC + AGAIN, config.turns)
     order[STATIC] = iter([one for turn, one in enumerate(variants[STATIC]) for _ in range(1 + (turn < agains))])
     calls = {name: lambda turns=turns: call(next(turns)) for name, turns in order.items()}
-    runs = harness.interleave(calls, config.turns, name=setting.name, warm_up=False, most_turns=once)
+    runs = interleave(calls, config.turns, name=setting.name, warm_up=False, most_turns=once)
     done = Done(runs=runs, tuned=tuned, lengths=first.lengths)
     if simulation is None or world.rank:
         return done

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,10 +27,12 @@ from engines.parallel.layout import contiguous_layout
 from engines.rollout.telemetry import StepRecord, busy_share, draft_metrics, write_chrome_trace
 from engines.sequence import SamplingParams, SequenceId
 from experiments import launch
-from experiments.bench.harness import check_figure, check_folders, in_columns
+from experiments.comparison.results import check_figure, check_folders
+from experiments.comparison.rollouts import Rollout, Variant, Workload, hidden_lengths
+from experiments.comparison.simulated import SimulatedWorld
+from experiments.comparison.turns import in_columns
 from experiments.engine_options import DRAFT_POLICIES, DraftPolicyName
-from experiments.paced import Workload
-from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
+from research.simulator.cluster import Overheads
 from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
 from research.simulator.hindsight import LongestFirst, floor_seconds
 from research.simulator.latency import LatencyProfile, profile
@@ -104,7 +107,7 @@ class SimulateConfig:
     def __post_init__(self) -> None:
         check_fields(self, "")
         self.profile()
-        self.engine()
+        EngineConfig(**self.options())
         self.drafts()
         if self.gpus % self.tensor_parallel_size:
             raise ValueError(
@@ -127,17 +130,17 @@ class SimulateConfig:
         """Of a replica, in whole blocks."""
         return self.profile().kv_tokens_capacity() // BLOCK_SIZE * BLOCK_SIZE
 
-    def engine(self) -> EngineConfig:
+    def options(self) -> dict[str, Any]:
+        """Of the engine."""
         options: dict[str, Any] = {"max_num_seqs": self.slots, "block_size": BLOCK_SIZE}
         options["draft_lengths"] = self.draft_lengths
         if self.max_draft_tokens:
             options |= {"drafter": "grouped_suffix", "max_draft_tokens": self.max_draft_tokens}
             options["draft_server"] = self.draft_server
-        return EngineConfig(**options)
+        return options
 
-    def drafts(self) -> DraftAcceptance | None:
-        drafts = DraftAcceptance(table=dict(self.draft_tokens_per_step), seed=self.seed)
-        return drafts if self.max_draft_tokens else None
+    def drafts(self) -> DraftAcceptance:
+        return DraftAcceptance(table=dict(self.draft_tokens_per_step), seed=self.seed)
 
     def profile(self) -> LatencyProfile:
         try:
@@ -148,13 +151,16 @@ class SimulateConfig:
 
 def main() -> dict[str, Any]:
     config = launch.options(SimulateConfig)
-    lengths = _lengths(config)
+    world, workload = _world(config), _workload(config)
+    lengths = dict(workload.lengths or {})
+    layout = contiguous_layout(range(config.gpus), config.tensor_parallel_size)
     runs, seconds = {}, {}
     with tqdm(total=len(lengths) * len(config.policies), unit="sequence") as bar:
         for name in config.policies:
             bar.set_description(name)
             start = time.perf_counter()
-            runs[name] = _roll_out(config, _policy(name, lengths), lengths, bar)
+            variant = Variant(layout=layout, schedule=partial(_policy, name, lengths))
+            runs[name] = world.roll_out(workload, variant, on_finished=lambda _: bar.update())
             seconds[name] = round(time.perf_counter() - start, 2)
     floor = floor_seconds(
         config.profile(),
@@ -181,11 +187,14 @@ def main() -> dict[str, Any]:
     }
 
 
-def _lengths(config: SimulateConfig) -> dict[SequenceId, int]:
+def _workload(config: SimulateConfig) -> Workload:
     alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
     groups = GroupedLengths(lengths=alone, correlation=config.correlation)
-    drawn = groups.draw(config.groups, config.group_size, config.seed)
-    return {(0, uid, index): length for uid, group in enumerate(drawn) for index, length in enumerate(group)}
+    return Workload(
+        prompts=[list(range(uid * config.prompt, (uid + 1) * config.prompt)) for uid in range(config.groups)],
+        params=SamplingParams(max_tokens=config.cap, n=config.group_size),
+        lengths=hidden_lengths(groups.draw(config.groups, config.group_size, config.seed)),
+    )
 
 
 def _policy(name: PolicyName, lengths: dict[SequenceId, int]) -> SchedulePolicy:
@@ -197,44 +206,35 @@ def _policy(name: PolicyName, lengths: dict[SequenceId, int]) -> SchedulePolicy:
     return policies[name]()
 
 
-def _roll_out(
-    config: SimulateConfig, policy: SchedulePolicy, lengths: dict[SequenceId, int], bar: tqdm[Any]
-) -> SimulatedRollout:
+def _world(config: SimulateConfig) -> SimulatedWorld:
     one = config.profile()
-    cluster = ClusterConfig(
-        layout=contiguous_layout(range(config.gpus), config.tensor_parallel_size),
-        engine=config.engine(),
+    return SimulatedWorld(
         pace=ProfilePace(device=one.device, shape=one.shape),
+        options={
+            **config.options(),
+            "max_model_len": config.prompt + config.cap,
+            "draft_policy": DRAFT_POLICIES[config.draft_policy],
+        },
         num_kv_tokens={config.tensor_parallel_size: config.num_kv_tokens()},
-        max_model_len=config.prompt + config.cap,
-        gpus_per_host=config.gpus_per_host,
-        overheads=Overheads(message_s=config.message_s, gap_s=config.gap_s),
         drafts=config.drafts(),
-        draft_policy=DRAFT_POLICIES[config.draft_policy],
+        cluster={
+            "gpus_per_host": config.gpus_per_host,
+            "overheads": Overheads(message_s=config.message_s, gap_s=config.gap_s),
+        },
     )
-    prompts = [list(range(uid * config.prompt, (uid + 1) * config.prompt)) for uid in range(config.groups)]
-    params = SamplingParams(max_tokens=config.cap, n=config.group_size)
-    states = Workload(prompts=prompts, params=params, lengths=lengths).states()
-    if config.max_draft_tokens:
-        states.sort(key=lambda state: state.key.sample_index)  # as `LLM.generate` does
-    simulated = Cluster(cluster, schedule_policy=policy, lengths=lengths)
-    return simulated.roll_out(states, on_finished=lambda _: bar.update())
 
 
-def _describe(
-    config: SimulateConfig, run: SimulatedRollout, best: SimulatedRollout | None, floor: float
-) -> dict[str, float]:
-    ends = list(run.finish_times.values())
+def _describe(config: SimulateConfig, run: Rollout, best: Rollout | None, floor: float) -> dict[str, float]:
     busy = busy_share(run.steps, range(config.gpus // config.tensor_parallel_size))
     drafting = draft_metrics(run.steps) if config.max_draft_tokens else {}
     return {
-        "makespan": round(run.makespan, 3),
-        "tail": round(run.makespan - ends[int(0.9 * (len(ends) - 1))], 3),
+        "makespan": round(run.seconds, 3),
+        "tail": round(run.tail_seconds, 3),
         "idle_share": round(max(0.0, 1 - statistics.fmean(busy.values())), 4),
         "preempted": run.num_preempted,
-        "of_floor": round(floor / run.makespan, 4),
+        "of_floor": round(floor / run.seconds, 4),
         **{name: round(drafting[name], 4) for name in ("draft_length", "tokens_per_step") if drafting},
-    } | ({"of_hindsight": round(best.makespan / run.makespan, 4)} if best is not None else {})
+    } | ({"of_hindsight": round(best.seconds / run.seconds, 4)} if best is not None else {})
 
 
 def _print_table(results: dict[str, dict[str, float]]) -> None:
@@ -243,7 +243,7 @@ def _print_table(results: dict[str, dict[str, float]]) -> None:
     print(in_columns(lines), file=sys.stderr)
 
 
-def _draw(config: SimulateConfig, runs: dict[PolicyName, SimulatedRollout]) -> None:
+def _draw(config: SimulateConfig, runs: dict[PolicyName, Rollout]) -> None:
     if config.figure is not None:
         from experiments.figures import draw_drafts, draw_timelines
 

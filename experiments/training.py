@@ -45,7 +45,7 @@ from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig, make_task, parse
 from experiments.engine_options import DRAFT_POLICIES
-from experiments.pat_profile import nested_layouts
+from experiments.pat_measuring import nested_layouts
 from experiments.pat_training import RolloutLayouts, load_profile, make_controller
 from experiments.run_folder import (
     AFRESH,
@@ -469,11 +469,11 @@ class Run:
     def _summary(self, start: float) -> dict[str, Any]:
         figures: list[str] = []
         if self.folder.is_writer:
-            from experiments.bench.harness import tier
+            from experiments.comparison.machine import this_tier
             from experiments.figures import draw_run  # matplotlib takes half a second, and only one rank draws
 
             with self.folder.writing("figures"):
-                figures = [str(path) for path in draw_run(self.folder.path, tier())]
+                figures = [str(path) for path in draw_run(self.folder.path, this_tier())]
         checkpoint = self.folder.latest()
         return {
             "experiment": "train",

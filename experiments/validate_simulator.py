@@ -31,7 +31,6 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from engines import LLM
-from engines.config import EngineConfig
 from engines.constraints import Count, NonNegative, Positive, check_fields
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
@@ -43,9 +42,13 @@ from engines.rollout.pace import Pace
 from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId
 from experiments import launch
-from experiments.bench.harness import busy, check_folders, in_columns, report, short
 from experiments.bench.models import checkpoint
-from experiments.paced import Bench, Variant
+from experiments.comparison.machine import busy
+from experiments.comparison.real import RealWorld
+from experiments.comparison.results import check_folders, report
+from experiments.comparison.rollouts import Variant
+from experiments.comparison.simulated import SimulatedWorld
+from experiments.comparison.turns import in_columns, short
 from experiments.validation_cells import (
     KINDS,
     MAX_MODEL_LEN,
@@ -60,7 +63,7 @@ from experiments.validation_cells import (
     describe,
     score,
 )
-from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
+from research.simulator.cluster import Overheads, SimulatedRollout
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
 from research.simulator.replay import play, recording
@@ -111,7 +114,9 @@ class Paced:
         world, workload = self._groups.world, cell.workload()
         recorded = Recorded(policy)
         options = {"dtype": "float32", "preemption": cell.preemption, **OPTIONS}
-        bench = Bench(model=self._model, groups=self._groups, pace=self._pace if is_paced else None, options=options)
+        bench = RealWorld(
+            model=self._model, groups=self._groups, pace=self._pace if is_paced else None, options=options
+        )
         layout = nested_layout(range(world.size), 1)
         variant = Variant(layout=layout, num_kv_tokens=cell.num_kv_tokens, schedule=lambda: recorded)
         with recording(rollout_world):
@@ -151,18 +156,19 @@ class Paced:
 def simulate(
     cell: Cell, policy: SchedulePolicy, pace: Pace, overheads: Overheads, num_ranks: int
 ) -> tuple[Run, SimulatedRollout]:
-    config = ClusterConfig(
-        layout=nested_layout(range(num_ranks), 1),
-        engine=EngineConfig(preemption=cell.preemption, **OPTIONS),
+    world = SimulatedWorld(
         pace=pace,
+        options={"preemption": cell.preemption, **OPTIONS},
         num_kv_tokens=cell.replica_tokens(),
-        max_model_len=MAX_MODEL_LEN,
-        overheads=overheads,
+        cluster={"overheads": overheads},
     )
-    cluster = Cluster(
-        config, schedule_policy=policy, lengths=cell.lengths(), layout_policy=cell.layout_policy(num_ranks, pace)
+    variant = Variant(
+        layout=nested_layout(range(num_ranks), 1),
+        schedule=lambda: policy,
+        layout_policy=lambda: cell.layout_policy(num_ranks, pace),
     )
-    done = cluster.roll_out(cell.workload().states())
+    workload = cell.workload()
+    done = world.start(workload, variant)[0].roll_out(workload.states())
     return describe(done.steps, done.finish_times, num_ranks), done
 
 

@@ -18,7 +18,7 @@ from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SamplingParams, SequenceId
 from experiments.bench.models import random_prompts
-from experiments.paced import Workload
+from experiments.comparison.rollouts import Workload
 from research.pat.controller import PatController
 from research.pat.profile import deployment_of
 from research.seer.context_aware import ContextAware, ContextOptions

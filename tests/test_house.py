@@ -56,6 +56,26 @@ def test_no_room_imports_from_one_above() -> None:
         assert not {name for name in imports_of(path) if name.startswith(tuple(f"engines.{room}" for room in ROOMS))}
 
 
+def test_no_command_is_the_library_of_another() -> None:
+    """What commands share is in files of its own. `--help` types of a command may be named for the type checker."""
+    files = [path for path in (ROOT / "experiments").rglob("*.py") if "__name__" in path.read_text()]
+    commands = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
+    assert len(commands) > 20
+    for path in (ROOT / "experiments").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        typing_only = [
+            one for one in ast.walk(tree) if isinstance(one, ast.If) and "TYPE_CHECKING" in ast.dump(one.test)
+        ]
+        skipped = {id(node) for block in typing_only for node in ast.walk(block)}
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and id(node) not in skipped:
+                found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        assert not found & commands, f"{path.relative_to(ROOT)} imports {found & commands}"
+
+
 @pytest.mark.parametrize(
     "module",
     [

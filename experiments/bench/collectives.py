@@ -26,6 +26,7 @@ from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache, Transport
 from experiments import launch
 from experiments.bench import harness
+from experiments.comparison.turns import Row, interleave, make_row
 
 SHARED_MEMORY: Transport = "shared memory"
 GLOO: Transport = "gloo"
@@ -64,7 +65,7 @@ def measure(config: CollectivesBench) -> dict[str, Any]:
     return {"ranks": world.size, "rows": rows}
 
 
-def _compare(operation: str, size: int, config: CollectivesBench, groups: dict[str, Communicator]) -> harness.Row:
+def _compare(operation: str, size: int, config: CollectivesBench, groups: dict[str, Communicator]) -> Row:
     tensor = torch.zeros(size // 4)  # zeros stay zeros, however often they are summed
     num_results = groups[GLOO].size if operation == "all_gather" else 1
     counts = _equal_parts(len(tensor), groups[GLOO]) if operation == "all_to_all" else ()
@@ -81,7 +82,7 @@ def _compare(operation: str, size: int, config: CollectivesBench, groups: dict[s
     }
     variants = {name: partial(_slowest, call, config.calls, groups[SHARED_MEMORY]) for name, call in calls.items()}
     name = f"{operation} {size}"
-    return harness.compare(name, harness.interleave(variants, config.turns, name=name))
+    return make_row(name, interleave(variants, config.turns, name=name))
 
 
 def _equal_parts(total: int, group: Communicator) -> tuple[list[int], list[int]]:

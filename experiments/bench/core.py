@@ -25,6 +25,7 @@ from engines.coordination.requests import BeginPhase, SubmitSequences
 from engines.parallel.layout import contiguous_layout
 from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState, Work
 from experiments.bench import harness
+from experiments.comparison.turns import interleave, make_row, short
 from research.seer.context_aware import ContextAware, ContextOptions
 
 EVENTS = ("finished", "released", "reported", "submitted")
@@ -55,13 +56,13 @@ def measure(config: CoreBench) -> dict[str, Any]:
         for name, policy in POLICIES.items()
         for waiting in config.waiting
     }
-    turns = harness.interleave(variants, config.turns)
+    turns = interleave(variants, config.turns)
     rows = []
     for event in EVENTS:
         seconds = {name: [statistics.median(one[event]) for one in some] for name, some in turns.items()}
         pooled = {name: sorted(time for one in turns[name] for time in one[event]) for name in variants}
-        p99 = {name: harness.short(1e3 * times[99 * len(times) // 100]) for name, times in pooled.items()}
-        rows.append(harness.compare(event, seconds, p99_ms=p99))
+        p99 = {name: short(1e3 * times[99 * len(times) // 100]) for name, times in pooled.items()}
+        rows.append(make_row(event, seconds, p99_ms=p99))
     return {"tier": "sim", "rows": rows}
 
 

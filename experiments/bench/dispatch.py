@@ -34,8 +34,11 @@ from engines.rollout.telemetry import StepRecord, busy_share
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, random_prompts
+from experiments.comparison.machine import this_tier
+from experiments.comparison.real import RealWorld
+from experiments.comparison.rollouts import Variant, Workload, hidden_lengths, makespan
+from experiments.comparison.turns import Row, interleave, make_row, short
 from experiments.figures import draw_timelines
-from experiments.paced import Bench, Variant, Workload, makespan
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import LogNormalLengths
@@ -95,37 +98,37 @@ def measure(config: DispatchBench) -> dict[str, Any]:
     workload = Workload(
         prompts=random_prompts(config.batch, PROMPT_LENGTH),
         params=SamplingParams(max_tokens=config.cap, ignore_eos=True),
-        lengths={(0, uid, 0): length for uid, length in enumerate(lengths)},
+        lengths=hidden_lengths([[length] for length in lengths]),
     )
     longest = PROMPT_LENGTH + config.cap
     room = config.slots * (longest + 16)
     options = {"dtype": "float32", "max_num_seqs": config.slots, "max_model_len": longest}
     schedules: dict[str, Callable[[], SchedulePolicy]] = {ON_DEMAND: OnDemand, STATIC: Static}
     with checkpoint(config.model, max_positions=longest, dtype="float32", world=world) as folder:
-        bench = Bench(model=folder, groups=groups, pace=pace, options=options)
+        bench = RealWorld(model=folder, groups=groups, pace=pace, options=options)
         variants = {
             name: partial(bench.roll_out, workload, Variant(layout=layout, num_kv_tokens=room, schedule=policy))
             for name, policy in schedules.items()
         }
-        rollouts = harness.interleave(variants, config.turns)
+        rollouts = interleave(variants, config.turns)
     assert len({one.digest for some in rollouts.values() for one in some}) == 1, "dispatch changed a token"
     runs = {name: [one.steps for one in some] for name, some in rollouts.items()}
     dist.destroy_process_group()
-    tier = "paced" if pace is not None else harness.tier()
+    tier = "paced" if pace is not None else this_tier()
     if config.figure is not None and world.rank == 0:
         draw_timelines(config.figure, {name: runs[name][0] for name in schedules}, tier)
     facts: dict[str, Any] = {"tokens": sum(lengths), "longest": max(lengths)}
     if pace is not None:
-        facts["floor_ms"] = harness.short(1e3 * _floor(config, pace, lengths, len(layout.replicas)))
+        facts["floor_ms"] = short(1e3 * _floor(config, pace, lengths, len(layout.replicas)))
     rows = _rows(runs, len(layout.replicas), facts)
     return {"tier": tier, "ranks": world.size, "rows": rows}
 
 
-def _rows(runs: dict[str, list[Rollout]], num_replicas: int, facts: dict[str, Any]) -> list[harness.Row]:
+def _rows(runs: dict[str, list[Rollout]], num_replicas: int, facts: dict[str, Any]) -> list[Row]:
     """Rows of the makespan, a step, and the gap between two steps, in which commands are received and events sent."""
     makespans = {name: [makespan(run) for run in some] for name, some in runs.items()}
     idle = {
-        name: harness.short(
+        name: short(
             statistics.median(1 - statistics.fmean(busy_share(run, range(num_replicas)).values()) for run in some)
         )
         for name, some in runs.items()
@@ -133,9 +136,9 @@ def _rows(runs: dict[str, list[Rollout]], num_replicas: int, facts: dict[str, An
     steps = {name: [statistics.median(step.seconds for step in run) for run in some] for name, some in runs.items()}
     gaps = {name: [statistics.median(_gaps(run)) for run in some] for name, some in runs.items()}
     return [
-        harness.compare("makespan", makespans, idle_share=idle, **facts),
-        harness.compare("step", steps),
-        harness.compare("between steps", gaps),
+        make_row("makespan", makespans, idle_share=idle, **facts),
+        make_row("step", steps),
+        make_row("between steps", gaps),
     ]
 
 

@@ -28,6 +28,7 @@ from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, floor_seconds, random_prompts
 from experiments.bench.peers import ContinuousBatchingPeer, HuggingFacePeer, Side, vllm_peer
+from experiments.comparison.turns import Row, interleave, make_row, short
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import SHAPES
 
@@ -128,7 +129,7 @@ class OurSide:
 
 def _compare(
     name: str, sides: dict[str, Side], prompts: list[list[int]], lengths: list[int], config: EngineBench
-) -> harness.Row:
+) -> Row:
     """Milliseconds per step of each side."""
     all_cores = launch.share_cores()
     prompts = prompts[: len(lengths)]
@@ -144,10 +145,10 @@ def _compare(
             generate(prompts, [min(8, length) for length in lengths])
         calls[side] = partial(_with_threads, threads[side], call)
     few = dict.fromkeys(("hf", "hf_cb"), config.hf_turns)
-    seconds = harness.interleave(calls, config.turns, name=name, warm_up=False, most_turns=few)
+    seconds = interleave(calls, config.turns, name=name, warm_up=False, most_turns=few)
     steps = max(lengths)
     per_step = {side: [time / steps for time in times] for side, times in seconds.items()}
-    return harness.compare(name, per_step, steps=steps, tokens=sum(lengths), threads=threads)
+    return make_row(name, per_step, steps=steps, tokens=sum(lengths), threads=threads)
 
 
 def _with_threads(threads: int, call: Callable[[], float]) -> float:
@@ -169,7 +170,7 @@ def _floor(model: str, config: EngineBench, lengths: list[int], device: torch.de
     context_tokens = sum(length * PROMPT_LENGTH + length * (length + 1) // 2 for length in lengths)
     steps = max(lengths)
     seconds = floor_seconds(SHAPES[model], config.dtype, steps=steps, context_tokens=context_tokens, device=device)
-    return {"floor_ms": harness.short(1e3 * seconds / steps)}
+    return {"floor_ms": short(1e3 * seconds / steps)}
 
 
 if __name__ == "__main__":

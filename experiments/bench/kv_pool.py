@@ -30,6 +30,7 @@ from engines.sequence import KVHandle
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import Shape, checkpoint, random_sequence
+from experiments.comparison.turns import Row, interleave, make_row, short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def measure(config: PoolBench) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _tier(pool: Pool, config: PoolBench, name: str) -> harness.Row:
+def _tier(pool: Pool, config: PoolBench, name: str) -> Row:
     pool.mover.use(getattr(pool.tiers, name))
     store = partial(pool.store, pool.num_tokens)
     handle = store()
@@ -143,10 +144,10 @@ def _tier(pool: Pool, config: PoolBench, name: str) -> harness.Row:
         "read": partial(pool.read, store),
     }
     try:
-        seconds = harness.interleave(ways, config.turns, name=name)
+        seconds = interleave(ways, config.turns, name=name)
     finally:
         path.unlink(missing_ok=True)
-    return harness.compare(f"{name} tier", seconds, MiB=harness.short(num_bytes / 2**20))
+    return make_row(f"{name} tier", seconds, MiB=short(num_bytes / 2**20))
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -155,7 +156,7 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _chunks(pool: Pool, config: PoolBench) -> list[harness.Row]:
+def _chunks(pool: Pool, config: PoolBench) -> list[Row]:
     whole, ranges, anew = (
         partial(pool.store, pool.num_tokens),
         partial(pool.store_in_chunks, anew=False),
@@ -169,9 +170,9 @@ def _chunks(pool: Pool, config: PoolBench) -> list[harness.Row]:
     }
     waits: dict[str, Callable[[], float]] = {"in the step": partial(pool.write, whole), "by a thread": pool.leave}
     return [
-        harness.compare("others wait", harness.interleave(waits, config.turns, name="others wait")),
-        harness.compare(f"{name}, stored", harness.interleave(written, config.turns, name="stored"), **per_token),
-        harness.compare(f"{name}, loaded", harness.interleave(loaded, config.turns, name="loaded")),
+        make_row("others wait", interleave(waits, config.turns, name="others wait")),
+        make_row(f"{name}, stored", interleave(written, config.turns, name="stored"), **per_token),
+        make_row(f"{name}, loaded", interleave(loaded, config.turns, name="loaded")),
     ]
 
 

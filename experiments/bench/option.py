@@ -25,6 +25,7 @@ from engines.sequence import Work
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import Shape, checkpoint, random_sequence
+from experiments.comparison.turns import interleave, make_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,9 @@ def measure(config: OptionBench) -> dict[str, Any]:
         }
     uids = itertools.count()
     variants = {name: partial(_roll_out, llm, config, uids) for name, llm in engines.items()}
-    runs = harness.interleave(variants, config.turns)
+    runs = interleave(variants, config.turns)
     rows = [
-        harness.compare(part, {name: [one[part] for one in some] for name, some in runs.items()})
+        make_row(part, {name: [one[part] for one in some] for name, some in runs.items()})
         for part in ("total", "prefill", "decode_step")
     ]
     counts = {key: {name: runs[name][0][key] for name in variants} for key in ("tokens_computed", "peak_kv_blocks")}

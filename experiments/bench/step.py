@@ -40,6 +40,8 @@ from experiments import launch
 from experiments.bench import harness
 from experiments.bench.blank_kv import submit_decodes
 from experiments.bench.models import Shape, floor_seconds, random_weights, save_config
+from experiments.comparison.machine import busy
+from experiments.comparison.turns import Row, interleave, make_row, short
 from research.workloads.shapes import SHAPES
 
 PARTS = ("schedule", "build", "forward", "sample")
@@ -98,7 +100,7 @@ def measure(config: StepBench) -> dict[str, Any]:
     return {"rows": rows, **fits}
 
 
-def _compare(name: str, folder: str, config: StepBench, batch: int, context: int) -> harness.Row:
+def _compare(name: str, folder: str, config: StepBench, batch: int, context: int) -> Row:
     """The time of a step, and for the baseline also its parts and its floor."""
     base = config.dtypes[0]
     make = partial(_engine, folder, config, batch, context)
@@ -122,7 +124,7 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
     }
     if config.neighbours:
         turns["busy"] = partial(_turn, engines[base], config.steps, settle, config.neighbours)
-    seconds = harness.interleave(turns, config.turns, name=name)
+    seconds = interleave(turns, config.turns, name=name)
     parts = _watch_parts(engines[base])
     _turn(engines[base], config.steps, settle)
     median = {part: statistics.median(times) for part, times in parts.items()}
@@ -136,12 +138,12 @@ def _compare(name: str, folder: str, config: StepBench, batch: int, context: int
     del llm
     gc.collect()  # the memory of engines on a GPU, before the next ones are made
     floor = floor_seconds(SHAPES[config.shape], base, steps=1, context_tokens=tokens, device=device)
-    return harness.compare(
+    return make_row(
         name,
         seconds,
-        floor_ms=harness.short(1e3 * floor),
-        parts_ms={part: harness.short(1e3 * value) for part, value in median.items()},
-        all_but_forward=harness.short(1 - median["forward"] / median["step"]),
+        floor_ms=short(1e3 * floor),
+        parts_ms={part: short(1e3 * value) for part, value in median.items()},
+        all_but_forward=short(1 - median["forward"] / median["step"]),
         products=products,
         attentions=attentions,
     )
@@ -176,7 +178,7 @@ def _finish(llm: LLM, count: int, at_once: int) -> None:
 
 def _turn(llm: LLM, num_steps: int, settle: bool, neighbours: int = 0) -> float:
     """Median seconds of a step, which ends when the sampled tokens are on the host."""
-    with harness.busy(neighbours):
+    with busy(neighbours):
         end = time.monotonic() + SETTLE_S * settle
         while time.monotonic() < end:
             torch.ones(64, 512) @ torch.ones(512, 64)
@@ -219,14 +221,14 @@ def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., An
     return call
 
 
-def _fit(x: list[int], rows: list[harness.Row]) -> dict[str, float]:
+def _fit(x: list[int], rows: list[Row]) -> dict[str, float]:
     """Fits a line to the baseline's points by least squares, weighted so that relative distances are small."""
     y = np.array([next(iter(row["ms"].values())) for row in rows])
     slope, offset = np.polyfit(x, y, 1, w=1 / y)
     return {
-        "offset_ms": harness.short(offset),
-        "us_per_unit": harness.short(1e3 * slope),
-        "largest_relative_distance": harness.short(np.abs((offset + slope * np.array(x)) / y - 1).max()),
+        "offset_ms": short(offset),
+        "us_per_unit": short(1e3 * slope),
+        "largest_relative_distance": short(np.abs((offset + slope * np.array(x)) / y - 1).max()),
     }
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from engines.constraints import Count
 from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, batch_speculate
 from experiments.bench import harness
+from experiments.comparison.turns import interleave, make_row, short
 
 PATTERN = 24
 """Tokens of a foreign pattern."""
@@ -55,10 +56,10 @@ def measure(config: SuffixTreeBench) -> dict[str, Any]:
     kept: list[SuffixTree] = []  # so that one stream's trees do not reuse the memory of another's
     memory = {name: _memory(config, stream, kept) for name, stream in streams.items()}
     variants = {name: partial(_turn, config, stream.astype(np.int32)) for name, stream in streams.items()}
-    turns = harness.interleave(variants, config.turns)
+    turns = interleave(variants, config.turns)
     operations = turns["text"][0].keys()
     rows = [
-        harness.compare(operation, {name: [one[operation] for one in some] for name, some in turns.items()})
+        make_row(operation, {name: [one[operation] for one in some] for name, some in turns.items()})
         for operation in operations
     ]
     return {"rows": rows, "bytes_per_token": memory}
@@ -141,7 +142,7 @@ def _memory(config: SuffixTreeBench, stream: NDArray[np.int64], kept: list[Suffi
     for tree in trees:
         _fill(config, tree, sequences)
     grown = (_resident() - before) / len(trees)
-    return {"counted": harness.short(trees[0].num_bytes / len(stream)), "resident": harness.short(grown / len(stream))}
+    return {"counted": short(trees[0].num_bytes / len(stream)), "resident": short(grown / len(stream))}
 
 
 def _resident() -> int:

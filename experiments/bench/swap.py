@@ -26,6 +26,7 @@ from engines.sequence import Work
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import Shape, checkpoint, random_sequence
+from experiments.comparison.turns import Row, interleave, make_row, short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def _most_tokens(config: SwapBench) -> int:
     return 8 + 3 * config.turns
 
 
-def _compare(llm: LLM, config: SwapBench, num_tokens: int) -> harness.Row:
+def _compare(llm: LLM, config: SwapBench, num_tokens: int) -> Row:
     state = random_sequence(num_tokens, num_tokens=num_tokens, length=_most_tokens(config))
     llm.replica.submit(Work(state=state))
     while not state.num_generated:
@@ -81,9 +82,9 @@ def _compare(llm: LLM, config: SwapBench, num_tokens: int) -> harness.Row:
         "swap": partial(_come_back, llm, state, with_kv=True),
         "recompute": partial(_come_back, llm, state, with_kv=False),
     }
-    seconds = harness.interleave(ways, config.turns, name=f"{num_tokens} tokens")
+    seconds = interleave(ways, config.turns, name=f"{num_tokens} tokens")
     llm.replica.abort(state.sequence_id)
-    row = harness.compare(
+    row = make_row(
         f"{num_tokens} tokens",
         {way: [max(time - plain, 1e-6) for time in times] for way, times in seconds.items()},
         **_ask(llm, num_tokens),
@@ -122,8 +123,8 @@ def _ask(llm: LLM, num_tokens: int) -> dict[str, Any]:
     return {
         "picks": "swap" if swaps else "recompute",
         "model_ms": {
-            "swap": harness.short(1e3 * cost.swap_seconds(num_tokens, 0)),
-            "recompute": harness.short(1e3 * cost.recompute_seconds(num_tokens, 0)),
+            "swap": short(1e3 * cost.swap_seconds(num_tokens, 0)),
+            "recompute": short(1e3 * cost.recompute_seconds(num_tokens, 0)),
         },
     }
 

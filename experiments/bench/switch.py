@@ -43,6 +43,9 @@ from engines.sequence import Work
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, random_prompts
+from experiments.comparison.machine import this_tier
+from experiments.comparison.results import check_figure
+from experiments.comparison.turns import Row, interleave, make_row, short
 from experiments.pat_cases import live_model
 
 RANKS = 2
@@ -74,7 +77,7 @@ class SwitchBench(harness.BenchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        harness.check_figure(self.figure)
+        check_figure(self.figure)
 
 
 class Resume(msgspec.Struct):
@@ -108,7 +111,7 @@ def measure(config: SwitchBench) -> dict[str, Any]:
         for way in there.values():
             ranks.both(way, states)  # warms up; the first call prefills
         variants = {name: partial(ranks.both, way, states) for name, way in ways.items()}
-        turns = harness.interleave(variants, config.turns, warm_up=False, most_turns={"restart": config.restarts})
+        turns = interleave(variants, config.turns, warm_up=False, most_turns={"restart": config.restarts})
         memory: dict[str, list[tuple[float, float]]] = {}
         if config.figure is not None:
             for name in [*there, "rebuild"]:
@@ -119,7 +122,7 @@ def measure(config: SwitchBench) -> dict[str, Any]:
     if config.figure is not None and launch.rank() == 0:
         from experiments.pat_figures import draw_ways
 
-        draw_ways(config.figure, rows, memory, harness.tier())
+        draw_ways(config.figure, rows, memory, this_tier())
     return {"context_tokens": len(states[0].tokens), "rows": rows}
 
 
@@ -149,7 +152,7 @@ class Ranks:
 
     def both(
         self, way: Way, states: Items[SequenceState], memory: list[tuple[float, float]] | None = None
-    ) -> list[harness.Row]:
+    ) -> list[Row]:
         """Runs the sequences in TP1, and switches up and down. All but the first call find the KV in the cache.
 
         Adds to `memory`, if given, samples of this process's memory during the switches; see `_sampled`.
@@ -207,7 +210,7 @@ class Ranks:
         parts, tokens = launch.on_rank_0(self._groups.world, lambda: _start_anew(task))
         return works, parts, tokens
 
-    def _switch(self, way: Way, epoch: int) -> harness.Row:
+    def _switch(self, way: Way, epoch: int) -> Row:
         """Returns seconds, by part those of the slower rank, the tokens, and both ranks' bytes and what they made."""
         held = _held(self._groups)
         self._groups.world.barrier()
@@ -283,13 +286,13 @@ def _held(groups: GroupCache) -> dict[str, int]:
     }
 
 
-def compare(name: str, turns: Mapping[str, Items[harness.Row]]) -> harness.Row:
+def compare(name: str, turns: Mapping[str, Items[Row]]) -> Row:
     assert len({str(one["tokens"]) for some in turns.values() for one in some}) == 1, "ways have drawn other tokens"
-    row = harness.compare(name, {way: [one["seconds"] for one in some] for way, some in turns.items()})
+    row = make_row(name, {way: [one["seconds"] for one in some] for way, some in turns.items()})
     for other in ("rebuild", "restart"):
-        row[f"vs_{other}"] = harness.short(1 - 1 / row["ratios"][other])
+        row[f"vs_{other}"] = short(1 - 1 / row["ratios"][other])
     row["parts_s"] = {
-        way: {part: harness.short(statistics.median(one["parts"][part] for one in some)) for part in some[0]["parts"]}
+        way: {part: short(statistics.median(one["parts"][part] for one in some)) for part in some[0]["parts"]}
         for way, some in turns.items()
     }
     return row | turns["all_to_all"][-1]["facts"]

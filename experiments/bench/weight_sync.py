@@ -35,6 +35,7 @@ from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint
+from experiments.comparison.turns import Row, interleave, make_row, short
 from research.workloads.shapes import DecoderShape
 
 
@@ -78,16 +79,14 @@ def measure(config: WeightSyncBench) -> dict[str, Any]:
             # At ZeRO-3 every parameter is written whole and read whole. At every stage a shard's part is read and
             # written, and read again for the checksum.
             touched = {size: sum(sizes_in_bytes) * (3 / size + 2 * (stage == 3)) for size in engines}
-            rows[-1]["floor_ms"] = {f"TP {size}": harness.short(1e3 * touched[size] / bandwidth) for size in engines}
+            rows[-1]["floor_ms"] = {f"TP {size}": short(1e3 * touched[size] / bandwidth) for size in engines}
     stop_deepspeed()
     facts = {"model_bytes": sum(sizes_in_bytes), "largest_parameter_bytes": max(sizes_in_bytes)}
-    return {"ranks": world.size, **facts, "copy_bytes_per_second": harness.short(bandwidth), "rows": rows}
+    return {"ranks": world.size, **facts, "copy_bytes_per_second": short(bandwidth), "rows": rows}
 
 
-def _compare(
-    trainer: Trainer, stage: int, engines: dict[int, LLM], world: TorchGroup, config: WeightSyncBench
-) -> harness.Row:
-    updates = harness.interleave(
+def _compare(trainer: Trainer, stage: int, engines: dict[int, LLM], world: TorchGroup, config: WeightSyncBench) -> Row:
+    updates = interleave(
         {f"TP {size}": partial(_update, llm, trainer, world) for size, llm in engines.items()},
         config.turns,
         name=f"ZeRO {stage}",
@@ -95,7 +94,7 @@ def _compare(
     checksums = {checksum for some in updates.values() for _, _, checksum in some}
     everyone = {one for mine in launch.gather(world, list(checksums)) for one in mine}
     assert len(everyone) == 1, "layouts or ranks hold other weights"
-    return harness.compare(
+    return make_row(
         f"ZeRO {stage}",
         {name: [seconds for seconds, _, _ in some] for name, some in updates.items()},
         extra_bytes={name: max(extra for _, extra, _ in some) for name, some in updates.items()},

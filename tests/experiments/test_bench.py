@@ -1,4 +1,4 @@
-"""The benches: their harness takes turns and pairs its ratios, and each of them runs at its smallest size."""
+"""The benches: their variants take turns and pairs its ratios, and each of them runs at its smallest size."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import pytest
 
 from experiments import launch
 from experiments.bench import harness
+from experiments.comparison.results import report
+from experiments.comparison.turns import interleave, make_row, table
 from tests.worlds import ROOT, run_world
 
 SMALLEST = {
@@ -68,15 +70,15 @@ def test_variants_take_turns_and_ratios_are_those_of_one_turn() -> None:
         return next(clock[name])
 
     variants = {name: (lambda name=name: variant(name)) for name in clock}
-    seconds = harness.interleave(variants, 3, most_turns={"slow": 1})
+    seconds = interleave(variants, 3, most_turns={"slow": 1})
     assert heard[:3] == ["base", "other", "slow"], "the warm-up"
     assert heard[3:] == ["base", "other", "slow", "base", "base", "other", "base", "base", "other", "base"]
     # Every second turn is in the reverse order, and so the second run of the baseline comes first in it.
     assert seconds == {"base": [1.0, 2.0, 5.0], "base again": [1.0, 4.0, 5.0], "other": [3.0, 8.0, 35.0], "slow": [2.0]}
-    row = harness.compare("name", seconds, tokens=7)
+    row = make_row("name", seconds, tokens=7)
     assert row["ms"] == {"base": 2000.0, "other": 8000.0, "slow": 2000.0}
     assert row["ratios"] == {"other": 4.0, "slow": 2.0} and row["a_a"] == 1.0
-    assert [line.split() for line in harness.table([row]).splitlines()] == [
+    assert [line.split() for line in table([row]).splitlines()] == [
         ["name", "base", "2000", "ms", "A/A", "1"],
         ["name", "other", "8000", "ms", "4", "x", "the", "time"],
         ["name", "slow", "2000", "ms", "2", "x", "the", "time"],
@@ -137,5 +139,5 @@ def test_a_disk_that_fills_up_loses_no_result(tmp_path: Path, capsys: pytest.Cap
     config = harness.BenchConfig(output=tmp_path / "result.json")
     (tmp_path / "result.json").symlink_to("/dev/full")
     with pytest.raises(ValueError, match=r"output='.*result\.json': No space left on device; the result is on stdout"):
-        harness.report("full", config, {"rows": [1.5]})
+        report("full", config, {"rows": [1.5]})
     assert json.loads(capsys.readouterr().out)["rows"] == [1.5]

@@ -8,7 +8,7 @@ import pytest
 
 from engines.parallel.layout import nested_layout
 from experiments import pat_sim
-from experiments.paced import Variant
+from experiments.comparison.rollouts import Variant
 from experiments.pat_cases import Batch, changing
 from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
@@ -57,8 +57,7 @@ def test_the_way_back_is_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert row["switches"] == 1 and row["way_back_s"] == pytest.approx(
         dict.fromkeys(("pat", "paper"), back_s), rel=1e-3
     )
-    cluster, states = pat_sim.simulated(pace, deployment, batch, variant)
-    seconds = cluster.roll_out(states).makespan + back_s
+    seconds = pat_sim.world(pace, deployment).roll_out(batch.workload(), variant).makespan_s + back_s
     assert row["tokens_per_second"]["pat"] == pytest.approx(sum(batch.lengths) / seconds, rel=1e-3)
 
 

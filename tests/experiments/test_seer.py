@@ -14,8 +14,9 @@ from algos.publish import RECORD_FILE
 from algos.warmstart_config import WarmStartConfig
 from engines.replica.moves import KVMoves
 from engines.rollout.telemetry import StepRecord
-from experiments import paced, seer_paper, seer_report
-from experiments.paced import Rollout, over_time
+from experiments import seer_paper, seer_report
+from experiments.comparison.results import longer_than_paced
+from experiments.comparison.rollouts import Rollout, over_time
 from experiments.seer import Negative, SeerConfig
 from experiments.seer_variants import Setting
 from research.seer.context_aware import ContextAware
@@ -27,6 +28,7 @@ SMALL = ["--parts", "paced", "--ranks", "2", "--shrink", "24", "--turns", "1", "
 SMALL += ["--processes", "1"]
 LADDER = ["divided", "context", "speculation"]
 NEGATIVES: list[Negative] = ["kv for all"]
+NOTHING = Rollout(steps=[], makespan_s=0.0, finish_times={}, lengths={}, num_preempted=0)
 
 
 @pytest.fixture
@@ -111,9 +113,7 @@ def test_what_was_not_exercised_is_named() -> None:
     def rollout(accepted: int, imported: int) -> Rollout:
         moves = [KVMoves(num_imported=imported), KVMoves()]
         some = [replace(step, accepted=(accepted,)), step]
-        return Rollout(
-            steps=some, switches=[], digest="", layout_policy=None, lengths={}, ends=[], kv_moves=moves, way_back_s=0.0
-        )
+        return replace(NOTHING, steps=some, kv_moves=moves)
 
     idle, busy = rollout(0, 0), rollout(1, 1)
     bound = {name: [idle] for name in ("group static", "group static again", "on demand", seer_report.UNTUNED)}
@@ -133,10 +133,7 @@ def test_a_machine_that_cannot_follow_is_named(
         replica_id=0, epoch=0, tp_size=1, start=0.0, seconds=1.05, num_running=1, num_tokens=1, paced_seconds=1.0
     )
     steps = [replace(step, seconds=1.2)] * num_late + [step] * (20 - num_late) + [replace(step, num_running=0)] * 9
-    run = Rollout(
-        steps=steps, switches=[], digest="", layout_policy=None, lengths={}, ends=[], kv_moves=[], way_back_s=0.0
-    )
-    found = paced.longer_than_paced("a case", [run])
+    found = longer_than_paced("a case", [replace(NOTHING, steps=steps)])
     assert found == {"steps_longer_than_paced": num_late / 20, "follows_pace": follows}
     told = "a case: 10% of the steps took more than 1.1 times their price: this machine cannot follow the pace"
     assert (told in capsys.readouterr().err) != follows

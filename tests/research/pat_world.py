@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from engines.coordination.policies import LayoutPolicy
 from engines.parallel.layout import Layout
-from experiments.paced import Variant
+from experiments.comparison.rollouts import Variant
 from experiments.pat_cases import Batch
-from experiments.pat_sim import simulated
+from experiments.pat_sim import world
 from research.pat.deployment import Deployment
 from research.pat.profile import deployment_of
 from research.simulator.cluster import SimulatedRollout
@@ -31,8 +31,9 @@ def deployment(max_model_len: int = 8192) -> Deployment:
 def roll_out(lengths: Sequence[int], layout: Layout, policy: LayoutPolicy | None = None) -> SimulatedRollout:
     batch = Batch(lengths=tuple(lengths), history=(), longest=CAP, num_prompt_tokens=PROMPT)
     variant = Variant(layout=layout, num_kv_tokens=0, layout_policy=lambda: policy)
-    cluster, states = simulated(PACE, deployment(), batch, variant, records_steps=True)
-    done = cluster.roll_out(states)
+    work = batch.workload()
+    cluster, _ = world(PACE, deployment()).start(work, variant)
+    done = cluster.roll_out(work.states())
     assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
     cluster.check_integrity()
     return done

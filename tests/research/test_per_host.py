@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engines.coordination.policies import LayoutPolicy, OnDemand
+from engines.coordination.policies import LayoutPolicy
 from engines.parallel.layout import nested_layout, nested_on_hosts
-from experiments.paced import Variant
+from experiments.comparison.rollouts import Variant
 from experiments.pat_cases import Batch
-from experiments.pat_sim import simulated
+from experiments.pat_sim import world
 from research.pat.controller import PatController
 from research.pat.per_host import PerHost
-from research.simulator.cluster import Cluster, SimulatedRollout
+from research.simulator.cluster import SimulatedRollout
 from tests.research import pat_world
 from tests.research.pat_world import deployment
 from tests.research.test_pat_controller import HISTORY, LENGTHS, view_of
@@ -75,11 +75,9 @@ def test_a_host_may_count_a_sequence_that_another_one_gets(lengths: list[int], s
     """Each host counts its share of those that wait, rounded up."""
     batch = Batch(lengths=tuple(lengths), history=(), longest=pat_world.CAP, num_prompt_tokens=pat_world.PROMPT)
     variant = Variant(layout=nested_on_hosts(HOSTS, sizes), num_kv_tokens=0)
-    usual, states = simulated(pat_world.PACE, deployment(), batch, variant)
-    config = replace(usual.config, engine=replace(usual.config.engine, max_num_seqs=1))
-    true_lengths = {(0, uid, 0): length for uid, length in enumerate(lengths)}
-    cluster = Cluster(config, schedule_policy=OnDemand(), lengths=true_lengths, layout_policy=per_host(HOSTS))
-    assert cluster.roll_out(states).lengths == true_lengths
+    variant = replace(variant, layout_policy=lambda: per_host(HOSTS), options={"max_num_seqs": 1})
+    work = batch.workload()
+    assert world(pat_world.PACE, deployment()).roll_out(work, variant).lengths == work.lengths
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -1,0 +1,118 @@
+"""Rollouts by real processes, at their own speed or at that of a pace."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from engines import LLM
+from engines.config import ModelConfig
+from engines.coordination.policies import LayoutPolicy
+from engines.parallel.groups import GroupCache
+from engines.parallel.layout import Layout
+from engines.replica.moves import KVMoves
+from engines.rollout.pace import Pace
+from engines.rollout.telemetry import StepRecord
+from engines.sequence import Finished, SequenceId, SequenceState
+from experiments import launch
+from experiments.comparison.results import this_tier
+from experiments.comparison.rollouts import Rollout, Tier, Variant, Workload, makespan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealWorld:
+    """A `World` of this job's ranks. All of them make and call it together."""
+
+    model: str
+    groups: GroupCache
+    pace: Pace | None
+    options: Mapping[str, Any]
+    """Arguments of `LLM` for all variants, its dtype among them."""
+
+    @property
+    def tier(self) -> Tier:
+        return this_tier() if self.pace is None else "paced"
+
+    @cached_property
+    def _kv_bytes_per_token(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.options["dtype"])
+        return ModelConfig.from_pretrained(self.model).kv_bytes_per_token(dtype.itemsize)
+
+    def roll_out(self, workload: Workload, variant: Variant) -> Rollout:
+        layout_policy = variant.layout_policy()
+        llm = self.start(workload, variant, layout_policy)
+        finish_times: dict[SequenceId, float] = {}
+
+        def hear(finished: Finished) -> None:
+            finish_times[finished.state.sequence_id] = time.monotonic()
+
+        tokens, steps = self.generate(llm, workload, hear)
+        lengths = {(0, uid, index): len(one) for uid, samples in enumerate(tokens) for index, one in enumerate(samples)}
+        assert workload.lengths in (None, lengths)
+        assert llm.rollout is not None
+        mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
+        marks = launch.on_rank_0(self.groups.world, lambda: mine)
+        kv_moves = launch.gather(self.groups.world, llm.replica.kv_moves, KVMoves)
+        way_back_s = self._go_back(llm, variant.layout)
+        llm.close()
+        return Rollout(
+            steps=steps,
+            makespan_s=makespan(steps),
+            finish_times=finish_times,
+            switches=[(start, end - start) for start, end in zip(marks[::2], marks[1::2], strict=True)],
+            digest=hashlib.sha256(repr(tokens).encode()).hexdigest(),
+            layout_policy=layout_policy,
+            lengths=lengths,
+            num_preempted=sum(step.num_preempted for step in steps),
+            kv_moves=kv_moves,
+            way_back_s=way_back_s,
+        )
+
+    def _go_back(self, llm: LLM, first: Layout) -> float:
+        """Regroups if the ranks are grouped otherwise than in `first`; returns the seconds of the slowest rank."""
+        if {spec.ranks for spec in llm.layout.replicas} == {spec.ranks for spec in first.replicas}:
+            return 0.0
+        start = time.monotonic()
+        llm.regroup(replace(first, epoch=llm.layout.epoch + 1))
+        return float(max(launch.gather(self.groups.world, time.monotonic() - start)))
+
+    def start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> LLM:
+        lengths = workload.lengths
+
+        def has_ended(state: SequenceState) -> bool:
+            return lengths is not None and state.num_generated >= lengths[state.sequence_id]
+
+        options = {
+            "world": self.groups,
+            "layout": variant.layout,
+            "schedule": variant.schedule(),
+            "layout_policy": layout_policy,
+            "pace": self.pace,
+            "hidden_stop": None if lengths is None else has_ended,
+            "kv_cache_bytes": variant.num_kv_tokens * self._kv_bytes_per_token,
+            **self.options,
+            **variant.options,
+        }
+        return LLM(self.model, **options)
+
+    def generate(
+        self, llm: LLM, workload: Workload, on_finished: Callable[[Finished], None] | None = None
+    ) -> tuple[list[list[list[int]]], list[StepRecord]]:
+        """Returns the tokens of each prompt's samples, and the steps of all replicas, each's from its first rank."""
+        uids = range(len(workload.prompts))
+        outputs = llm.generate(workload.prompts, workload.params, prompt_uids=uids, on_finished=on_finished)
+        assert llm.rollout is not None
+        first: dict[tuple[int, int], int] = {}
+        steps = [
+            one
+            for rank, part in enumerate(launch.gather(self.groups.world, llm.rollout.step_records, list[StepRecord]))
+            for one in part
+            if first.setdefault((one.epoch, one.replica_id), rank) == rank
+        ]
+        return [[one.token_ids for one in output.outputs] for output in outputs], steps

@@ -1,0 +1,92 @@
+"""The same workload and variants in every world: live, paced and simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.parallel.layout import nested_layout
+from engines.sequence import SamplingParams
+from experiments.bench.models import checkpoint, random_prompts
+from experiments.comparison.real import RealWorld
+from experiments.comparison.rollouts import Rollout, Variant, Workload, World, hidden_lengths
+from experiments.comparison.simulated import SimulatedWorld
+from experiments.validation_cells import InChunks, Widen
+from research.simulator.latency import profile
+from research.simulator.pace import ProfilePace
+from tests.worlds import join, run_world
+
+LENGTHS = hidden_lengths([[9, 60], [4, 82], [75, 41], [17, 58]])
+NAMES = ("plain", "chunks", "regroup")
+
+
+def variants() -> dict[str, Variant]:
+    plain = Variant(layout=nested_layout(range(2), 1), num_kv_tokens=200)
+    chunks = Variant(layout=plain.layout, num_kv_tokens=200, schedule=InChunks)
+    regroup = Variant(layout=plain.layout, num_kv_tokens=200, layout_policy=lambda: Widen(len(LENGTHS), 2))
+    return dict(zip(NAMES, (plain, chunks, regroup), strict=True))
+
+
+def roll_out_everywhere() -> list[Any]:
+    groups = join([nested_layout(range(2), size, epoch=size - 1) for size in (1, 2)])
+    one = profile("h100-8b-tp1")
+    pace = ProfilePace(device=one.device, shape=one.shape, token_scale=16, restart_s=0.05)
+    params = SamplingParams(max_tokens=100, ignore_eos=True, n=2)
+    work = Workload(prompts=random_prompts(4, 16), params=params, lengths=LENGTHS)
+    options = {"dtype": "float64", "max_num_seqs": 3, "max_model_len": 128, "block_size": 4}
+    with checkpoint("0.8m", max_positions=128, dtype="float64", world=groups.world) as model:
+        worlds: list[World] = [
+            RealWorld(model=model, groups=groups, pace=None, options=options),
+            RealWorld(model=model, groups=groups, pace=pace, options=options),
+            SimulatedWorld(pace=pace, options=options),
+        ]
+        return [
+            [world.tier, [facts(world.roll_out(work, variant)) for variant in variants().values()]] for world in worlds
+        ]
+
+
+def facts(run: Rollout) -> dict[str, Any]:
+    return {
+        "digest": run.digest,
+        "lengths": sorted(run.lengths.items()),
+        "ends": run.ends,
+        "seconds": run.seconds,
+        "tail_seconds": run.tail_seconds if run.ends else 0.0,
+        "tokens_per_step": run.tokens_per_step,
+        "switches": run.switches,
+        "way_back_s": run.way_back_s,
+        "sizes": sorted({step.tp_size for step in run.steps}),
+        "starts": [step.start for step in run.steps],
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, dict[str, Any]]]:
+    first, _ = run_world(roll_out_everywhere, 2)
+    return {tier: dict(zip(NAMES, some, strict=True)) for tier, some in first}
+
+
+def test_each_world_names_its_tier(found: dict[str, Any]) -> None:
+    assert list(found) == ["live", "paced", "sim"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_does_the_same_in_every_world(found: dict[str, Any], name: str) -> None:
+    runs = {tier: some[name] for tier, some in found.items()}
+    assert runs["live"]["digest"] == runs["paced"]["digest"] == found["live"]["plain"]["digest"]
+    assert runs["sim"]["digest"] == ""
+    for run in runs.values():
+        assert [(tuple(id_), length) for id_, length in run["lengths"]] == sorted(LENGTHS.items())
+        assert len(run["ends"]) == len(LENGTHS) and run["ends"] == sorted(run["ends"])
+        assert 0 < run["tail_seconds"] == run["ends"][-1] - run["ends"][6] and run["tokens_per_step"] == 1
+        assert run["seconds"] >= run["ends"][-1] - min(run["starts"]) - 0.05 + run["way_back_s"]
+        regroups = name == "regroup"
+        assert run["sizes"] == ([1, 2] if regroups else [1])
+        assert len(run["switches"]) == regroups and (run["way_back_s"] > 0) == regroups
+        assert all(min(run["starts"]) < start < start + took < max(run["starts"]) for start, took in run["switches"])
+
+
+def test_the_pace_rules_paced_and_simulated_times(found: dict[str, Any]) -> None:
+    """A paced rollout takes no less than its steps do, which the simulation adds up; its A/A is no test."""
+    assert found["paced"]["plain"]["seconds"] > 0.99 * found["sim"]["plain"]["seconds"] - 0.05
