@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +23,9 @@ from engines.config import EngineConfig
 from engines.constraints import Count, Positive, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
-from research.seer.context_aware import ContextAware, ContextOptions
+from experiments.policies import IN_CHUNKS, USUAL, ChunkFields, schedule_policy
+from research.pat.controller import PatOptions
+from research.seer.context_aware import ContextOptions
 
 Flat = tyro.conf.arg(name="")
 FolderName = Annotated[
@@ -65,7 +68,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(ChunkFields):
     """Rolls out a task with the paged engine and trains on it with DeepSpeed."""
 
     algo: Literal["grpo", "dapo"] = "grpo"
@@ -87,17 +90,18 @@ class TrainConfig:
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel. With
     `--layout-policy pat` the policy chooses it."""
-    dispatch: Literal["auto", "on-demand", "static", "seer"] = "auto"
+    dispatch: str = "auto"
     """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
-    sequence i to replica i modulo their number. seer: in chunks that go on anywhere, the longest groups first. auto:
-    on-demand for several replicas unless `--deterministic`."""
-    chunk_tokens: Count | None = None
-    """Tokens of a chunk with `--dispatch seer`; by default an eighth of `--rollout.max-tokens`, or a block."""
+    sequence i to replica i modulo their number. group-static: whole groups to random replicas. divided: in chunks that
+    go on anywhere. seer: these with the longest groups first; a chunk has by default an eighth of
+    `--rollout.max-tokens`, or a block. auto: on-demand for several replicas unless `--deterministic`. Or a class of
+    your own as FILE.py:Class (docs/rollouts.md)."""
     layout_policy: Literal["none", "pat"] = "none"
     """pat: the rollout begins in the tensor-parallel size that is expected to be the best for its batch, and changes to
     larger ones while the batch shrinks (PAT). Needs `--pat-profile`, several ranks and dispatch on demand."""
     pat_profile: Path | None = None
     """What `experiments/pat_profile.py` has measured with the same model, engine options and ranks."""
+    pat: PatOptions = field(default_factory=PatOptions)
     resume: bool = False
     """Continue the run called `--name`, or the newest run without a name, from its last published checkpoint."""
     steps: Count = 80
@@ -139,8 +143,7 @@ class TrainConfig:
             raise ValueError(f"held_out_data={self.held_out_data}: only --task gsm8k with --data reads it")
         engine, free = self.rollout.engine, "how much memory and disk is free"
         for name, value, depends_on, chosen, fix in (
-            ("dispatch", "on-demand", "timing", self.dispatch, "static"),
-            ("dispatch", "seer", "timing", self.dispatch, "static"),
+            ("dispatch", self.dispatch, "timing", self.dispatch not in ("auto", "static") and self.dispatch, "static"),
             ("rollout.draft_server", True, "timing", engine.draft_server, "no draft server"),
             ("rollout.preemption", "swap", free, engine.preemption, "recompute"),
             ("rollout.kv_cache_mib", "auto", free, engine.kv_cache_bytes, "a number"),
@@ -152,10 +155,15 @@ class TrainConfig:
                     "leave --deterministic out"
                 )
         self._check_layout_policy()
-        if self.dispatch == "seer":
-            self.chunks()
-        elif self.chunk_tokens is not None:
-            raise ValueError(f"chunk_tokens={self.chunk_tokens}: only --dispatch seer divides; give both, or neither")
+        if self.dispatch in IN_CHUNKS:
+            self.chunk_options()
+        elif self.chunk_tokens is not None and self.dispatch in ("auto", *USUAL):
+            raise ValueError(
+                f"chunk_tokens={self.chunk_tokens}: --dispatch {self.dispatch} does not divide; give one of "
+                f"{', '.join(IN_CHUNKS)}, or leave it out"
+            )
+        if self.dispatch != "auto":
+            self._schedule(self.dispatch)
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
         if self.trainer.mini_batch_size > sequences:
             raise ValueError(
@@ -173,11 +181,10 @@ class TrainConfig:
         engine, tp_size = self.rollout.engine, self.tensor_parallel_size
         for name, value, chosen, fix in (
             ("deterministic", True, self.deterministic, "leave it out"),
-            ("dispatch", "static", self.dispatch, "give 'on-demand'"),
-            ("dispatch", "seer", self.dispatch, "give 'on-demand'"),
+            ("dispatch", "static", self.dispatch, "it binds sequences to replicas of one layout; give 'on-demand'"),
+            ("dispatch", "group-static", self.dispatch, "it does, too; give 'on-demand'"),
             ("tensor_parallel_size", tp_size, None if tp_size == 1 else tp_size, "leave it out: the policy chooses it"),
             ("rollout.kv_cache_mib", "auto", engine.kv_cache_bytes, "give a number, as the profile was made with"),
-            ("rollout.drafter", engine.drafter, None if engine.drafter == "none" else engine.drafter, "give 'none'"),
         ):
             if self.layout_policy == "pat" and chosen == value:
                 raise ValueError(f"{name}={value!r}: does not go with layout_policy='pat'; {fix}")
@@ -191,20 +198,24 @@ class TrainConfig:
 
     def schedule(self, num_replicas: int) -> SchedulePolicy | None:
         """Returns the policy of a coordinator; None without one, as for one replica that gets all sequences at once."""
-        if self.dispatch == "seer":
-            return ContextAware(self.chunks())
+        if self.dispatch not in ("auto", "static", "on-demand"):
+            return self._schedule(self.dispatch)()
         is_on_demand = num_replicas > 1 and not self.deterministic and self.dispatch != "static"
         return OnDemand() if is_on_demand or self.layout_policy == "pat" else None
 
-    def chunks(self) -> ContextOptions:
+    def _schedule(self, name: str) -> Callable[[], SchedulePolicy]:
+        chunks = self.chunk_options() if name in IN_CHUNKS else ContextOptions(seed=self.seed)
+        return schedule_policy("dispatch", name, chunks)
+
+    def chunk_options(self) -> ContextOptions:
         """Returns Seer's options. Raises ValueError for a chunk below a block, or above a sequence's most tokens."""
         block_size, most = self.rollout.engine.block_size, self.rollout.max_tokens
         if most < block_size:
             raise ValueError(
-                f"rollout.max_tokens={most}: --dispatch seer divides into chunks of at least a block of KV, which has "
-                f"{block_size} tokens; raise it, lower rollout.block_size, or dispatch otherwise"
+                f"rollout.max_tokens={most}: --dispatch {self.dispatch} divides into chunks of at least a block of KV, "
+                f"which has {block_size} tokens; raise it, lower rollout.block_size, or dispatch otherwise"
             )
-        options = ContextOptions(chunk_tokens=self.chunk_tokens or max(block_size, most // 8), seed=self.seed)
+        options = self.chunks(max(block_size, most // 8), seed=self.seed)
         options.check(block_size=block_size, max_tokens=most)
         return options
 

@@ -10,13 +10,14 @@ from typing import Literal
 import numpy as np
 
 from engines.coordination.policies import LayoutPolicy
-from engines.parallel.layout import Layout, nested_layout
+from engines.parallel.layout import Layout, nested_layout, nested_on_hosts
 from engines.sequence import SamplingParams
 from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
 from research.pat.controller import Estimator, PatController, PatOptions
 from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import make_plan
+from research.pat.per_host import PerHost
 from research.pat.profile import deployment_of
 from research.simulator.latency import TP_SIZES, LatencyProfile, profile
 from research.simulator.pace import ProfilePace
@@ -171,6 +172,18 @@ def changing(deployment: Deployment, layout: Layout, policy: Callable[[], Layout
     """Each rank's KV pool stays as it is in the deployment's replicas with the least per rank."""
     of_rank = min(count // size for size, count in deployment.num_kv_tokens.items())
     return Variant(layout=layout, num_kv_tokens=of_rank, layout_policy=policy)
+
+
+def on_each_host(
+    host: Deployment, num_hosts: int, make: Callable[[], PatController], contexts: np.ndarray, longest: int
+) -> Variant:
+    """Controllers that `make` returns, one for each host; TP stays within a host. They also name the first layout, for
+    sequences with these `contexts`, in tokens, each of which may generate `longest`."""
+    hosts = [range(number * host.num_ranks, (number + 1) * host.num_ranks) for number in range(num_hosts)]
+    share = contexts[::num_hosts]
+    first = make().first_tp_size(share, np.full(len(share), float(longest)))
+    layout = nested_on_hosts(hosts, [first] * num_hosts)
+    return changing(host, layout, lambda: PerHost(hosts, [make() for _ in hosts]))
 
 
 def controller(

@@ -30,13 +30,12 @@ from experiments.comparison.results import check_figure, check_folders, report
 from experiments.comparison.rollouts import Variant
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, short
-from experiments.pat_cases import Batch, Case, changing, controller
+from experiments.pat_cases import Batch, Case, changing, controller, on_each_host
 from experiments.processes import call_each
 from research.pat.controller import Estimator
 from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import make_plan
-from research.pat.per_host import PerHost
 from research.pat.profile import deployment_of
 from research.simulator.pace import ProfilePace
 
@@ -179,9 +178,7 @@ def _variants(deployment: Deployment, host: Deployment, batch: Batch) -> dict[st
 
     def by_itself(estimator: Estimator) -> Variant:
         make = partial(controller, host, batch, estimator)
-        share = batch.contexts[::num_hosts]
-        first = make().first_tp_size(share, np.full(len(share), float(batch.longest)))
-        return changing(host, on_hosts(first), lambda: PerHost(hosts, [make() for _ in hosts]))
+        return on_each_host(host, num_hosts, make, batch.contexts, batch.longest)
 
     plan = make_plan(deployment, batch.contexts, np.array(batch.lengths, float), None)
     play = partial(PlayedPlan, plan, deployment, num_hosts=num_hosts)

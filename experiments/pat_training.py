@@ -38,7 +38,8 @@ def load_profile(config: TrainConfig, model: ModelConfig) -> Profile | None:
 
 def make_controller(config: TrainConfig, profile: Profile, folder: Path, groups: GroupCache) -> PatController:
     """Raises ValueError if the profile is of another deployment."""
-    return PatController(deployment_here(profile, folder, config.rollout.engine_config(config.seed), groups))
+    deployment = deployment_here(profile, folder, config.rollout.engine_config(config.seed), groups)
+    return PatController(deployment, config.pat)
 
 
 class RolloutLayouts:

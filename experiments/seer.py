@@ -9,7 +9,8 @@ bound to replicas: chunks that go on anywhere, context-aware scheduling, and dra
 of the other variants is compared with the ladder's best or with what it differs from in one thing. What binds sequences
 to replicas runs with its best slots and its best way of preemption, and with several assignments: see
 `seer_baseline.py`. Makes the models if need be. Tables go to stderr, one JSON object to stdout. docs/seer.md shows and
-explains a result.
+explains a result. A chunk has at most 64 tokens in the live part, where its end costs much of a step, and 32 in the
+paced part, unless `--chunk-tokens` says otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from msgspec import Meta
 
 from engines import SamplingParams
 from engines.config import ModelConfig
-from engines.constraints import Count, Fraction, WholeNumber
+from engines.constraints import Count
 from engines.fleet.fleet import Fleet
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
@@ -39,6 +40,7 @@ from experiments.comparison.real import RealWorld
 from experiments.comparison.results import track
 from experiments.comparison.rollouts import Workload
 from experiments.comparison.turns import short
+from experiments.policies import ChunkFields
 from experiments.seer_report import describe, draw
 from experiments.seer_variants import (
     BLOCK_SIZE,
@@ -52,7 +54,7 @@ from experiments.seer_variants import (
     roll_out,
 )
 from experiments.trained import dtype, encode, make_model, prompts
-from research.seer.context_aware import ContextAware, ContextOptions
+from research.seer.context_aware import ContextAware
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace, WideReplica
 
@@ -66,7 +68,7 @@ NEGATIVES: tuple[Negative, ...] = get_args(Negative)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeerConfig(PartsConfig):
+class SeerConfig(PartsConfig, ChunkFields):
     """Measure rollouts in chunks that go on anywhere, the longest first."""
 
     models: Path = Path("runs/models")
@@ -81,13 +83,6 @@ class SeerConfig(PartsConfig):
     negatives: tuple[Negative, ...] | None = None
     """Cases of the paced part in which context should not help: lengths that are independent within groups, chunks as
     long as the mean length, and KV for all sequences at once. By default none, with `--full` all."""
-    chunk_tokens: Count | None = None
-    """Most tokens that a sequence generates before it comes back; by default 64 in the live part, where a chunk's end
-    costs much of a step, and 32 in the paced part."""
-    follow_ups: WholeNumber = 4
-    """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
-    spread: Fraction = 0.5
-    """Share by which the shortest chunk is shorter than the longest; see `ChunkOptions`."""
     processes: Count | None = None
     """Simulations at a time while the paced part's baselines are tuned; by default one per core."""
     figure: Path | None = None
@@ -95,16 +90,11 @@ class SeerConfig(PartsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.chunks(BLOCK_SIZE).check(block_size=BLOCK_SIZE, max_tokens=CAP)
+        self.chunks(BLOCK_SIZE, seed=self.seed).check(block_size=BLOCK_SIZE, max_tokens=CAP)
         for temperature in self.temperatures or ():
             SamplingParams(temperature=temperature)  # raises ValueError
         if self.figure is not None and not self.figure.is_dir():
             raise ValueError(f"figure={str(self.figure)!r}: there is no such folder; make it")
-
-    def chunks(self, usual: int) -> ContextOptions:
-        return ContextOptions(
-            chunk_tokens=self.chunk_tokens or usual, follow_ups=self.follow_ups, spread=self.spread, seed=self.seed
-        )
 
 
 def main() -> dict[str, Any] | None:
@@ -160,7 +150,7 @@ def lose_a_replica(config: SeerConfig) -> dict[str, Any]:
         with Fleet(
             model,
             num_replicas=4,
-            schedule_policy=ContextAware(config.chunks(PACED_CHUNK)),
+            schedule_policy=ContextAware(config.chunks(PACED_CHUNK, seed=config.seed)),
             pace=stand_in(config.scale),
             kv_cache_bytes=num_bytes,
             **options,

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from msgspec import Meta
 
-from engines.constraints import Count, Fraction, Positive, WholeNumber, check_fields
+from engines.constraints import Count, Positive, check_fields
 from engines.coordination.policies import SchedulePolicy
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.rollout.pace import Path as KVPath
@@ -35,10 +35,11 @@ from experiments.comparison.results import check_folders, report
 from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, median_and_range
+from experiments.policies import ChunkFields
 from experiments.processes import call_each
 from experiments.seer_baseline import WAYS, BoundName, Tuning
 from research.seer.baselines import Divided
-from research.seer.context_aware import ContextAware, ContextOptions, Order
+from research.seer.context_aware import ContextAware, ContextOptions
 from research.simulator.cluster import Overheads
 from research.simulator.datasheets import H800, QWEN_72B, Device, ModelShape
 from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
@@ -136,7 +137,7 @@ CASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeerSimConfig:
+class SeerSimConfig(ChunkFields):
     """Simulate Seer's scheduling."""
 
     cases: Annotated[tuple[CaseName, ...], Meta(min_length=1, description="one or more cases")] = tuple(CASES)
@@ -145,18 +146,10 @@ class SeerSimConfig:
     """Draws of the lengths, and of what is random in policies; medians are reported, with the range."""
     token_scale: Count = 16
     """Tokens of the paper that a token stands for, and takes the time of; 1 simulates whole lengths."""
-    chunk: Count | None = None
-    """Most tokens of the paper in a chunk, instead of the case's."""
     shrink: Count = 1
     """Simulate one in this many instances, with their part of the groups; of few instances, a result says little."""
-    follow_ups: WholeNumber = 4
-    """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
-    spread: Fraction = 0.5
-    """Share by which the shortest chunk is shorter than the longest; see `ChunkOptions`."""
     kv_bandwidth: Positive = 50.0
     """GB/s at which a GPU stores and loads KV, and as many between hosts."""
-    order: Order = "remaining"
-    """See `ContextOptions`; "length" is Algorithm 1 as printed."""
     drafts: bool = False
     """Also simulate drafts, as in Fig. 11, which takes a few times as long."""
     processes: Count | None = None
@@ -176,9 +169,9 @@ class SeerSimConfig:
             )
         block = self.block_size * self.token_scale
         for case in map(CASES.__getitem__, self.cases):
-            if not block <= (self.chunk or case.chunk) <= case.cap:
+            if not block <= (self.chunk_tokens or case.chunk) <= case.cap:
                 raise ValueError(
-                    f"chunk={self.chunk or case.chunk}: must be from {block}, a block of KV at "
+                    f"chunk_tokens={self.chunk_tokens or case.chunk}: must be from {block}, a block of KV at "
                     f"token_scale={self.token_scale}, to {case.cap}, what a sequence of {case.name!r} may generate"
                 )
 
@@ -187,13 +180,9 @@ class SeerSimConfig:
         return max(1, BLOCK_SIZE // self.token_scale)
 
     def context(self, case: Case, seed: int) -> ContextOptions:
-        return ContextOptions(
-            chunk_tokens=(self.chunk or case.chunk) // self.token_scale,
-            follow_ups=self.follow_ups,
-            spread=self.spread,
-            order=self.order,
-            seed=seed,
-        )
+        """In tokens of the simulation."""
+        options = self.chunks(case.chunk, seed=seed)
+        return replace(options, chunk_tokens=options.chunk_tokens // self.token_scale)
 
 
 class _Counting:
@@ -247,7 +236,7 @@ def main() -> dict[str, Any]:
 def _sweep(config: SeerSimConfig) -> dict[tuple[CaseName, BoundName], dict[Tuning, list[float]]]:
     """Returns the seconds of each baseline's rollouts with each setting, in a smaller and coarser simulation."""
     fewest = min(CASES[name].instances for name in config.cases)
-    blocks = min((config.chunk or CASES[name].chunk) // BLOCK_SIZE for name in config.cases)
+    blocks = min((config.chunk_tokens or CASES[name].chunk) // BLOCK_SIZE for name in config.cases)
     coarse = replace(
         config,
         token_scale=max(config.token_scale, min(COARSER * config.token_scale, PROMPT, BLOCK_SIZE * blocks)),

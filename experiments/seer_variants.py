@@ -116,7 +116,7 @@ class Setting:
 
     def variants(self, config: SeerConfig, num_ranks: int, lengths: dict[SequenceId, int]) -> dict[str, Variant]:
         """All that divide rollouts. `lengths` are the true ones, for the oracle."""
-        options = config.chunks(self.chunk_tokens)
+        options = config.chunks(self.chunk_tokens, seed=config.seed)
 
         def by(schedule: Callable[[], SchedulePolicy], **drafts: Any) -> Variant:
             return replace(self.plain(num_ranks), schedule=schedule, options=drafts)

@@ -2,49 +2,59 @@
 
     python experiments/simulate.py --gpus 8 --groups 64 --slots 32 --median 800 --cap 6000
 
-The policies are the objects of a live rollout; `longest-first` alone knows the lengths, as hindsight does. Prints a
-table to stderr and one JSON object to stdout. docs/simulator.md explains what is simulated, and how far to trust it.
+    python experiments/simulate.py --policies group-static on-demand seer seer+pat --median 1000 --cap 8000
+    python experiments/simulate.py --lengths runs/NAME/lengths.jsonl --policies on-demand my_policy.py:Shortest
+
+The policies are the objects of a live rollout: `group-static` is the baseline of Seer's paper, `divided` and `seer` are
+Seer's; `oracle` (Seer's with the true lengths) and `longest-first` alone know the lengths, as hindsight does. With
+`+pat` behind it, the TP size changes, too (PAT). Prints a table to stderr and one JSON object to stdout.
+docs/simulator.md explains what is simulated, and how far to trust it.
 """
 
 from __future__ import annotations
 
-import statistics
+import contextlib
+import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from msgspec import Meta
 from tqdm import tqdm
 
 from engines.config import DraftLengths, EngineConfig
 from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, WholeNumber, check_fields
-from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from engines.parallel.layout import contiguous_layout
-from engines.rollout.telemetry import StepRecord, busy_share, draft_metrics, write_chrome_trace
-from engines.sequence import SamplingParams, SequenceId
+from engines.rollout.telemetry import StepRecord, draft_metrics, write_chrome_trace
+from engines.sequence import SamplingParams
 from experiments import launch
 from experiments.comparison.results import check_figure, check_folders
 from experiments.comparison.rollouts import Rollout, Variant, Workload, hidden_lengths
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns
 from experiments.engine_options import DRAFT_POLICIES, DraftPolicyName
+from experiments.pat_cases import on_each_host
+from experiments.policies import ChunkFields, schedule_policy
+from research.pat.controller import PatController, PatOptions
+from research.pat.profile import deployment_of
+from research.seer.context_aware import ContextOptions
 from research.simulator.cluster import Overheads
 from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
-from research.simulator.hindsight import LongestFirst, floor_seconds
-from research.simulator.latency import LatencyProfile, profile
+from research.simulator.hindsight import floor_seconds
+from research.simulator.latency import TP_SIZES, LatencyProfile, profile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
 
 BLOCK_SIZE = 16
-PolicyName = Literal["static", "on-demand", "longest-first"]
+HINDSIGHT, WITH_PAT = "longest-first", "+pat"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig:
+class SimulateConfig(ChunkFields):
     """Roll one workload out on simulated GPUs, under each of the policies."""
 
     gpus: Count = 64
@@ -69,16 +79,26 @@ class SimulateConfig:
     """Tokens of the longest response."""
     correlation: Fraction = 0.5
     """Correlation between the logarithms of the lengths of two responses of a group."""
+    lengths: Path | None = None
+    """Replay the lengths of a run's `lengths.jsonl`, times `--length-scale`, instead of drawing them: those of its last
+    step, group by group, of which there are as many as there."""
+    length_scale: Positive = 1.0
+    """Tokens here for each token of `--lengths`."""
     gpus_per_host: Count = 8
     """GPUs of a host: KV that a sequence takes to another host crosses the network."""
     slots: Count = 128
     """Most sequences that a replica runs at once."""
-    policies: Annotated[tuple[PolicyName, ...], Meta(min_length=1, description="one or more policies")] = (
+    policies: Annotated[tuple[str, ...], Meta(min_length=1, description="one or more policies")] = (
         "static",
         "on-demand",
-        "longest-first",
+        HINDSIGHT,
     )
-    """Dispatch policies to compare."""
+    """Policies to compare: static, on-demand, group-static, divided, divided-in-turns, seer, oracle, longest-first, or
+    a class of your own as FILE.py:Class; each also with `+pat` behind it. Chunks are an eighth of `--cap` by
+    default."""
+    history: WholeNumber = 2048
+    """Lengths of earlier sequences, of the same distribution, that `+pat` knows."""
+    pat: PatOptions = field(default_factory=PatOptions)
     message_s: NonNegative = 0.0005
     """Seconds from sending a control message to acting on it."""
     gap_s: NonNegative = 0.0
@@ -107,28 +127,61 @@ class SimulateConfig:
     def __post_init__(self) -> None:
         check_fields(self, "")
         self.profile()
+        self.chunk_options().check(block_size=BLOCK_SIZE, max_tokens=max(self.cap, BLOCK_SIZE))
+        if self.lengths is not None and not self.lengths.is_file():
+            raise ValueError(f"lengths={str(self.lengths)!r}: is no file; a run of train.py has one in its folder")
+        for name in self.policies:
+            schedule_policy("policies", name.removesuffix(WITH_PAT), self.chunk_options(), {})
         EngineConfig(**self.options())
         self.drafts()
         if self.gpus % self.tensor_parallel_size:
             raise ValueError(
                 f"gpus={self.gpus}: is no multiple of tensor_parallel_size={self.tensor_parallel_size}; change --gpus"
             )
+        if self.gpus % self.gpus_per_host and self.gpus > self.gpus_per_host and self.changes_tp:
+            raise ValueError(
+                f"gpus={self.gpus}: is no multiple of gpus_per_host={self.gpus_per_host}, and {WITH_PAT} needs whole "
+                f"hosts; change --gpus"
+            )
         if self.gpus_per_host % self.tensor_parallel_size:
             raise ValueError(
                 f"gpus_per_host={self.gpus_per_host}: is no multiple of tensor_parallel_size="
                 f"{self.tensor_parallel_size}, so a replica would be on two hosts; change --gpus-per-host"
             )
-        if self.prompt + self.cap > self.num_kv_tokens():
+        if self.tensor_parallel_size not in self.num_kv_tokens():
             raise ValueError(
-                f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the {self.num_kv_tokens()} "
-                f"tokens of KV that a replica holds; give a larger --tensor-parallel-size or a lower --cap"
+                f"cap={self.cap}: with prompt={self.prompt} a sequence can need more than the "
+                f"{self.profile().kv_tokens_capacity()} tokens of KV that a replica holds; give a larger "
+                f"--tensor-parallel-size or a lower --cap"
             )
         check_folders(self, ["figure"], folders=["traces"])
         check_figure(self.figure)
 
-    def num_kv_tokens(self) -> int:
-        """Of a replica, in whole blocks."""
-        return self.profile().kv_tokens_capacity() // BLOCK_SIZE * BLOCK_SIZE
+    @property
+    def changes_tp(self) -> bool:
+        return any(name.endswith(WITH_PAT) for name in self.policies)
+
+    def chunk_options(self) -> ContextOptions:
+        return self.chunks(max(BLOCK_SIZE, self.cap // 8), seed=self.seed)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.prompt + self.cap
+
+    def pace(self) -> ProfilePace:
+        one = self.profile()
+        return ProfilePace(device=one.device, shape=one.shape)
+
+    def num_kv_tokens(self) -> dict[int, int]:
+        """Of a replica, in whole blocks, by the TP sizes that hold the longest sequence."""
+        one = self.profile()
+        found = {}
+        for size in sorted({*TP_SIZES, self.tensor_parallel_size}):
+            with contextlib.suppress(ValueError):  # the weights do not fit
+                count = replace(one, tp_size=size).kv_tokens_capacity() // BLOCK_SIZE * BLOCK_SIZE
+                if count >= self.max_model_len:
+                    found[size] = count
+        return found
 
     def options(self) -> dict[str, Any]:
         """Of the engine."""
@@ -153,13 +206,12 @@ def main() -> dict[str, Any]:
     config = launch.options(SimulateConfig)
     world, workload = _world(config), _workload(config)
     lengths = dict(workload.lengths or {})
-    layout = contiguous_layout(range(config.gpus), config.tensor_parallel_size)
     runs, seconds = {}, {}
     with tqdm(total=len(lengths) * len(config.policies), unit="sequence") as bar:
         for name in config.policies:
             bar.set_description(name)
             start = time.perf_counter()
-            variant = Variant(layout=layout, schedule=partial(_policy, name, lengths))
+            variant = _variant(config, name, workload)
             runs[name] = world.roll_out(workload, variant, on_finished=lambda _: bar.update())
             seconds[name] = round(time.perf_counter() - start, 2)
     floor = floor_seconds(
@@ -169,7 +221,7 @@ def main() -> dict[str, Any]:
         max_num_seqs=config.slots,
     )
     results: dict[str, dict[str, float]] = {
-        name: _describe(config, run, runs.get("longest-first"), floor) for name, run in runs.items()
+        name: _describe(config, run, runs.get(HINDSIGHT), floor) for name, run in runs.items()
     }
     _print_table(results)
     _draw(config, runs)
@@ -188,34 +240,64 @@ def main() -> dict[str, Any]:
 
 
 def _workload(config: SimulateConfig) -> Workload:
-    alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
-    groups = GroupedLengths(lengths=alone, correlation=config.correlation)
+    groups = _lengths(config)
     return Workload(
-        prompts=[list(range(uid * config.prompt, (uid + 1) * config.prompt)) for uid in range(config.groups)],
+        prompts=[list(range(uid * config.prompt, (uid + 1) * config.prompt)) for uid in range(len(groups))],
         params=SamplingParams(max_tokens=config.cap, n=config.group_size),
-        lengths=hidden_lengths(groups.draw(config.groups, config.group_size, config.seed)),
+        lengths=hidden_lengths(groups),
     )
 
 
-def _policy(name: PolicyName, lengths: dict[SequenceId, int]) -> SchedulePolicy:
-    policies: dict[PolicyName, Callable[[], SchedulePolicy]] = {
-        "static": Static,
-        "on-demand": OnDemand,
-        "longest-first": lambda: LongestFirst(lengths),
-    }
-    return policies[name]()
+def _lengths(config: SimulateConfig) -> list[list[int]]:
+    """Of each group's members. Raises ValueError for a file without lengths."""
+    if config.lengths is None:
+        alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
+        groups = GroupedLengths(lengths=alone, correlation=config.correlation)
+        return groups.draw(config.groups, config.group_size, config.seed)
+    try:
+        last: list[int] = json.loads(config.lengths.read_text().splitlines()[-1])["lengths"]
+        scaled = [min(config.cap, max(1, round(length * config.length_scale))) for length in last]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"lengths={str(config.lengths)!r}: is no lengths.jsonl of train.py ({error})") from None
+    size = config.group_size
+    if len(scaled) % size:
+        raise ValueError(
+            f"group_size={size}: does not divide the {len(scaled)} lengths of {config.lengths}; give that of the run"
+        )
+    return [scaled[start : start + size] for start in range(0, len(scaled), size)]
+
+
+def _variant(config: SimulateConfig, name: str, workload: Workload) -> Variant:
+    bare = name.removesuffix(WITH_PAT)
+    schedule = schedule_policy("policies", bare, config.chunk_options(), workload.lengths)
+    if bare == name:
+        return Variant(layout=contiguous_layout(range(config.gpus), config.tensor_parallel_size), schedule=schedule)
+    alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
+    earlier = alone.draw(config.history, config.seed + 1000)
+    num_gpus = min(config.gpus, config.gpus_per_host)
+    host = deployment_of(
+        config.pace(),
+        num_ranks=num_gpus,
+        num_kv_tokens={size: count for size, count in config.num_kv_tokens().items() if num_gpus % size == 0},
+        max_num_seqs=config.slots,
+        max_model_len=config.max_model_len,
+        goes_back=True,
+    )
+    history = [(length, length >= config.cap) for length in earlier]
+    make = partial(PatController, host, config.pat, ended=history)
+    contexts = np.full(len(workload.lengths or ()), float(config.prompt))
+    return replace(on_each_host(host, config.gpus // num_gpus, make, contexts, config.cap), schedule=schedule)
 
 
 def _world(config: SimulateConfig) -> SimulatedWorld:
-    one = config.profile()
     return SimulatedWorld(
-        pace=ProfilePace(device=one.device, shape=one.shape),
+        pace=config.pace(),
         options={
             **config.options(),
-            "max_model_len": config.prompt + config.cap,
+            "max_model_len": config.max_model_len,
             "draft_policy": DRAFT_POLICIES[config.draft_policy],
         },
-        num_kv_tokens={config.tensor_parallel_size: config.num_kv_tokens()},
+        num_kv_tokens=config.num_kv_tokens(),
         drafts=config.drafts(),
         cluster={
             "gpus_per_host": config.gpus_per_host,
@@ -225,13 +307,14 @@ def _world(config: SimulateConfig) -> SimulatedWorld:
 
 
 def _describe(config: SimulateConfig, run: Rollout, best: Rollout | None, floor: float) -> dict[str, float]:
-    busy = busy_share(run.steps, range(config.gpus // config.tensor_parallel_size))
+    idle = 1 - sum(step.seconds * step.tp_size for step in run.steps) / (run.makespan_s * config.gpus)
     drafting = draft_metrics(run.steps) if config.max_draft_tokens else {}
     return {
         "makespan": round(run.seconds, 3),
         "tail": round(run.tail_seconds, 3),
-        "idle_share": round(max(0.0, 1 - statistics.fmean(busy.values())), 4),
+        "idle_share": round(max(0.0, idle), 4),
         "preempted": run.num_preempted,
+        **({"switches": len(run.switches)} if config.changes_tp else {}),
         "of_floor": round(floor / run.seconds, 4),
         **{name: round(drafting[name], 4) for name in ("draft_length", "tokens_per_step") if drafting},
     } | ({"of_hindsight": round(best.seconds / run.seconds, 4)} if best is not None else {})
@@ -243,7 +326,7 @@ def _print_table(results: dict[str, dict[str, float]]) -> None:
     print(in_columns(lines), file=sys.stderr)
 
 
-def _draw(config: SimulateConfig, runs: dict[PolicyName, Rollout]) -> None:
+def _draw(config: SimulateConfig, runs: dict[str, Rollout]) -> None:
     if config.figure is not None:
         from experiments.figures import draw_drafts, draw_timelines
 
@@ -254,7 +337,7 @@ def _draw(config: SimulateConfig, runs: dict[PolicyName, Rollout]) -> None:
     if config.traces is not None:
         config.traces.mkdir(exist_ok=True)
         for name, run in runs.items():
-            write_chrome_trace(config.traces / f"{name}.json", run.steps)
+            write_chrome_trace(config.traces / f"{Path(name).name}.json", run.steps)
 
 
 def _track(workload: dict[str, Any], results: dict[str, dict[str, float]]) -> None:

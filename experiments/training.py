@@ -67,7 +67,17 @@ KV_MOVES = (
 )
 MAY_CHANGE = (
     *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "wandb", "reward_limits"),
-    *("rank_timeout_s", "dispatch", "chunk_tokens", "layout_policy", "pat_profile"),
+    *(
+        "rank_timeout_s",
+        "dispatch",
+        "chunk_tokens",
+        "follow_ups",
+        "spread",
+        "order",
+        "layout_policy",
+        "pat_profile",
+        "pat",
+    ),
 )
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import importlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -21,45 +18,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
+from algos.own_code import load
 from algos.rewards.guard import fork_worker, guard
 from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
 
 RewardFunction = Callable[..., Any]
-
-
-def load_function(spec: str) -> RewardFunction:
-    """The function named by "package.module:function" or "path/to/file.py:function".
-
-    Raises the errors of the import, and `ValueError` when the name is not a function of the module.
-    """
-    module_name, _, attribute = spec.rpartition(":")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    try:
-        function = functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError:
-        name = Path(module_name).name if module_name.endswith(".py") else module_name
-        raise ValueError(f"{name} has no function {attribute!r}; check the name after the colon") from None
-    if not callable(function):
-        raise ValueError(f"{attribute!r} is a {type(function).__name__}, not a function")
-    return function
-
-
-def _load_file(path: Path) -> ModuleType:
-    # The file may import its neighbours. Their folder comes last, so that a neighbour called math.py shadows nothing.
-    sys.path.append(str(path.parent))
-    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    if found and found.origin and Path(found.origin).resolve() == path.resolve():
-        return importlib.import_module(path.stem)  # processes of a "spawn" or "forkserver" pool can do so, too
-    module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses and typing look their module up
-    module_spec.loader.exec_module(module)
-    return module
 
 
 def describe_function(function: RewardFunction) -> Ready:
@@ -203,7 +168,7 @@ def main() -> None:
     sys.argv[1:] = []
     try:
         with end_forks(worker):
-            function = load_function(spec)
+            function = load(spec)
             ready = describe_function(function)
     except BaseException as error:
         send(sock, Ready(error=describe_error(error)))

@@ -31,6 +31,52 @@ def test_one_workload_under_all_policies(tmp_path: Path) -> None:
         assert {one["tid"] for one in slices} == {0, 1, 2, 3}
 
 
+OWN_POLICY = """
+from engines.coordination.views import Dispatch
+
+class Latest:
+    def next(self, view):
+        for sequence in reversed(view.waiting.values()):
+            for replica in view.replicas.values():
+                if replica.room_for(sequence):
+                    return Dispatch(sequence_id=sequence.sequence_id, replica_id=replica.spec.id)
+        return None
+
+class Nothing:
+    pass
+"""
+
+
+def test_every_policy_ours_and_a_user_s_on_one_workload(tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN_POLICY)
+    names = ["static", "group-static", "on-demand", "divided", "divided-in-turns", "seer", "oracle", "longest-first"]
+    names += [f"{own}:Latest", "on-demand+pat", "seer+pat", f"{own}:Latest+pat"]
+    # Eight GPUs of two hosts, of which each changes its TP size for itself.
+    sizes = ["--gpus", "8", "--gpus-per-host", "4", "--slots", "8", "--model", "14b", "--device", "a40"]
+    found = run_main("simulate", [*SMALL, *OFF, *sizes, "--policies", *names, "--traces", str(tmp_path / "traces")])
+    policies = found["policies"]
+    assert list(policies) == names and found["tokens"] > 0
+    assert all((one["switches"] > 0) == name.endswith("+pat") for name, one in policies.items())
+    assert policies["longest-first"]["of_hindsight"] == 1 and min(one["makespan"] for one in policies.values()) > 0
+    assert len({one["makespan"] for one in policies.values()}) > 6, "policies decide otherwise"
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {f"{Path(name).name}.json" for name in names}
+    refused = [*SMALL, *OFF, "--policies", f"{own}:Nothing"]
+    assert f"policies='{own}:Nothing': has no method 'next'" in refused_by("simulate", refused)
+
+
+def test_the_lengths_of_a_run_are_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    rows = [{"lengths": [1, 2]}, {"lengths": [10, 20, 30, 40, 50, 60, 700, 800]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replay = [*SMALL, *OFF, "--policies", "on-demand", "--lengths", str(path), "--length-scale", "2"]
+    assert run_main("simulate", replay)["tokens"] == 2 * 210 + 600 + 600, "capped at 600"
+    assert "group_size=3: does not divide the 8 lengths of" in refused_by("simulate", [*replay, "--group-size", "3"])
+    path.write_text("{}\n")
+    assert "is no lengths.jsonl of train.py" in refused_by("simulate", replay)
+    assert "lengths='nowhere': is no file" in refused_by("simulate", [*SMALL, *OFF, "--lengths", "nowhere"])
+
+
 def test_replicas_of_several_gpus_lie_within_a_host() -> None:
     sizes = ["--gpus", "16", "--tensor-parallel-size", "4", "--policies", "on-demand"]
     assert run_main("simulate", [*SMALL, *OFF, *sizes])["policies"]["on-demand"]["makespan"] > 0
@@ -56,7 +102,12 @@ def test_drafts_shorten_the_rollout(tmp_path: Path) -> None:
         (["--cap", "2000000"], "cap=2000000: with prompt=512 a sequence can need more than the"),
         (["--gap-s", "-1"], "gap_s=-1.0: must be at least 0"),
         (["--figure", "/nowhere/figure.png"], "figure='/nowhere/figure.png': there is no folder '/nowhere'"),
-        (["--policies", "psychic"], "psychic"),
+        (["--policies", "psychic"], "policies='psychic': give static, on-demand, group-static, divided,"),
+        (["--policies", "psychic+pat"], "policies='psychic': give static,"),
+        (["--policies", "nowhere.py:Policy"], "policies='nowhere.py:Policy': there is no file 'nowhere.py'"),
+        (["--chunk-tokens", "4000"], "chunk_tokens=4000: must be at least a block of KV"),
+        (["--pat.margin", "-1"], "PatOptions.margin=-1.0: must be"),
+        (["--gpus", "12", "--gpus-per-host", "8", "--policies", "on-demand+pat"], "and +pat needs whole hosts"),
         (["--policies"], "policies=(): must be one or more policies"),
         (["--figure", "timelines.foo"], "figure='timelines.foo': must end in .png, .pdf or .svg"),
         (["--figure", "/sys/figure.png"], "figure='/sys/figure.png': cannot be written ("),

@@ -126,13 +126,17 @@ def test_two_runs_are_bit_identical(model: Path, runs: Path, reward: str, uninte
 
 
 def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, runs: Path, reward: str) -> None:
-    """Data parallel, tensor parallel, on demand, and in chunks; the last two with rewards beside the rollout."""
+    """Data parallel, tensor parallel, on demand, in chunks, and by a user's own policy; the last three with rewards
+    beside the rollout."""
     digests, rewards = set(), set()
+    own = runs / "own.py"
+    own.write_text("from engines.coordination.policies import OnDemand\n\nclass Mine(OnDemand):\n    pass\n")
     for name, arguments in {
         "dp": ["--deterministic"],
         "tp": ["--deterministic", "--tensor-parallel-size", "2"],
         "on-demand": ["--dispatch", "on-demand"],
         "seer": ["--dispatch", "seer", "--chunk-tokens", "16"],
+        "own": ["--dispatch", f"{own}:Mine"],
     }.items():
         result = train(
             model, runs, "--name", name, *arguments, "--reward", reward, "--steps", "1", "--rollout.dtype", "float64"
@@ -141,7 +145,7 @@ def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, ru
         digests.add(json.loads((folder / "lengths.jsonl").read_text().splitlines()[0])["digest"])
         step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
         rewards.add(step["critic/rewards/mean"])
-        assert name in ("on-demand", "seer") or step["timing_s/reward_overlapped"] == 0
+        assert name not in ("dp", "tp") or step["timing_s/reward_overlapped"] == 0
     assert len(digests) == len(rewards) == 1
 
 
@@ -149,9 +153,11 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     """By the profile up to 12 sequences are faster on two ranks, and more on one each; a switch takes no time."""
     path = tmp_path / "profile.json"
     least = ["--batches", "1", "--contexts", "8", "--steps", "1", "--turns", "1", "--prefill-tokens", "0"]
+    least += ["--dtype", "float64"]
     least += ["--kv-cache-mib", "32", "--max-num-seqs", "16", "--max-model-len", "128", "--switch-tokens", "0"]
     run_main("pat_profile", ["--model", str(model), "--output", str(path), *least], num_ranks=2)
     engine = ["--rollout.max-num-seqs", "16", "--rollout.max-tokens", "400", "--rollout.kv-cache-mib", "32"]
+    engine += ["--rollout.dtype", "float64"]
     run = small(model, tmp_path, *engine, "--name", "pat", "--steps", "2", "--eval-every", "2", *PAT, str(path))
     assert "error: layout_policy='pat': one rank has only one layout" in refused_by("train", run)
     assert "error: profile: its points of TP size 1 reach 16 sequences" in refused_by("train", run, num_ranks=2)
@@ -181,6 +187,14 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
         wide = min(step["start"] for step in mine if step["tp_size"] == 2)
         (now,) = [one["now"] for one in decisions if one["training/global_step"] == number and one["chosen"] == 2]
         assert 0 < min(step["start"] for step in mine) < now < wide
+    # In chunks and with drafts: the same tokens, by more than one TP size.
+    options = ["--name", "all", "--steps", "1", "--dispatch", "seer", "--chunk-tokens", "16"]
+    options += ["--rollout.drafter", "grouped_suffix", "--rollout.draft-lengths", "fixed"]
+    other = Path(run_main("train", small(model, tmp_path, *engine, *options, *PAT, str(path)), num_ranks=2)["run_dir"])
+    (first, *_), (again,) = ((one / "lengths.jsonl").read_text().splitlines() for one in (folder, other))
+    assert json.loads(first)["digest"] == json.loads(again)["digest"]
+    row = metrics_of(other)[1]
+    assert row["rollout/num_switches"] >= 1 and row["rollout/num_imported"] > 0 and row["rollout/num_drafted"] > 0
 
 
 def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
@@ -435,7 +449,15 @@ class TestBadInput:
             (["--name", ".."], "name='..': must be one folder name"),
             ([*PAT, "x.json", "--dispatch", "static"], "dispatch='static': does not go with layout_policy='pat'"),
             ([*PAT, "x.json", "--rollout.kv-cache-mib", "auto"], "rollout.kv_cache_mib='auto': does not go with"),
-            ([*PAT, "x.json", "--rollout.drafter", "suffix"], "rollout.drafter='suffix': does not go with"),
+            (
+                [*PAT, "x.json", "--dispatch", "group-static"],
+                "dispatch='group-static': does not go with layout_policy=",
+            ),
+            (["--dispatch", "psychic"], "dispatch='psychic': give static, on-demand, group-static, divided,"),
+            (["--dispatch", "nowhere.py:Policy"], "dispatch='nowhere.py:Policy': there is no file 'nowhere.py'"),
+            (["--dispatch", "oracle"], "dispatch='oracle': give static, on-demand,"),
+            (["--chunk-tokens", "16"], "chunk_tokens=16: --dispatch auto does not divide; give one of divided,"),
+            (["--pat.margin", "-1"], "PatOptions.margin=-1.0: must be"),
             (["--rollout.seed", "1"], "rollout.seed"),
             (["--zero-stage", "4"], "zero-stage"),
             (["--no-such-option", "1"], "no-such-option"),

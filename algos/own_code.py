@@ -1,0 +1,44 @@
+"""A user's own function or class, named on a command line as "package.module:name" or "path/to/file.py:name"."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load(spec: str, kind: str = "function") -> Callable[..., Any]:
+    """Returns what is named, which messages call a `kind`.
+
+    Raises the errors of the import, and `ValueError` when there is no such name, or it cannot be called.
+    """
+    module_name, _, attribute = spec.rpartition(":")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    try:
+        found = functools.reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        name = Path(module_name).name if module_name.endswith(".py") else module_name
+        raise ValueError(f"{name} has no {kind} {attribute!r}; check the name after the colon") from None
+    if not callable(found):
+        raise ValueError(f"{attribute!r} is a {type(found).__name__}, not a {kind}")
+    return found
+
+
+def _load_file(path: Path) -> ModuleType:
+    # The file may import its neighbours. Their folder comes last, so that a neighbour called math.py shadows nothing.
+    sys.path.append(str(path.parent))
+    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    if found and found.origin and Path(found.origin).resolve() == path.resolve():
+        return importlib.import_module(path.stem)  # processes of a "spawn" or "forkserver" pool can do so, too
+    module_spec = importlib.util.spec_from_file_location(f"own_file_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses and typing look their module up
+    module_spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,83 @@
+"""Policies on a command line: ours by name, a user's own as `file.py:Class`; and Seer's options. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
+
+from algos.own_code import load
+from engines.constraints import Count, Fraction, WholeNumber
+from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.sequence import SequenceId
+from research.seer.baselines import Divided, RandomStatic
+from research.seer.context_aware import ContextAware, ContextOptions, Order
+from research.simulator.hindsight import LongestFirst
+
+Usual = Literal["static", "on-demand", "group-static", "divided", "divided-in-turns", "seer"]
+Informed = Literal["oracle", "longest-first"]
+USUAL: tuple[Usual, ...] = get_args(Usual)
+IN_CHUNKS: tuple[Usual, ...] = ("divided", "divided-in-turns", "seer")
+INFORMED: tuple[Informed, ...] = get_args(Informed)
+"""These know the true lengths, as only simulations do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkFields:
+    """Options of policies that divide rollouts."""
+
+    chunk_tokens: Count | None = None
+    """Most tokens that a sequence generates before it comes back, with dispatch in chunks; the default is the
+    command's."""
+    follow_ups: WholeNumber = ContextOptions.follow_ups
+    """Sequences that a replica may hold behind those for which it has room; see `ChunkOptions`."""
+    spread: Fraction = ContextOptions.spread
+    """Share by which the shortest chunk is shorter than the longest; see `ChunkOptions`."""
+    order: Order = ContextOptions.order
+    """See `ContextOptions`; "length" is Seer's Algorithm 1 as printed."""
+
+    def chunks(self, usual: int, *, seed: int) -> ContextOptions:
+        """`usual`: tokens of a chunk unless the options say it."""
+        chunk_tokens = self.chunk_tokens or usual
+        return ContextOptions(
+            chunk_tokens=chunk_tokens, follow_ups=self.follow_ups, spread=self.spread, order=self.order, seed=seed
+        )
+
+
+def schedule_policy(
+    option: str, name: str, chunks: ContextOptions, lengths: Mapping[SequenceId, int] | None = None
+) -> Callable[[], SchedulePolicy]:
+    """Returns what makes the policy of a rollout. Raises ValueError, which names the `option`, for an unknown one, for
+    one that needs `lengths` where there are none, and for a file without such a class."""
+    makers: dict[str, Callable[[], SchedulePolicy]] = {
+        "static": Static,
+        "on-demand": OnDemand,
+        "group-static": partial(RandomStatic, chunks.seed),
+        "divided": partial(Divided, chunks),
+        "divided-in-turns": partial(Divided, chunks, takes_turns=True),
+        "seer": partial(ContextAware, chunks),
+    }
+    if lengths is not None:
+        makers |= {
+            "oracle": partial(ContextAware, chunks, lengths=lengths),
+            "longest-first": partial(LongestFirst, lengths),
+        }
+    return makers[name] if name in makers else own_class(option, name, [*makers], "next")
+
+
+def own_class(option: str, name: str, names: list[str], method: str) -> Callable[..., SchedulePolicy]:
+    """Returns the class `file.py:Class`, whose objects have this method."""
+    path, colon, _ = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise ValueError(f"{option}={name!r}: give {', '.join(names)}, or a class of your own as FILE.py:Class")
+    if not Path(path).is_file():
+        raise ValueError(f"{option}={name!r}: there is no file {path!r}")
+    try:
+        found = load(name, "class")
+    except Exception as error:
+        raise ValueError(f"{option}={name!r}: {type(error).__name__}: {error}") from error
+    if not hasattr(found, method):
+        raise ValueError(f"{option}={name!r}: has no method {method!r}; see engines/coordination/policies.py")
+    return found
