@@ -16,6 +16,7 @@ from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
 from research.pat.controller import Estimator, PatController, PatOptions
 from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
+from research.pat.lifetimes import Lifetime
 from research.pat.lookahead import make_plan
 from research.pat.per_host import PerHost
 from research.pat.profile import deployment_of
@@ -44,6 +45,11 @@ class Batch:
     @property
     def max_model_len(self) -> int:
         return self.num_prompt_tokens + self.longest
+
+    @property
+    def lifetimes(self) -> list[Lifetime]:
+        """The history: sequences as long as the longest were cut there."""
+        return [(length, length >= self.longest) for length in self.history]
 
     @property
     def contexts(self) -> np.ndarray:
@@ -189,9 +195,9 @@ def on_each_host(
 def controller(
     deployment: Deployment, batch: Batch, estimator: Estimator, *, with_history: bool = True
 ) -> PatController:
-    """A controller that knows the batch's history: sequences as long as the longest were cut there."""
-    history = [(length, length >= batch.longest) for length in batch.history if with_history]
-    return PatController(deployment, PatOptions(estimator=estimator), ended=history)
+    """A controller that knows the batch's history."""
+    ended = batch.lifetimes if with_history else ()
+    return PatController(deployment, PatOptions(estimator=estimator), ended=ended)
 
 
 def adaptive(

@@ -31,6 +31,7 @@ from experiments.comparison.rollouts import Variant
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, short
 from experiments.pat_cases import Batch, Case, changing, controller, on_each_host
+from experiments.policies import own_class
 from experiments.processes import call_each
 from research.pat.controller import Estimator
 from research.pat.deployment import Deployment
@@ -40,6 +41,7 @@ from research.pat.profile import deployment_of
 from research.simulator.pace import ProfilePace
 
 GPUS_PER_HOST, BLOCK_SIZE = 8, 16
+BY_PLAN = ("pat", "paper", "hindsight")
 BATCH, PROMPT, SLOTS = 128, 512, 256
 # With this median, and sigma 0.884, 10.85 % of responses pass 8K and 2.18 % pass 16K (Fig. 3b).
 CASE: dict[str, Any] = {"batch": BATCH, "median": 2750, "num_prompt_tokens": PROMPT, "block_size": BLOCK_SIZE}
@@ -58,6 +60,10 @@ class Cell:
     hosts: int = 1
     claim: float | None = None
     """PAT's tokens per second of generation over those of the best static TP size, by the paper."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.figure}-{self.cap // 1024}K"
 
 
 def _of_generation(ratio: float, share: float) -> float:
@@ -95,8 +101,12 @@ class PatSimConfig:
 
     seeds: Count = 3
     """Batches of each cell; medians are reported."""
-    cells: Annotated[int, Meta(ge=1, le=14, description="from 1 to 14")] = 14
-    """Simulate only the last ones."""
+    cells: Annotated[tuple[str, ...], Meta(min_length=1, description="one or more cells")] = tuple(
+        cell.name for cell in CELLS
+    )
+    """Points of the figures."""
+    also: tuple[str, ...] = ()
+    """Policies of your own beside PAT's, each FILE.py:Class: a class that is made and answers as `PatController`."""
     processes: Count | None = None
     """Cells that are simulated at the same time; by default one per core."""
     output: Path | None = None
@@ -108,12 +118,18 @@ class PatSimConfig:
         check_fields(self, "")
         check_folders(self)
         check_figure(self.figure)
+        if unknown := [name for name in self.cells if name not in {cell.name for cell in CELLS}]:
+            raise ValueError(f"cells: {unknown[0]!r} is none of {', '.join(cell.name for cell in CELLS)}")
+        for name in self.also:
+            own_class("also", name, ["pat, paper and hindsight, which are always there"], "first_tp_size")
 
 
 def main() -> dict[str, Any]:
     config = launch.options(PatSimConfig)
-    cells = CELLS[-config.cells :]
-    rows = call_each(partial(simulate, num_seeds=config.seeds), cells, processes=config.processes, unit="cell")
+    cells = [cell for cell in CELLS if cell.name in config.cells]
+    rows = call_each(
+        partial(simulate, num_seeds=config.seeds, also=config.also), cells, processes=config.processes, unit="cell"
+    )
     print_table(rows)
     if config.figure is not None:
         from experiments.pat_figures import draw_throughput
@@ -122,7 +138,7 @@ def main() -> dict[str, Any]:
     return report("pat_sim", config, {"tier": "sim", "batch": BATCH, "rows": rows}, hidden=["processes"])
 
 
-def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
+def simulate(cell: Cell, num_seeds: int, also: tuple[str, ...] = ()) -> dict[str, Any]:
     """Returns medians over batches whose longest response reaches the limit."""
     runs: dict[str, list[tuple[int, float]]] = {}
     switches = []
@@ -142,7 +158,7 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
     )
     drawn = (case.draw(seed) for seed in itertools.count())
     for batch in itertools.islice((one for one in drawn if max(one.lengths) == cell.cap), num_seeds):
-        for name, variant in _variants(deployment, host, batch).items():
+        for name, variant in _variants(deployment, host, batch, also).items():
             done = world(pace, deployment).roll_out(batch.workload(), variant)
             runs.setdefault(name, []).append((sum(batch.lengths), done.seconds))
             ways_back.setdefault(name, []).append(done.way_back_s)
@@ -161,14 +177,14 @@ def simulate(cell: Cell, num_seeds: int) -> dict[str, Any]:
         "tokens_per_second": speeds,
         "best_static": best,
         "pat_over": over,
-        "vs_best_static": {name: ratio(name, best) for name in ("pat", "paper", "hindsight")},
+        "vs_best_static": {name: ratio(name, best) for name in (*BY_PLAN, *also)},
         "switches": short(statistics.fmean(switches)),
         "way_back_s": {name: short(statistics.fmean(some)) for name, some in ways_back.items() if any(some)},
         "true_over": [name for name, value in over.items() if cell.claim is not None and value >= cell.claim],
     }
 
 
-def _variants(deployment: Deployment, host: Deployment, batch: Batch) -> dict[str, Variant]:
+def _variants(deployment: Deployment, host: Deployment, batch: Batch, also: tuple[str, ...] = ()) -> dict[str, Variant]:
     """`deployment` is of all hosts, `host` of one."""
     num_hosts = deployment.num_ranks // host.num_ranks
     hosts = [range(number * host.num_ranks, (number + 1) * host.num_ranks) for number in range(num_hosts)]
@@ -178,6 +194,10 @@ def _variants(deployment: Deployment, host: Deployment, batch: Batch) -> dict[st
 
     def by_itself(estimator: Estimator) -> Variant:
         make = partial(controller, host, batch, estimator)
+        return on_each_host(host, num_hosts, make, batch.contexts, batch.longest)
+
+    def own(name: str) -> Variant:
+        make = partial(own_class("also", name, [], "first_tp_size"), host, ended=batch.lifetimes)
         return on_each_host(host, num_hosts, make, batch.contexts, batch.longest)
 
     plan = make_plan(deployment, batch.contexts, np.array(batch.lengths, float), None)
@@ -190,6 +210,7 @@ def _variants(deployment: Deployment, host: Deployment, batch: Batch) -> dict[st
         "pat": by_itself("lookahead"),
         "paper": by_itself("paper"),
         "hindsight": changing(deployment, play().layout(), play),
+        **{name: own(name) for name in also},
     }
 
 

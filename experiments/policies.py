@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from algos.own_code import load
 from engines.constraints import Count, Fraction, WholeNumber
@@ -67,8 +67,8 @@ def schedule_policy(
     return makers[name] if name in makers else own_class(option, name, [*makers], "next")
 
 
-def own_class(option: str, name: str, names: list[str], method: str) -> Callable[..., SchedulePolicy]:
-    """Returns the class `file.py:Class`, whose objects have this method."""
+def own_class(option: str, name: str, names: list[str], method: str) -> Callable[..., Any]:
+    """Returns the class `file.py:Class`, whose objects have this method; see `schedule_policy`."""
     path, colon, _ = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise ValueError(f"{option}={name!r}: give {', '.join(names)}, or a class of your own as FILE.py:Class")

@@ -35,7 +35,7 @@ from experiments.comparison.results import check_folders, report
 from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, median_and_range
-from experiments.policies import ChunkFields
+from experiments.policies import ChunkFields, schedule_policy
 from experiments.processes import call_each
 from experiments.seer_baseline import WAYS, BoundName, Tuning
 from research.seer.baselines import Divided
@@ -150,6 +150,8 @@ class SeerSimConfig(ChunkFields):
     """Simulate one in this many instances, with their part of the groups; of few instances, a result says little."""
     kv_bandwidth: Positive = 50.0
     """GB/s at which a GPU stores and loads KV, and as many between hosts."""
+    also: tuple[str, ...] = ()
+    """Other policies to simulate, each without tuning: divided, seer, ..., or a class of your own as FILE.py:Class."""
     drafts: bool = False
     """Also simulate drafts, as in Fig. 11, which takes a few times as long."""
     processes: Count | None = None
@@ -167,6 +169,8 @@ class SeerSimConfig(ChunkFields):
             raise ValueError(
                 f"token_scale={self.token_scale}: a prompt has {PROMPT} tokens, and needs one; give at most {PROMPT}"
             )
+        for name in self.also:
+            schedule_policy("also", name, ContextOptions(), {})
         block = self.block_size * self.token_scale
         for case in map(CASES.__getitem__, self.cases):
             if not block <= (self.chunk_tokens or case.chunk) <= case.cap:
@@ -312,6 +316,7 @@ def _policies(
         "divided, in turns": lambda: Divided(context, takes_turns=True),
         CONTEXT: lambda: ContextAware(context),
         ORACLE: lambda: ContextAware(context, lengths=lengths),
+        **{name: schedule_policy("also", name, context, lengths) for name in config.also},
     }
 
 

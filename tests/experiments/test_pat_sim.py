@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -18,13 +19,16 @@ from research.simulator.pace import ProfilePace
 from tests.worlds import refused_by
 
 
-def test_a_cell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Short responses, of which the longest reach the limit, on two hosts."""
     monkeypatch.setitem(pat_sim.CASE, "batch", 24)
     monkeypatch.setitem(pat_sim.CASE, "median", 40)
-    row = pat_sim.simulate(pat_sim.Cell(figure="10b", gpus="a40-8b", cap=96, hosts=2, claim=1.01), 2)
+    (tmp_path / "own.py").write_text("from research.pat.controller import PatController as Own\n")
+    own = f"{tmp_path}/own.py:Own"
+    row = pat_sim.simulate(pat_sim.Cell(figure="10b", gpus="a40-8b", cap=96, hosts=2, claim=1.01), 2, (own,))
     speeds = row["tokens_per_second"]
-    assert set(speeds) == {"TP1", "TP2", "TP4", "TP8", "pat", "paper", "hindsight"}
+    assert set(speeds) == {"TP1", "TP2", "TP4", "TP8", "pat", "paper", "hindsight", own}
+    assert speeds[own] == speeds["pat"] and row["vs_best_static"][own] == row["vs_best_static"]["pat"]
     assert row["best_static"] == max(list(speeds)[:4], key=speeds.__getitem__)
     assert row["vs_best_static"]["pat"] == row["pat_over"][row["best_static"]]
     assert row["true_over"] == [name for name, over in row["pat_over"].items() if over >= 1.01] != []
@@ -42,7 +46,7 @@ def test_the_way_back_is_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> No
     made = []
     variants_of = pat_sim._variants
 
-    def widening(deployment: Deployment, host: Deployment, batch: Batch) -> dict[str, Variant]:
+    def widening(deployment: Deployment, host: Deployment, batch: Batch, also: tuple[str, ...]) -> dict[str, Variant]:
         plan = Plan(stages=((len(batch.lengths), 1), (4, 8)), seconds=0.0, kept_seconds=0.0)
         play = partial(PlayedPlan, plan, deployment)
         made.append((deployment, batch, changing(deployment, play().layout(), play)))
@@ -62,7 +66,11 @@ def test_the_way_back_is_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_it_refuses() -> None:
-    assert "cells=0: must be from 1 to 14" in refused_by("pat_sim", ["--cells", "0"])
+    assert "cells: '10a' is none of 10a-6K, 10a-8K," in refused_by("pat_sim", ["--cells", "10a"])
+    assert "also='x.py:Own': there is no file 'x.py'" in refused_by("pat_sim", ["--also", "x.py:Own"])
+    assert "also='pat': give pat, paper and hindsight, which are always there, or" in refused_by(
+        "pat_sim", ["--also", "pat"]
+    )
     assert "figure='/nowhere/x.png': there is no folder" in refused_by("pat_sim", ["--figure", "/nowhere/x.png"])
     assert "figure='x.txt': must end in .png" in refused_by("pat_sim", ["--figure", "x.txt"])
     assert "output='/tmp': is a folder; give a file in it" in refused_by("pat_sim", ["--output", "/tmp"])
