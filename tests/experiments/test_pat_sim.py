@@ -68,7 +68,8 @@ def test_the_way_back_is_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_it_refuses() -> None:
     assert "cells: '10a' is none of 10a-6K, 10a-8K," in refused_by("pat_sim", ["--cells", "10a"])
     assert "also='x.py:Own': there is no file 'x.py'" in refused_by("pat_sim", ["--also", "x.py:Own"])
-    assert "also='pat': give pat, paper and hindsight, which are always there, or" in refused_by(
+    told = refused_by("pat_sim", ["--also", "pat"])
+    assert "also='pat': give pat, paper and hindsight, which are always there, or" in told
         "pat_sim", ["--also", "pat"]
     )
     assert "figure='/nowhere/x.png': there is no folder" in refused_by("pat_sim", ["--figure", "/nowhere/x.png"])

@@ -42,11 +42,19 @@ def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
     assert tight > roomy == 0
 
 
-def test_slow_links_make_replicas_wait_for_kv() -> None:
+def test_slow_links_make_replicas_wait_for_kv(tmp_path: Path) -> None:
+    """And policies that are named, ours or a user's, come beside those of the paper."""
     small = ["--cases", "moonlight", "--seeds", "1", "--processes", "1", "--shrink", "16", "--token-scale", "256"]
-    fast, slow = (
-        run_main("seer_sim", [*small, "--kv-bandwidth", gbs])["rows"][0]["variants"]["context"] for gbs in ("50", "5")
-    )
+    (tmp_path / "own.py").write_text("from research.seer.context_aware import ContextAware\n")
+    own = f"{tmp_path}/own.py:ContextAware"
+    both = [
+        run_main("seer_sim", [*small, "--kv-bandwidth", gbs, "--also", "seer", own])["rows"][0]["variants"]
+        for gbs in ("50", "5")
+    ]
+    fast, slow = (one["context"] for one in both)
+    same = {key: value for key, value in fast.items() if key != "simulated_in"}
+    assert {key: value for key, value in both[0]["seer"].items() if key != "simulated_in"} == same
+    assert own in both[0] and both[0][own]["seconds"] != fast["seconds"], "it has its own chunks"
     assert slow["kv_share"][0] > 5 * fast["kv_share"][0] and slow["seconds"][0] > fast["seconds"][0]
 
 
@@ -55,10 +63,13 @@ def test_slow_links_make_replicas_wait_for_kv() -> None:
     [
         (["--kv-bandwidth", "0"], "kv_bandwidth=0"),
         (
-            ["--chunk", "64"],
-            "chunk=64: must be from 256, a block of KV at token_scale=16, to 65536, what a sequence of",
+            ["--chunk-tokens", "64"],
+            "chunk_tokens=64: must be from 256, a block of KV at token_scale=16, to 65536, what a sequence of",
         ),
-        (["--chunk", "99999"], "chunk=99999: must be from 256, a block of KV at token_scale=16, to 65536"),
+        (
+            ["--chunk-tokens", "99999"],
+            "chunk_tokens=99999: must be from 256, a block of KV at token_scale=16, to 65536",
+        ),
         (["--token-scale", "1025"], "token_scale=1025: a prompt has 1024 tokens, and needs one; give at most 1024"),
         (["--shrink", "9"], "shrink=9: the smallest case has 8 instances; give at most as many"),
         (["--output", "/nowhere/result.json"], "output='/nowhere/result.json': there is no folder '/nowhere'"),
