@@ -70,9 +70,6 @@ def test_what_it_refuses() -> None:
     assert "also='x.py:Own': there is no file 'x.py'" in refused_by("pat_sim", ["--also", "x.py:Own"])
     told = refused_by("pat_sim", ["--also", "pat"])
     assert "also='pat': give pat, paper and hindsight, which are always there, or" in told
-        "pat_sim", ["--also", "pat"]
-    )
     assert "figure='/nowhere/x.png': there is no folder" in refused_by("pat_sim", ["--figure", "/nowhere/x.png"])
     assert "figure='x.txt': must end in .png" in refused_by("pat_sim", ["--figure", "x.txt"])
     assert "output='/tmp': is a folder; give a file in it" in refused_by("pat_sim", ["--output", "/tmp"])
-    assert "cells=100: must be from 1 to 14" in refused_by("pat_sim", ["--cells", "100"])
