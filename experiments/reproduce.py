@@ -1,0 +1,235 @@
+"""What the papers report, beside what this house measures: the rows that docs/reproduction.md shows.
+
+    python experiments/reproduce.py                     # reads docs/results/, writes nothing
+    python experiments/reproduce.py 1 2 --run           # measures rows anew, into --results
+    python experiments/reproduce.py --markdown > docs/reproduction.md
+
+Each row has the paper's value, a band that was set before anything was run, the command that measures it, its tier,
+and whether the result is inside. A row without a result says "not run"; one that is an input of our models is not
+scored. Exits with 0 also where a row is outside its band: that is a finding.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from engines.constraints import check_fields
+from experiments import launch
+from experiments.comparison.results import check_folders
+from experiments.comparison.turns import in_columns, short
+
+ROOT = Path(__file__).parents[1]
+Measured = dict[str, tuple[float, bool | None]]
+"""Name -> our value, and whether it is inside the band; None where it is only reported."""
+
+
+def _bands(figures: tuple[str, ...]) -> Callable[[dict[str, Any]], Measured]:
+    """Reads the rows of the paper's figures from `seer_sim.py`, which has the bands."""
+
+    def read(result: dict[str, Any]) -> Measured:
+        rows = [one for row in result["rows"] for one in row["paper"] if one["figure"] in figures]
+        return {f"{one['task']}, {one['name']}": (one["ours"], one["inside"]) for one in rows}
+
+    return read
+
+
+def _acceptance(result: dict[str, Any]) -> Measured:
+    """Tokens per step by references and paths; each must be at least the one before."""
+    table = result["acceptance_length"]["1"]
+    found: Measured = {}
+    before = 0.0
+    for references, row in table.items():
+        found[f"{references} references"] = (row["1"], row["1"] > before)
+        before = row["1"]
+    last = table[max(table, key=int)]
+    paths = [last[key] for key in sorted(last, key=int)]
+    found[f"{max(table, key=int)} references, 4 paths"] = (paths[-1], paths == sorted(paths))
+    return found
+
+
+def _generation_cut(result: dict[str, Any]) -> Measured:
+    """The share of generation's time that PAT saves over TP1, TP2 and the best static size."""
+    found: Measured = {}
+    for row in result["rows"]:
+        for size in ("TP1", "TP2"):
+            cut = 1 - 1 / row["pat_over"][size]
+            found[f"{row['figure']}, over {size}"] = (short(cut), 0.2 <= cut <= 0.45)
+        best = 1 - 1 / row["vs_best_static"]["pat"]
+        found[f"{row['figure']}, over the best ({row['best_static']})"] = (short(best), None)
+    return found
+
+
+def _switch(result: dict[str, Any]) -> Measured:
+    """How many times as long new processes take as a switch in place."""
+    return {row["name"]: (row["ratios"]["restart"], None) for row in result["rows"]}
+
+
+def _predictor(result: dict[str, Any]) -> Measured:
+    return {
+        f"TP{one['tp_size']}, {one['what']}": (short(one["error"]), one["error"] <= 0.1)
+        for one in result["predictor_error"]
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    number: int
+    target: str
+    paper: str
+    band: str
+    tier: str
+    result: str
+    """File of the result below the folder of results; empty where nothing is to be measured."""
+    command: str
+    read: Callable[[dict[str, Any]], Measured] = lambda _: {}
+
+
+INTRODUCTION = """\
+What the papers report, beside what this house measures. `python experiments/reproduce.py --markdown` makes this page
+from the results in `docs/results/`; `--run` measures them anew. Bands were set before anything was run. Absolute times
+are never compared: models, lengths and GPUs are not the papers'."""
+SEER = "experiments/seer_sim.py --cases moonlight qwen2-vl-72b kimi-k2 --drafts --seeds 2 --token-scale 128 --shrink 2"
+PROFILE = (
+    "experiments/pat_profile.py --model runs/models/tiny-x8 --output runs/x8_checked.json --check --steps 8 --turns 3 "
+    "--batches 1 4 16 64 --contexts 16 64 --prefill-tokens 512 --kv-cache-mib 256 --max-num-seqs 64 --max-model-len 128"
+)
+ROWS = (
+    Row(
+        number=1, target="Seer, Table 6: divided, with context, with drafts, over groups that are bound",
+        paper="1.27-1.35, 1.33-1.47, 1.77-1.87", band="each above the one before, the last 1.5 to 2.2", tier="sim",
+        result="seer_sim.json", command=SEER, read=_bands(("Table 6",)),
+    ),
+    Row(
+        number=2, target="Seer, Fig. 10: throughput of the oracle's, tail of the baseline's",
+        paper="0.95, 0.13", band="at least 0.9, at most 0.4", tier="sim",
+        result="seer_sim.json", command=SEER, read=_bands(("Fig. 10",)),
+    ),
+    Row(
+        number=3, target="Seer, Table 2: tokens per step by references and paths",
+        paper="1.70, 2.04, 2.32, 2.53 for 0, 1, 5, 15; 2.85 with 4 paths", band="rising in both", tier="live",
+        result="drafting.json", command="experiments/drafting.py --parts acceptance", read=_acceptance,
+    ),
+    Row(
+        number=4, target="Seer, Fig. 11: drafts over none: grouped, own history, fixed lengths",
+        paper="1.30, 1.19, 1.03", band="in this order, the last at least 0.95", tier="sim",
+        result="seer_sim.json", command=SEER, read=_bands(("Fig. 11",)),
+    ),
+    Row(
+        number=5, target="PAT, Fig. 4: TP8 wins for one sequence (-37 %) and loses for 128 (+26 %)",
+        paper="-0.37, +0.26", band="an input of the latency profiles, not scored", tier="-", result="", command="",
+    ),
+    Row(
+        number=6, target="PAT, Fig. 11c: share of generation's time that is saved",
+        paper="0.346, 0.320", band="0.2 to 0.45 over TP1 and TP2; over the best static TP size as it is", tier="sim",
+        result="pat_sim.json", command="experiments/pat_sim.py --cells 11a-24K 11b-16K", read=_generation_cut,
+    ),
+    Row(
+        number=7, target="PAT, Fig. 12: times that a switch is faster than new processes",
+        paper="10.7 (58.98 to 5.52 s)", band="a check of consistency: reported", tier="live",
+        result="switch.json", command="experiments/bench/switch.py", read=_switch,
+    ),
+    Row(
+        number=8, target="PAT, Fig. 14: mean error of the predictor",
+        paper="0.0404, 0.0307", band="at most 0.1", tier="live",
+        result="pat_profile.json", command=f"-m torch.distributed.run --standalone --nproc-per-node 2 {PROFILE}",
+        read=_predictor,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig:
+    """Show what the papers report beside what was measured."""
+
+    rows: Annotated[tuple[int, ...], tyro.conf.Positional] = tuple(row.number for row in ROWS)
+    """Rows to show."""
+    results: Path = ROOT / "docs/results"
+    """Folder of the results that were measured before, as experiments write them."""
+    run: bool = False
+    """Measure the rows anew; their results replace those in `--results`."""
+    markdown: bool = False
+    """Print the page docs/reproduction.md instead of a result."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if unknown := [number for number in self.rows if not 1 <= number <= len(ROWS)]:
+            raise ValueError(f"rows: there is no row {unknown[0]}; give numbers of 1 to {len(ROWS)}")
+        if not self.results.is_dir():
+            raise ValueError(f"results={str(self.results)!r}: there is no such folder; make it")
+        if self.run:
+            check_folders(self, (), folders=["results"])
+
+
+def main() -> dict[str, Any] | None:
+    config = launch.options(ReproduceConfig)
+    chosen = [row for row in ROWS if row.number in config.rows]
+    if config.run:
+        for row in {row.result: row for row in chosen if row.result}.values():
+            _measure(row, config.results / row.result)
+    found = {row.number: _read(row, config.results / row.result) for row in chosen}
+    if config.markdown:
+        print(_page(chosen, found))
+        return None
+    lines = [["row", "tier", "what", "ours", "inside"]]
+    for row in chosen:
+        lines += [[str(row.number), row.tier, *one] for one in _lines(row, found[row.number])]
+    print(in_columns(lines, str.ljust), file=sys.stderr)
+    return {
+        "experiment": "reproduce",
+        "rows": {
+            number: None
+            if measured is None
+            else {name: {"ours": ours, "inside": inside} for name, (ours, inside) in measured.items()}
+            for number, measured in found.items()
+        },
+    }
+
+
+def _measure(row: Row, path: Path) -> None:
+    """Runs the command of a row, whose last line of stdout is its result."""
+    command = [sys.executable, *row.command.split()]
+    print(f"row {row.number}: {' '.join(command)}", file=sys.stderr, flush=True)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"row {row.number}: {row.command} ended with code {done.returncode}; its error is above")
+    path.write_text(done.stdout.splitlines()[-1] + "\n")
+
+
+def _read(row: Row, path: Path) -> Measured | None:
+    """Returns what was measured; None where there is no result. Raises ValueError for a file that is none."""
+    if not row.result or not path.is_file():
+        return None
+    try:
+        return row.read(json.loads(path.read_text()))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}: is no result of {row.command.split(' --')[0]} ({error!r})") from None
+
+
+def _lines(row: Row, measured: Measured | None) -> list[list[str]]:
+    if measured is None:
+        return [[row.target, "-", "not scored" if not row.result else "not run"]]
+    answers = {True: "in", False: "OUT", None: "reported"}
+    return [[name, f"{ours:g}", answers[inside]] for name, (ours, inside) in measured.items()]
+
+
+def _page(rows: list[Row], found: dict[int, Measured | None]) -> str:
+    lines = ["# Reproduction", "", INTRODUCTION]
+    for row in rows:
+        lines += ["", f"## {row.number}. {row.target}", "", f"Paper: {row.paper}. Band: {row.band}. Tier: {row.tier}."]
+        if row.command:
+            lines += ["", f"`python {row.command}`"]
+        lines += ["", "| | ours | |", "|---|---|---|"]
+        lines += [f"| {name} | {ours} | {answer} |" for name, ours, answer in _lines(row, found[row.number])]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,110 @@
+"""`reproduce.py` on results of the shape that experiments write, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import reproduce
+from tests.worlds import ROOT, refused_by, run_main
+
+RESULTS: dict[str, Any] = {
+    "seer_sim.json": {
+        "rows": [
+            {
+                "case": "moonlight",
+                "paper": [
+                    {"task": "moonlight", "figure": "Table 6", "name": "divided", "ours": 1.2, "inside": True},
+                    {"task": "moonlight", "figure": "Fig. 10", "name": "context, tail", "ours": 0.5, "inside": False},
+                    {"task": "moonlight", "figure": "Fig. 11", "name": "drafts over none", "ours": 1.3, "inside": True},
+                ],
+            }
+        ]
+    },
+    "drafting.json": {
+        "acceptance_length": {
+            "1": {"0": {"1": 1.5, "4": 1.6}, "1": {"1": 2.0, "4": 2.1}, "15": {"1": 1.9, "2": 2.0, "4": 2.2}}
+        }
+    },
+    "pat_sim.json": {
+        "rows": [
+            {
+                "figure": "11a",
+                "pat_over": {"TP1": 1.6, "TP2": 2.0},
+                "best_static": "TP8",
+                "vs_best_static": {"pat": 0.99},
+            }
+        ]
+    },
+    "pat_profile.json": {"predictor_error": [{"tp_size": 1, "what": "held out", "error": 0.12, "a_a": 0.01}]},
+}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    for name, result in RESULTS.items():
+        (tmp_path / name).write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_each_row_says_what_was_measured_and_whether_it_is_inside(results: Path) -> None:
+    rows = run_main("reproduce", ["--results", str(results)])["rows"]
+    assert list(rows) == [str(row.number) for row in reproduce.ROWS]
+    assert rows["1"] == {"moonlight, divided": {"ours": 1.2, "inside": True}}
+    assert rows["2"]["moonlight, context, tail"]["inside"] is False
+    assert [one["inside"] for one in rows["3"].values()] == [True, True, False, True]
+    assert rows["4"]["moonlight, drafts over none"]["ours"] == 1.3
+    assert rows["5"] is None and rows["7"] is None
+    assert rows["6"] == {
+        "11a, over TP1": {"ours": 0.375, "inside": True},
+        "11a, over TP2": {"ours": 0.5, "inside": False},
+        "11a, over the best (TP8)": {"ours": pytest.approx(-0.0101), "inside": None},
+    }
+    assert rows["8"] == {"TP1, held out": {"ours": 0.12, "inside": False}}
+    assert list(run_main("reproduce", ["3", "8", "--results", str(results)])["rows"]) == ["3", "8"]
+
+
+def test_a_row_is_measured_anew(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a command whose result is the last line of its output; one that fails leaves the old result."""
+    (row,) = (one for one in reproduce.ROWS if one.number == 8)
+    path = results / row.result
+    code = "print('a table'); print(dict(predictor_error=[]))"
+    for command, expected in ((code, "{'predictor_error': []}\n"), (f"{code}; raise SystemExit(3)", None)):
+        own = reproduce.Row(**{**vars(row), "command": f"-c {command.replace(' ', '')}"})
+        before = path.read_text()
+        if expected is None:
+            with pytest.raises(RuntimeError, match="row 8: .* ended with code"):
+                reproduce._measure(own, path)
+        else:
+            reproduce._measure(own, path)
+        assert path.read_text() == (expected or before)
+
+
+def test_the_committed_page_is_that_of_the_committed_results() -> None:
+    command = [sys.executable, str(ROOT / "experiments/reproduce.py"), "--markdown"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert printed == (ROOT / "docs/reproduction.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["9"], "rows: there is no row 9; give numbers of 1 to 8"),
+        (["--results", "/nowhere"], "results='/nowhere': there is no such folder; make it"),
+    ],
+)
+def test_what_it_refuses(options: list[str], message: str) -> None:
+    assert message in refused_by("reproduce", options)
+
+
+def test_a_damaged_result_is_named(results: Path) -> None:
+    for text in ("[", "{}"):
+        (results / "pat_sim.json").write_text(text)
+        assert "pat_sim.json: is no result of experiments/pat_sim.py" in refused_by(
+            "reproduce", ["6", "--results", str(results)]
+        )
