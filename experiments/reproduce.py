@@ -12,6 +12,7 @@ scored. Exits with 0 also where a row is outside its band: that is a finding.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -195,7 +196,7 @@ def main() -> dict[str, Any] | None:
 
 def _measure(row: Row, path: Path) -> None:
     """Runs the command of a row, whose last line of stdout is its result."""
-    command = [sys.executable, *row.command.split()]
+    command = [sys.executable, *shlex.split(row.command)]
     print(f"row {row.number}: {' '.join(command)}", file=sys.stderr, flush=True)
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

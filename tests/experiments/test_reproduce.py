@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,13 @@ def test_a_row_is_measured_anew(results: Path, monkeypatch: pytest.MonkeyPatch) 
     """By a command whose result is the last line of its output; one that fails leaves the old result."""
     (row,) = (one for one in reproduce.ROWS if one.number == 8)
     path = results / row.result
-    code = "print('a table'); print(dict(predictor_error=[]))"
-    for command, expected in ((code, "{'predictor_error': []}\n"), (f"{code}; raise SystemExit(3)", None)):
-        own = reproduce.Row(**{**vars(row), "command": f"-c {command.replace(' ', '')}"})
-        before = path.read_text()
-        if expected is None:
-            with pytest.raises(RuntimeError, match="row 8: .* ended with code"):
-                reproduce._measure(own, path)
-        else:
-            reproduce._measure(own, path)
-        assert path.read_text() == (expected or before)
+    before = path.read_text()
+    fails, works = ("raise SystemExit(3)", "print('a table'); print(dict(predictor_error=[]))")
+    with pytest.raises(RuntimeError, match=r"row 8: .* ended with code 3"):
+        reproduce._measure(replace(row, command=f'-c "{fails}"'), path)
+    assert path.read_text() == before
+    reproduce._measure(replace(row, command=f'-c "{works}"'), path)
+    assert path.read_text() == "{'predictor_error': []}\n"
 
 
 def test_the_committed_page_is_that_of_the_committed_results() -> None:
