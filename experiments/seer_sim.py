@@ -328,6 +328,7 @@ def _simulate(config: SeerSimConfig, run: _Run) -> dict[str, float]:
     num_groups = case.groups * num_instances // case.instances
     grouped = GroupedLengths(lengths=alone, correlation=case.correlation)
     lengths = hidden_lengths(grouped.draw(num_groups, case.group_size, run.seed))
+    schedule: Callable[[], SchedulePolicy]
     if run.name in BOUND:
         schedule = partial(seer_baseline.policy, run.name, ASSIGNMENTS * run.seed + run.assignment)
     else:

@@ -225,13 +225,14 @@ def main() -> dict[str, Any]:
     }
     _print_table(results)
     _draw(config, runs)
-    workload = {key: value for key, value in asdict(config).items() if key not in ("figure", "traces", "wandb")}
+    options = {key: value for key, value in asdict(config).items() if key not in ("figure", "traces", "wandb")}
+    options["lengths"] = None if config.lengths is None else str(config.lengths)
     if config.wandb != "off":
-        _track(workload, results)
+        _track(options, results)
     return {
         "experiment": "simulate",
         "tier": "sim",
-        "workload": workload,
+        "workload": options,
         "tokens": sum(lengths.values()),
         "floor": round(floor, 3),
         "seconds": seconds,
@@ -340,11 +341,11 @@ def _draw(config: SimulateConfig, runs: dict[str, Rollout]) -> None:
             write_chrome_trace(config.traces / f"{Path(name).name}.json", run.steps)
 
 
-def _track(workload: dict[str, Any], results: dict[str, dict[str, float]]) -> None:
+def _track(options: dict[str, Any], results: dict[str, dict[str, float]]) -> None:
     from experiments.tracking import start_run
 
     for name, values in results.items():
-        with start_run(f"simulate-{name}", {**workload, "policies": [name]}) as run:
+        with start_run(f"simulate-{name}", {**options, "policies": [name]}) as run:
             run.summary.update(values)
 
 

@@ -21,7 +21,7 @@ from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
-from experiments.comparison.results import this_tier
+from experiments.comparison.machine import this_tier
 from experiments.comparison.rollouts import Rollout, Tier, Variant, Workload, makespan
 
 
