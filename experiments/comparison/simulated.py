@@ -59,7 +59,7 @@ class SimulatedWorld:
         options = {**self.options, **variant.options}
         max_model_len, draft_policy = options.pop("max_model_len"), options.pop("draft_policy", MarginalGain)
         engine = EngineConfig(**options)
-        sizes = {spec.tp_size for spec in variant.layout.replicas}
+        sizes = range(1, 1 + sum(spec.tp_size for spec in variant.layout.replicas))
         config = ClusterConfig(
             layout=variant.layout,
             engine=engine,
