@@ -206,6 +206,11 @@ def main() -> dict[str, Any] | None:
     dist.destroy_process_group()
     if world.rank:
         return None
+    if math.isnan(gap_s):
+        raise ValueError(
+            f"scale={config.scale}: every gap between two steps was longer than half a step, so this machine cannot "
+            f"follow the pace; give a larger --scale"
+        )
     even = Overheads(message_s=config.message_s, gap_s=max(0.0, gap_s))
     overheads = [replace(even, jitter=1.0, seed=seed) for seed in range(SIMULATIONS)]
     roll = partial(simulate, pace=pace, num_ranks=num_ranks)

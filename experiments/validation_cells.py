@@ -206,6 +206,7 @@ class Run:
     idle: float
     """The rest of the makespan."""
     mean_gap: float
+    """NaN where every gap was taken for idle time."""
     dispatches: tuple[Dispatch, ...] = ()
     """What the schedule policy dispatched, where this was kept."""
 
@@ -234,7 +235,7 @@ def describe(steps: list[StepRecord], finish_times: dict[SequenceId, float], num
         busy=busy,
         gap=gap,
         idle=makespan - busy - gap,
-        mean_gap=statistics.fmean(seconds for _, seconds in gaps),
+        mean_gap=statistics.fmean(seconds for _, seconds in gaps) if gaps else math.nan,
     )
 
 

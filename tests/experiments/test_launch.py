@@ -87,6 +87,12 @@ launch.run(main)
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
 
 
+def _hear_signals() -> None:
+    """Also where the tests run in the background or under nohup, whose children ignore them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("what", "number", "rank", "words"),
     [
@@ -106,7 +112,7 @@ def test_no_file_outlives_an_end(
         text=True,
         cwd=ROOT,
         env=os.environ | {"RANK": str(rank)},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=_hear_signals,
     )
     with process:
         assert process.stdout is not None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
+from engines.rollout.telemetry import StepRecord
 from experiments import validate_simulator
-from experiments.validation_cells import AsRecorded, Kind, Recorded, Run, cells, score
+from experiments.validation_cells import AsRecorded, Kind, Recorded, Run, cells, describe, score
 from research.simulator.cluster import Overheads
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
 from tests.worlds import refused_by, run_main
 
-SMALL = ["--batch", "24", "--scale", "0.5", "--rooms", "0.4"]
+SMALL = ["--batch", "24", "--scale", "3", "--rooms", "0.4"]
 
 
 def test_moves_chunks_and_regroups() -> None:
@@ -43,6 +47,18 @@ def test_a_cell_with_several_outcomes_shows_their_range() -> None:
     scored = score([a_run(seconds) for seconds in simulated], [a_run(9.9), a_run(9.9)], [a_run(9.9), a_run(10.89)])
     assert scored["simulated"] == 8.7 and scored["a_a"] == 0 and scored["as_dispatched"] == pytest.approx(0.1)
     assert (scored["simulated_least"], scored["simulated_most"]) == (8.4, 9.9)
+
+
+@pytest.mark.parametrize(("gap", "mean"), [(0.4, 0.4), (0.6, math.nan)])
+def test_a_gap_longer_than_half_a_step_is_idle_time(gap: float, mean: float) -> None:
+    """A run may have no other gaps, on a machine that does not follow its pace."""
+    starts = [number * (1 + gap) for number in range(3)]
+    one = StepRecord(
+        replica_id=0, epoch=0, tp_size=1, start=0, seconds=1.0, num_running=1, num_tokens=1, paced_seconds=1.0
+    )
+    run = describe([replace(one, start=start) for start in starts], {(0, 0, 0): starts[-1] + 1}, 1)
+    assert run.mean_gap == pytest.approx(mean, nan_ok=True)
+    assert (run.gap, run.idle) == pytest.approx((2 * gap, 0) if gap < 0.5 else (0, 2 * gap))
 
 
 @pytest.mark.parametrize("kind", ["static", "on demand", "moves", "mixed", "chunks"])
