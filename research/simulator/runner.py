@@ -40,82 +40,47 @@ class SimulatedRunner:
         ]
 
 
-class _Tier:
-    """Entries in the memory of a host or on its disk, oldest first, each with its tokens."""
-
-    def __init__(self, capacity_tokens: int) -> None:
-        self.capacity_tokens = capacity_tokens
-        self.num_tokens = 0
-        self.entries: dict[str, int] = {}
-
-    def put(self, location: str, num_tokens: int) -> bool:
-        """Returns False, and stores nothing, when there is no room."""
-        if self.num_tokens + num_tokens > self.capacity_tokens:
-            return False
-        self.num_tokens += num_tokens
-        self.entries[location] = num_tokens
-        return True
-
-    def pop(self, location: str) -> int:
-        """Returns the number of the entry's tokens; 0 when it is not here."""
-        num_tokens = self.entries.pop(location, 0)
-        self.num_tokens -= num_tokens
-        return num_tokens
-
-
 class KVPool:
-    """The stored KV of a run: which entries each host has in its memory and on its disk, as in `TieredKVStore`."""
+    """The stored KV of a run: which entries each host has in its memory, and their tokens."""
 
-    def __init__(self, *, memory_tokens: int, disk_tokens: int = 0) -> None:
-        """Both are of each host."""
+    def __init__(self, *, capacity_tokens: int) -> None:
+        """`capacity_tokens`: of each host."""
         self.num_made = 0
-        self._memory = defaultdict[int, _Tier](lambda: _Tier(memory_tokens))
-        self._disk = defaultdict[int, _Tier](lambda: _Tier(disk_tokens))
+        self._capacity_tokens = capacity_tokens
+        self._entries = defaultdict[int, dict[str, int]](dict)
+        self._num_tokens: Counter[int] = Counter()
 
     @property
     def num_tokens(self) -> int:
-        return sum(tier.num_tokens for tier in (*self._memory.values(), *self._disk.values()))
+        return self._num_tokens.total()
 
-    def add(self, num_tokens: int, host: int, moved: Counter[Path]) -> str | None:
-        """Returns the location of a new entry, None when there is no room; adds to `moved` the tokens by their path.
-
-        The oldest entries make room in the memory, and go to the disk.
-        """
-        memory, disk = self._memory[host], self._disk[host]
+    def add(self, num_tokens: int, host: int) -> str | None:
+        """Returns the location of a new entry, None when there is no room."""
+        if self._num_tokens[host] + num_tokens > self._capacity_tokens:
+            return None
         location = f"{host}/{self.num_made}"
         self.num_made += 1
-        while num_tokens <= memory.capacity_tokens:
-            if memory.put(location, num_tokens):
-                moved["host"] += num_tokens
-                return location
-            oldest = next(iter(memory.entries))
-            if not disk.put(oldest, memory.entries[oldest]):
-                break
-            moved["disk"] += memory.pop(oldest)
-        if disk.put(location, num_tokens):
-            moved["disk"] += num_tokens
-            return location
-        return None
+        self._entries[host][location] = num_tokens
+        self._num_tokens[host] += num_tokens
+        return location
 
     def path(self, part: KVPart, host: int) -> Path | None:
         """Returns the path of the entry to a replica of this host; None when there is no entry."""
         there = _host_of(part)
-        if part.location in self._memory[there].entries:
-            return "host" if there == host else "network"
-        if part.location in self._disk[there].entries:
-            return "disk" if there == host else "network"
-        return None
+        if part.location not in self._entries[there]:
+            return None
+        return "host" if there == host else "network"
 
     def drop(self, parts: Iterable[KVPart]) -> None:
         """An entry that is gone already is no error."""
         for part in parts:
-            for tiers in (self._memory, self._disk):
-                tiers[_host_of(part)].pop(part.location)
+            host = _host_of(part)
+            self._num_tokens[host] -= self._entries[host].pop(part.location, 0)
 
     def check_integrity(self) -> None:
         """Asserts that the tokens of all entries add up."""
-        for tier in (*self._memory.values(), *self._disk.values()):
-            assert tier.num_tokens == sum(tier.entries.values()) <= tier.capacity_tokens
+        for host, entries in self._entries.items():
+            assert self._num_tokens[host] == sum(entries.values()) <= self._capacity_tokens
 
 
 def _host_of(part: KVPart) -> int:
@@ -235,9 +200,10 @@ class SimulatedMover:
         if first >= cached.num_tokens:
             return cached.stored
         num_tokens = cached.num_tokens - first
-        location = self._pool.add(num_tokens, self._host, self._moved)
+        location = self._pool.add(num_tokens, self._host)
         if location is None:
             return None
+        self._moved["host"] += num_tokens
         self.moves.stored_tokens += num_tokens
         part = KVPart(
             first_token=first, num_tokens=num_tokens, first_head=0, num_heads=1, location=location, num_bytes=0
