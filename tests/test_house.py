@@ -64,6 +64,8 @@ def test_no_room_imports_from_one_above() -> None:
         "research.simulator.cluster",
         "engines",
         "engines.sequence",
+        "engines.replica.schedule",
+        "engines.replica.admission",
         "engines.replica.scheduler",
         "engines.replica.replica",
         "engines.speculation.ngram",

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from engines.parallel.collectives import Communicator
-from engines.replica.scheduler import Sequence
+from engines.replica.schedule import Sequence
 
 MOST_BYTES = 256 << 20
 """Most bytes of jobs that wait, run, or have a result that was not taken, by all shards; a single job may have more."""

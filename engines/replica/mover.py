@@ -43,7 +43,7 @@ from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
 from engines.replica.background import Background
 from engines.replica.moves import KVMoves
-from engines.replica.scheduler import CachedKV, Sequence
+from engines.replica.schedule import CachedKV, Sequence
 from engines.replica.swap import SwapPolicy
 from engines.sequence import KVHandle, KVPart
 

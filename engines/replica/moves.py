@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from engines.replica.scheduler import CachedKV, Scheduled, Sequence
+from engines.replica.schedule import CachedKV, Scheduled, Sequence
 from engines.sequence import KVHandle, KVPart
 
 

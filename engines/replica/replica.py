@@ -12,7 +12,8 @@ from itertools import islice
 
 from engines.replica.limits import Limits
 from engines.replica.moves import KVMoves, Mover, Runner
-from engines.replica.scheduler import Scheduled, Scheduler, Sequence
+from engines.replica.schedule import Scheduled, Sequence
+from engines.replica.scheduler import Scheduler
 from engines.replica.stop_strings import StopSearch, find_stop
 from engines.sequence import (
     Completion,

@@ -1,0 +1,92 @@
+"""Which waiting sequence may enter a replica, and which free blocks are kept for those that run. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from engines.kvcache.block_manager import BlockManager
+from engines.replica.peak import peak_blocks
+from engines.replica.schedule import Sequence
+
+
+class Admission:
+    """Keeps free blocks for running sequences: all that a bounded one may still need, and one for any other that may
+    grow.
+
+    A waiting sequence may enter when the free blocks suffice for its own tokens and for those kept free; a bounded one
+    also when all that run are bounded, too, and leave early enough for each other and for it.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        """No sequence holds any of the blocks."""
+        self._blocks = blocks
+        self.num_kept_free = Counter[bool]()
+        """Sums of what is kept free, by whether the sequences are bounded."""
+
+    def admits(
+        self, sequence: Sequence, shared: list[int], running: Items[Sequence], decodes: Items[Sequence], num_ahead: int
+    ) -> bool:
+        """Whether a waiting sequence may enter that finds its first tokens in the blocks `shared`.
+
+        `decodes` are those of the running sequences that get a token in this pass; drafts may give each of them up to
+        `num_ahead` tokens more, in all.
+        """
+        num_tokens = sequence.release_len - 1 if sequence.is_bounded else len(sequence.state.tokens)
+        num_wanted = self._blocks.blocks_for(num_tokens)
+        num_taken = num_wanted - len(shared) + self._blocks.num_free_of(shared)
+        if num_taken + self.num_kept_free.total() <= self._blocks.num_free_blocks:
+            return True
+        beside = {"num_wanted": num_wanted, "num_taken": num_taken}
+        return sequence.is_bounded and self._leave_in_time(running, decodes, num_ahead, **beside)
+
+    def most_ahead(self, running: Items[Sequence], decodes: Items[Sequence], most: int) -> int:
+        """Returns how many draft tokens, up to `most`, each decode may gain so that none lacks blocks later on."""
+        if self.num_kept_free[True] <= self._blocks.num_free_blocks:
+            return most  # there is room for all to their ends
+        while most and not self._leave_in_time(running, decodes, most):
+            most //= 2
+        return most
+
+    def num_left_free(self, sequence: Sequence) -> int:
+        """Returns the blocks that a sequence may not take, since bounded ones may still need them; these take their own
+        alone."""
+        return 0 if sequence.is_bounded else self.num_kept_free[True]
+
+    def keep_free(self, sequence: Sequence) -> None:
+        """Keeps free what a running sequence may still need here, now that it has entered or its blocks have changed:
+        all tokens but the last of `release_len` are computed. Of one without a bound, that is one block."""
+        num_left = self._blocks.blocks_for(sequence.release_len - 1) - len(sequence.blocks)
+        num_kept = num_left if sequence.is_bounded else min(num_left, 1)
+        self.num_kept_free[sequence.is_bounded] += num_kept - sequence.num_kept_free
+        sequence.num_kept_free = num_kept
+
+    def forget(self, sequence: Sequence) -> None:
+        """Keeps nothing free any more for a sequence that leaves its slot."""
+        self.num_kept_free[sequence.is_bounded] -= sequence.num_kept_free
+        sequence.num_kept_free = 0
+
+    def _leave_in_time(
+        self,
+        running: Iterable[Sequence],
+        decodes: Iterable[Sequence],
+        num_ahead: int,
+        *,
+        num_wanted: int = 0,
+        num_taken: int = 0,
+    ) -> bool:
+        """Whether bounded sequences leave early enough for each other, although there is less than the sum of what all
+        may still need: where they decode in lockstep, or get up to `num_ahead` tokens more, and beside another one that
+        needs `num_wanted` blocks, `num_taken` of which are free now."""
+        num_blocks, decoding = self._blocks.num_blocks, set(decodes)
+        num_held = num_blocks - self._blocks.num_free_blocks + num_taken
+        if num_held > num_blocks or not all(sequence.is_bounded for sequence in running):
+            return False
+        behind = [sequence for sequence in running if sequence not in decoding]  # perhaps for several passes
+        stays = [(len(sequence.state.tokens), sequence.release_len) for sequence in decoding]
+        others = [len(sequence.blocks) + sequence.num_kept_free for sequence in behind]
+        num_held += sum(sequence.num_kept_free for sequence in behind)
+        size = self._blocks.block_size
+        peak = peak_blocks(stays, [*others, num_wanted], block_size=size, num_held=num_held, num_ahead=num_ahead)
+        return peak <= num_blocks
