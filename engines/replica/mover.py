@@ -119,19 +119,17 @@ class KVMover:
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         """Stores the KV of leaving sequences. Returns for each what is stored of it then: what it had before where a
         shard's new part found no room."""
+        before = [cached.stored for cached in leaving]
         if self.store is None:
-            return [cached.stored for cached in leaving]
-        handles = self._store_all(self.store, leaving, policy_version)
-        self.moves.num_exported += sum(handle is not None for handle in handles)
-        self.moves.num_refused += handles.count(None)
-        return [handle or cached.stored for handle, cached in zip(handles, leaving, strict=True)]
+            return before
+        return self.moves.left(self._store_all(self.store, leaving, policy_version), before)
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         """Stores the KV of a preempted sequence; returns None when the policy is against it or there is no room."""
         if self.store is None or not cached.num_tokens:
             return None
-        num_stored = cached.stored.num_tokens if cached.stored is not None else 0
-        if not self.swap_policy.swaps(cached.num_tokens, cached.num_common, self.store, num_stored=num_stored):
+        counts = cached.num_tokens, cached.num_common
+        if not self.swap_policy.swaps(*counts, self.store, num_stored=cached.num_stored):
             return None
         num_bytes = self.moves.stored_bytes
         (handle,) = self._store_all(self.store, [cached], policy_version)
@@ -165,7 +163,7 @@ class KVMover:
     def store_later(self, sequence: Sequence, policy_version: int) -> bool:
         """See `Mover.store_later`. Its KV is copied at once, as its blocks are about to be others'."""
         cached = sequence.cached
-        first = 0 if cached.stored is None else cached.stored.num_tokens
+        first = cached.num_stored
         if self.store is None or not self._in_background or first >= cached.num_tokens:
             return False
         content, store = self._content("", first, cached.num_tokens - first, policy_version), self.store
@@ -194,12 +192,9 @@ class KVMover:
         ready, seconds = self._writer.ready(waits=waits)
         self.moves.waited_s += seconds
         written = [self._writer.take(one, given_up=_Written()) or _Written() for one in ready]
-        handles = self._agree(
-            [one.kv for one in ready], [one.parts for one in written], [one.policy_version for one in written]
-        )
-        self.moves.num_exported += sum(handle is not None for handle in handles)
-        self.moves.num_refused += handles.count(None)
-        return [(one, handle or one.kv) for one, handle in zip(ready, handles, strict=True)]
+        before = [one.kv for one in ready]
+        handles = self._agree(before, [one.parts for one in written], [one.policy_version for one in written])
+        return list(zip(ready, self.moves.left(handles, before), strict=True))
 
     def is_storing(self, sequence: Sequence) -> bool:
         return self._writer.has(sequence)
@@ -285,7 +280,7 @@ class KVMover:
 
         Returns () when all is stored, or another shard stores it, and None when there is no room.
         """
-        first = 0 if cached.stored is None else cached.stored.num_tokens
+        first = cached.num_stored
         if not self._stores or first >= cached.num_tokens:
             return ()
         layers = to_host(read_kv(self._kv, cached.blocks, cached.num_tokens, first=first))

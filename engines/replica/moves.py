@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,6 +44,13 @@ class KVMoves:
     def moved_tokens(self) -> int:
         """Tokens whose KV was moved while the replica waited."""
         return self.stored_tokens + self.loaded_tokens - self.fetched_tokens
+
+    def left(self, handles: Items[KVHandle | None], before: Iterable[KVHandle | None]) -> list[KVHandle | None]:
+        """Counts sequences that leave: `handles` name all that is stored of each, None where the new part found no
+        room. Returns what each leaves with: there, what was stored of it `before`."""
+        self.num_exported += sum(handle is not None for handle in handles)
+        self.num_refused += handles.count(None)
+        return [new or old for new, old in zip(handles, before, strict=True)]
 
     def taken_on(
         self, one: Sequence, num_usable: int, *, was_fetched: bool

@@ -20,6 +20,11 @@ class CachedKV(NamedTuple):
     stored: KVHandle | None = None
     """What is stored already of it."""
 
+    @property
+    def num_stored(self) -> int:
+        """Leading tokens whose KV is stored already."""
+        return 0 if self.stored is None else self.stored.num_tokens
+
 
 @dataclass(eq=False, kw_only=True)
 class Sequence:

@@ -127,9 +127,7 @@ class SimulatedMover:
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         handles = [self._store(cached, policy_version) for cached in leaving]
-        self.moves.num_exported += sum(handle is not None for handle in handles)
-        self.moves.num_refused += handles.count(None)
-        return [handle or cached.stored for handle, cached in zip(handles, leaving, strict=True)]
+        return self.moves.left(handles, [cached.stored for cached in leaving])
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         way: str = self._preemption
@@ -162,7 +160,7 @@ class SimulatedMover:
     def store_later(self, sequence: Sequence, policy_version: int) -> bool:
         """The copy from the device takes its time in this step; the sequence leaves after the next one."""
         cached = sequence.cached
-        if cached.stored is not None and cached.stored.num_tokens >= cached.num_tokens:
+        if cached.num_stored >= cached.num_tokens:
             return False
         self._storing[sequence] = self._now(), self._store(cached, policy_version)
         return True
@@ -170,20 +168,15 @@ class SimulatedMover:
     def stored(self, *, waits: bool) -> list[tuple[Sequence, KVHandle | None]]:
         ready = [one for one, (start, _) in self._storing.items() if waits or start < self._now()]
         handles = [self._storing.pop(one)[1] for one in ready]
-        self.moves.num_exported += sum(handle is not None for handle in handles)
-        self.moves.num_refused += handles.count(None)
-        return [(one, handle or one.kv) for one, handle in zip(ready, handles, strict=True)]
+        return list(zip(ready, self.moves.left(handles, [one.kv for one in ready]), strict=True))
 
     def is_storing(self, sequence: Sequence) -> bool:
         return sequence in self._storing
 
     def forget(self, sequence: Sequence | None = None) -> None:
-        for fetches in (self._reading, self._read):
-            if sequence is None:
-                fetches.clear()
-            else:
-                fetches.pop(sequence, None)
-        for one in list(self._storing) if sequence is None else [sequence]:
+        for one in [*self._reading, *self._read, *self._storing] if sequence is None else [sequence]:
+            self._reading.pop(one, None)
+            self._read.pop(one, None)
             _, handle = self._storing.pop(one, (0.0, None))
             if handle is not None:
                 self._pool.drop(handle.parts if one.kv is None else handle.parts[len(one.kv.parts) :])
@@ -196,15 +189,15 @@ class SimulatedMover:
             self._pool.drop(handle.parts)
 
     def _store(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
-        first = 0 if cached.stored is None else cached.stored.num_tokens
-        if first >= cached.num_tokens:
+        num_tokens = cached.num_tokens - cached.num_stored
+        if num_tokens <= 0:
             return cached.stored
-        num_tokens = cached.num_tokens - first
         location = self._pool.add(num_tokens, self._host)
         if location is None:
             return None
         self._moved["host"] += num_tokens
         self.moves.stored_tokens += num_tokens
+        first = cached.num_stored
         part = KVPart(
             first_token=first, num_tokens=num_tokens, first_head=0, num_heads=1, location=location, num_bytes=0
         )
