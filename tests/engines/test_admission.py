@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engines.replica.peak import peak_blocks
+from engines.replica.admission import peak_blocks
 
 
 def count(stays: list[tuple[int, int]], num_passes: int, block_size: int) -> int:
