@@ -24,7 +24,7 @@ from engines.config import ModelConfig
 from engines.constraints import Count, Positive, WholeNumber, check_fields
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy
 from engines.parallel.layout import Layout
-from engines.replica.moves import KVMoves
+from engines.replica.kv_moves import KVMoves
 from engines.rollout.generation import make_states
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord

@@ -26,13 +26,13 @@ from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
 from engines.replica.model_drafter import ModelDrafter
 from engines.replica.mover import KVMover
-from engines.replica.moves import Switch
 from engines.replica.replica import HiddenStop, Replica
 from engines.replica.reshape import Joint
 from engines.replica.row_times import RowTimes
 from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
+from engines.replica.switch import Switch
 from engines.sequence import Detokenize, SequenceId
 from engines.speculation.choose import Connect, choose_drafter
 from engines.speculation.marginal_gain import MarginalGain

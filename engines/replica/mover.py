@@ -41,8 +41,8 @@ from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
 from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digests
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
-from engines.replica.background import Background
-from engines.replica.moves import KVMoves
+from engines.replica.kv_moves import KVMoves
+from engines.replica.kv_thread import KVThread
 from engines.replica.schedule import CachedKV, Sequence
 from engines.replica.swap import SwapPolicy
 from engines.sequence import KVHandle, KVPart
@@ -102,8 +102,8 @@ class KVMover:
         self._dtype = str(kv.keys[0].dtype).removeprefix("torch.")
         self._heads = kv_heads(model, shard)
         earlier = kv_heads(model, replace(shard, index=shard.index - 1)) if shard.index else None
-        self._reader = Background[_Ranges]("reading", tensor_parallel, undo=lambda _: None)
-        self._writer = Background[_Written]("writing", tensor_parallel, undo=_Written.drop)
+        self._reader = KVThread[_Ranges]("reading", tensor_parallel, undo=lambda _: None)
+        self._writer = KVThread[_Written]("writing", tensor_parallel, undo=_Written.drop)
         self._in_background = True
         self.fetch_s: Callable[[int], float] = lambda num_tokens: 0.0
         """Seconds that it takes at least to read the KV of this many tokens ahead: of a paced run."""

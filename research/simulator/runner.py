@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 
 from engines.config import Preemption
 from engines.kvcache.cost import SwapCost
-from engines.replica.moves import KVMoves
+from engines.replica.kv_moves import KVMoves
 from engines.replica.schedule import CachedKV, Scheduled, Sequence
 from engines.rollout.pace import Path
 from engines.sequence import KVHandle, KVPart, SequenceKey
