@@ -129,8 +129,8 @@ class LLM:
             groups,
             self.layout,
             engine=placement.engine,
-            reshape=placement.reshape,
-            can_reshape=placement.can_reshape,
+            regroup=placement.regroup,
+            can_regroup=placement.can_regroup,
             schedule_policy=given.schedule,
             layout_policy=given.layout_policy,
             check_layout=placement.check,
@@ -320,7 +320,7 @@ class LLM:
             if self.rollout is not None:
                 self.rollout.regroup(layout)
             else:
-                self._placement.reshape(before, layout, {})
+                self._placement.regroup(before, layout, {})
         self._has_failed = False
 
     def checksum(self) -> int:

@@ -321,7 +321,7 @@ def test_too_much_at_once_is_stored_in_the_step(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_that_is_reshaped_does_not_wait_for_its_old_thread(
+def test_an_engine_that_is_regrouped_does_not_wait_for_its_old_thread(
     behind_a_gate: tuple[Replica, Rollout, GatedStore],
 ) -> None:
     """The thread ends behind its job, whose entry nobody has then."""

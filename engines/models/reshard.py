@@ -30,7 +30,7 @@ class WeightMove:
 
 
 @torch.no_grad()
-def reshape_parameters(parameters: DecoderParameters, config: ModelConfig, move: WeightMove) -> int:
+def reshard_parameters(parameters: DecoderParameters, config: ModelConfig, move: WeightMove) -> int:
     """Makes the parameters of this rank's shard before those of its shard after, bit for bit. All ranks of the group
     call it together.
 
@@ -60,8 +60,8 @@ def change_shapes(parameters: DecoderParameters, config: ModelConfig, shard: Sha
 def _units(
     parameters: DecoderParameters, config: ModelConfig, shard: Shard
 ) -> Iterator[tuple[list[Tensor], list[torch.Size], Views]]:
-    """Yields tensors that are reshaped at a time, their shapes in `shard`, and their views. The final norm is left out,
-    since all shards have it."""
+    """Yields tensors that are resharded at a time, their shapes in `shard`, and their views. The final norm is left
+    out, since all shards have it."""
 
     def of_layer(layer: LayerParameters, index: int, shard: Shard) -> dict[str, Tensor]:
         return layer_views(layer, index, shard_config(config, shard))
