@@ -42,8 +42,7 @@ class Admission:
         num_taken = num_wanted - len(shared) + self._blocks.num_free_of(shared)
         if num_taken + self.num_kept_free.total() <= self._blocks.num_free_blocks:
             return True
-        beside = {"num_wanted": num_wanted, "num_taken": num_taken}
-        return sequence.is_bounded and self._leave_in_time(running, decodes, num_ahead, **beside)
+        return sequence.is_bounded and self._leave_in_time(running, decodes, num_ahead, num_wanted, num_taken)
 
     def most_ahead(self, running: Items[Sequence], decodes: Items[Sequence], most: int) -> int:
         """Returns how many draft tokens, up to `most`, each decode may gain so that none lacks blocks later on."""
@@ -73,10 +72,9 @@ class Admission:
 
     def _leave_in_time(
         self,
-        running: Iterable[Sequence],
-        decodes: Iterable[Sequence],
+        running: Items[Sequence],
+        decodes: Items[Sequence],
         num_ahead: int,
-        *,
         num_wanted: int = 0,
         num_taken: int = 0,
     ) -> bool:

@@ -221,12 +221,11 @@ class Scheduler:
         size, num_known = self.blocks.block_size, len(sequence.state.tokens) - 1
         keys = self._content_keys(sequence, num_known // size)[: num_known // size]
         found = self.blocks.find(keys)
-        if len(found) < len(keys) or not num_known % size:
-            return found, len(found) * size
-        tail = self.blocks.find([self._tail_key(sequence, num_known)])
-        if not self.blocks.num_free_of(tail):
-            return found, len(found) * size
-        return found + tail, num_known
+        if len(found) == len(keys) and num_known % size:
+            tail = self.blocks.find([self._tail_key(sequence, num_known)])
+            if self.blocks.num_free_of(tail):
+                return found + tail, num_known
+        return found, len(found) * size
 
     def _tail_key(self, sequence: Sequence, num_tokens: int) -> bytes:
         """Returns the key of the partly filled block that ends with token number `num_tokens`."""
