@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.config import Exchange, ModelConfig
 from engines.models.parameters import DecoderParameters, LayerParameters, layer_views
 from engines.parallel.collectives import Communicator
-from engines.parallel.reshard import Interval, Part, exchange, lacking, reuse_storage
+from engines.parallel.parts import Interval, Part, exchange, lacking, reuse_storage
 from engines.parallel.sharding import Shard, shard_config, shard_slices, vocab_rows
 
 Views = Callable[[Shard], dict[str, Tensor]]
@@ -101,7 +101,7 @@ class _Cut:
 
     @cached_property
     def lacking(self) -> list[list[tuple[int, int, int]]]:
-        """By rank of the group, what it lacks; see `reshard.lacking`."""
+        """By rank of the group, what it lacks; see `parts.lacking`."""
         return [lacking(self.before, wanted, member) for member, wanted in enumerate(self.after)]
 
     def shape(self, interval: Interval) -> torch.Size:

@@ -21,7 +21,7 @@ from engines.kvcache.paged import read_kv
 from engines.models.loader import checkpoint_tensors
 from engines.models.parameters import logical_shapes
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, joint_groups, nested_layout, share_lacked
-from engines.parallel.reshard import lacking
+from engines.parallel.parts import lacking
 from engines.parallel.sharding import Shard, kv_heads, shard_slices
 from engines.rollout.generation import make_states
 from engines.sequence import Work
