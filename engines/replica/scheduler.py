@@ -219,7 +219,7 @@ class Scheduler:
         if not self._config.prefix_caching and not self.blocks.knows_any:
             return [], 0
         size, num_known = self.blocks.block_size, len(sequence.state.tokens) - 1
-        keys = self._content_keys(sequence, num_known // size)[: num_known // size]
+        keys = self._content_keys(sequence, num_known)
         found = self.blocks.find(keys)
         if len(found) == len(keys) and num_known % size:
             tail = self.blocks.find([self._tail_key(sequence, num_known)])
@@ -229,29 +229,27 @@ class Scheduler:
 
     def _tail_key(self, sequence: Sequence, num_tokens: int) -> bytes:
         """Returns the key of the partly filled block that ends with token number `num_tokens`."""
-        num_full = num_tokens // self.blocks.block_size
-        keys = self._content_keys(sequence, num_full)
-        first = num_full * self.blocks.block_size
-        return content_key(keys[num_full - 1] if num_full else b"", sequence.state.tokens[first:num_tokens])
+        keys = self._content_keys(sequence, num_tokens)
+        first = len(keys) * self.blocks.block_size
+        return content_key(keys[-1] if keys else b"", sequence.state.tokens[first:num_tokens])
 
     def keep(self, sequence: Sequence) -> list[bytes]:
         """Publishes all blocks of a sequence that is about to leave, the partly filled one, too, so that they can be
         found while nothing runs. Returns their contents."""
         num_tokens = sequence.num_computed
-        num_full = num_tokens // self.blocks.block_size
-        keys = self._content_keys(sequence, num_full)[:num_full]
+        keys = self._content_keys(sequence, num_tokens)
         if num_tokens % self.blocks.block_size:
-            keys = [*keys, self._tail_key(sequence, num_tokens)]
+            keys.append(self._tail_key(sequence, num_tokens))
         for index, key in enumerate(keys):
             self.blocks.publish(sequence, index, key)
         return keys
 
-    def _content_keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Returns the keys of at least the first `num_blocks` blocks, each computed once. Not to be modified."""
+    def _content_keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Returns the keys of the blocks that the first `num_tokens` tokens fill, each computed once."""
         keys, size = sequence.content_keys, self.blocks.block_size
-        for start in range(len(keys) * size, num_blocks * size, size):
+        for start in range(len(keys) * size, num_tokens // size * size, size):
             keys.append(content_key(keys[-1] if keys else b"", sequence.state.tokens[start : start + size]))
-        return keys
+        return keys[: num_tokens // size]
 
     def _chunk(self, sequence: Sequence, budget: int, chunks: list[Scheduled]) -> int:
         """Schedules as much of the sequence's prefill as chunk size and budget allow; returns the number of tokens."""
@@ -266,10 +264,11 @@ class Scheduler:
     def _publish(self, item: Scheduled) -> None:
         """Publishes the blocks that are full after the pass."""
         sequence = item.sequence
-        num_full = (sequence.num_computed + item.num_tokens) // self.blocks.block_size
+        num_tokens = sequence.num_computed + item.num_tokens
+        num_full = num_tokens // self.blocks.block_size
         if not self._config.prefix_caching or num_full == sequence.num_published:
             return
-        keys = self._content_keys(sequence, num_full)
+        keys = self._content_keys(sequence, num_tokens)
         for index in range(sequence.num_published, num_full):
             self.blocks.publish(sequence, index, keys[index])
         sequence.num_published = num_full
@@ -293,8 +292,7 @@ class Scheduler:
     def _num_common_tokens(self, sequence: Sequence) -> int:
         if not self._config.prefix_caching:
             return 0
-        num_full = sequence.num_computed // self.blocks.block_size
-        keys = self._content_keys(sequence, num_full)[:num_full]
+        keys = self._content_keys(sequence, sequence.num_computed)
         return self.blocks.num_common(sequence, keys) * self.blocks.block_size
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
