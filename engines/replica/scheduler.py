@@ -244,12 +244,13 @@ class Scheduler:
             self.blocks.publish(sequence, index, key)
         return keys
 
-    def _content_keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """Returns the keys of the blocks that the first `num_tokens` tokens fill, each computed once."""
+    def _content_keys(self, sequence: Sequence, num_tokens: int, first: int = 0) -> list[bytes]:
+        """Returns the keys of the blocks, from number `first` on, that the first `num_tokens` tokens fill; each is
+        computed once."""
         keys, size = sequence.content_keys, self.blocks.block_size
         for start in range(len(keys) * size, num_tokens // size * size, size):
             keys.append(content_key(keys[-1] if keys else b"", sequence.state.tokens[start : start + size]))
-        return keys[: num_tokens // size]
+        return keys[first : num_tokens // size]
 
     def _chunk(self, sequence: Sequence, budget: int, chunks: list[Scheduled]) -> int:
         """Schedules as much of the sequence's prefill as chunk size and budget allow; returns the number of tokens."""
@@ -264,13 +265,12 @@ class Scheduler:
     def _publish(self, item: Scheduled) -> None:
         """Publishes the blocks that are full after the pass."""
         sequence = item.sequence
-        num_tokens = sequence.num_computed + item.num_tokens
+        num_tokens, num_published = sequence.num_computed + item.num_tokens, sequence.num_published
         num_full = num_tokens // self.blocks.block_size
-        if not self._config.prefix_caching or num_full == sequence.num_published:
+        if not self._config.prefix_caching or num_full == num_published:
             return
-        keys = self._content_keys(sequence, num_tokens)
-        for index in range(sequence.num_published, num_full):
-            self.blocks.publish(sequence, index, keys[index])
+        for index, key in enumerate(self._content_keys(sequence, num_tokens, num_published), num_published):
+            self.blocks.publish(sequence, index, key)
         sequence.num_published = num_full
 
     def _make_room(self, sequence: Sequence, preempted: list[tuple[Sequence, CachedKV]]) -> bool:
