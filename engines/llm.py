@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.exclusive_calls import ExclusiveCalls, exclusive
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.tiers import TieredKVStore
 from engines.memory.plan import MemoryPlan
@@ -22,7 +23,6 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import HiddenStop, Replica
-from engines.replica.turn import Turn, alone
 from engines.rollout.drafts import DraftSharing
 from engines.rollout.generation import check_same_states, make_states, one_per_prompt, split_done
 from engines.rollout.journal import CompletionStore
@@ -87,7 +87,7 @@ class LLM:
             draft_policy=draft_policy,
             load=load,
         )
-        self._turn = Turn()
+        self._calls = ExclusiveCalls()
         self._closed = self._has_failed = False
         self._next_uid = 0
         self.step_records: list[StepRecord] = []
@@ -129,8 +129,8 @@ class LLM:
             groups,
             self.layout,
             engine=placement.engine,
-            reshape=placement.reshape,
-            can_reshape=placement.can_reshape,
+            regroup=placement.regroup,
+            can_regroup=placement.can_regroup,
             schedule_policy=given.schedule,
             layout_policy=given.layout_policy,
             check_layout=placement.check,
@@ -174,7 +174,7 @@ class LLM:
 
     # -- generation
 
-    @alone
+    @exclusive
     def generate(
         self,
         prompts: Items[Prompt],
@@ -278,7 +278,7 @@ class LLM:
 
     # -- weights and memory
 
-    @alone
+    @exclusive
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Loads new weights, parameter by parameter, under Hugging Face names; returns their checksum.
 
@@ -297,7 +297,7 @@ class LLM:
         self._placement.update(weights, version)
         return self.checksum()
 
-    @alone
+    @exclusive
     def regroup(self, layout: Layout, *, keep_weights: bool = True) -> None:
         """Changes the layout between two rollouts; its epoch must be the next one. All ranks call it together.
 
@@ -320,7 +320,7 @@ class LLM:
             if self.rollout is not None:
                 self.rollout.regroup(layout)
             else:
-                self._placement.reshape(before, layout, {})
+                self._placement.regroup(before, layout, {})
         self._has_failed = False
 
     def checksum(self) -> int:
@@ -330,19 +330,19 @@ class LLM:
         """
         return self._engine.checksum()
 
-    @alone
+    @exclusive
     def sleep(self, *, weights: bool = False) -> None:
         """Releases the KV cache's memory for training; with `weights=True` also the weights' (then update them)."""
         if self.replica.has_work:
             raise RuntimeError("sleep: sequences are running; pause() them first")
         self._engine.sleep(weights=weights)
 
-    @alone
+    @exclusive
     def wake_up(self) -> None:
         """Allocates the KV cache's memory again."""
         self._engine.wake_up()
 
-    @alone
+    @exclusive
     def close(self) -> None:
         """Closes the connections of coordinated rollouts and of drafts, and the groups of ranks that this LLM made.
 

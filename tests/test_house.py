@@ -84,6 +84,8 @@ def test_no_command_is_the_library_of_another() -> None:
         "research.simulator.cluster",
         "engines",
         "engines.sequence",
+        "engines.replica.schedule",
+        "engines.replica.admission",
         "engines.replica.scheduler",
         "engines.replica.replica",
         "engines.speculation.ngram",

@@ -29,8 +29,8 @@ from engines.models.tokenizer import check_draft_tokenizer, load_tokenizer
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.capacity import Capacity
 from engines.replica.engine import kv_capacity
-from engines.replica.limits import Limits
 from engines.replica.preflight import check_engine, check_policy, usable_device
+from engines.replica.sequence_limits import SequenceLimits
 from engines.rollout.coordinator import POLL_S, Coordinator
 from engines.rollout.pace import Pace
 from engines.sequence import Finished, SequenceState
@@ -255,7 +255,7 @@ class Fleet:
 
 def _plan(
     model: str | Path, config: EngineConfig, device: torch.device, num_replicas: int
-) -> tuple[EngineConfig, Limits]:
+) -> tuple[EngineConfig, SequenceLimits]:
     """Returns the options with all sizes set, and the limits of a sequence. Raises ValueError if a replica could not be
     made here, or not all fit.
 
@@ -270,7 +270,7 @@ def _plan(
     capacity = Capacity(model=sizes, config=config, device=device, free=free).with_kv_bytes([1])
     tokenizer = load_tokenizer(model, sizes)
     check_draft_tokenizer(config, tokenizer)
-    limits = Limits(
+    limits = SequenceLimits(
         vocab_size=sizes.vocab_size,
         max_model_len=longest_sequence(config, sizes),
         num_kv_tokens=kv_capacity(sizes, capacity.config, 1),

@@ -84,7 +84,7 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
         client=client,
         layout=Layout(epoch=0, replicas=(orders.spec,)),
         engine=engine,
-        reshape=_refuse_regroup,
+        regroup=_refuse_regroup,
         pace=None if orders.pace is None else orders.pace.make(),
         load_from=load_from,
     )

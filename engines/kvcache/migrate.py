@@ -17,7 +17,7 @@ from engines.config import Exchange
 from engines.kvcache.kept import Source
 from engines.kvcache.paged import PagedKVCache
 from engines.parallel.collectives import Communicator
-from engines.parallel.reshard import Interval, Part, exchange, lacking, reuse_storage
+from engines.parallel.parts import Interval, Part, exchange, lacking, reuse_storage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from engines.models.invariant import check_products, project_invariant
 from engines.models.kernels import ChosenKernels
 from engines.models.parameters import DecoderParameters, LayerParameters, logical_views
 from engines.models.projection import FewRows, Project, copy_dtype, pack, project
-from engines.models.reshape import WeightMove, change_shapes, reshape_parameters
+from engines.models.reshard import WeightMove, change_shapes, reshard_parameters
 from engines.models.rope import RotaryTable
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.sharding import Shard, is_first_holder, shard_config, shard_slices, vocab_rows
@@ -69,7 +69,7 @@ class Decoder:
         """A name from `EngineConfig.attention`, but not "auto"."""
         self._backend = attention.backend
 
-    def reshape(
+    def reshard(
         self, move: WeightMove, tensor_parallel: Communicator, config: EngineConfig, *, keep_weights: bool
     ) -> int:
         """Becomes this rank's shard after `move`; `prepare` must follow. Returns the bytes of weights that it lacked.
@@ -80,7 +80,7 @@ class Decoder:
         self.shard = move.after[move.group.rank]
         num_bytes = 0
         if keep_weights:
-            num_bytes = reshape_parameters(self.parameters, self.config, move)
+            num_bytes = reshard_parameters(self.parameters, self.config, move)
         else:
             change_shapes(self.parameters, self.config, self.shard)
         self.local = shard_config(self.config, self.shard)

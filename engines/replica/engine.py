@@ -26,13 +26,13 @@ from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
 from engines.replica.model_drafter import ModelDrafter
 from engines.replica.mover import KVMover
-from engines.replica.moves import Switch
+from engines.replica.regroup import Joint
 from engines.replica.replica import HiddenStop, Replica
-from engines.replica.reshape import Joint
 from engines.replica.row_times import RowTimes
 from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
+from engines.replica.switch import Switch
 from engines.sequence import Detokenize, SequenceId
 from engines.speculation.choose import Connect, choose_drafter
 from engines.speculation.marginal_gain import MarginalGain
@@ -89,7 +89,7 @@ class LocalEngine:
         self._assemble(spec, tensor_parallel, BlockManager(self._num_blocks(spec), config.block_size), kv_store)
         self.has_weights = self.is_asleep = False
         self.switch: Switch | None = None
-        """What the last `reshape` took."""
+        """What the last `regroup` took."""
 
     def _assemble(
         self, spec: ReplicaSpec, tensor_parallel: Communicator, blocks: BlockManager, kv_store: KVStore | None
@@ -127,7 +127,7 @@ class LocalEngine:
             ),
         )
 
-    def reshape(
+    def regroup(
         self,
         joint: Joint,
         tensor_parallel: Communicator,
@@ -154,10 +154,10 @@ class LocalEngine:
         kept = joint.gather_kept(self.replica)
         room = {spec.id: self._num_blocks(spec) for spec in joint.after}
         arriving = arrivals(kept, places, room)
-        weight_bytes = self.decoder.reshape(
+        weight_bytes = self.decoder.reshard(
             joint.weights(self.config.exchange), tensor_parallel, self.config, keep_weights=has_weights
         )
-        reshaped = time.perf_counter()
+        resharded = time.perf_counter()
         blocks = BlockManager(room[joint.mine.id], self.config.block_size)
         sources = {replica_id: list(found.values()) for replica_id, found in arriving.items()}
         kv_bytes = migrate_kv(
@@ -176,8 +176,8 @@ class LocalEngine:
             self._model_drafter.sleep(weights=not has_weights)
         self.has_weights, self.replica.policy_version = has_weights, version
         self.switch = Switch(
-            weights_s=reshaped - start,
-            kv_s=moved - reshaped,
+            weights_s=resharded - start,
+            kv_s=moved - resharded,
             prepare_s=time.perf_counter() - moved,
             weight_bytes=weight_bytes,
             kv_bytes=kv_bytes,

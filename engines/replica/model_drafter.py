@@ -27,7 +27,7 @@ from engines.models.loader import checkpoint_tensors, load_weights
 from engines.parallel.collectives import SingleRank
 from engines.parallel.sharding import Shard
 from engines.replica.runner import ModelRunner
-from engines.replica.scheduler import Scheduled, Sequence
+from engines.replica.schedule import Scheduled, Sequence
 from engines.sequence import SequenceId, SequenceState
 from engines.speculation.drafter import Draft
 from engines.speculation.verify import num_accepted

@@ -41,9 +41,9 @@ from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
 from engines.kvcache.store import KVContent, KVStore, load_heads, tokens_digests
 from engines.parallel.collectives import Communicator
 from engines.parallel.sharding import Shard, kv_heads
-from engines.replica.background import Background
-from engines.replica.moves import KVMoves
-from engines.replica.scheduler import CachedKV, Sequence
+from engines.replica.kv_moves import KVMoves
+from engines.replica.kv_thread import KVThread
+from engines.replica.schedule import CachedKV, Sequence
 from engines.replica.swap import SwapPolicy
 from engines.sequence import KVHandle, KVPart
 
@@ -102,8 +102,8 @@ class KVMover:
         self._dtype = str(kv.keys[0].dtype).removeprefix("torch.")
         self._heads = kv_heads(model, shard)
         earlier = kv_heads(model, replace(shard, index=shard.index - 1)) if shard.index else None
-        self._reader = Background[_Ranges]("reading", tensor_parallel, undo=lambda _: None)
-        self._writer = Background[_Written]("writing", tensor_parallel, undo=_Written.drop)
+        self._reader = KVThread[_Ranges]("reading", tensor_parallel, undo=lambda _: None)
+        self._writer = KVThread[_Written]("writing", tensor_parallel, undo=_Written.drop)
         self._in_background = True
         self.fetch_s: Callable[[int], float] = lambda num_tokens: 0.0
         """Seconds that it takes at least to read the KV of this many tokens ahead: of a paced run."""
@@ -119,19 +119,17 @@ class KVMover:
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         """Stores the KV of leaving sequences. Returns for each what is stored of it then: what it had before where a
         shard's new part found no room."""
+        before = [cached.stored for cached in leaving]
         if self.store is None:
-            return [cached.stored for cached in leaving]
-        handles = self._store_all(self.store, leaving, policy_version)
-        self.moves.num_exported += sum(handle is not None for handle in handles)
-        self.moves.num_refused += handles.count(None)
-        return [handle or cached.stored for handle, cached in zip(handles, leaving, strict=True)]
+            return before
+        return self.moves.left(self._store_all(self.store, leaving, policy_version), before)
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         """Stores the KV of a preempted sequence; returns None when the policy is against it or there is no room."""
         if self.store is None or not cached.num_tokens:
             return None
-        num_stored = cached.stored.num_tokens if cached.stored is not None else 0
-        if not self.swap_policy.swaps(cached.num_tokens, cached.num_common, self.store, num_stored=num_stored):
+        counts = cached.num_tokens, cached.num_common
+        if not self.swap_policy.swaps(*counts, self.store, num_stored=cached.num_stored):
             return None
         num_bytes = self.moves.stored_bytes
         (handle,) = self._store_all(self.store, [cached], policy_version)
@@ -165,7 +163,7 @@ class KVMover:
     def store_later(self, sequence: Sequence, policy_version: int) -> bool:
         """See `Mover.store_later`. Its KV is copied at once, as its blocks are about to be others'."""
         cached = sequence.cached
-        first = 0 if cached.stored is None else cached.stored.num_tokens
+        first = cached.num_stored
         if self.store is None or not self._in_background or first >= cached.num_tokens:
             return False
         content, store = self._content("", first, cached.num_tokens - first, policy_version), self.store
@@ -194,12 +192,9 @@ class KVMover:
         ready, seconds = self._writer.ready(waits=waits)
         self.moves.waited_s += seconds
         written = [self._writer.take(one, given_up=_Written()) or _Written() for one in ready]
-        handles = self._agree(
-            [one.kv for one in ready], [one.parts for one in written], [one.policy_version for one in written]
-        )
-        self.moves.num_exported += sum(handle is not None for handle in handles)
-        self.moves.num_refused += handles.count(None)
-        return [(one, handle or one.kv) for one, handle in zip(ready, handles, strict=True)]
+        before = [one.kv for one in ready]
+        handles = self._agree(before, [one.parts for one in written], [one.policy_version for one in written])
+        return list(zip(ready, self.moves.left(handles, before), strict=True))
 
     def is_storing(self, sequence: Sequence) -> bool:
         return self._writer.has(sequence)
@@ -285,7 +280,7 @@ class KVMover:
 
         Returns () when all is stored, or another shard stores it, and None when there is no room.
         """
-        first = 0 if cached.stored is None else cached.stored.num_tokens
+        first = cached.num_stored
         if not self._stores or first >= cached.num_tokens:
             return ()
         layers = to_host(read_kv(self._kv, cached.blocks, cached.num_tokens, first=first))

@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
-from engines.replica.limits import Limits
-from engines.replica.moves import KVMoves, Mover, Runner
-from engines.replica.scheduler import Scheduled, Scheduler, Sequence
+from engines.replica.kv_moves import KVMoves, Mover
+from engines.replica.schedule import Scheduled, Sequence
+from engines.replica.scheduler import Scheduler
+from engines.replica.sequence_limits import SequenceLimits
 from engines.replica.stop_strings import StopSearch, find_stop
 from engines.sequence import (
     Completion,
@@ -71,6 +73,14 @@ class StepOutput:
         return sum(self.accepted)
 
 
+class Runner(Protocol):
+    """`ModelRunner` is one."""
+
+    def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
+        """One forward pass; returns the drawn tokens with their log-probs: see `ModelRunner.run`."""
+        ...
+
+
 class Replica:
     """Holds sequences between steps. `submit`, `pause` and `abort` may be called between any two steps.
 
@@ -100,7 +110,7 @@ class Replica:
         self.scheduler = scheduler
         self.mover = mover
         blocks = scheduler.blocks
-        self._limits = Limits(
+        self._limits = SequenceLimits(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             num_kv_tokens=max_kv_tokens or blocks.num_blocks * blocks.block_size,
@@ -138,7 +148,7 @@ class Replica:
         return len(self._sequences)
 
     def check(self, tokens: list[int], params: SamplingParams, name: str = "prompt") -> int:
-        """See `Limits.check`."""
+        """See `SequenceLimits.check`."""
         return self._limits.check(tokens, params, name)
 
     def submit(self, work: Work) -> None:

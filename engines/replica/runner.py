@@ -12,7 +12,7 @@ from engines.config import EngineConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.decoder import Decoder
 from engines.replica.graphs import Graphs, PaddedDecodes
-from engines.replica.scheduler import Fork, Scheduled, Sequence
+from engines.replica.schedule import Fork, Scheduled, Sequence
 from engines.replica.slot_table import SlotTable
 from engines.replica.staging import Readback, Staging
 from engines.sampling.sampler import sample

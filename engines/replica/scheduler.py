@@ -2,137 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
-from engines.replica.peak import peak_blocks
-from engines.replica.stop_strings import StopSearch
-from engines.sequence import KVHandle, SequenceState
+from engines.replica.admission import Admission
+from engines.replica.schedule import CachedKV, Fork, Schedule, Scheduled, Sequence
 from engines.speculation.drafter import Draft, Drafter
 from engines.speculation.verify import num_accepted
-
-
-class CachedKV(NamedTuple):
-    """The KV of the first `num_tokens` tokens of a sequence, and the blocks of the replica's cache that hold it."""
-
-    tokens: list[int]
-    num_tokens: int
-    blocks: list[int]
-    num_common: int = 0
-    """Leading tokens whose KV other sequences hold, too: it is found again while they stay. Set on preemption."""
-    stored: KVHandle | None = None
-    """What is stored already of it."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Sequence:
-    """A sequence while a replica has it: its state, and how far this replica's KV cache follows it."""
-
-    state: SequenceState
-    max_len: int
-    """Length at which it is finished."""
-    release_len: int
-    """Length at which this replica releases it; `max_len` when it may finish here."""
-    is_bounded: bool = False
-    """Whether its stay here has a bound of its own, so that it is not preempted."""
-    kv: KVHandle | None = None
-    """Stored KV of its first tokens. What the cache lacks of it is loaded when the sequence is admitted."""
-    num_pooled: int | None = None
-    """How many tokens of `kv` had been stored before its KV was swapped out; None unless it waits swapped out."""
-    blocks: list[int] = field(default_factory=list)
-    """Its block table while running. It belongs to the block manager and must not be modified."""
-    num_computed: int = 0
-    """Tokens whose KV is in the cache."""
-    slot: int = -1
-    """Row in the runner's per-sequence tables while running."""
-    num_table_blocks: int = 0
-    """Blocks that the runner has copied into that row; 0 when the row is not this sequence's yet."""
-    content_keys: list[bytes] = field(default_factory=list)
-    """Content keys of its first full blocks, as far as they have been needed."""
-    num_published: int = 0
-    """Leading blocks that have been published since the sequence was admitted."""
-    num_kept_free: int = 0
-    """Free blocks that no other sequence is admitted to, while it is running."""
-    stop_search: StopSearch | None = None
-    """State of the search for stop strings since the sequence was admitted."""
-
-    @property
-    def cached(self) -> CachedKV:
-        return CachedKV(self.state.tokens, self.num_computed, self.blocks, stored=self.kv)
-
-    @property
-    def is_swapped_out(self) -> bool:
-        """Whether a part of `kv` was taken from this replica's own blocks when the sequence was preempted."""
-        return self.num_pooled is not None
-
-    def leave_slot(self) -> None:
-        """Resets all fields that are valid only while the sequence is running."""
-        self.slot, self.blocks = -1, []
-        self.num_computed = self.num_table_blocks = self.num_published = self.num_kept_free = 0
-        self.stop_search = None
-
-
-@dataclass(eq=False, kw_only=True)
-class Fork:
-    """Another path of a sequence's draft: blocks of its own behind the first blocks of the sequence's table.
-
-    They begin where the sequence's last block does, or behind it. Where draft tokens that it shares with the first path
-    lie in a shared block, the rows of that path compute them, and draw behind them.
-    """
-
-    draft: tuple[int, ...]
-    """The whole path."""
-    num_common: int
-    """Leading tokens of `draft` that the first path has, too."""
-    num_shared: int
-    """Leading blocks of the sequence's table that come before its own ones."""
-    start: int
-    """Position of the first token that is computed over this table: the sequence's last one, or one of the draft."""
-    blocks: list[int] = field(default_factory=list)
-    """Its own blocks. They belong to the block manager and must not be modified."""
-
-
-class Scheduled(NamedTuple):
-    """A sequence's next `num_tokens` tokens to compute, from `sequence.num_computed` on."""
-
-    sequence: Sequence
-    num_tokens: int
-    draft: tuple[int, ...] = ()
-    """Guessed tokens behind the sequence's end, counted in `num_tokens`. After each of them a token is drawn, too."""
-    forks: tuple[Fork, ...] = ()
-    """Other paths, not counted in `num_tokens`. A token is drawn after each token that is computed for one of them."""
-
-    @property
-    def samples(self) -> bool:
-        """Whether these tokens reach the sequence's end, so that a next token is drawn."""
-        return self.sequence.num_computed + self.num_tokens >= len(self.sequence.state.tokens)
-
-
-@dataclass(kw_only=True)
-class Schedule:
-    """A step's plan: store the KV of `preempted`, load that of `arriving`, call `add_loaded`, then run `batch`."""
-
-    batch: list[Scheduled]
-    """Single tokens first, then drafts and prefill chunks. After `add_loaded` it is empty only without work."""
-    preempted: list[tuple[Sequence, CachedKV]]
-    """Preempted sequences. Their KV stays in the blocks that they lost until the next pass or load."""
-    arriving: list[Sequence]
-    """Admitted sequences with stored KV. Their blocks are allocated; the first `num_computed` tokens are filled."""
-    budget: int
-    """Tokens that may still join the batch."""
 
 
 class Scheduler:
     """Schedules running sequences first, then admits waiting ones while slots, blocks and the token budget last.
 
-    A waiting sequence shares blocks of known content. It is admitted when the free blocks suffice for its other tokens
-    and for those kept free for running sequences: all that a bounded one may still need, and one of any other that may
-    grow. When a running sequence cannot grow, the one without a bound that was admitted last is preempted: its blocks
-    are released, and KV that is not stored is recomputed when the sequence is admitted again. Bounded ones are not.
+    A waiting sequence shares blocks of known content; `Admission` says whether it may enter. When a running sequence
+    cannot grow, the one without a bound that was admitted last is preempted: its blocks are released, and KV that is
+    not stored is recomputed when the sequence is admitted again. Bounded ones are not.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -198,7 +84,7 @@ class Scheduler:
         for sequence in unfinished:
             budget -= self._chunk(sequence, budget, chunks)
         arriving: list[Sequence] = []
-        if not preempted:
+        if self.waiting and not preempted:
             num_ahead = self._config.max_draft_tokens // 2 if with_drafts else 0
             budget = self._admit(budget, chunks, arriving, [item.sequence for item in decodes], num_ahead)
         return Schedule(batch=decodes + _in_order(chunks), preempted=preempted, arriving=arriving, budget=budget)
@@ -217,7 +103,7 @@ class Scheduler:
         must follow for each sequence that got a draft.
         """
         decodes = [item.sequence for item in schedule.batch if item.num_tokens == 1 and item.samples]
-        most = self._most_ahead(decodes, min(self._config.max_draft_tokens, schedule.budget))
+        most = self.admission.most_ahead(self.running, decodes, min(self._config.max_draft_tokens, schedule.budget))
         limits: dict[int, int] = {}
         for place, item in enumerate(schedule.batch):
             state = item.sequence.state
@@ -241,7 +127,7 @@ class Scheduler:
             sequence = schedule.batch[place].sequence
             num_known = len(sequence.state.tokens)
             wanted = num_known + min(len(draft.tokens), limit, schedule.budget)
-            left = self._left_free(sequence)
+            left = self.admission.num_left_free(sequence)
             covered = self.blocks.stretch(sequence, wanted, even_known=not self.waiting, num_left_free=left)
             if num_drafted := covered - num_known:
                 schedule.batch[place] = Scheduled(sequence, 1 + num_drafted, tuple(draft.tokens[:num_drafted]))
@@ -254,11 +140,6 @@ class Scheduler:
                 schedule.budget -= len(item.sequence.state.tokens) + len(fork.draft) - fork.start
         schedule.batch = _in_order(schedule.batch)
 
-    def _left_free(self, sequence: Sequence) -> int:
-        """Returns the blocks that a sequence may not take, since bounded ones may still need them; these take their own
-        alone."""
-        return 0 if sequence.is_bounded else self._num_kept_free[True]
-
     def _fork(self, item: Scheduled, path: tuple[int, ...], budget: int) -> Fork | None:
         """Returns another path of the item's draft, as far as budget and free blocks last; None if it adds nothing."""
         sequence, size = item.sequence, self.blocks.block_size
@@ -270,7 +151,7 @@ class Scheduler:
         path = path[: max(0, start + budget - num_known)]
         fork = Fork(draft=path, num_common=num_common, num_shared=num_shared, start=start)
         offset = num_shared * size - num_known
-        left = self._left_free(sequence)
+        left = self.admission.num_left_free(sequence)
         covered = self.blocks.stretch(fork, max(0, len(path) - offset), even_known=False, num_left_free=left)
         fork.draft = path[: max(0, covered + offset)]
         if len(fork.draft) <= num_common or num_known + len(fork.draft) - start < 2:
@@ -294,7 +175,7 @@ class Scheduler:
                 self.blocks.release(fork)
         self._publish(Scheduled(sequence, 0))
         self.blocks.shrink(sequence, sequence.num_computed)
-        self._keep_free(sequence)
+        self.admission.keep_free(sequence)
         sequence.num_table_blocks = min(sequence.num_table_blocks, len(sequence.blocks))
 
     def _admit(
@@ -309,12 +190,8 @@ class Scheduler:
                 break  # another member of the group is still computing the prompt that they share
             num_tokens = len(sequence.state.tokens)
             shared, num_found = self._find_prefix(sequence)
-            num_wanted = self.blocks.blocks_for(sequence.release_len - 1 if sequence.is_bounded else num_tokens)
-            num_taken = num_wanted - len(shared) + self.blocks.num_free_of(shared)
-            if num_taken + self._num_kept_free.total() > self.blocks.num_free_blocks:
-                beside = {"num_wanted": num_wanted, "num_taken": num_taken}
-                if not sequence.is_bounded or not self._leave_in_time(decodes, num_ahead=num_ahead, **beside):
-                    break
+            if not self.admission.admits(sequence, shared, self.running, decodes, num_ahead):
+                break
             self.waiting.popleft()
             self.blocks.share(sequence, shared)
             if num_found % self.blocks.block_size:
@@ -325,46 +202,12 @@ class Scheduler:
             self.num_shared_tokens += sequence.num_computed
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
-            self._keep_free(sequence)
+            self.admission.keep_free(sequence)
             if sequence.kv is not None:
                 arriving.append(sequence)
             else:
                 budget -= self._chunk(sequence, budget, chunks)
         return budget
-
-    def _leave_in_time(
-        self, decodes: Iterable[Sequence], *, num_ahead: int, num_wanted: int = 0, num_taken: int = 0
-    ) -> bool:
-        """Whether bounded sequences leave early enough for each other, although there is less than the sum of what all
-        may still need: where they decode in lockstep, or get up to `num_ahead` tokens more, and beside another one that
-        needs `num_wanted` blocks, `num_taken` of which are free now."""
-        num_held = self.blocks.num_blocks - self.blocks.num_free_blocks + num_taken
-        if num_held > self.blocks.num_blocks or not all(sequence.is_bounded for sequence in self.running):
-            return False
-        decoding = set(decodes)
-        behind = [sequence for sequence in self.running if sequence not in decoding]  # perhaps for several passes
-        stays = [(len(sequence.state.tokens), sequence.release_len) for sequence in decoding]
-        others = [len(sequence.blocks) + sequence.num_kept_free for sequence in behind]
-        num_held += sum(sequence.num_kept_free for sequence in behind)
-        size = self.blocks.block_size
-        peak = peak_blocks(stays, [*others, num_wanted], block_size=size, num_held=num_held, num_ahead=num_ahead)
-        return peak <= self.blocks.num_blocks
-
-    def _most_ahead(self, decodes: list[Sequence], most: int) -> int:
-        """Returns how many draft tokens, up to `most`, each decode may gain so that none lacks blocks later on."""
-        if self._num_kept_free[True] <= self.blocks.num_free_blocks:
-            return most  # there is room for all to their ends
-        while most and not self._leave_in_time(decodes, num_ahead=most):
-            most //= 2
-        return most
-
-    def _keep_free(self, sequence: Sequence) -> None:
-        """Keeps free what a running sequence may still need here: all tokens but the last of `release_len` are
-        computed. Of one without a bound, that is one block."""
-        num_left = self.blocks.blocks_for(sequence.release_len - 1) - len(sequence.blocks)
-        num_kept = num_left if sequence.is_bounded else min(num_left, 1)
-        self._num_kept_free[sequence.is_bounded] += num_kept - sequence.num_kept_free
-        sequence.num_kept_free = num_kept
 
     def num_known_tokens(self, sequence: Sequence) -> int:
         """Returns how many of a waiting sequence's first tokens the prefix cache has now."""
@@ -376,40 +219,38 @@ class Scheduler:
         if not self._config.prefix_caching and not self.blocks.knows_any:
             return [], 0
         size, num_known = self.blocks.block_size, len(sequence.state.tokens) - 1
-        keys = self._content_keys(sequence, num_known // size)[: num_known // size]
+        keys = self._content_keys(sequence, num_known)
         found = self.blocks.find(keys)
-        if len(found) < len(keys) or not num_known % size:
-            return found, len(found) * size
-        tail = self.blocks.find([self._tail_key(sequence, num_known)])
-        if not self.blocks.num_free_of(tail):
-            return found, len(found) * size
-        return found + tail, num_known
+        if len(found) == len(keys) and num_known % size:
+            tail = self.blocks.find([self._tail_key(sequence, num_known)])
+            if self.blocks.num_free_of(tail):
+                return found + tail, num_known
+        return found, len(found) * size
 
     def _tail_key(self, sequence: Sequence, num_tokens: int) -> bytes:
         """Returns the key of the partly filled block that ends with token number `num_tokens`."""
-        num_full = num_tokens // self.blocks.block_size
-        keys = self._content_keys(sequence, num_full)
-        first = num_full * self.blocks.block_size
-        return content_key(keys[num_full - 1] if num_full else b"", sequence.state.tokens[first:num_tokens])
+        keys = self._content_keys(sequence, num_tokens)
+        first = len(keys) * self.blocks.block_size
+        return content_key(keys[-1] if keys else b"", sequence.state.tokens[first:num_tokens])
 
     def keep(self, sequence: Sequence) -> list[bytes]:
         """Publishes all blocks of a sequence that is about to leave, the partly filled one, too, so that they can be
         found while nothing runs. Returns their contents."""
         num_tokens = sequence.num_computed
-        num_full = num_tokens // self.blocks.block_size
-        keys = self._content_keys(sequence, num_full)[:num_full]
+        keys = self._content_keys(sequence, num_tokens)
         if num_tokens % self.blocks.block_size:
-            keys = [*keys, self._tail_key(sequence, num_tokens)]
+            keys.append(self._tail_key(sequence, num_tokens))
         for index, key in enumerate(keys):
             self.blocks.publish(sequence, index, key)
         return keys
 
-    def _content_keys(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Returns the keys of at least the first `num_blocks` blocks, each computed once. Not to be modified."""
+    def _content_keys(self, sequence: Sequence, num_tokens: int, first: int = 0) -> list[bytes]:
+        """Returns the keys of the blocks, from number `first` on, that the first `num_tokens` tokens fill; each is
+        computed once."""
         keys, size = sequence.content_keys, self.blocks.block_size
-        for start in range(len(keys) * size, num_blocks * size, size):
+        for start in range(len(keys) * size, num_tokens // size * size, size):
             keys.append(content_key(keys[-1] if keys else b"", sequence.state.tokens[start : start + size]))
-        return keys
+        return keys[first : num_tokens // size]
 
     def _chunk(self, sequence: Sequence, budget: int, chunks: list[Scheduled]) -> int:
         """Schedules as much of the sequence's prefill as chunk size and budget allow; returns the number of tokens."""
@@ -424,12 +265,12 @@ class Scheduler:
     def _publish(self, item: Scheduled) -> None:
         """Publishes the blocks that are full after the pass."""
         sequence = item.sequence
-        num_full = (sequence.num_computed + item.num_tokens) // self.blocks.block_size
-        if not self._config.prefix_caching or num_full == sequence.num_published:
+        num_tokens, num_published = sequence.num_computed + item.num_tokens, sequence.num_published
+        num_full = num_tokens // self.blocks.block_size
+        if not self._config.prefix_caching or num_full == num_published:
             return
-        keys = self._content_keys(sequence, num_full)
-        for index in range(sequence.num_published, num_full):
-            self.blocks.publish(sequence, index, keys[index])
+        for index, key in enumerate(self._content_keys(sequence, num_tokens, num_published), num_published):
+            self.blocks.publish(sequence, index, key)
         sequence.num_published = num_full
 
     def _make_room(self, sequence: Sequence, preempted: list[tuple[Sequence, CachedKV]]) -> bool:
@@ -439,20 +280,19 @@ class Scheduler:
         Returns False when the sequence itself was preempted.
         """
         num_missing = self.blocks.blocks_for(len(sequence.state.tokens)) - len(sequence.blocks)
-        num_kept = self._left_free(sequence)
-        while num_missing > self.blocks.num_free_blocks - num_kept:
+        num_left_free = self.admission.num_left_free(sequence)
+        while num_missing > self.blocks.num_free_blocks - num_left_free:
             preempted.append(self._preempt_latest())
             if preempted[-1][0] is sequence:
                 return False
         if self.blocks.grow(sequence, len(sequence.state.tokens)):
-            self._keep_free(sequence)
+            self.admission.keep_free(sequence)
         return True
 
     def _num_common_tokens(self, sequence: Sequence) -> int:
         if not self._config.prefix_caching:
             return 0
-        num_full = sequence.num_computed // self.blocks.block_size
-        keys = self._content_keys(sequence, num_full)[:num_full]
+        keys = self._content_keys(sequence, sequence.num_computed)
         return self.blocks.num_common(sequence, keys) * self.blocks.block_size
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
@@ -464,8 +304,7 @@ class Scheduler:
         self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque(sequences)
-        self._num_kept_free = Counter[bool]()
-        """Sums of what is kept free for running sequences, by whether they are bounded."""
+        self.admission = Admission(self.blocks)
         for sequence in self.waiting:
             sequence.leave_slot()
             sequence.content_keys = []  # some may name tokens that a failed step took back
@@ -481,7 +320,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
         self._free_slots.append(sequence.slot)
-        self._num_kept_free[sequence.is_bounded] -= sequence.num_kept_free
+        self.admission.forget(sequence)
         sequence.leave_slot()
 
 

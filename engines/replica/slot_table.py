@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from engines.replica.scheduler import Sequence
+from engines.replica.schedule import Sequence
 from engines.sampling.sampler import SamplingBatch, make_sampling_batch
 
 

@@ -13,8 +13,8 @@ from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.speculation.policy import DraftPolicy, RowSeconds
 
-Path = Literal["host", "disk", "network"]
-"""Between a replica's devices and the memory of their host; a disk of the host; or another host's memory."""
+Path = Literal["host", "network"]
+"""Between a replica's devices and the memory of their host, or another host's memory."""
 
 
 class Pace(Protocol):

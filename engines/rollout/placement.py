@@ -1,4 +1,4 @@
-"""Checks what an `LLM` is given; builds this rank's engine in the run's layout, and reshapes it for others."""
+"""Checks what an `LLM` is given; builds this rank's engine in the run's layout, and regroups it for others."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from engines.parallel.sharding import check_shardable, is_shardable
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
+from engines.replica.regroup import Joint
 from engines.replica.replica import HiddenStop
-from engines.replica.reshape import Joint
 from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace, of_pace
 from engines.sequence import SequenceId
@@ -203,7 +203,7 @@ class Placement:
                     f"of {sorted(self._num_kv_tokens)}; add the layout to GroupCache's"
                 )
         self._capacity.check(layout)
-        if not self.can_reshape(before, layout):
+        if not self.can_regroup(before, layout):
             raise ValueError(
                 f"layout: ranks {joint_groups(before, layout)} would exchange weights, and not all of these groups "
                 f"were made at start; add both layouts to GroupCache's"
@@ -234,12 +234,12 @@ class Placement:
         """The longest sequence that fits in every layout that a rollout may have; None without a layout policy."""
         return None if self._given.layout_policy is None else min(self._num_kv_tokens.values())
 
-    def can_reshape(self, before: Layout, after: Layout) -> bool:
+    def can_regroup(self, before: Layout, after: Layout) -> bool:
         """Whether the ranks can exchange the weights and KV that they lack in the other layout."""
         return self._groups is not None and self._groups.joins(before, after)
 
-    def reshape(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine:
-        """Gives this rank's engine its place in another layout; see `LocalEngine.reshape`. All ranks whose replicas
+    def regroup(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine:
+        """Gives this rank's engine its place in another layout; see `LocalEngine.regroup`. All ranks whose replicas
         change call it together; others need not."""
         assert self._groups is not None
         rank = self._world.rank
@@ -247,7 +247,7 @@ class Placement:
         joint = next((ranks for ranks in joint_groups(before, after) if rank in ranks), None)
         if spec is not None and joint is not None:
             group = self._groups.get(joint)
-            self.engine.reshape(
+            self.engine.regroup(
                 Joint.of(group, joint, before, after, max_tp_size=self._capacity.max_tp_size),
                 self._groups.get(spec.ranks),
                 places,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engines.parallel.layout import ReplicaSpec
-from engines.replica.moves import Switch
 from engines.replica.replica import StepOutput
+from engines.replica.switch import Switch
 
 
 @dataclass(frozen=True, kw_only=True)

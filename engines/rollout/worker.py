@@ -30,7 +30,7 @@ IDLE_WAIT_S = 0.2
 NO_WEIGHTS = -1
 """`policy_version` of a replica that has loaded no weights yet; no phase has this version."""
 
-Reshape = Callable[[Layout, Layout, Mapping[SequenceId, int]], LocalEngine | None]
+RegroupEngine = Callable[[Layout, Layout, Mapping[SequenceId, int]], LocalEngine | None]
 """(layout before, layout after, places of kept sequences) -> this rank's engine after, with its weights; None if it is
 idle then. The ranks that change their replicas call it together."""
 LoadFrom = Callable[[str, int], int]
@@ -55,17 +55,17 @@ class Worker:
         client: Client,
         layout: Layout,
         engine: LocalEngine | None,
-        reshape: Reshape,
+        regroup: RegroupEngine,
         pace: Pace | None = None,
         load_from: LoadFrom | None = None,
     ) -> None:
-        """`reshape`: see `Reshape`.
+        """`regroup`: see `RegroupEngine`.
 
         `load_from` is given only outside the torchrun world, where commands load weights and end the process.
         """
         self._rank = rank
         self._client = client
-        self._reshape = reshape
+        self._regroup_engine = regroup
         self._pace = pace
         self._load_from = load_from
         self._core = WorkerCore(rank)
@@ -179,7 +179,7 @@ class Worker:
     def regroup(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> None:
         """Leaves this rank's place for that in another layout."""
         start = time.monotonic()
-        engine = self._reshape(before, after, places)
+        engine = self._regroup_engine(before, after, places)
         switch = None if engine is None else engine.switch
         if self._pace is not None:
             wait_until(start + self._pace.switch(before, after, 0 if switch is None else switch.num_kv_tokens))

@@ -22,7 +22,7 @@ from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import Coordinator, peer_of
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import Mark, StepRecord, SwitchRecord
-from engines.rollout.worker import Reshape, Worker
+from engines.rollout.worker import RegroupEngine, Worker
 from engines.sequence import Finished, SequenceId, SequenceState
 
 
@@ -54,15 +54,15 @@ class RolloutWorld:
         layout: Layout,
         *,
         engine: LocalEngine | None,
-        reshape: Reshape,
-        can_reshape: Callable[[Layout, Layout], bool],
+        regroup: RegroupEngine,
+        can_regroup: Callable[[Layout, Layout], bool],
         make_kv_store: Callable[[str], FileKVStore | TieredKVStore],
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
         check_layout: Callable[[Layout, Layout], None] | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`reshape`: see `Worker`; `check_layout`, and `can_reshape` as `keeps_kv`: see `RolloutCore`. `make_kv_store`
+        """`regroup`: see `Worker`; `check_layout`, and `can_regroup` as `keeps_kv`: see `RolloutCore`. `make_kv_store`
         makes this rank's store from the run's token, for the KV of sequences that move to other replicas or are
         preempted.
 
@@ -84,7 +84,7 @@ class RolloutWorld:
         if len(set(groups.hosts)) > 1:
             host = groups.hosts[world.rank]
             self._kv_store = PeerKVStore(local_store, host=host, address=address, token=launch.token)
-        self._reshape_engine = reshape
+        self._regroup_engine = regroup
         if server is not None:
             core = RolloutCore(
                 layout=layout,
@@ -92,7 +92,7 @@ class RolloutWorld:
                 schedule_policy=schedule_policy,
                 layout_policy=layout_policy,
                 check_layout=check_layout,
-                keeps_kv=can_reshape,
+                keeps_kv=can_regroup,
                 timeout_s=timeout_s,
             )
             self.coordinator = Coordinator(
@@ -104,7 +104,7 @@ class RolloutWorld:
             client=self._client,
             layout=layout,
             engine=self._with_store(engine),
-            reshape=self._reshape,
+            regroup=self._regroup,
             pace=pace,
         )
 
@@ -123,8 +123,8 @@ class RolloutWorld:
             engine.mover.use(self._kv_store)
         return engine
 
-    def _reshape(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine | None:
-        engine = self._reshape_engine(before, after, places)
+    def _regroup(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine | None:
+        engine = self._regroup_engine(before, after, places)
         self.layout = after
         return self._with_store(engine)
 

@@ -25,7 +25,7 @@ from engines.constraints import Count
 from engines.kvcache.tiers import TieredKVStore
 from engines.parallel.owned_files import DEV_SHM
 from engines.replica.mover import KVMover
-from engines.replica.scheduler import CachedKV, Sequence
+from engines.replica.schedule import CachedKV, Sequence
 from engines.sequence import KVHandle
 from experiments import launch
 from experiments.bench import harness

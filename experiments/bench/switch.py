@@ -106,7 +106,7 @@ def measure(config: SwitchBench) -> dict[str, Any]:
     with checkpoint(shape, max_positions=2**15, dtype=config.dtype, world=groups.world) as model:
         llm = LLM(model, layout=LAYOUTS[0], **options)
         ranks, states = Ranks(llm, groups), contexts(llm, config.sequences)
-        there: dict[str, Way] = {how: partial(ranks.reshape, how) for how in get_args(Exchange)}
+        there: dict[str, Way] = {how: partial(ranks.regroup, how) for how in get_args(Exchange)}
         ways = {**there, "rebuild": ranks.rebuild, "restart": ranks.restart}
         for way in there.values():
             ranks.both(way, states)  # warms up; the first call prefills
@@ -176,7 +176,7 @@ class Ranks:
         everyone = launch.gather(self._groups.world, drawn)
         return list({uid: token for uid, token in sorted(pair for part in everyone for pair in part)}.values())
 
-    def reshape(self, how: Exchange, epoch: int) -> Taken:
+    def regroup(self, how: Exchange, epoch: int) -> Taken:
         engine = self._placement.engine
         engine.config = replace(engine.config, exchange=how)
         start = time.perf_counter()
@@ -184,7 +184,7 @@ class Ranks:
         paused = time.perf_counter()
         count = len(LAYOUTS[epoch].replicas)
         places = {work.state.sequence_id: work.state.key.prompt_uid % count for work in works}
-        self._placement.reshape(LAYOUTS[1 - epoch], LAYOUTS[epoch], places)
+        self._placement.regroup(LAYOUTS[1 - epoch], LAYOUTS[epoch], places)
         switch = engine.switch
         assert switch is not None
         parts = {"weights": switch.weights_s, "kv": switch.kv_s, "prepare": switch.prepare_s}
@@ -205,7 +205,7 @@ class Ranks:
         return works, {"pause": paused - start, "build": built - paused, "load": loaded - built}, None
 
     def restart(self, epoch: int) -> Taken:
-        works, *_ = self.reshape("all_to_all", epoch)  # untimed: so that these ranks follow
+        works, *_ = self.regroup("all_to_all", epoch)  # untimed: so that these ranks follow
         task = Resume(model=str(self._placement.source), epoch=epoch, states=[work.state for work in works])
         parts, tokens = launch.on_rank_0(self._groups.world, lambda: _start_anew(task))
         return works, parts, tokens

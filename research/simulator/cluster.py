@@ -99,8 +99,6 @@ class ClusterConfig:
     """Ranks of a host, which are neighbours; None: all ranks are on one host."""
     pool_tokens: WholeNumber = 2**62
     """Tokens of KV that the memory of each host keeps for sequences that move or are preempted."""
-    disk_tokens: WholeNumber = 0
-    """Tokens of KV that the disk of each host keeps, where its memory is full."""
     swap_cost: Mapping[int, SwapCost] = field(default_factory=dict)
     """By TP size, for `preemption="auto"`; where there is none, preempted sequences are recomputed."""
     drafts: DraftAcceptance | None = None
@@ -172,7 +170,7 @@ class Cluster:
         self._random = Random(config.overheads.seed)
         self._arrivals: dict[tuple[int, ...], float] = {}
         """When the last message of each way arrives: the next one does not overtake it."""
-        self.pool = KVPool(memory_tokens=config.pool_tokens, disk_tokens=config.disk_tokens)
+        self.pool = KVPool(capacity_tokens=config.pool_tokens)
         self._references = References(self._has_ended)
         """What all replicas know of each other's sequences, with a draft server."""
         self._steps: list[StepRecord] = []

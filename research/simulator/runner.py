@@ -12,8 +12,8 @@ from collections.abc import Sequence as Items
 
 from engines.config import Preemption
 from engines.kvcache.cost import SwapCost
-from engines.replica.moves import KVMoves
-from engines.replica.scheduler import CachedKV, Scheduled, Sequence
+from engines.replica.kv_moves import KVMoves
+from engines.replica.schedule import CachedKV, Scheduled, Sequence
 from engines.rollout.pace import Path
 from engines.sequence import KVHandle, KVPart, SequenceKey
 
@@ -40,82 +40,47 @@ class SimulatedRunner:
         ]
 
 
-class _Tier:
-    """Entries in the memory of a host or on its disk, oldest first, each with its tokens."""
-
-    def __init__(self, capacity_tokens: int) -> None:
-        self.capacity_tokens = capacity_tokens
-        self.num_tokens = 0
-        self.entries: dict[str, int] = {}
-
-    def put(self, location: str, num_tokens: int) -> bool:
-        """Returns False, and stores nothing, when there is no room."""
-        if self.num_tokens + num_tokens > self.capacity_tokens:
-            return False
-        self.num_tokens += num_tokens
-        self.entries[location] = num_tokens
-        return True
-
-    def pop(self, location: str) -> int:
-        """Returns the number of the entry's tokens; 0 when it is not here."""
-        num_tokens = self.entries.pop(location, 0)
-        self.num_tokens -= num_tokens
-        return num_tokens
-
-
 class KVPool:
-    """The stored KV of a run: which entries each host has in its memory and on its disk, as in `TieredKVStore`."""
+    """The stored KV of a run: which entries each host has in its memory, and their tokens."""
 
-    def __init__(self, *, memory_tokens: int, disk_tokens: int = 0) -> None:
-        """Both are of each host."""
+    def __init__(self, *, capacity_tokens: int) -> None:
+        """`capacity_tokens`: of each host."""
         self.num_made = 0
-        self._memory = defaultdict[int, _Tier](lambda: _Tier(memory_tokens))
-        self._disk = defaultdict[int, _Tier](lambda: _Tier(disk_tokens))
+        self._capacity_tokens = capacity_tokens
+        self._entries = defaultdict[int, dict[str, int]](dict)
+        self._num_tokens: Counter[int] = Counter()
 
     @property
     def num_tokens(self) -> int:
-        return sum(tier.num_tokens for tier in (*self._memory.values(), *self._disk.values()))
+        return self._num_tokens.total()
 
-    def add(self, num_tokens: int, host: int, moved: Counter[Path]) -> str | None:
-        """Returns the location of a new entry, None when there is no room; adds to `moved` the tokens by their path.
-
-        The oldest entries make room in the memory, and go to the disk.
-        """
-        memory, disk = self._memory[host], self._disk[host]
+    def add(self, num_tokens: int, host: int) -> str | None:
+        """Returns the location of a new entry, None when there is no room."""
+        if self._num_tokens[host] + num_tokens > self._capacity_tokens:
+            return None
         location = f"{host}/{self.num_made}"
         self.num_made += 1
-        while num_tokens <= memory.capacity_tokens:
-            if memory.put(location, num_tokens):
-                moved["host"] += num_tokens
-                return location
-            oldest = next(iter(memory.entries))
-            if not disk.put(oldest, memory.entries[oldest]):
-                break
-            moved["disk"] += memory.pop(oldest)
-        if disk.put(location, num_tokens):
-            moved["disk"] += num_tokens
-            return location
-        return None
+        self._entries[host][location] = num_tokens
+        self._num_tokens[host] += num_tokens
+        return location
 
     def path(self, part: KVPart, host: int) -> Path | None:
         """Returns the path of the entry to a replica of this host; None when there is no entry."""
         there = _host_of(part)
-        if part.location in self._memory[there].entries:
-            return "host" if there == host else "network"
-        if part.location in self._disk[there].entries:
-            return "disk" if there == host else "network"
-        return None
+        if part.location not in self._entries[there]:
+            return None
+        return "host" if there == host else "network"
 
     def drop(self, parts: Iterable[KVPart]) -> None:
         """An entry that is gone already is no error."""
         for part in parts:
-            for tiers in (self._memory, self._disk):
-                tiers[_host_of(part)].pop(part.location)
+            host = _host_of(part)
+            self._num_tokens[host] -= self._entries[host].pop(part.location, 0)
 
     def check_integrity(self) -> None:
         """Asserts that the tokens of all entries add up."""
-        for tier in (*self._memory.values(), *self._disk.values()):
-            assert tier.num_tokens == sum(tier.entries.values()) <= tier.capacity_tokens
+        for host, entries in self._entries.items():
+            assert self._num_tokens[host] == sum(entries.values()) <= self._capacity_tokens
 
 
 def _host_of(part: KVPart) -> int:
@@ -162,9 +127,7 @@ class SimulatedMover:
 
     def export(self, leaving: Items[CachedKV], policy_version: int) -> list[KVHandle | None]:
         handles = [self._store(cached, policy_version) for cached in leaving]
-        self.moves.num_exported += sum(handle is not None for handle in handles)
-        self.moves.num_refused += handles.count(None)
-        return [handle or cached.stored for handle, cached in zip(handles, leaving, strict=True)]
+        return self.moves.left(handles, [cached.stored for cached in leaving])
 
     def swap_out(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
         way: str = self._preemption
@@ -197,7 +160,7 @@ class SimulatedMover:
     def store_later(self, sequence: Sequence, policy_version: int) -> bool:
         """The copy from the device takes its time in this step; the sequence leaves after the next one."""
         cached = sequence.cached
-        if cached.stored is not None and cached.stored.num_tokens >= cached.num_tokens:
+        if cached.num_stored >= cached.num_tokens:
             return False
         self._storing[sequence] = self._now(), self._store(cached, policy_version)
         return True
@@ -205,20 +168,15 @@ class SimulatedMover:
     def stored(self, *, waits: bool) -> list[tuple[Sequence, KVHandle | None]]:
         ready = [one for one, (start, _) in self._storing.items() if waits or start < self._now()]
         handles = [self._storing.pop(one)[1] for one in ready]
-        self.moves.num_exported += sum(handle is not None for handle in handles)
-        self.moves.num_refused += handles.count(None)
-        return [(one, handle or one.kv) for one, handle in zip(ready, handles, strict=True)]
+        return list(zip(ready, self.moves.left(handles, [one.kv for one in ready]), strict=True))
 
     def is_storing(self, sequence: Sequence) -> bool:
         return sequence in self._storing
 
     def forget(self, sequence: Sequence | None = None) -> None:
-        for fetches in (self._reading, self._read):
-            if sequence is None:
-                fetches.clear()
-            else:
-                fetches.pop(sequence, None)
-        for one in list(self._storing) if sequence is None else [sequence]:
+        for one in [*self._reading, *self._read, *self._storing] if sequence is None else [sequence]:
+            self._reading.pop(one, None)
+            self._read.pop(one, None)
             _, handle = self._storing.pop(one, (0.0, None))
             if handle is not None:
                 self._pool.drop(handle.parts if one.kv is None else handle.parts[len(one.kv.parts) :])
@@ -231,14 +189,15 @@ class SimulatedMover:
             self._pool.drop(handle.parts)
 
     def _store(self, cached: CachedKV, policy_version: int) -> KVHandle | None:
-        first = 0 if cached.stored is None else cached.stored.num_tokens
-        if first >= cached.num_tokens:
+        num_tokens = cached.num_tokens - cached.num_stored
+        if num_tokens <= 0:
             return cached.stored
-        num_tokens = cached.num_tokens - first
-        location = self._pool.add(num_tokens, self._host, self._moved)
+        location = self._pool.add(num_tokens, self._host)
         if location is None:
             return None
+        self._moved["host"] += num_tokens
         self.moves.stored_tokens += num_tokens
+        first = cached.num_stored
         part = KVPart(
             first_token=first, num_tokens=num_tokens, first_head=0, num_heads=1, location=location, num_bytes=0
         )

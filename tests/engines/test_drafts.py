@@ -20,7 +20,7 @@ from engines.config import EngineConfig
 from engines.native.library import choose_library
 from engines.parallel.layout import nested_layout
 from engines.replica.replica import Replica, StepOutput
-from engines.replica.scheduler import Fork, Scheduled
+from engines.replica.schedule import Fork, Scheduled
 from engines.rollout.telemetry import chrome_trace
 from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
 from engines.speculation.drafter import Draft

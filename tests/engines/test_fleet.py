@@ -593,7 +593,7 @@ def make_worker(model: str, client: QueueClient, *, is_outside: bool) -> Worker:
 
     return Worker(
         rank=0, client=client, layout=Layout(epoch=0, replicas=(orders.spec,)), engine=engine,
-        reshape=lambda *_: None, load_from=load_from if is_outside else None,
+        regroup=lambda *_: None, load_from=load_from if is_outside else None,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from engines.kvcache.files import FileKVStore
 from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv
 from engines.kvcache.store import HEADER_BYTES, KVContent, KVStore
 from engines.parallel.layout import ReplicaSpec
-from engines.replica import background
+from engines.replica import kv_thread
 from engines.replica.mover import KVMover
 from engines.replica.replica import Replica
 from engines.rollout import pace
@@ -484,7 +484,7 @@ def test_others_step_while_kv_is_read(qwen3: str, plain: dict[SequenceId, Comple
 def test_a_read_that_hangs_is_named_and_its_kv_computed_again(
     qwen3: str, plain: dict[SequenceId, Completion], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(kv_thread, "PATIENCE_S", 0.01)
     replica, rollout, _ = begun_behind_a_gate(qwen3, tmp_path)
     with pytest.warns(
         UserWarning, match=r"KV of sequence \(0, .*reading took longer .* on rank 0.*3 behind it"
@@ -548,7 +548,7 @@ def test_closing_ends_the_thread(qwen3: str, tmp_path: Path) -> None:
 
 
 def test_too_much_is_not_read_ahead(qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MOST_BYTES", 1)
+    monkeypatch.setattr(kv_thread, "MOST_BYTES", 1)
     replica, rollout, _ = begun_behind_a_gate(qwen3, tmp_path)
     replica.mover.store.gate.set()  # type: ignore[attr-defined]
     rollout.finish(replica)

@@ -14,7 +14,7 @@ from torch import Tensor
 from engines import LLM
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.store import KVContent
-from engines.replica import background
+from engines.replica import kv_thread
 from engines.replica.mover import KVMover, _Written
 from engines.replica.replica import Replica
 from engines.sequence import Completion, KVPart, SequenceId, SequenceState, Work
@@ -79,18 +79,18 @@ def leaving(replica: Replica) -> list[SequenceId]:
 
 def until_stored(replica: Replica) -> None:
     assert isinstance(replica.mover, KVMover)
-    background.wait([job.future for job in replica.mover._writer._jobs.values()])
+    kv_thread.wait([job.future for job in replica.mover._writer._jobs.values()])
 
 
 def open_on_wait(store: GatedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opens the gate as soon as somebody waits for a write, and not before."""
-    wait = background.wait
+    wait = kv_thread.wait
 
     def open_and_wait(*args: Any) -> Any:
         store.gate.set()
         return wait(*args)
 
-    monkeypatch.setattr(background, "wait", open_and_wait)
+    monkeypatch.setattr(kv_thread, "wait", open_and_wait)
 
 
 def test_others_step_while_kv_is_stored(
@@ -267,7 +267,7 @@ def test_a_write_that_hangs_is_named_and_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replica, rollout, store = behind_a_gate
-    monkeypatch.setattr(background, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(kv_thread, "PATIENCE_S", 0.01)
     wanted_warning = r"KV of sequence \(0, .*writing took longer than 0\.01 s on rank 0.*, as is that of 2 behind it"
     with pytest.warns(UserWarning, match=wanted_warning) as warned:
         works = replica.pause(leaving(replica), with_kv=True)
@@ -304,7 +304,7 @@ def test_too_much_at_once_is_stored_in_the_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(background, "MOST_BYTES", 1)
+    monkeypatch.setattr(kv_thread, "MOST_BYTES", 1)
     store, rollout = GatedStore(tmp_path), Rollout()
     store.gate.set()
     replica = make_replica(qwen3, store)
@@ -321,7 +321,7 @@ def test_too_much_at_once_is_stored_in_the_step(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_that_is_reshaped_does_not_wait_for_its_old_thread(
+def test_an_engine_that_is_regrouped_does_not_wait_for_its_old_thread(
     behind_a_gate: tuple[Replica, Rollout, GatedStore],
 ) -> None:
     """The thread ends behind its job, whose entry nobody has then."""

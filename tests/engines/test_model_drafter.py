@@ -23,7 +23,7 @@ from engines.kvcache.paged import read_kv
 from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import nested_layout
 from engines.replica.model_drafter import ModelDrafter
-from engines.replica.scheduler import Scheduled
+from engines.replica.schedule import Scheduled
 from engines.rollout.pace import ShortestStep
 from engines.sampling.sampler import make_sampling_batch, sample
 from engines.sequence import Completion, SequenceId, SequenceState, Work

@@ -8,7 +8,8 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
-from engines.replica.scheduler import Scheduled, Scheduler, Sequence
+from engines.replica.schedule import Scheduled, Sequence
+from engines.replica.scheduler import Scheduler
 from engines.sequence import KVHandle, KVPart, SequenceState
 from engines.speculation.drafter import Draft
 from tests.states import make_state
@@ -277,7 +278,7 @@ def run_bounded(seed: int) -> tuple[int, int]:
         max_num_batched_tokens=rng.choice([10, 2048]),
         prefill_chunk_size=rng.choice([3, 2048]),
     )
-    num_packed = 0
+    num_packed, num_kept_free = 0, scheduler.admission.num_kept_free
     pending = [make_sequence(uid % 5, rng.randint(1, 20), rng.randint(1, 25)) for uid in range(30)]
     for sequence in pending:
         sequence.is_bounded = not seed % 3 or rng.random() < 0.5
@@ -294,7 +295,7 @@ def run_bounded(seed: int) -> tuple[int, int]:
             num_left = scheduler.blocks.blocks_for(one.release_len - 1) - len(scheduler.blocks.table(one))
             assert num_left >= 0
             kept[one.is_bounded] += num_left if one.is_bounded else min(1, num_left)
-        assert kept == {key: scheduler._num_kept_free[key] for key in kept}
+        assert kept == {key: num_kept_free[key] for key in kept}
         if kept[True] > scheduler.blocks.num_free_blocks:
             num_packed += 1
             assert not kept[False], "those without a bound find their blocks"
@@ -312,8 +313,8 @@ def run_bounded(seed: int) -> tuple[int, int]:
             if len(tokens) >= item.sequence.release_len:
                 scheduler.remove(item.sequence)
         if not all(one.is_bounded for one in scheduler.running):
-            assert scheduler._num_kept_free[True] <= scheduler.blocks.num_free_blocks, "drafts have taken what is kept"
+            assert num_kept_free[True] <= scheduler.blocks.num_free_blocks, "drafts have taken what is kept"
         scheduler.blocks.check_integrity()
     assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
-    assert not any(scheduler._num_kept_free.values())
+    assert not any(num_kept_free.values())
     return scheduler.num_preemptions, num_packed

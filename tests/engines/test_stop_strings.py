@@ -16,7 +16,7 @@ from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
 from engines import LLM, SamplingParams
 from engines.models.tokenizer import detokenizer
 from engines.replica.replica import Replica
-from engines.replica.scheduler import Sequence
+from engines.replica.schedule import Sequence
 from engines.replica.stop_strings import StopSearch
 from engines.sequence import Completion
 from tests.checkpoints import save_text_checkpoint

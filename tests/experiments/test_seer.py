@@ -12,7 +12,7 @@ import pytest
 
 from algos.publish import RECORD_FILE
 from algos.warmstart_config import WarmStartConfig
-from engines.replica.moves import KVMoves
+from engines.replica.kv_moves import KVMoves
 from engines.rollout.telemetry import StepRecord
 from experiments import seer_paper, seer_report
 from experiments.comparison.results import longer_than_paced

@@ -25,7 +25,7 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout, ReplicaSpec, joint_groups
 from engines.parallel.owned_files import DEV_SHM
 from engines.replica.engine import LocalEngine
-from engines.replica.reshape import Joint
+from engines.replica.regroup import Joint
 from engines.rollout import worker_core, world
 from engines.sequence import SequenceId
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
@@ -47,7 +47,7 @@ def run_world_schedules(oracle: Path, seeds: list[int]) -> dict[str, Any]:
     return {**total, "longest_s": round(max(results[0]["seconds"]), 2), "seconds": round(sum(results[0]["seconds"]), 1)}
 
 
-_OF_RANKS = ("kv_exported", "kv_refused", "kv_imported", "kv_recomputed", "preemptions", "reshaped", "kept", "kv_bytes")
+_OF_RANKS = ("kv_exported", "kv_refused", "kv_imported", "kv_recomputed", "preemptions", "switched", "kept", "kv_bytes")
 
 
 def _rank(oracle_directory: str, seeds: list[int]) -> dict[str, Any]:
@@ -143,8 +143,8 @@ class _Schedule:
             self._groups,
             self._layout,
             engine=self._build(self._layout),
-            reshape=self._reshape,
-            can_reshape=self._groups.joins,
+            regroup=self._regroup_engine,
+            can_regroup=self._groups.joins,
             schedule_policy=random_policy(self._own),
             pace=_RandomPace(self._own, self._share_slow),
             make_kv_store=partial(make_kv_store, host_bytes=self._kv_store_bytes, disk_bytes=0, disk_parent=None),
@@ -191,7 +191,7 @@ class _Schedule:
             assert not self._engine.replica.has_work
             assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks, "blocks are not given back"
 
-    def _reshape(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine | None:
+    def _regroup_engine(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> LocalEngine | None:
         if not self._groups.joins(before, after):
             return self._build(after)
         ranks = next((ranks for ranks in joint_groups(before, after) if self._rank in ranks), None)
@@ -201,8 +201,8 @@ class _Schedule:
         spec = after.replica_of(self._rank)
         assert spec is not None
         joint = Joint.of(self._groups.get(ranks), ranks, before, after, max_tp_size=NUM_RANKS)
-        self._engine.reshape(joint, self._groups.get(spec.ranks), places)
-        self._counts["reshaped"] += 1
+        self._engine.regroup(joint, self._groups.get(spec.ranks), places)
+        self._counts["switched"] += 1
         self._counts["kept"] += len(places)
         self._counts["kv_bytes"] += self._engine.switch.kv_bytes if self._engine.switch is not None else 0
         return self._engine

@@ -13,19 +13,15 @@ from research.simulator.links import HostLinks, Link
 from research.simulator.pace import ProfilePace
 
 SPEC = ReplicaSpec(id=0, ranks=(0, 1, 2, 3))
-LINKS = HostLinks(
-    host=Link(bandwidth=50e9, latency_s=1e-5),
-    disk=Link(bandwidth=8e9, latency_s=1e-4, num_gpus=8),
-    network=Link(bandwidth=25e9, latency_s=1e-4),
-)
+LINKS = HostLinks(host=Link(bandwidth=50e9, latency_s=1e-5), network=Link(bandwidth=25e9, latency_s=1e-4))
 
 
 def test_a_link_by_hand() -> None:
-    link = Link(bandwidth=1e9, latency_s=1e-3, num_gpus=4)
-    assert link.seconds(5e8) == pytest.approx(1e-3 + 4 * 0.5)
+    link = Link(bandwidth=1e9, latency_s=1e-3)
+    assert link.seconds(5e8) == pytest.approx(1e-3 + 0.5)
     assert link.seconds(0) == 0.0
     assert LINKS.seconds("network", 5e9) == pytest.approx(1e-5 + 0.1 + 1e-4 + 0.2)
-    assert LINKS.seconds("disk", 1e9) == pytest.approx(1e-5 + 0.02 + 1e-4 + 1.0)
+    assert LINKS.seconds("host", 1e9) == pytest.approx(1e-5 + 0.02)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +29,6 @@ def test_a_link_by_hand() -> None:
     [
         ({"bandwidth": -1.0}, r"Link\.bandwidth=-1\.0: must be above 0"),
         ({"bandwidth": 1.0, "latency_s": -1.0}, r"Link\.latency_s=-1\.0: must be at least 0"),
-        ({"bandwidth": 1.0, "num_gpus": 0}, r"Link\.num_gpus=0: must be an integer of at least 1"),
     ],
 )
 def test_impossible_links(values: dict[str, float], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -201,8 +200,8 @@ def test_a_cache_holds_whole_blocks_only() -> None:
     }
 
 
-@pytest.mark.parametrize(("pool_tokens", "disk_tokens"), [(2**62, 0), (300, 0), (300, 2**62)])
-def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int, disk_tokens: int) -> None:
+@pytest.mark.parametrize("pool_tokens", [2**62, 300])
+def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int) -> None:
     """A full pool refuses, and those sequences are recomputed; all end at their lengths, and the pool is empty then."""
     lengths = long_tail(30, seed=2)
     swap = SwapCost(
@@ -210,21 +209,20 @@ def test_preempted_sequences_are_swapped_where_that_is_cheaper(pool_tokens: int,
         copy=CopyCost(bytes_per_token=1, out_bandwidth=1e6, in_bandwidth=1e6, latency=0.0),
     )
     options = {"num_kv_tokens": {1: 1_100}, "swap_cost": {1: swap}, "pool_tokens": pool_tokens}
-    options["disk_tokens"] = disk_tokens
     simulated = cluster(2, OnDemand(), lengths, **options)
     done = simulated.roll_out(states(30))
     num_swapped = sum(step.num_swapped_out for step in done.steps)
-    assert num_swapped > 0 and (num_swapped == done.num_preempted) == (pool_tokens + disk_tokens > 300)
+    assert num_swapped > 0 and (num_swapped == done.num_preempted) == (pool_tokens > 300)
     assert sum(step.num_swapped_in for step in done.steps) == num_swapped
     assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(lengths))
     assert simulated.pool.num_tokens == 0
 
 
 class PathPace(FlatPace):
-    """A token of KV takes 1 us to the memory of the host, 1 ms to its disk and 10 ms to another host."""
+    """A token of KV takes 1 us to the memory of the host and 10 ms to another host."""
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
-        return {"host": 1e-6, "disk": 1e-3, "network": 1e-2}[path] * num_tokens
+        return {"host": 1e-6, "network": 1e-2}[path] * num_tokens
 
 
 def test_kv_from_another_host_crosses_the_network() -> None:
@@ -266,28 +264,24 @@ def last_of(steps: list[StepRecord], replica_id: int) -> StepRecord:
     return [step for step in steps if step.replica_id == replica_id][-1]
 
 
-def test_a_full_host_moves_its_oldest_kv_to_its_disk() -> None:
-    pool = KVPool(memory_tokens=100, disk_tokens=80)
-    moved: Counter[Path] = Counter()
+def test_a_host_keeps_no_more_kv_than_it_has_room_for() -> None:
+    pool = KVPool(capacity_tokens=100)
 
     def store(num_tokens: int, host: int = 0) -> KVPart | None:
-        location = pool.add(num_tokens, host, moved)
+        location = pool.add(num_tokens, host)
         pool.check_integrity()
-        part = KVPart(
-            first_token=0, num_tokens=num_tokens, first_head=0, num_heads=1, location=location or "", num_bytes=0
-        )
-        return part if location else None
+        if location is None:
+            return None
+        return KVPart(first_token=0, num_tokens=num_tokens, first_head=0, num_heads=1, location=location, num_bytes=0)
 
-    oldest, older, newest = store(60), store(40), store(30)
-    assert oldest and older and newest and moved == {"host": 130, "disk": 60}
-    assert [pool.path(one, 0) for one in (oldest, older, newest)] == ["disk", "host", "host"]
-    assert pool.path(oldest, 1) == pool.path(newest, 1) == "network"
-    assert store(90) is None, "the older one, of 40, has no room on the disk, nor has the new one"
-    assert store(90, host=1) is not None
-    pool.drop([oldest])
-    assert pool.path(oldest, 0) is None and store(120) is None
-    assert store(70) is not None and moved == {"host": 130 + 90 + 70, "disk": 60 + 40}
-    assert [pool.path(one, 0) for one in (older, newest)] == ["disk", "host"]
+    first, second = store(60), store(40)
+    assert first and second and store(1) is None and store(100, host=1) is not None and store(101, host=2) is None
+    assert [pool.path(first, host) for host in (0, 1)] == ["host", "network"]
+    for _ in range(2):  # the second time it is gone already
+        pool.drop([first])
+        pool.check_integrity()
+        assert pool.path(first, 0) is None and pool.path(second, 0) == "host" and pool.num_tokens == 140
+    assert store(61) is None and store(60) is not None and pool.num_tokens == 200
 
 
 def test_a_replica_is_on_one_host() -> None:

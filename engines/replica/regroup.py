@@ -11,7 +11,7 @@ from engines.config import Exchange, ModelConfig
 from engines.decoding import from_msgpack
 from engines.kvcache.kept import KeptKV, Source, kept_kv
 from engines.kvcache.migrate import KVMove
-from engines.models.reshape import WeightMove
+from engines.models.reshard import WeightMove
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.parallel.sharding import Shard, kv_heads

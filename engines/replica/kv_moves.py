@@ -1,12 +1,13 @@
-"""The interfaces by which a replica computes tokens and moves KV: a model or the simulator answers them. Torch-free."""
+"""What moves the KV of a replica's sequences, as a protocol, and counts of what was moved. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from engines.replica.scheduler import CachedKV, Scheduled, Sequence
+from engines.replica.schedule import CachedKV, Sequence
 from engines.sequence import KVHandle, KVPart
 
 
@@ -44,6 +45,13 @@ class KVMoves:
         """Tokens whose KV was moved while the replica waited."""
         return self.stored_tokens + self.loaded_tokens - self.fetched_tokens
 
+    def left(self, handles: Items[KVHandle | None], before: Iterable[KVHandle | None]) -> list[KVHandle | None]:
+        """Counts sequences that leave: `handles` name all that is stored of each, None where the new part found no
+        room. Returns what each leaves with: there, what was stored of it `before`."""
+        self.num_exported += sum(handle is not None for handle in handles)
+        self.num_refused += handles.count(None)
+        return [new or old for new, old in zip(handles, before, strict=True)]
+
     def taken_on(
         self, one: Sequence, num_usable: int, *, was_fetched: bool
     ) -> tuple[int, KVHandle | None, list[KVPart]]:
@@ -67,31 +75,6 @@ class KVMoves:
         self.loaded_tokens += num_tokens - one.num_computed
         self.fetched_tokens += was_fetched * (num_tokens - one.num_computed)
         return num_tokens, kept, freed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Switch:
-    """What a regroup took on one rank, with its waits for the other ranks."""
-
-    weights_s: float
-    """Seconds to bring the weights into their new shapes."""
-    kv_s: float
-    """The same of the KV cache."""
-    prepare_s: float
-    """To make the copies of the weights from which products are computed."""
-    weight_bytes: int
-    """Bytes that the rank lacked, and that other ranks sent."""
-    kv_bytes: int
-    num_kv_tokens: int
-    """`kv_bytes` in tokens of all heads."""
-
-
-class Runner(Protocol):
-    """`ModelRunner` is one."""
-
-    def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
-        """One forward pass; returns the drawn tokens with their log-probs: see `ModelRunner.run`."""
-        ...
 
 
 class Mover(Protocol):

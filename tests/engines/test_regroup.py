@@ -21,7 +21,7 @@ from engines.kvcache.paged import read_kv
 from engines.models.loader import checkpoint_tensors
 from engines.models.parameters import logical_shapes
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, joint_groups, nested_layout, share_lacked
-from engines.parallel.reshard import lacking
+from engines.parallel.parts import lacking
 from engines.parallel.sharding import Shard, kv_heads, shard_slices
 from engines.rollout.generation import make_states
 from engines.sequence import Work
@@ -182,7 +182,7 @@ def test_weights_are_those_of_the_checkpoint_in_every_shape(
 
 
 def move_kv(directory: str, family: str, how: str, path: list[Any], seed: int) -> dict[str, Any]:
-    """Steps replicas, reshapes them with KV that stays, compares the KV of all heads, and goes on to the end."""
+    """Steps replicas, regroups them with KV that stays, compares the KV of all heads, and goes on to the end."""
     rank, rng = int(os.environ["RANK"]), random.Random(seed)
     before, after = layouts_of(path)
     groups = join([before, after], timeout_s=120)
@@ -219,7 +219,7 @@ def move_kv(directory: str, family: str, how: str, path: list[Any], seed: int) -
     for data in told:
         for id_, one in msgspec.msgpack.decode(data, type=list[tuple[tuple[int, int, int], Any]]):
             kept.setdefault(id_, []).append(one)
-    llm._placement.reshape(before, after, {id_: places[id_] for id_ in staying})
+    llm._placement.regroup(before, after, {id_: places[id_] for id_ in staying})
     wanted = kv_heads(config, shard_of(after, rank))
     blocks, num_compared = llm.replica.scheduler.blocks, 0
     blocks.check_integrity()
@@ -435,7 +435,7 @@ def test_layouts_between_rollouts(checkpoints: Path) -> None:
         assert result["asleep"] == 0, "memory that was given back was taken"
 
 
-def reshape_a_larger_model(directory: str) -> dict[str, float]:
+def regroup_a_larger_model(directory: str) -> dict[str, float]:
     """Peak memory of the process above what it has before or after, in layers of the model."""
     one = nested_layout(range(2), 1)
     groups = join([one, nested_layout(range(2), 2)], timeout_s=120)
@@ -462,6 +462,6 @@ def test_memory_for_one_layer_at_a_time(tmp_path: Path) -> None:
         tmp_path, "qwen3", hidden_size=512, intermediate_size=1536, num_hidden_layers=10, num_attention_heads=8,
         num_key_value_heads=8, head_dim=64,
     )  # fmt: skip
-    for result in run_world(reshape_a_larger_model, 2, str(tmp_path)):
+    for result in run_world(regroup_a_larger_model, 2, str(tmp_path)):
         assert result.pop("layers") == 10
         assert all(peak < 4 for peak in result.values()), result

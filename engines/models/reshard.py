@@ -12,7 +12,7 @@ from torch import Tensor
 from engines.config import Exchange, ModelConfig
 from engines.models.parameters import DecoderParameters, LayerParameters, layer_views
 from engines.parallel.collectives import Communicator
-from engines.parallel.reshard import Interval, Part, exchange, lacking, reuse_storage
+from engines.parallel.parts import Interval, Part, exchange, lacking, reuse_storage
 from engines.parallel.sharding import Shard, shard_config, shard_slices, vocab_rows
 
 Views = Callable[[Shard], dict[str, Tensor]]
@@ -30,7 +30,7 @@ class WeightMove:
 
 
 @torch.no_grad()
-def reshape_parameters(parameters: DecoderParameters, config: ModelConfig, move: WeightMove) -> int:
+def reshard_parameters(parameters: DecoderParameters, config: ModelConfig, move: WeightMove) -> int:
     """Makes the parameters of this rank's shard before those of its shard after, bit for bit. All ranks of the group
     call it together.
 
@@ -60,8 +60,8 @@ def change_shapes(parameters: DecoderParameters, config: ModelConfig, shard: Sha
 def _units(
     parameters: DecoderParameters, config: ModelConfig, shard: Shard
 ) -> Iterator[tuple[list[Tensor], list[torch.Size], Views]]:
-    """Yields tensors that are reshaped at a time, their shapes in `shard`, and their views. The final norm is left out,
-    since all shards have it."""
+    """Yields tensors that are resharded at a time, their shapes in `shard`, and their views. The final norm is left
+    out, since all shards have it."""
 
     def of_layer(layer: LayerParameters, index: int, shard: Shard) -> dict[str, Tensor]:
         return layer_views(layer, index, shard_config(config, shard))
@@ -101,7 +101,7 @@ class _Cut:
 
     @cached_property
     def lacking(self) -> list[list[tuple[int, int, int]]]:
-        """By rank of the group, what it lacks; see `reshard.lacking`."""
+        """By rank of the group, what it lacks; see `parts.lacking`."""
         return [lacking(self.before, wanted, member) for member, wanted in enumerate(self.after)]
 
     def shape(self, interval: Interval) -> torch.Size:

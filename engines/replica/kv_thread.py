@@ -1,4 +1,4 @@
-"""Reads and writes the stored KV of sequences in a thread, while the replica steps (Seer, §4.2)."""
+"""Reads or writes the stored KV of sequences in a thread, while the replica steps (Seer, §4.2)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from engines.parallel.collectives import Communicator
-from engines.replica.scheduler import Sequence
+from engines.replica.schedule import Sequence
 
 MOST_BYTES = 256 << 20
 """Most bytes of jobs that wait, run, or have a result that was not taken, by all shards; a single job may have more."""
@@ -29,9 +29,9 @@ class _Job(Generic[Result]):
     """Whether all ranks know that all ranks have done their part."""
 
 
-class Background(Generic[Result]):
-    """At most one job for each sequence, in the order of `start`. All ranks of the replica make the same calls in the
-    same order, and agree on which jobs are ready."""
+class KVThread(Generic[Result]):
+    """Jobs of one kind, at most one for each sequence, in the order of `start`. All ranks of the replica make the same
+    calls in the same order, and agree on which jobs are ready."""
 
     def __init__(self, what: str, tensor_parallel: Communicator, undo: Callable[[Result], object]) -> None:
         """`what` the jobs do to a sequence's KV, for warnings. `undo` is called in the thread with the result of a job

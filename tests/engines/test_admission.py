@@ -1,4 +1,4 @@
-"""The most blocks at one time, against passes one by one."""
+"""Who may enter, by hand; the most blocks at one time, against passes one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import random
 
 import pytest
 
-from engines.replica.peak import peak_blocks
+from engines.kvcache.block_manager import BlockManager
+from engines.replica.admission import Admission, peak_blocks
+from engines.replica.schedule import Sequence
+from tests.states import make_state
 
 
 def count(stays: list[tuple[int, int]], num_passes: int, block_size: int) -> int:
@@ -57,3 +60,48 @@ def test_what_sequences_share_counts_once_and_stays_with_the_last() -> None:
 def test_without_bounded_stays_all_is_held() -> None:
     assert peak_blocks([], [3, 4], block_size=4, num_held=6) == 6
     assert peak_blocks([], [], block_size=4, num_held=0) == 0
+
+
+def waiting(num_tokens: int, release_len: int, *, is_bounded: bool) -> Sequence:
+    state = make_state(0, [1] * num_tokens)
+    return Sequence(state=state, max_len=release_len, release_len=release_len, is_bounded=is_bounded)
+
+
+def enter(admission: Admission, blocks: BlockManager, num_tokens: int, release_len: int, *, bounded: bool) -> Sequence:
+    sequence = waiting(num_tokens, release_len, is_bounded=bounded)
+    blocks.grow(sequence, num_tokens)
+    sequence.blocks = blocks.table(sequence)
+    admission.keep_free(sequence)
+    return sequence
+
+
+def test_free_blocks_are_kept_for_those_that_run() -> None:
+    """10 blocks: a bounded one holds 2 and may need 2 more, one without a bound holds 1 and may grow. 4 are left."""
+    blocks = BlockManager(10, 4)
+    admission = Admission(blocks)
+    bounded = enter(admission, blocks, 5, 17, bounded=True)
+    unbounded = enter(admission, blocks, 4, 41, bounded=False)
+    assert admission.num_kept_free == {True: 2, False: 1}
+    assert (admission.num_left_free(bounded), admission.num_left_free(unbounded)) == (0, 2)
+
+    def admits(num_tokens: int, release_len: int, *, is_bounded: bool) -> bool:
+        sequence = waiting(num_tokens, release_len, is_bounded=is_bounded)
+        return admission.admits(sequence, [], [bounded, unbounded], [bounded, unbounded], 0)
+
+    assert admits(16, 99, is_bounded=False) and not admits(17, 99, is_bounded=False)
+    assert admits(1, 17, is_bounded=True) and not admits(1, 18, is_bounded=True)
+    admission.forget(bounded)
+    assert admits(1, 25, is_bounded=True) and admission.num_left_free(unbounded) == 0
+
+
+def test_bounded_ones_enter_where_all_leave_in_time() -> None:
+    """4 blocks, 2 of which are held. Each of the two that run may need another one, but not at the same time."""
+    blocks = BlockManager(4, 4)
+    admission = Admission(blocks)
+    both = [enter(admission, blocks, *lengths, bounded=True) for lengths in ((4, 6), (3, 9))]
+    one = waiting(2, 4, is_bounded=True)
+    assert admission.num_kept_free[True] == blocks.num_free_blocks == 2
+    assert admission.admits(one, [], both, both, 0)
+    assert not admission.admits(one, [], both, both, 1), "drafts may let both need it in the next pass"
+    assert not admission.admits(one, [], both, both[1:], 0), "the first one may stay for many passes of its prefill"
+    assert not admission.admits(waiting(2, 4, is_bounded=False), [], both, both, 0)

@@ -8,8 +8,8 @@ from engines.sequence import SamplingParams, SequenceState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits that a sequence must meet to run on a replica."""
+class SequenceLimits:
+    """SequenceLimits that a sequence must meet to run on a replica."""
 
     vocab_size: int
     max_model_len: int
