@@ -16,7 +16,7 @@ from engines.config import ModelConfig
 from engines.coordination.policies import LayoutPolicy
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
-from engines.replica.moves import KVMoves
+from engines.replica.kv_moves import KVMoves
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import Finished, SequenceId, SequenceState

@@ -11,7 +11,7 @@ import numpy as np
 
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy
 from engines.parallel.layout import Layout
-from engines.replica.moves import KVMoves
+from engines.replica.kv_moves import KVMoves
 from engines.rollout.generation import make_states
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SamplingParams, SequenceId, SequenceState
