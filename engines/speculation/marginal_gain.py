@@ -43,15 +43,16 @@ class MarginalGain:
     with a draft or without, and each draft token with the probability of its path (`Calibration`). A path's
     probabilities do not rise, so that the k likeliest draft tokens are whole beginnings of drafts: all k are tried out,
     none included. Where k = 0 was best for some passes, drafts are looked up in fewer and fewer of them, until the
-    batch is smaller; and what was learnt is slowly forgotten, so that they are tried again. Another path of a draft is
+    batch is smaller by an eighth; and what was learnt is slowly forgotten, so that they are tried again. Another path of a draft is
     taken whole or not at all: it adds the probabilities of the tokens that no path before it has, for a row per token
     and one more.
     """
 
-    _PATIENCE, _MOST_SKIPPED, _FORGOTTEN = 8, 64, 0.02
+    _PATIENCE, _MOST_SKIPPED, _FORGOTTEN, _SMALLER = 8, 64, 0.02, 7 / 8
 
-    def __init__(self, seconds: RowSeconds, *, margin: float = 0.05) -> None:
-        """Drafts must promise a gain of more than `margin`, since times and probabilities are estimates.
+    def __init__(self, seconds: RowSeconds, *, margin: float = 0.1) -> None:
+        """Drafts must promise a gain of more than `margin`, since times and probabilities are estimates, and a draft
+        takes some time outside the pass.
 
         Raises ValueError for a negative one.
         """
@@ -66,7 +67,7 @@ class MarginalGain:
         """Tokens of the smallest of these passes."""
 
     def wants(self, num_tokens: int, num_sequences: int) -> bool:
-        if self._num_vain < self._PATIENCE or num_tokens < self._vain_tokens:
+        if self._num_vain < self._PATIENCE or num_tokens < self._SMALLER * self._vain_tokens:
             return True
         self._num_skipped += 1
         if self._num_skipped < min(self._MOST_SKIPPED, 2 ** (self._num_vain - self._PATIENCE)):
