@@ -95,10 +95,6 @@ class SuffixDrafter:
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""
 
-    def add_reference(self, state: SequenceState) -> None:
-        if self._grouped and (group := self._follow(state)) is not None:
-            group.tree.finish(self._request(state))
-
     def finish(self, state: SequenceState) -> None:
         """Of a group's sequence the tokens stay, as a reference for its siblings."""
         key, request = self._key(state), self._request(state)

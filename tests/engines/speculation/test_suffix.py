@@ -65,14 +65,6 @@ def test_the_last_tokens_of_an_ended_sequence_count() -> None:
     assert one(drafter, sibling(first, 1, [5])) == [6, 7, 8]
 
 
-def test_references_from_elsewhere() -> None:
-    state = make_state(0, [1, 2])
-    for grouped, expected in ((True, [5, 6, 7]), (False, [])):
-        drafter = make(grouped)
-        drafter.add_reference(sibling(state, 3, [5, 6, 7]))
-        assert one(drafter, state) == expected
-
-
 @pytest.mark.parametrize("grouped", [False, True])
 def test_tokens_that_are_taken_back_and_generated_again(grouped: bool) -> None:
     """As often as a step fails: drafts are those of a drafter that sees the sequence for the first time."""
