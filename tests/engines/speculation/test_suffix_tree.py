@@ -258,7 +258,7 @@ def test_batch(kernels: str, dtype: type) -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_memory_is_bounded_and_given_back(kernels: str) -> None:
     rng, bound = np.random.default_rng(0), 2**16 if kernels == "native" else 2**22
-    tree = SuffixTree(max_bytes=bound, kernels=kernels)  # type: ignore[arg-type]
+    tree = make(kernels, 24, bound)
     floor = tree.num_bytes
     for request_id in range(4):
         tree.append(request_id, rng.integers(0, 9, 100))
@@ -304,7 +304,6 @@ def test_no_memory_is_lost() -> None:
             lambda tree: SuffixTree(max_bytes=10),
             r"SuffixTree.max_bytes=10: must be an integer of at least 65536, or No",
         ),
-        (lambda tree: SuffixTree(kernels="fast"), r"SuffixTree.kernels='fast': must be one of \['auto', "),
         (lambda tree: SpeculationArgs(top_k=0), r"SpeculationArgs.top_k=0: must be an integer of 1 to 1024"),
         (lambda tree: SpeculationArgs(min_probability=2.0), r"min_probability=2.0: must be at least 0, at most 1"),
         (lambda tree: SpeculationArgs(pattern_lookup_min=17), r"pattern_lookup_min=17: is above pattern_lookup_max=16"),
@@ -386,7 +385,5 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
             trees = [SuffixTree() for _ in range(3)]
         assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text and "in Python" in caplog.text
         assert isinstance(trees[0]._tree, PlainSuffixTree)
-        with pytest.raises(ValueError, match=r"SuffixTree.kernels='native': needs a C\+\+ compiler"):
-            SuffixTree(kernels="native")
     finally:
         load.cache_clear()
