@@ -80,7 +80,7 @@ class _Client(DraftClient):
 
     def __init__(self, order: Order, token: bytes, heard: list[float]) -> None:
         assert order.address is not None
-        super().__init__([order.address], token, order.times)
+        super().__init__(order.address, token, order.times)
         self._heard = heard
 
     def take(self) -> list[Grown]:

@@ -19,8 +19,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,7 +37,7 @@ from engines.parallel.collectives import SingleRank
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.choose import choose_drafter
 from engines.speculation.marginal_gain import MarginalGain
-from engines.speculation.policy import DraftPolicy
+from engines.speculation.policy import AdaptedDrafter, DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
 from experiments import draft_drift, launch
 from experiments import draft_sharing as sharing
@@ -263,13 +263,21 @@ class Bench:
             draft_model=None if draft_model is None else str(draft_model),
         )
 
-    def use(self, variant: Variant) -> None:
-        """Gives the replica a new drafter, which has seen nothing yet."""
-        config = self._config(variant)
+    def use(self, variant: Variant, siblings: Sequence[SequenceState] = ()) -> None:
+        """Gives the replica a new drafter; one that drafts from groups has seen these sequences, which have ended."""
+        config = replace(self._config(variant), draft_lengths="fixed")
         model = self._engine.make_model_drafter(config, self._model, _MAX_LEN)
         if model is not None:
             model.load()
-        self.replica.drafter = choose_drafter(config, variant.policy, self._engine.row_times, SingleRank(), model=model)
+        row_times, num_siblings = self._engine.row_times, len(siblings)
+        drafter = choose_drafter(config, variant.policy, row_times, SingleRank(), model=model)
+        if drafter is not None and variant.drafter == "grouped_suffix":
+            drafter.propose(list(siblings), [1] * num_siblings, num_siblings, num_siblings)
+            for state in siblings:
+                drafter.finish(state)
+        if drafter is not None and variant.draft_lengths == "adaptive":
+            drafter = AdaptedDrafter(drafter, variant.policy(row_times))
+        self.replica.drafter = drafter
 
     def roll_out(self, states: Iterable[SequenceState]) -> Timed:
         """Generates all sequences, as many at a time as there is room for."""
@@ -314,10 +322,8 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
 
 def time_last_samples(bench: Bench, variant: Variant, ids: list[list[int]], tokens: Tokens) -> Timed:
     """Times the last sample of each prompt; a drafter knows the other samples of its group."""
-    bench.use(variant)
-    for uid, prompt in enumerate(ids):
-        for sample in range(GROUP - 1):
-            bench.replica.add_reference(_state(uid, sample, prompt, tokens[uid, sample]))
+    known = [(uid, sample) for uid in range(len(ids)) for sample in range(GROUP - 1)]
+    bench.use(variant, [_state(uid, sample, ids[uid], tokens[uid, sample]) for uid, sample in known])
     return bench.roll_out(_state(uid, GROUP - 1, prompt, []) for uid, prompt in enumerate(ids))
 
 

@@ -121,9 +121,6 @@ class ModelDrafter:
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""
 
-    def add_reference(self, state: SequenceState) -> None:
-        """The small model reads the sequence itself only."""
-
     def finish(self, state: SequenceState) -> None:
         with self._undisturbed():
             self._forget(state.sequence_id)

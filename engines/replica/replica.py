@@ -389,11 +389,6 @@ class Replica:
         self.mover.forget(sequence)
         del self._sequences[sequence.state.sequence_id]
 
-    def add_reference(self, state: SequenceState) -> None:
-        """Shows the drafter, if there is one, a sequence that has ended elsewhere; it is not modified."""
-        if self.drafter is not None:
-            self.drafter.add_reference(state)
-
     def holds(self, sequence_id: SequenceId) -> bool:
         """Whether the sequence is here, running or waiting."""
         return sequence_id in self._sequences

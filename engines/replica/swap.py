@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import struct
 import time
 
 import torch
 
-from engines.attention.batch import ForwardBatch
 from engines.config import Preemption
 from engines.kvcache.cost import CopyCost, PassTime, PrefillCost, SwapCost, fit_prefill
 from engines.kvcache.paged import PagedKVCache, fill_kv, read_kv, to_host
 from engines.kvcache.store import KVContent, KVStore, Tier
 from engines.models.decoder import Decoder
 from engines.parallel.collectives import Communicator
+from engines.replica.scratch import Scratch, slowest
 
 _SHORT = 32  # tokens
 _LONGEST = 512
@@ -74,36 +72,28 @@ class SwapPolicy:
 
     @torch.no_grad()
     def _measure(self, tier: Tier) -> SwapCost:
-        scratch: PagedKVCache | None = None
-        with contextlib.suppress(RuntimeError):  # what torch's allocators raise: no memory is left to measure in
-            scratch = scratch_cache(self._kv, min(_LONGEST, self._max_model_len))
-        if self._slowest(math.inf if scratch is None else 0.0) > 0:
+        scratch = Scratch.like(self._kv, min(_LONGEST, self._max_model_len), self._decoder, self._group)
+        if scratch is None:
             return SwapCost(prefill=_FREE, copy=_UNUSABLE)
-        assert scratch is not None
         if self._prefill is None:
             self._prefill = self._measure_prefill(scratch)
         return SwapCost(prefill=self._prefill, copy=self._measure_copy(scratch, tier.store))
 
-    def _measure_prefill(self, scratch: PagedKVCache) -> PrefillCost:
+    def _measure_prefill(self, scratch: Scratch) -> PrefillCost:
+        def measure(num_tokens: int, context: int) -> PassTime:
+            seconds = scratch.measure(1, num_tokens, context, repeats=2)  # the first may pay for memory and caches
+            return PassTime(num_tokens=num_tokens, context=context, seconds=seconds)
+
         num_tokens, longest = min(_SHORT, self._max_model_len), min(_LONGEST, self._max_model_len)
-        one = self._time_pass(scratch, 1, num_tokens)
-        short = long = self._time_pass(scratch, num_tokens, num_tokens)
+        one = measure(1, num_tokens)
+        short = long = measure(num_tokens, num_tokens)
         while long.seconds < _PASS_S and 4 * long.num_tokens <= longest:
-            long = self._time_pass(scratch, 4 * long.num_tokens, 4 * long.num_tokens)
-        return fit_prefill(one, short, long, self._time_pass(scratch, num_tokens, min(_DEEPEST, self._max_model_len)))
+            long = measure(4 * long.num_tokens, 4 * long.num_tokens)
+        return fit_prefill(one, short, long, measure(num_tokens, min(_DEEPEST, self._max_model_len)))
 
-    def _time_pass(self, scratch: PagedKVCache, num_tokens: int, context: int) -> PassTime:
-        batch, times = _prefill_batch(scratch, num_tokens, context), []
-        for _ in range(2):  # the first may pay for memory and caches
-            start = time.perf_counter()
-            self._decoder.forward(batch, scratch)
-            _wait_for(scratch)
-            times.append(time.perf_counter() - start)
-        return PassTime(num_tokens=num_tokens, context=context, seconds=self._slowest(min(times)))
-
-    def _measure_copy(self, scratch: PagedKVCache, store: KVStore) -> CopyCost:
+    def _measure_copy(self, scratch: Scratch, store: KVStore) -> CopyCost:
         """Fits the times of an entry of one token and one of several MiB, halved until the store has room."""
-        token_bytes = scratch.bytes_per_token
+        token_bytes = scratch.kv.bytes_per_token
         one = self._time_copy(scratch, store, 1)
         num_tokens = max(2, min(self._max_model_len, _COPY_BYTES // token_bytes))
         while (many := self._time_copy(scratch, store, num_tokens)) == _NO_ROOM and num_tokens > 2:
@@ -116,76 +106,29 @@ class SwapPolicy:
             bytes_per_token=token_bytes, out_bandwidth=out_bandwidth, in_bandwidth=in_bandwidth, latency=sum(one)
         )
 
-    def _time_copy(self, scratch: PagedKVCache, store: KVStore, num_tokens: int) -> tuple[float, float]:
+    def _time_copy(self, scratch: Scratch, store: KVStore, num_tokens: int) -> tuple[float, float]:
         """Returns the seconds to store an entry and to load it; both infinite where the store cannot keep it."""
-        _, _, num_heads, head_dim = scratch.keys[0].shape
+        kv = scratch.kv
+        _, _, num_heads, head_dim = kv.keys[0].shape
         content = KVContent(
-            policy_version=0, tokens_digest="", dtype=str(scratch.keys[0].dtype).removeprefix("torch."),
-            num_layers=len(scratch.keys), first_token=0, num_tokens=num_tokens, first_head=0, num_heads=num_heads,
+            policy_version=0, tokens_digest="", dtype=str(kv.keys[0].dtype).removeprefix("torch."),
+            num_layers=len(kv.keys), first_token=0, num_tokens=num_tokens, first_head=0, num_heads=num_heads,
             head_dim=head_dim,
         )  # fmt: skip
-        blocks, times = _blocks(scratch, num_tokens), []
+        blocks, times = scratch.blocks(num_tokens), []
         for _ in range(2):  # the first may pay for memory
             start = time.perf_counter()
-            part = store.export(content, to_host(read_kv(scratch, blocks, num_tokens)))
+            part = store.export(content, to_host(read_kv(kv, blocks, num_tokens)))
             if part is None:
                 break
             stored = time.perf_counter()
             try:
-                fill_kv(scratch, blocks, num_tokens, store.load(part, content))
-                _wait_for(scratch)
+                fill_kv(kv, blocks, num_tokens, store.load(part, content))
+                scratch.wait()
                 times.append((stored - start, time.perf_counter() - stored))
             except ValueError:
                 break
             finally:
                 store.drop(part)
         out_s, in_s = map(min, zip(*times, strict=True)) if len(times) == 2 else _NO_ROOM
-        return self._slowest(out_s), self._slowest(in_s)
-
-    def _slowest(self, seconds: float) -> float:
-        """Returns the maximum over the replica's ranks, which wait for each other."""
-        told = self._group.all_gather_bytes(struct.pack("<d", seconds))
-        return max(struct.unpack("<d", one)[0] for one in told)
-
-
-def scratch_cache(kv: PagedKVCache, num_tokens: int) -> PagedKVCache:
-    """A cache like `kv` with room for `num_tokens` tokens, wherever in a block they begin."""
-    _, block_size, num_heads, head_dim = kv.keys[0].shape
-    return PagedKVCache(
-        num_layers=len(kv.keys),
-        num_blocks=-(-num_tokens // block_size) + 1,
-        block_size=block_size,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        dtype=kv.keys[0].dtype,
-        device=kv.keys[0].device,
-    )
-
-
-def _wait_for(kv: PagedKVCache) -> None:
-    if kv.keys[0].is_cuda:
-        torch.cuda.synchronize(kv.keys[0].device)
-
-
-def _blocks(kv: PagedKVCache, num_tokens: int) -> list[int]:
-    """A block table that repeats the cache's few blocks: their contents do not matter."""
-    num_blocks, block_size = kv.keys[0].shape[:2]
-    return [index % num_blocks for index in range(-(-num_tokens // block_size))]
-
-
-def _prefill_batch(kv: PagedKVCache, num_tokens: int, context: int) -> ForwardBatch:
-    """A pass over the last `num_tokens` tokens of a `context` of tokens, all with id 0."""
-    device, block_size = kv.keys[0].device, kv.keys[0].shape[1]
-    positions = torch.arange(context - num_tokens, context)
-    table = torch.tensor([_blocks(kv, context)])
-    slots = table[0, positions // block_size] * block_size + positions % block_size
-    return ForwardBatch(
-        tokens=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        positions=positions.to(device),
-        cu_seqlens_q=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-        context_lens=torch.tensor([context], dtype=torch.int32, device=device),
-        block_table=table.to(torch.int32).to(device),
-        slot_mapping=slots.to(device),
-        logit_rows=torch.empty(0, dtype=torch.int64, device=device),
-        seqlens_q=[num_tokens],
-    )
+        return slowest(out_s, self._group), slowest(in_s, self._group)

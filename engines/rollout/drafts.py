@@ -37,7 +37,7 @@ class DraftSharing:
         """Returns a new client if this rank is a replica's first, else None. Closes the one of the layout before."""
         if self.client is not None:
             self.client.close()
-        self.client = DraftClient([self._meeting.address], self._meeting.token) if is_first else None
+        self.client = DraftClient(self._meeting.address, self._meeting.token) if is_first else None
         return self.client
 
     def close(self) -> None:

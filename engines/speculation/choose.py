@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engines.parallel.collectives import Communicator
 
 Connect = Callable[[bool], DraftClient | None]
-"""Returns a client of the draft servers; None on a shard that is not the replica's first, for which it gets False."""
+"""Returns a client of the draft server; None on a shard that is not the replica's first, for which it gets False."""
 
 
 def choose_drafter(

@@ -1,15 +1,14 @@
-"""A replica's connection to the draft servers. No step waits for it: only its threads wait. Torch-free."""
+"""A replica's connection to the draft server. No step waits for it: only its thread waits. Torch-free."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import queue
 import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +35,7 @@ class DraftTimes:
     ttl_seconds: int = 600
     """Seconds without use after which a group is forgotten, here and on the server."""
     patience_s: float = 5.0
-    """Seconds without an answer after which a server counts as lost."""
+    """Seconds without an answer after which the server counts as lost."""
     retry_s: float = 1.0
     """Pause before the first attempt to connect again; each further one is twice as long, up to 30 s."""
 
@@ -53,17 +52,16 @@ class _Given:
 class DraftClient:
     """Sends what this replica generates, and fetches what others generate for the same prompts (Seer, Tables 3 and 4).
 
-    Only one thread may use it. Its methods, but `close`, only touch queues: threads of its own talk to the servers, one
-    for each address; a hash of a group's id chooses its server. While a server is gone, its groups get nothing from
-    others; when it is back, it gets all tokens that it lacks.
+    Only one thread may use it. Its methods, but `close`, only touch queues: a thread of its own talks to the server.
+    While the server is gone, groups get nothing from others; when it is back, it gets all tokens that it lacks.
     """
 
-    def __init__(self, addresses: Sequence[str], token: bytes, times: DraftTimes | None = None) -> None:
+    def __init__(self, address: str, token: bytes, times: DraftTimes | None = None) -> None:
         self._times = times or DraftTimes()
         self._grown: queue.SimpleQueue[Grown] = queue.SimpleQueue()
         self._given: dict[str, _Given] = {}
         self._check_due = 0.0
-        self._links = [_Link(address, token, self._times, self._grown.put) for address in addresses]
+        self._link = _Link(address, token, self._times, self._grown.put)
 
     def register_group(self, group_id: str, ttl_seconds: int | None = None) -> None:
         """From now on `take` returns the group's requests, at first those that are known already.
@@ -74,8 +72,7 @@ class DraftClient:
         ttl_seconds = ttl_seconds or self._times.ttl_seconds
         given = self._given.setdefault(group_id, _Given(ttl_seconds=ttl_seconds, used=time.monotonic()))
         given.ttl_seconds = ttl_seconds
-        link = self._link(group_id)
-        link.put(link.register_group, group_id, ttl_seconds)
+        self._link.put(self._link.register_group, group_id, ttl_seconds)
 
     def give(
         self, group_id: str, request_id: int, tokens: list[int], num_prompt_tokens: int, *, has_ended: bool = False
@@ -90,20 +87,17 @@ class DraftClient:
             given.used = now = time.monotonic()
             given.counts[request_id] = count + len(new)
             update = UpdateCst(group_id=group_id, request_id=request_id, prev_token_count=count, new_tokens=new)
-            link = self._link(group_id)
-            link.put(link.mirror.give, update, has_ended, now)
+            self._link.put(self._link.mirror.give, update, has_ended, now)
 
     def flush(self) -> None:
-        """Hands what was given over to the threads."""
+        """Hands what was given over to the thread."""
         now = time.monotonic()
         if now >= self._check_due:
             self._check_due = now + _CHECK_S
             for group_id in [one for one, given in self._given.items() if now - given.used > given.ttl_seconds]:
                 del self._given[group_id]
-                link = self._link(group_id)
-                link.put(link.mirror.forget, group_id)
-        for link in self._links:
-            link.flush()
+                self._link.put(self._link.mirror.forget, group_id)
+        self._link.flush()
 
     def take(self) -> list[Grown]:
         """Returns the requests of other replicas that have grown since the last call."""
@@ -114,19 +108,12 @@ class DraftClient:
         return grown
 
     def close(self) -> None:
-        """Ends the threads. Tokens that were not sent are lost. May be called twice."""
-        for link in self._links:
-            link.stop()
-        for link in self._links:
-            link.join()
-
-    def _link(self, group_id: str) -> _Link:
-        digest = hashlib.blake2b(group_id.encode(), digest_size=8).digest()
-        return self._links[int.from_bytes(digest, "little") % len(self._links)]
+        """Ends the thread. Tokens that were not sent are lost. May be called twice."""
+        self._link.close()
 
 
 class _Link:
-    """The thread that talks to one server. Other threads call only `put`, `flush`, `stop` and `join`."""
+    """The thread that talks to the server. Other threads call only `put`, `flush` and `close`."""
 
     def __init__(self, address: str, token: bytes, times: DraftTimes, report: Callable[[Grown], None]) -> None:
         self._address, self._token, self._times, self._report = address, token, times, report
@@ -146,11 +133,9 @@ class _Link:
             self._todo.put(self._pending)
             self._pending = []
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._has_ended = True
         self._todo.put([])  # wakes the thread
-
-    def join(self) -> None:
         self._thread.join()
 
     # -- of the thread
@@ -177,7 +162,7 @@ class _Link:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _serve(self, client: Client) -> None:
-        """Exchanges tokens until `stop`. Raises ConnectionError when the server is lost."""
+        """Exchanges tokens until `close`. Raises ConnectionError when the server is lost."""
         is_new, has_sent, due = True, False, 0.0
         while not self._has_ended:
             if requests := self.mirror.updates(time.monotonic()):

@@ -50,10 +50,6 @@ class Drafter(Protocol):
         """
         ...
 
-    def add_reference(self, state: SequenceState) -> None:
-        """Takes note of a sequence that has ended elsewhere, from which others of its group may copy."""
-        ...
-
     def finish(self, state: SequenceState) -> None:
         """Forgets a sequence that leaves the replica, or whose step has failed. It may come back, and be unknown."""
         ...

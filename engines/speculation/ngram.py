@@ -38,9 +38,6 @@ class NGramDrafter:
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""
 
-    def add_reference(self, state: SequenceState) -> None:
-        """Sequences copy from themselves only."""
-
     def finish(self, state: SequenceState) -> None:
         self._indices.pop(state.sequence_id, None)
 

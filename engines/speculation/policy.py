@@ -75,8 +75,5 @@ class AdaptedDrafter:
         for state, draft, count in zip(states, drafts, num_accepted, strict=True):
             self._policy.observe(self._proposed[state.sequence_id][: len(draft)], count)
 
-    def add_reference(self, state: SequenceState) -> None:
-        self._drafter.add_reference(state)
-
     def finish(self, state: SequenceState) -> None:
         self._drafter.finish(state)

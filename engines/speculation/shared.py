@@ -44,10 +44,6 @@ class SharedDrafter:
         if self._drafter is not None:
             self._drafter.observe(states, drafts, num_accepted)
 
-    def add_reference(self, state: SequenceState) -> None:
-        if self._drafter is not None:
-            self._drafter.add_reference(state)
-
     def finish(self, state: SequenceState) -> None:
         if self._drafter is not None:
             self._drafter.finish(state)

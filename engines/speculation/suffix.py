@@ -17,6 +17,7 @@ from engines.speculation.client import DraftClient
 from engines.speculation.drafter import NO_DRAFT, Draft
 from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, Tokens, batch_speculate
 
+_DEPTH = 24
 _PROMPT = 0  # the request that is the prompt; sample i is request i + 1
 _Key = tuple[int, ...]
 
@@ -57,12 +58,11 @@ class SuffixDrafter:
         max_draft_tokens: int,
         num_paths: int = 1,
         max_bytes: int,
-        max_depth: int = 24,
         client: DraftClient | None = None,
     ) -> None:
         assert grouped or client is None
         self._grouped, self._client = grouped, client
-        self._max_bytes, self._max_depth = max_bytes, max_depth
+        self._max_bytes = max_bytes
         lengths = range(1, max_draft_tokens + 1)
         self._args = [SpeculationArgs(max_spec_tokens=length, top_k=num_paths) for length in lengths]
         self._num_paths = num_paths
@@ -94,10 +94,6 @@ class SuffixDrafter:
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""
-
-    def add_reference(self, state: SequenceState) -> None:
-        if self._grouped and (group := self._follow(state)) is not None:
-            group.tree.finish(self._request(state))
 
     def finish(self, state: SequenceState) -> None:
         """Of a group's sequence the tokens stay, as a reference for its siblings."""
@@ -147,8 +143,8 @@ class SuffixDrafter:
             if not self._make_room():
                 return None
             prompt = state.tokens[: state.num_prompt_tokens]
-            tree = SuffixTree(max_depth=self._max_depth, max_bytes=self._max_bytes)
-            group = self._groups[key] = _Group(tree, len(prompt), prompt[-self._max_depth :])
+            tree = SuffixTree(max_depth=_DEPTH, max_bytes=self._max_bytes)
+            group = self._groups[key] = _Group(tree, len(prompt), prompt[-_DEPTH:])
             if self._grouped:
                 group.tree.append(_PROMPT, prompt)
             self._num_bytes += group.tree.num_bytes
@@ -156,7 +152,7 @@ class SuffixDrafter:
                 self._client.register_group(_name(key))
         group.turn = self._turn
         self._groups.move_to_end(key)
-        begin = max(0, state.num_prompt_tokens - self._max_depth) if self._grouped else 0
+        begin = max(0, state.num_prompt_tokens - _DEPTH) if self._grouped else 0
         return group if self._append(key, request, state.tokens, begin=begin) else None
 
     def _append(self, key: _Key, request: int, tokens: Tokens, *, start: int = 0, begin: int = 0) -> bool:

@@ -1,6 +1,6 @@
-// The suffix tree of `suffix_tree.py`, whose docstring defines what it holds and what a draft is; in Python it is
-// `plain_suffix_tree.py`. A node stands where paths part or a suffix ends, and nowhere else. Therefore all paths along
-// an edge have the same count, and the tree's shape depends on its content alone.
+// The suffix tree of `suffix_tree.py`, whose docstring defines what it holds and what a draft is. A node stands where
+// paths part or a suffix ends, and nowhere else. Therefore all paths along an edge have the same count, and the tree's
+// shape depends on its content alone.
 
 #include <algorithm>
 #include <cstdint>

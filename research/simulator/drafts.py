@@ -128,8 +128,5 @@ class SimulatedDrafter:
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
         """Nothing is learnt from it."""
 
-    def add_reference(self, state: SequenceState) -> None:
-        self._references.update(state)
-
     def finish(self, state: SequenceState) -> None:
         self._references.update(state)

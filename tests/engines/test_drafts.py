@@ -91,9 +91,6 @@ class ScriptedDrafter:
             paths.append(Draft(path[:length], [0.5] * length))
         return paths[0]._replace(others=tuple(paths[1:]))
 
-    def add_reference(self, state: SequenceState) -> None:
-        raise AssertionError("there are no references here")
-
     def _propose(self, state: SequenceState, limit: int) -> list[int]:
         known = len(state.tokens)
         right = self._truth[state.sequence_id][known:][:limit]

@@ -9,8 +9,9 @@ import pytest
 from engines import LLM, SamplingParams
 from engines.config import EngineConfig
 from engines.parallel.collectives import SingleRank
-from engines.replica import row_times
+from engines.replica import scratch
 from engines.replica.row_times import RowTimes
+from engines.replica.scratch import Scratch
 from engines.speculation.drafter import Draft
 from engines.speculation.marginal_gain import MarginalGain
 from tests.worlds import join, run_world
@@ -62,11 +63,11 @@ def test_long_passes_are_extrapolated(
     """For passes that take a + b * rows seconds, all times are exact."""
     calls: Counter[int] = Counter()
 
-    def seconds(_: RowTimes, __: object, rows: int) -> float:
+    def seconds(_: Scratch, rows: int, *__: object) -> float:
         calls[rows] += 1
         return fixed + per_row * rows
 
-    monkeypatch.setattr(RowTimes, "_time", seconds)
+    monkeypatch.setattr(Scratch, "_time", seconds)
     times = make(LLM(qwen3, kv_cache_bytes=2**20))
     assert [times(rows) for rows in (1, 3, 50, 2000)] == pytest.approx(
         [fixed + per_row * rows for rows in (1, 3, 50, 2000)]
@@ -80,11 +81,12 @@ def test_it_measures_no_more_rows_than_the_memory_plan_counts(qwen3: str) -> Non
 
 
 def test_without_memory_to_measure_in_nothing_is_drafted(qwen3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(**_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(row_times, "scratch_cache", refuse)
-    policy = MarginalGain(make(LLM(qwen3, kv_cache_bytes=2**20)))
+    times = make(LLM(qwen3, kv_cache_bytes=2**20))
+    monkeypatch.setattr(scratch, "PagedKVCache", refuse)
+    policy = MarginalGain(times)
     assert policy.shorten(4, 4, [Draft([1, 2, 3], [0.9, 0.8, 0.7])] * 4) == [Draft([], [])] * 4
 
 

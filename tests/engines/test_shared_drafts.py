@@ -109,7 +109,7 @@ def copy_from_the_other_replica(model: str, with_server: bool) -> int:
 def known_of(drafter: SuffixDrafter) -> list[int]:
     client = drafter._client
     assert client is not None
-    return test_draft_server.tokens_of(client._links[0].mirror).get("0:0", {}).get(1, [])
+    return test_draft_server.tokens_of(client._link.mirror).get("0:0", {}).get(1, [])
 
 
 def test_the_second_replica_accepts_what_the_first_has_generated(qwen3: str) -> None:
@@ -124,8 +124,6 @@ class Broken:
         raise ValueError("no drafts today")
 
     def observe(self, *_: Any) -> None: ...
-
-    def add_reference(self, *_: Any) -> None: ...
 
     def finish(self, *_: Any) -> None: ...
 

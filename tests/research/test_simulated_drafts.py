@@ -98,12 +98,13 @@ def test_the_mean_accepted_length_is_that_of_the_table(num_references: int) -> N
 @pytest.mark.parametrize("num_ahead", [0, 1, 2, 3, 4])
 def test_a_running_sibling_is_a_reference_for_the_tokens_that_it_holds(num_ahead: int) -> None:
     """A draft of three tokens beside a sibling that is `num_ahead` longer, at 4,000 positions; four standard errors."""
-    drafter = SimulatedDrafter(DraftAcceptance(table={0: 1.25, 1: 1.75}, length=1), References(lambda _: False))
+    references = References(lambda _: False)
+    drafter = SimulatedDrafter(DraftAcceptance(table={0: 1.25, 1: 1.75}, length=1), references)
     state, sibling, counts = make_state(7, [1, 2, 3]), make_state(7, [1, 2, 3], index=1), []
     sibling.tokens += [5] * num_ahead
     for _ in range(4_000):
         sibling.tokens.append(5)
-        drafter.add_reference(sibling)
+        references.update(sibling)
         counts.append(propose(drafter, state, 3)[0])
     chances = [0.75 if place < num_ahead else 0.25 for place in range(3)]
     error = statistics.stdev(counts) / len(counts) ** 0.5

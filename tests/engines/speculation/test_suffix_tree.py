@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import pytest
 from engines.native import build
 from engines.speculation.drafter import Draft
 from engines.speculation.native_suffix_tree import NativeSuffixTree, load
-from engines.speculation.plain_suffix_tree import NODE_BYTES, SEQUENCE_BYTES, TOKEN_BYTES, PlainSuffixTree
+from engines.speculation.plain_suffix_tree import NODE_BYTES, PlainSuffixTree
 from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, batch_speculate
 
 KERNELS = ("python",) if load() is None else ("native", "python")
@@ -24,17 +25,21 @@ needs_compiler = pytest.mark.skipif(load() is None, reason="no C++ compiler here
 
 
 class Oracle:
-    """The sequences alone: every question is answered by a look at all of them."""
+    """The sequences alone: every question is answered by a look at all of them. Bytes are those of a tree in C++, or
+    in Python."""
 
-    def __init__(self, depth: int, max_bytes: int) -> None:
-        self.depth, self.max_bytes = depth, max_bytes
+    def __init__(self, kernels: str, depth: int, max_nodes: int) -> None:
+        self.depth, self.is_native = depth, kernels == "native"
+        self.node, self.token, self.sequence = (48, 8, 128) if self.is_native else (NODE_BYTES, NODE_BYTES, 0)
+        self.max_bytes = max_nodes * self.node
         self.sequences: dict[int, list[int]] = {}
         self.finished: set[int] = set()
         self.num_evictions = 0
 
     @property
     def num_bytes(self) -> int:
-        """A node is the root, the end of a suffix, or a path with two continuations."""
+        """In Python a node is a path that is not empty; in C++ the root, the end of a suffix, or a path with two
+        continuations."""
         paths, ends = Counter[tuple[int, ...]](), set()
         for tokens in self.sequences.values():
             for i in range(len(tokens)):
@@ -43,12 +48,13 @@ class Oracle:
                 ends.add(path)
         parts = Counter(path[:-1] for path in paths if path)
         nodes = {(), *ends, *(path for path, number in parts.items() if number > 1)}
+        num_nodes = len(nodes) if self.is_native else len(paths.keys() - {()})
         num_tokens = sum(map(len, self.sequences.values()))
-        return len(nodes) * NODE_BYTES + num_tokens * TOKEN_BYTES + len(self.sequences) * SEQUENCE_BYTES
+        return num_nodes * self.node + num_tokens * self.token + len(self.sequences) * self.sequence
 
     def append(self, request_id: int, tokens: Sequence[int]) -> None:
         for token in tokens:
-            reserve = self.depth * NODE_BYTES + TOKEN_BYTES + SEQUENCE_BYTES
+            reserve = self.depth * self.node + self.token + self.sequence
             while self.max_bytes and self.sequences and self.num_bytes + reserve > self.max_bytes:
                 others = [one for one in self.sequences if one != request_id] or [request_id]
                 self.remove(next((one for one in others if one in self.finished), others[0]))
@@ -115,38 +121,41 @@ def random_args(rng: random.Random) -> SpeculationArgs:
 
 
 def play(rng: random.Random) -> Counter[str]:
-    """Plays random operations on both trees and the oracle; returns the number of operations by name."""
+    """Plays random operations on both trees, each with an oracle; returns the number of operations by name. The trees
+    evict at different times, each as its own oracle does."""
     depth, vocabulary = rng.choice([2, 3, 4, 7]), rng.choice([1, 2, 2, 3, 5])
-    max_bytes = rng.choice([0, 0, rng.randint(700, 2500)])
-    oracle = Oracle(depth, max_bytes)
-    trees = [make(kernels, depth, max_bytes) for kernels in KERNELS]
+    max_nodes = rng.choice([0, 0, rng.randint(15, 52)])
+    oracles = [Oracle(kernels, depth, max_nodes) for kernels in KERNELS]
+    trees = [make(kernels, depth, one.max_bytes) for kernels, one in zip(KERNELS, oracles, strict=True)]
     played = Counter[str]()
     for _ in range(rng.randint(1, 24)):
         name = rng.choice(["append", "append", "append", "speculate", "speculate", "remove", "finish"])
         request_id = rng.randrange(3)
         if name == "append":
             tokens = [rng.randrange(vocabulary) for _ in range(rng.randint(0, 8))]
-            for one in (oracle, *trees):
+            for one in (*oracles, *trees):
                 one.append(request_id, tokens)
         elif name == "speculate":
-            args, own = random_args(rng), oracle.sequences.get(request_id, [])
+            args, most = random_args(rng), rng.randint(1, 9)
             foreign = [rng.randrange(vocabulary) for _ in range(rng.randint(0, 8))]
-            pattern = rng.choice([None, foreign, own[-rng.randint(1, 9) :]])
-            expected = oracle.speculate(own if pattern is None else pattern, args)
-            for tree in trees:
+            kind = rng.choice(["none", "foreign", "end"])
+            for tree, oracle in zip(trees, oracles, strict=True):
+                own = oracle.sequences.get(request_id, [])
+                pattern = {"none": None, "foreign": foreign, "end": own[-most:]}[kind]
+                expected = oracle.speculate(own if pattern is None else pattern, args)
                 assert pairs(tree.speculate(args, request_id=request_id, pattern=pattern)) == expected
-            name = "drafted" if expected else "no draft"
+                played["drafted" if expected else "no draft"] += 1
         else:
-            for one in (oracle, *trees):
+            for one in (*oracles, *trees):
                 getattr(one, name)(request_id)
         played[name] += 1
-    for tree in trees:
+    for kernels, tree, oracle in zip(KERNELS, trees, oracles, strict=True):
         tree.check_integrity()
-        assert tree.num_bytes == oracle.num_bytes
+        assert tree.num_bytes == oracle.num_bytes <= (oracle.max_bytes or math.inf)
         assert tree.num_tokens == sum(map(len, oracle.sequences.values()))
         assert [tree.length(one) for one in range(3)] == [len(oracle.sequences.get(one, [])) for one in range(3)]
         assert tree.num_evictions == oracle.num_evictions
-    played["evicted"] += oracle.num_evictions
+        played[f"evicted, {kernels}"] += oracle.num_evictions
     return played
 
 
@@ -155,7 +164,8 @@ def test_random_operations(seed: int) -> None:
     rng, played = random.Random(seed), Counter[str]()
     for _ in range(2500):
         played += play(rng)
-    assert min(played[name] for name in ("append", "drafted", "no draft", "remove", "finish", "evicted")) > 500
+    names = ("append", "drafted", "no draft", "remove", "finish", *(f"evicted, {kernels}" for kernels in KERNELS))
+    assert min(played[name] for name in names) > 500
 
 
 @needs_compiler
@@ -173,7 +183,7 @@ def test_long_sequences(vocabulary: int) -> None:
             if request_id is not None:
                 tree.remove(request_id)
             tree.check_integrity()
-        assert trees[0].num_bytes == trees[1].num_bytes
+        assert trees[0].num_tokens == trees[1].num_tokens
         for top_k in (1, 4):
             args = SpeculationArgs(max_spec_tokens=30, top_k=top_k, **NO_LIMIT)
             for at in range(30, 1500, 300):
@@ -247,8 +257,8 @@ def test_batch(kernels: str, dtype: type) -> None:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_memory_is_bounded_and_given_back(kernels: str) -> None:
-    rng, bound = np.random.default_rng(0), 2**16
-    tree = SuffixTree(max_bytes=bound, kernels=kernels)  # type: ignore[arg-type]
+    rng, bound = np.random.default_rng(0), 2**16 if kernels == "native" else 2**22
+    tree = make(kernels, 24, bound)
     floor = tree.num_bytes
     for request_id in range(4):
         tree.append(request_id, rng.integers(0, 9, 100))
@@ -294,7 +304,6 @@ def test_no_memory_is_lost() -> None:
             lambda tree: SuffixTree(max_bytes=10),
             r"SuffixTree.max_bytes=10: must be an integer of at least 65536, or No",
         ),
-        (lambda tree: SuffixTree(kernels="fast"), r"SuffixTree.kernels='fast': must be one of \['auto', "),
         (lambda tree: SpeculationArgs(top_k=0), r"SpeculationArgs.top_k=0: must be an integer of 1 to 1024"),
         (lambda tree: SpeculationArgs(min_probability=2.0), r"min_probability=2.0: must be at least 0, at most 1"),
         (lambda tree: SpeculationArgs(pattern_lookup_min=17), r"pattern_lookup_min=17: is above pattern_lookup_max=16"),
@@ -376,7 +385,5 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
             trees = [SuffixTree() for _ in range(3)]
         assert len(caplog.records) == 1 and "no C++ compiler" in caplog.text and "in Python" in caplog.text
         assert isinstance(trees[0]._tree, PlainSuffixTree)
-        with pytest.raises(ValueError, match=r"SuffixTree.kernels='native': needs a C\+\+ compiler"):
-            SuffixTree(kernels="native")
     finally:
         load.cache_clear()
