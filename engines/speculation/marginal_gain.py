@@ -43,9 +43,9 @@ class MarginalGain:
     with a draft or without, and each draft token with the probability of its path (`Calibration`). A path's
     probabilities do not rise, so that the k likeliest draft tokens are whole beginnings of drafts: all k are tried out,
     none included. Where k = 0 was best for some passes, drafts are looked up in fewer and fewer of them, until the
-    batch is smaller by an eighth; and what was learnt is slowly forgotten, so that they are tried again. Another path of a draft is
-    taken whole or not at all: it adds the probabilities of the tokens that no path before it has, for a row per token
-    and one more.
+    batch is smaller by an eighth; and what was learnt is slowly forgotten, so that they are tried again. Another path
+    of a draft is taken whole or not at all: it adds the probabilities of the tokens that no path before it has, for a
+    row per token and one more.
     """
 
     _PATIENCE, _MOST_SKIPPED, _FORGOTTEN, _SMALLER = 8, 64, 0.02, 7 / 8
