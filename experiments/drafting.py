@@ -258,26 +258,27 @@ class Bench:
             max_num_seqs=self._max_num_seqs,
             max_model_len=_MAX_LEN,
             drafter=variant.drafter,
-            draft_lengths=variant.draft_lengths,
             draft_paths=variant.draft_paths,
             draft_model=None if draft_model is None else str(draft_model),
         )
 
     def use(self, variant: Variant, siblings: Sequence[SequenceState] = ()) -> None:
         """Gives the replica a new drafter; one that drafts from groups has seen these sequences, which have ended."""
-        config = replace(self._config(variant), draft_lengths="fixed")
+        if variant.drafter == PLAIN:
+            self.replica.drafter = None
+            return
+        config, row_times = replace(self._config(variant), draft_lengths="fixed"), self._engine.row_times
         model = self._engine.make_model_drafter(config, self._model, _MAX_LEN)
         if model is not None:
             model.load()
-        row_times, num_siblings = self._engine.row_times, len(siblings)
         drafter = choose_drafter(config, variant.policy, row_times, SingleRank(), model=model)
-        if drafter is not None and variant.drafter == "grouped_suffix":
-            drafter.propose(list(siblings), [1] * num_siblings, num_siblings, num_siblings)
+        assert drafter is not None
+        if variant.drafter == "grouped_suffix":
+            drafter.propose(list(siblings), [1] * len(siblings), len(siblings), len(siblings))
             for state in siblings:
                 drafter.finish(state)
-        if drafter is not None and variant.draft_lengths == "adaptive":
-            drafter = AdaptedDrafter(drafter, variant.policy(row_times))
-        self.replica.drafter = drafter
+        adapts = variant.draft_lengths == "adaptive"
+        self.replica.drafter = AdaptedDrafter(drafter, variant.policy(row_times)) if adapts else drafter
 
     def roll_out(self, states: Iterable[SequenceState]) -> Timed:
         """Generates all sequences, as many at a time as there is room for."""

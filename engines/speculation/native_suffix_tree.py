@@ -42,7 +42,7 @@ def load() -> Any:
         "num_bytes": (integer, pointer),
         "num_evictions": (integer, pointer),
         "check": (word, pointer),
-        "speculate": (word, *requests, pointer, integer, *[pointer] * 4, integer, *[pointer] * 2, integer, integer),
+        "speculate": (word, *requests, pointer, integer, *[pointer] * 6, integer, integer),
     }
     for name, (result, *arguments) in signatures.items():
         function = getattr(library, f"suffix_tree_{name}")
@@ -97,7 +97,7 @@ class NativeSuffixTree:
         if pattern is not None:
             buffer = (pattern.tobytes(), pattern.itemsize, one(0), one(len(pattern)))
         request = ((ctypes.c_void_p * 1)(self.handle), one(request_id), 1)
-        outputs = (tokens, 4, lengths, probabilities, paths, longest)
+        outputs = (tokens, lengths, probabilities, paths, longest)
         status = self._library.speculate(*request, *buffer, args.packed, *outputs)
         _raise_without_memory(status)
         spans = [slice(k * longest, k * longest + lengths[k]) for k in range(paths) if lengths[k]]
@@ -113,24 +113,18 @@ def speculate(
 ) -> None:
     """`batch_speculate`, whose arguments are right. The span is patterns, starts and stops."""
     handles = (ctypes.c_void_p * len(trees))(*[tree.handle for tree in trees])
-    buffer = (None, 8, None, None) if span is None else (*_buffer(span[0]), _address(span[1]), _address(span[2]))
+    buffer: tuple[Any, ...] = (None, 8, None, None)
+    if span is not None:
+        buffer = (_address(span[0]), span[0].itemsize, _address(span[1]), _address(span[2]))
     packed = b"".join([one.packed for one in args])
-    outputs = (
-        *_buffer(drafts.tokens),
-        _address(drafts.lengths),
-        _address(drafts.probabilities),
-        *drafts.tokens.shape[1:],
-    )
-    status = load().speculate(handles, _address(request_ids), len(trees), *buffer, packed, *outputs)
+    outputs = (_address(array) for array in (drafts.tokens, drafts.lengths, drafts.probabilities))
+    sizes = drafts.tokens.shape[1:]
+    status = load().speculate(handles, _address(request_ids), len(trees), *buffer, packed, *outputs, *sizes)
     _raise_without_memory(status)
 
 
 def _address(array: NDArray[Any]) -> int:
     return array.__array_interface__["data"][0]
-
-
-def _buffer(array: NDArray[Any]) -> tuple[int, int]:
-    return _address(array), array.itemsize
 
 
 def _raise_without_memory(status: int) -> None:

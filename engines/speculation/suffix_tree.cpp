@@ -431,7 +431,7 @@ extern "C" int suffix_tree_append(Tree* tree, int64_t id, const void* tokens, in
 // Drafts for `size` requests: shapes and meaning are those of `batch_speculate` in Python.
 extern "C" int suffix_tree_speculate(Tree* const* trees, const int64_t* ids, int64_t size, const void* patterns,
                                      int64_t width, const int64_t* starts, const int64_t* stops,
-                                     const Arguments* arguments, void* tokens, int64_t token_width, int32_t* lengths,
+                                     const Arguments* arguments, int32_t* tokens, int32_t* lengths,
                                      double* probabilities, int64_t num_paths, int64_t num_tokens) {
     std::vector<Index> pattern;
     const auto read = [&](const auto* from, int64_t start, int64_t stop) {
@@ -453,9 +453,7 @@ extern "C" int suffix_tree_speculate(Tree* const* trees, const int64_t* ids, int
             lengths[row] = tree.path(k).length;
             const Drafted* path = tree.draft(k, arguments[i]);
             for (int64_t j = 0, to = row * num_tokens; j < lengths[row]; j++, to++) {
-                if (token_width == 4) static_cast<int32_t*>(tokens)[to] = path[j].token;
-                if (token_width == 8) static_cast<int64_t*>(tokens)[to] = path[j].token;
-                probabilities[to] = path[j].probability;
+                tokens[to] = path[j].token, probabilities[to] = path[j].probability;
             }
         }
     };

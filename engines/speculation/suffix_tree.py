@@ -76,8 +76,8 @@ class SpeculationArgs:
 class DraftBuffers:
     """Arrays that `batch_speculate` writes into: the caller keeps them for many calls."""
 
-    tokens: NDArray[np.integer]
-    """[requests, paths, tokens], int32 or int64; tokens after the end of a path stay as they were."""
+    tokens: NDArray[np.int32]
+    """[requests, paths, tokens]; tokens after the end of a path stay as they were."""
     lengths: NDArray[np.int32]
     """[requests, paths]; 0 where there is no such path."""
     probabilities: NDArray[np.float64]
@@ -101,9 +101,9 @@ class DraftBuffers:
         ]
 
     def __post_init__(self) -> None:
-        fields = {"tokens": (INTEGERS, 3), "lengths": ((np.int32,), 2), "probabilities": ((np.float64,), 3)}
-        for name, (kinds, dimensions) in fields.items():
-            _check_array(f"DraftBuffers.{name}", getattr(self, name), kinds, dimensions)
+        fields = {"tokens": (np.int32, 3), "lengths": (np.int32, 2), "probabilities": (np.float64, 3)}
+        for name, (kind, dimensions) in fields.items():
+            _check_array(f"DraftBuffers.{name}", getattr(self, name), (kind,), dimensions)
             if not getattr(self, name).flags.writeable:
                 raise ValueError(f"DraftBuffers.{name}: is read-only; give an array that can be written")
         for name, wanted in (("lengths", self.tokens.shape[:2]), ("probabilities", self.tokens.shape)):

@@ -235,7 +235,7 @@ def test_batch(kernels: str, dtype: type) -> None:
     args = [SpeculationArgs(max_spec_tokens=row + 1, top_k=1 + row % 3) for row in range(6)]
     many, ids = [trees[row % 3] for row in range(6)], np.array([0, 1, 2, -1, 4, 5])
     drafts = DraftBuffers(
-        tokens=np.full((7, 4, 9), -7, dtype), lengths=np.ones((7, 4), np.int32), probabilities=-np.ones((7, 4, 9))
+        tokens=np.full((7, 4, 9), -7, np.int32), lengths=np.ones((7, 4), np.int32), probabilities=-np.ones((7, 4, 9))
     )
     starts = np.arange(6) * 40
     batch_speculate(many, ids, args, drafts, patterns=buffer, starts=starts, stops=starts + sizes)
@@ -364,7 +364,7 @@ def test_malformed_batches(changed: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize("name", ["tokens", "lengths", "probabilities"])
 def test_malformed_buffers(name: str) -> None:
     shape = (2, 1, 8)
-    right = {"tokens": np.zeros(shape, np.int64), "lengths": np.zeros(shape[:2], np.int32)}
+    right = {"tokens": np.zeros(shape, np.int32), "lengths": np.zeros(shape[:2], np.int32)}
     right["probabilities"] = np.zeros(shape)
     fixed = right[name].copy()
     fixed.flags.writeable = False
