@@ -9,10 +9,10 @@ TRAIN_ARGS ?=
 train: .venv/.installed
 	$(BIN)/python experiments/train.py --ranks $(RANKS) $(TRAIN_ARGS)
 
-# Files go to workers whole, since tests of one file share what is dear to make. Four workers, on two cores too, because
+# Files go to workers whole, since tests of one file share what is dear to make. Three workers, on two cores too, because
 # tests of many processes wait for each other; the worlds of one worker take up to 3 GiB.
 test: .venv/.installed
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu" -n 4 --dist loadfile --no-loadscope-reorder
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu

@@ -186,9 +186,8 @@ def main() -> dict[str, Any] | None:
     return {
         "experiment": "reproduce",
         "rows": {
-            number: None
-            if measured is None
-            else {name: {"ours": ours, "inside": inside} for name, (ours, inside) in measured.items()}
+            str(number): measured
+            and {name: {"ours": ours, "inside": inside} for name, (ours, inside) in measured.items()}
             for number, measured in found.items()
         },
     }
