@@ -6,9 +6,10 @@ The tasks of Table 5 with all their GPUs and sequences: groups bound to instance
 context-aware scheduling, with drafts, and with an oracle of the lengths; and harder baselines that bind single
 sequences. What binds sequences runs with its best slots and way of preemption, which a coarser simulation finds, and
 with several assignments. `--chunk-tokens` counts tokens of the paper. The paper does not print the distribution of the
-lengths, and its models are no dense decoders: docs/seer.md has what is assumed. A sequence has a sixteenth of its tokens, each of which is priced as
-sixteen. In the other cases context should not help. Prints tables, and one JSON object, in which `paper` has the
-paper's figures beside ours. A rollout that is simulated again is the same, so A/A is 1.
+lengths, and its models are no dense decoders: docs/seer.md has what is assumed. A sequence has a sixteenth of its
+tokens, each of which is priced as sixteen. In the other cases context should not help. Prints tables, and one JSON
+object, in which `paper` has the paper's figures beside ours. A rollout that is simulated again is the same, so A/A is
+1.
 """
 
 from __future__ import annotations
