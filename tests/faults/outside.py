@@ -182,8 +182,13 @@ class _Schedule:
         self._counts["launches"] += 1
 
     def _kill(self, replica_id: int, pids: dict[int, int]) -> None:
-        os.kill(pids[replica_id], signal.SIGKILL)
-        self._counts["kills"] += 1
+        self._send(pids[replica_id], signal.SIGKILL, "kills")
+
+    def _send(self, pid: int, number: signal.Signals, count: str) -> None:
+        """Counts what has reached a process: it may have ended since its id was read."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            self._counts[count] += 1
 
     def _kill_all(self, _: int, pids: dict[int, int]) -> None:
         for replica_id in pids:
@@ -191,18 +196,15 @@ class _Schedule:
         self._launch()
 
     def _end_politely(self, replica_id: int, pids: dict[int, int]) -> None:
-        os.kill(pids[replica_id], signal.SIGTERM)
-        self._counts["terminations"] += 1
+        self._send(pids[replica_id], signal.SIGTERM, "terminations")
 
     def _stop(self, replica_id: int, pids: dict[int, int]) -> None:
         """For a while, perhaps longer than anybody's patience."""
-        os.kill(pids[replica_id], signal.SIGSTOP)
+        self._send(pids[replica_id], signal.SIGSTOP, "stops")
         self._stopped[pids[replica_id]] = time.monotonic() + self._rng.choice([0.05, 0.3, 1.0, 1.5 * PATIENCE_S])
-        self._counts["stops"] += 1
 
     def _stop_for_good(self, replica_id: int, pids: dict[int, int]) -> None:
-        os.kill(pids[replica_id], signal.SIGSTOP)
-        self._counts["stops_for_good"] += 1
+        self._send(pids[replica_id], signal.SIGSTOP, "stops_for_good")
 
     def _go_on(self, pid: int) -> None:
         del self._stopped[pid]
