@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
@@ -123,13 +123,20 @@ def start_anew(*arguments: str, **environment: str) -> dict[str, Any]:
 
     Returns its result, also one with different tokens. Raises ValueError if it fails; its own error is then on stderr.
     """
+    return result_of([*sys.argv, *arguments], environment)
+
+
+def result_of(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, cwd: Path | None = None
+) -> dict[str, Any]:
+    """As `start_anew`, of any command: `arguments` are Python's. Our commands die with this process."""
     own = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(own)} | environment
-    env[_PARENT] = str(os.getpid())
-    command = [sys.executable, *sys.argv, *arguments]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    env |= {**(environment or {}), _PARENT: str(os.getpid())}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, TOKENS_DIFFER):
-        raise ValueError(f"{Path(sys.argv[0]).name}: its other processes ended with code {done.returncode}; see above")
+        raise ValueError(f"{Path(arguments[0]).name}: its processes ended with code {done.returncode}; see above")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

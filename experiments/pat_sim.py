@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,7 @@ class PatSimConfig:
         if unknown := [name for name in self.cells if name not in {cell.name for cell in CELLS}]:
             raise ValueError(f"cells: {unknown[0]!r} is none of {', '.join(cell.name for cell in CELLS)}")
         for name in self.also:
-            own_class("also", name, ["pat, paper and hindsight, which are always there"], "first_tp_size")
+            _own(name)
 
 
 def main() -> dict[str, Any]:
@@ -165,13 +166,14 @@ def simulate(cell: Cell, num_seeds: int, also: tuple[str, ...] = ()) -> dict[str
             if name == "pat":
                 switches.append(len(done.switches))
     speeds = {name: short(statistics.median(tokens / took for tokens, took in some)) for name, some in runs.items()}
-    best = max((name for name in speeds if name.startswith("TP")), key=speeds.__getitem__)
+    statics = {f"TP{size}" for size in deployment.num_kv_tokens}
+    best = max((name for name in speeds if name in statics), key=speeds.__getitem__)
 
     def ratio(name: str, other: str) -> float:
         pairs = zip(runs[name], runs[other], strict=True)
         return short(statistics.median(its / mine for (_, mine), (_, its) in pairs))
 
-    over = {name: ratio("pat", name) for name in speeds if name.startswith("TP")}
+    over = {name: ratio("pat", name) for name in speeds if name in statics}
     return {
         **asdict(cell),
         "tokens_per_second": speeds,
@@ -182,6 +184,12 @@ def simulate(cell: Cell, num_seeds: int, also: tuple[str, ...] = ()) -> dict[str
         "way_back_s": {name: short(statistics.fmean(some)) for name, some in ways_back.items() if any(some)},
         "true_over": [name for name, value in over.items() if cell.claim is not None and value >= cell.claim],
     }
+
+
+def _own(name: str) -> Callable[..., Any]:
+    methods = ("first_tp_size", "learn", "decide")
+    known = ["pat, paper and hindsight, which are always there"]
+    return own_class("also", name, known, methods, "research/pat/controller.py")
 
 
 def _variants(deployment: Deployment, host: Deployment, batch: Batch, also: tuple[str, ...] = ()) -> dict[str, Variant]:
@@ -197,7 +205,7 @@ def _variants(deployment: Deployment, host: Deployment, batch: Batch, also: tupl
         return on_each_host(host, num_hosts, make, batch.contexts, batch.longest)
 
     def own(name: str) -> Variant:
-        make = partial(own_class("also", name, [], "first_tp_size"), host, ended=batch.lifetimes)
+        make = partial(_own(name), host, ended=batch.lifetimes)
         return on_each_host(host, num_hosts, make, batch.contexts, batch.longest)
 
     plan = make_plan(deployment, batch.contexts, np.array(batch.lengths, float), None)

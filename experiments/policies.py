@@ -64,11 +64,19 @@ def schedule_policy(
             "oracle": partial(ContextAware, chunks, lengths=lengths),
             "longest-first": partial(LongestFirst, lengths),
         }
-    return makers[name] if name in makers else own_class(option, name, [*makers], "next")
+    if name in makers:
+        return makers[name]
+    own = own_class(option, name, [*makers], ("next",), "engines/coordination/policies.py")
+    try:
+        own()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{option}={name!r}: cannot be made without arguments: {_told(error)}") from error
+    return own
 
 
-def own_class(option: str, name: str, names: list[str], method: str) -> Callable[..., Any]:
-    """Returns the class `file.py:Class`, whose objects have this method; see `schedule_policy`."""
+def own_class(option: str, name: str, names: list[str], methods: tuple[str, ...], where: str) -> Callable[..., Any]:
+    """Returns the class `file.py:Class`, whose objects have these methods, which the file `where` describes; see
+    `schedule_policy`."""
     path, colon, _ = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise ValueError(f"{option}={name!r}: give {', '.join(names)}, or a class of your own as FILE.py:Class")
@@ -76,8 +84,12 @@ def own_class(option: str, name: str, names: list[str], method: str) -> Callable
         raise ValueError(f"{option}={name!r}: there is no file {path!r}")
     try:
         found = load(name, "class")
-    except Exception as error:
-        raise ValueError(f"{option}={name!r}: {type(error).__name__}: {error}") from error
-    if not hasattr(found, method):
-        raise ValueError(f"{option}={name!r}: has no method {method!r}; see engines/coordination/policies.py")
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{option}={name!r}: {_told(error)}") from error
+    if missing := [method for method in methods if not hasattr(found, method)]:
+        raise ValueError(f"{option}={name!r}: has no method {missing[0]!r}; see {where}")
     return found
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

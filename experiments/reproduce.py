@@ -1,4 +1,4 @@
-"""What the papers report, beside what this house measures: the rows that docs/reproduction.md shows.
+"""What the papers report, beside what we measure: the rows that docs/reproduction.md shows.
 
     python experiments/reproduce.py                     # reads docs/results/, writes nothing
     python experiments/reproduce.py 1 2 --run           # measures rows anew, into --results
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,9 +93,13 @@ class Row:
 
 
 INTRODUCTION = """\
-What the papers report, beside what this house measures. `python experiments/reproduce.py --markdown` makes this page
-from the results in `docs/results/`; `--run` measures them anew. Bands were set before anything was run. Absolute times
-are never compared: models, lengths and GPUs are not the papers'."""
+What the papers report, beside what we measure. A *band* is the range in which we count a result as reproduced; bands
+were set before anything was run. Tier *sim* is the simulator, *live* are real processes on the machine that a result
+names. Absolute times are never compared: models, lengths and GPUs are not the papers'.
+
+`python experiments/reproduce.py --markdown` prints this page from the results in `docs/results/`. `--run` repeats the
+measurements and overwrites the results: some minutes for most rows, an hour and more for those of `seer_sim.py`. Row
+8 needs `python experiments/make_model.py runs/models/tiny --widen 8` first."""
 SEER = "experiments/seer_sim.py --cases moonlight qwen2-vl-72b kimi-k2 --drafts --seeds 2 --token-scale 128 --shrink 2"
 PROFILE = (
     "experiments/pat_profile.py --model runs/models/tiny-x8 --output runs/x8_checked.json --check --steps 8 --turns 3 "
@@ -104,7 +107,7 @@ PROFILE = (
 )
 ROWS = (
     Row(
-        number=1, target="Seer, Table 6: divided, with context, with drafts, over groups that are bound",
+        number=1, target="Seer, Table 6: speed over group-static of divided, with context, with context and drafts",
         paper="1.27-1.35, 1.33-1.47, 1.77-1.87", band="each above the one before, the last 1.5 to 2.2", tier="sim",
         result="seer_sim.json", command=SEER, read=_bands(("Table 6",)),
     ),
@@ -120,7 +123,7 @@ ROWS = (
     ),
     Row(
         number=4, target="Seer, Fig. 11: drafts over none: grouped, own history, fixed lengths",
-        paper="1.30, 1.19, 1.03", band="in this order, the last at least 0.95", tier="sim",
+        paper="1.30, 1.19, 1.03", band="grouped > own history > fixed lengths, these at least 0.95", tier="sim",
         result="seer_sim.json", command=SEER, read=_bands(("Fig. 11",)),
     ),
     Row(
@@ -194,13 +197,9 @@ def main() -> dict[str, Any] | None:
 
 
 def _measure(row: Row, path: Path) -> None:
-    """Runs the command of a row, whose last line of stdout is its result."""
-    command = [sys.executable, *shlex.split(row.command)]
-    print(f"row {row.number}: {' '.join(command)}", file=sys.stderr, flush=True)
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"row {row.number}: {row.command} ended with code {done.returncode}; its error is above")
-    path.write_text(done.stdout.splitlines()[-1] + "\n")
+    """Runs the command of a row. Raises ValueError if it fails; the result of before is then kept."""
+    print(f"row {row.number}: python {row.command}", file=sys.stderr, flush=True)
+    path.write_text(json.dumps(launch.result_of(shlex.split(row.command), cwd=ROOT)) + "\n")
 
 
 def _read(row: Row, path: Path) -> Measured | None:
@@ -209,7 +208,7 @@ def _read(row: Row, path: Path) -> Measured | None:
         return None
     try:
         return row.read(json.loads(path.read_text()))
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{path}: is no result of {row.command.split(' --')[0]} ({error!r})") from None
 
 

@@ -14,7 +14,6 @@ docs/simulator.md explains what is simulated, and how far to trust it.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -22,12 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 from tqdm import tqdm
 
 from engines.config import DraftLengths, EngineConfig
 from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, WholeNumber, check_fields
+from engines.decoding import from_json
 from engines.parallel.layout import contiguous_layout
 from engines.rollout.telemetry import StepRecord, draft_metrics, write_chrome_trace
 from engines.sequence import SamplingParams
@@ -97,7 +98,8 @@ class SimulateConfig(ChunkFields):
     a class of your own as FILE.py:Class; each also with `+pat` behind it. Chunks are an eighth of `--cap` by
     default."""
     history: WholeNumber = 2048
-    """Lengths of earlier sequences, of the same distribution, that `+pat` knows."""
+    """Lengths of earlier sequences that `+pat` knows: of the same distribution, or of the rollouts of `--lengths`
+    before its last one."""
     pat: PatOptions = field(default_factory=PatOptions)
     message_s: NonNegative = 0.0005
     """Seconds from sending a control message to acting on it."""
@@ -130,6 +132,8 @@ class SimulateConfig(ChunkFields):
         self.chunk_options().check(block_size=BLOCK_SIZE, max_tokens=max(self.cap, BLOCK_SIZE))
         if self.lengths is not None and not self.lengths.is_file():
             raise ValueError(f"lengths={str(self.lengths)!r}: is no file; a run of train.py has one in its folder")
+        if len({*self.policies}) < len(self.policies):
+            raise ValueError(f"policies={self.policies}: names one twice; leave it out")
         for name in self.policies:
             schedule_policy("policies", name.removesuffix(WITH_PAT), self.chunk_options(), {})
         EngineConfig(**self.options())
@@ -249,23 +253,49 @@ def _workload(config: SimulateConfig) -> Workload:
     )
 
 
+class _Recorded(msgspec.Struct):
+    """A line of lengths.jsonl."""
+
+    lengths: Annotated[list[Count], Meta(min_length=1)]
+
+
+def _recorded(config: SimulateConfig) -> list[list[int]]:
+    """Lengths of each rollout of `--lengths`, scaled and cut. Raises ValueError for a file that has none."""
+    assert config.lengths is not None
+    try:
+        lines = [line for line in config.lengths.read_bytes().splitlines() if line.strip()]
+        rollouts = [from_json(line, _Recorded).lengths for line in lines]
+        scaled = [[max(1, round(length * config.length_scale)) for length in one] for one in rollouts]
+        last = scaled[-1]
+    except (ValueError, LookupError, OverflowError) as error:
+        raise ValueError(f"lengths={str(config.lengths)!r}: is no lengths.jsonl of train.py ({error})") from None
+    if num_cut := sum(length > config.cap for length in last):
+        print(f"lengths: {num_cut} of {len(last)} are cut to --cap", file=sys.stderr)
+    return [[min(length, config.cap) for length in one] for one in scaled]
+
+
 def _lengths(config: SimulateConfig) -> list[list[int]]:
-    """Of each group's members. Raises ValueError for a file without lengths."""
+    """Of each group's members."""
     if config.lengths is None:
         alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
         groups = GroupedLengths(lengths=alone, correlation=config.correlation)
         return groups.draw(config.groups, config.group_size, config.seed)
-    try:
-        last: list[int] = json.loads(config.lengths.read_text().splitlines()[-1])["lengths"]
-        scaled = [min(config.cap, max(1, round(length * config.length_scale))) for length in last]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"lengths={str(config.lengths)!r}: is no lengths.jsonl of train.py ({error})") from None
+    *_, last = _recorded(config)
     size = config.group_size
-    if len(scaled) % size:
+    if len(last) % size:
         raise ValueError(
-            f"group_size={size}: does not divide the {len(scaled)} lengths of {config.lengths}; give that of the run"
+            f"group_size={size}: does not divide the {len(last)} lengths of {config.lengths}; give that of the run"
         )
-    return [scaled[start : start + size] for start in range(0, len(scaled), size)]
+    return [last[start : start + size] for start in range(0, len(last), size)]
+
+
+def _earlier(config: SimulateConfig) -> list[int]:
+    """Lengths of earlier sequences: of the rollouts before, or drawn by another seed."""
+    if config.lengths is not None:
+        *before, _ = _recorded(config)
+        return [length for one in before for length in one][-config.history :] if config.history else []
+    alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
+    return alone.draw(config.history, config.seed + 1000)
 
 
 def _variant(config: SimulateConfig, name: str, workload: Workload) -> Variant:
@@ -273,8 +303,6 @@ def _variant(config: SimulateConfig, name: str, workload: Workload) -> Variant:
     schedule = schedule_policy("policies", bare, config.chunk_options(), workload.lengths)
     if bare == name:
         return Variant(layout=contiguous_layout(range(config.gpus), config.tensor_parallel_size), schedule=schedule)
-    alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
-    earlier = alone.draw(config.history, config.seed + 1000)
     num_gpus = min(config.gpus, config.gpus_per_host)
     host = deployment_of(
         config.pace(),
@@ -284,7 +312,7 @@ def _variant(config: SimulateConfig, name: str, workload: Workload) -> Variant:
         max_model_len=config.max_model_len,
         goes_back=True,
     )
-    history = [(length, length >= config.cap) for length in earlier]
+    history = [(length, length >= config.cap) for length in _earlier(config)]
     make = partial(PatController, host, config.pat, ended=history)
     contexts = np.full(len(workload.lengths or ()), float(config.prompt))
     return replace(on_each_host(host, config.gpus // num_gpus, make, contexts, config.cap), schedule=schedule)
@@ -338,7 +366,7 @@ def _draw(config: SimulateConfig, runs: dict[str, Rollout]) -> None:
     if config.traces is not None:
         config.traces.mkdir(exist_ok=True)
         for name, run in runs.items():
-            write_chrome_trace(config.traces / f"{Path(name).name}.json", run.steps)
+            write_chrome_trace(config.traces / f"{name.replace('/', '_')}.json", run.steps)
 
 
 def _track(options: dict[str, Any], results: dict[str, dict[str, float]]) -> None:

@@ -75,12 +75,12 @@ def test_a_row_is_measured_anew(results: Path, monkeypatch: pytest.MonkeyPatch) 
     (row,) = (one for one in reproduce.ROWS if one.number == 8)
     path = results / row.result
     before = path.read_text()
-    fails, works = ("raise SystemExit(3)", "print('a table'); print(dict(predictor_error=[]))")
-    with pytest.raises(RuntimeError, match=r"row 8: .* ended with code 3"):
+    fails, works = ("raise SystemExit(4)", "print('a table'); print('{}')")
+    with pytest.raises(ValueError, match=r"its processes ended with code 4"):
         reproduce._measure(replace(row, command=f'-c "{fails}"'), path)
     assert path.read_text() == before
     reproduce._measure(replace(row, command=f'-c "{works}"'), path)
-    assert path.read_text() == "{'predictor_error': []}\n"
+    assert path.read_text() == "{}\n"
 
 
 def test_the_committed_page_is_that_of_the_committed_results() -> None:

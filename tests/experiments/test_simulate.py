@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments import simulate
+from experiments.simulate import SimulateConfig
 from tests.worlds import ROOT, refused_by, run_main
 
 SMALL = ["--gpus", "4", "--groups", "6", "--group-size", "4", "--median", "100", "--cap", "600", "--slots", "4"]
@@ -57,9 +60,16 @@ def test_every_policy_ours_and_a_user_s_on_one_workload(tmp_path: Path) -> None:
     assert list(policies) == names and found["tokens"] > 0
     assert policies["longest-first"]["of_hindsight"] == 1 and min(one["makespan"] for one in policies.values()) > 0
     assert len({one["makespan"] for one in policies.values()}) > 6, "policies decide otherwise"
-    assert {path.name for path in (tmp_path / "traces").iterdir()} == {f"{Path(name).name}.json" for name in names}
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {
+        f"{name.replace('/', '_')}.json" for name in names
+    }
     refused = [*SMALL, *OFF, "--policies", f"{own}:Nothing"]
     assert "has no method 'next'" in refused_by("simulate", refused)
+    own.write_text("class Taking:\n    def __init__(self, one): ...\n    def next(self, view): ...\n")
+    taking = [*SMALL, *OFF, "--policies", "static", f"{own}:Taking"]
+    assert "cannot be made without arguments: TypeError" in refused_by("simulate", taking)
+    own.write_text("raise SystemExit")
+    assert "SystemExit" in refused_by("simulate", taking)
 
 
 def test_with_pat_each_host_changes_its_tp_size(tmp_path: Path) -> None:
@@ -77,13 +87,17 @@ def test_with_pat_each_host_changes_its_tp_size(tmp_path: Path) -> None:
 
 def test_the_lengths_of_a_run_are_replayed(tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
-    rows = [{"lengths": [1, 2]}, {"lengths": [10, 20, 30, 40, 50, 60, 700, 800]}]
+    rows = [{"lengths": [500, 600, 700] * 99}, {"lengths": [10, 20, 30, 40, 50, 60, 700, 800]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     replay = [*SMALL, *OFF, "--policies", "on-demand", "--lengths", str(path), "--length-scale", "2"]
     assert run_main("simulate", replay)["tokens"] == 2 * 210 + 600 + 600, "capped at 600"
+    config = SimulateConfig(lengths=path, cap=600, history=4, group_size=4, median=9.0)
+    assert simulate._earlier(config) == [600, 500, 600, 600], "the last ones before, whatever the median"
+    assert simulate._earlier(replace(config, history=0)) == []
     assert "group_size=3: does not divide the 8 lengths of" in refused_by("simulate", [*replay, "--group-size", "3"])
-    path.write_text("{}\n")
-    assert "is no lengths.jsonl of train.py" in refused_by("simulate", replay)
+    for lengths in ("[]", "[3, 0]", "[1, true]", "[1e999]", "{}"):
+        path.write_text(f'{{"lengths": {lengths}}}')
+        assert "is no lengths.jsonl of train.py" in refused_by("simulate", replay), lengths
     assert "lengths='nowhere': is no file" in refused_by("simulate", [*SMALL, *OFF, "--lengths", "nowhere"])
 
 
@@ -113,6 +127,7 @@ def test_drafts_shorten_the_rollout(tmp_path: Path) -> None:
         (["--gap-s", "-1"], "gap_s=-1.0: must be at least 0"),
         (["--figure", "/nowhere/figure.png"], "figure='/nowhere/figure.png': there is no folder '/nowhere'"),
         (["--policies", "psychic"], "policies='psychic': give static, on-demand, group-static, divided,"),
+        (["--policies", "static", "static"], "names one twice"),
         (["--policies", "psychic+pat"], "policies='psychic': give static,"),
         (["--policies", "nowhere.py:Policy"], "policies='nowhere.py:Policy': there is no file 'nowhere.py'"),
         (["--chunk-tokens", "4000"], "chunk_tokens=4000: must be at least a block of KV"),
