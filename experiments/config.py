@@ -23,7 +23,7 @@ from engines.config import EngineConfig
 from engines.constraints import Count, Positive, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
-from experiments.policies import IN_CHUNKS, USUAL, ChunkFields, schedule_policy
+from experiments.policies import IN_CHUNKS, ChunkFields, schedule_policy
 from research.pat.controller import PatOptions
 from research.seer.context_aware import ContextOptions
 
@@ -157,7 +157,7 @@ class TrainConfig(ChunkFields):
         self._check_layout_policy()
         if self.dispatch in IN_CHUNKS:
             self.chunk_options()
-        elif self.chunk_tokens is not None and self.dispatch in ("auto", *USUAL):
+        elif self.chunk_tokens is not None:
             raise ValueError(
                 f"chunk_tokens={self.chunk_tokens}: --dispatch {self.dispatch} does not divide; give one of "
                 f"{', '.join(IN_CHUNKS)}, or leave it out"

@@ -123,19 +123,24 @@ def start_anew(*arguments: str, **environment: str) -> dict[str, Any]:
 
     Returns its result, also one with different tokens. Raises ValueError if it fails; its own error is then on stderr.
     """
-    return result_of([*sys.argv, *arguments], environment)
+    return result_of([*sys.argv, *arguments], environment, may_differ=True)
 
 
 def result_of(
-    arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, cwd: Path | None = None
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    cwd: Path | None = None,
+    may_differ: bool = False,
 ) -> dict[str, Any]:
-    """As `start_anew`, of any command: `arguments` are Python's. Our commands die with this process."""
+    """Runs a command, whose `arguments` are Python's, outside of this torchrun world, and returns its result. Our
+    commands die with this process. Raises ValueError if it fails, or, without `may_differ`, if its tokens differ."""
     own = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
     env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     env |= {**(environment or {}), _PARENT: str(os.getpid())}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode not in (0, TOKENS_DIFFER):
+    if done.returncode not in ((0, TOKENS_DIFFER) if may_differ else (0,)):
         raise ValueError(f"{Path(arguments[0]).name}: its processes ended with code {done.returncode}; see above")
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

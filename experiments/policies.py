@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from algos.own_code import load
 from engines.constraints import Count, Fraction, WholeNumber
@@ -17,11 +17,7 @@ from research.seer.context_aware import ContextAware, ContextOptions, Order
 from research.simulator.hindsight import LongestFirst
 
 Usual = Literal["static", "on-demand", "group-static", "divided", "divided-in-turns", "seer"]
-Informed = Literal["oracle", "longest-first"]
-USUAL: tuple[Usual, ...] = get_args(Usual)
 IN_CHUNKS: tuple[Usual, ...] = ("divided", "divided-in-turns", "seer")
-INFORMED: tuple[Informed, ...] = get_args(Informed)
-"""These know the true lengths, as only simulations do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +55,7 @@ def schedule_policy(
         "divided-in-turns": partial(Divided, chunks, takes_turns=True),
         "seer": partial(ContextAware, chunks),
     }
-    if lengths is not None:
+    if lengths is not None:  # as simulations alone know them
         makers |= {
             "oracle": partial(ContextAware, chunks, lengths=lengths),
             "longest-first": partial(LongestFirst, lengths),

@@ -260,18 +260,17 @@ class _Recorded(msgspec.Struct):
 
 
 def _recorded(config: SimulateConfig) -> list[list[int]]:
-    """Lengths of each rollout of `--lengths`, scaled and cut. Raises ValueError for a file that has none."""
+    """Lengths of each rollout of `--lengths`, scaled. Raises ValueError for a file that has none."""
     assert config.lengths is not None
     try:
         lines = [line for line in config.lengths.read_bytes().splitlines() if line.strip()]
         rollouts = [from_json(line, _Recorded).lengths for line in lines]
         scaled = [[max(1, round(length * config.length_scale)) for length in one] for one in rollouts]
-        last = scaled[-1]
-    except (ValueError, LookupError, OverflowError) as error:
+        if not scaled:
+            raise ValueError("it is empty")
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"lengths={str(config.lengths)!r}: is no lengths.jsonl of train.py ({error})") from None
-    if num_cut := sum(length > config.cap for length in last):
-        print(f"lengths: {num_cut} of {len(last)} are cut to --cap", file=sys.stderr)
-    return [[min(length, config.cap) for length in one] for one in scaled]
+    return scaled
 
 
 def _lengths(config: SimulateConfig) -> list[list[int]]:
@@ -281,6 +280,9 @@ def _lengths(config: SimulateConfig) -> list[list[int]]:
         groups = GroupedLengths(lengths=alone, correlation=config.correlation)
         return groups.draw(config.groups, config.group_size, config.seed)
     *_, last = _recorded(config)
+    if num_cut := sum(length > config.cap for length in last):
+        print(f"lengths: {num_cut} of {len(last)} are cut to --cap", file=sys.stderr)
+        last = [min(length, config.cap) for length in last]
     size = config.group_size
     if len(last) % size:
         raise ValueError(
@@ -293,7 +295,8 @@ def _earlier(config: SimulateConfig) -> list[int]:
     """Lengths of earlier sequences: of the rollouts before, or drawn by another seed."""
     if config.lengths is not None:
         *before, _ = _recorded(config)
-        return [length for one in before for length in one][-config.history :] if config.history else []
+        lengths = [min(length, config.cap) for one in before for length in one]
+        return lengths[max(0, len(lengths) - config.history) :]
     alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
     return alone.draw(config.history, config.seed + 1000)
 

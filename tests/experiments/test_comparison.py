@@ -22,9 +22,10 @@ NAMES = ("plain", "chunks", "regroup")
 
 
 def variants() -> dict[str, Variant]:
+    """`regroup` begins with the first step, when all sequences have most of their tokens to come."""
     plain = Variant(layout=nested_layout(range(2), 1), num_kv_tokens=200)
     chunks = Variant(layout=plain.layout, num_kv_tokens=200, schedule=InChunks)
-    regroup = Variant(layout=plain.layout, num_kv_tokens=200, layout_policy=lambda: Widen(len(LENGTHS), 2))
+    regroup = Variant(layout=plain.layout, num_kv_tokens=200, layout_policy=lambda: Widen(3 * len(LENGTHS), 2))
     return dict(zip(NAMES, (plain, chunks, regroup), strict=True))
 
 

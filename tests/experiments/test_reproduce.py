@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments import reproduce
+from experiments import launch, reproduce
 from tests.worlds import ROOT, refused_by, run_main
 
 RESULTS: dict[str, Any] = {
@@ -75,10 +75,11 @@ def test_a_row_is_measured_anew(results: Path, monkeypatch: pytest.MonkeyPatch) 
     (row,) = (one for one in reproduce.ROWS if one.number == 8)
     path = results / row.result
     before = path.read_text()
-    fails, works = ("raise SystemExit(4)", "print('a table'); print('{}')")
-    with pytest.raises(ValueError, match=r"its processes ended with code 4"):
-        reproduce._measure(replace(row, command=f'-c "{fails}"'), path)
-    assert path.read_text() == before
+    works = "print('a table'); print('{}')"
+    for code in (4, launch.TOKENS_DIFFER):
+        with pytest.raises(ValueError, match=rf"its processes ended with code {code}"):
+            reproduce._measure(replace(row, command=f'-c "{works}; raise SystemExit({code})"'), path)
+        assert path.read_text() == before
     reproduce._measure(replace(row, command=f'-c "{works}"'), path)
     assert path.read_text() == "{}\n"
 

@@ -456,6 +456,7 @@ class TestBadInput:
             (["--dispatch", "psychic"], "dispatch='psychic': give static, on-demand, group-static, divided,"),
             (["--dispatch", "nowhere.py:Policy"], "dispatch='nowhere.py:Policy': there is no file 'nowhere.py'"),
             (["--dispatch", "oracle"], "dispatch='oracle': give static, on-demand,"),
+            (["--dispatch", "on-demand", "--chunk-tokens", "16"], "chunk_tokens=16: --dispatch on-demand does not"),
             (["--chunk-tokens", "16"], "chunk_tokens=16: --dispatch auto does not divide; give one of divided,"),
             (["--pat.margin", "-1"], "PatOptions.margin=-1.0: must be"),
             (["--rollout.seed", "1"], "rollout.seed"),
