@@ -74,8 +74,9 @@ class Dispatcher:
         replica = self._books.replicas.get(dispatch.replica_id)
         if replica is None or not self._books.views()[replica.spec.id].accepts:
             raise RuntimeError(f"{dispatch}: there is no such replica that accepts sequences")
-        if dispatch.max_new_tokens is not None and dispatch.max_new_tokens < 1:
-            raise RuntimeError(f"{dispatch}: max_new_tokens must be at least 1, or None")
+        bound = dispatch.max_new_tokens
+        if bound is not None and (type(bound) is not int or bound < 1):
+            raise RuntimeError(f"{dispatch}: max_new_tokens must be at least 1 and an integer, or None")
         if not dispatch.queued and not self._has_room(replica, sequence, dispatch.max_new_tokens):
             raise RuntimeError(f"{dispatch}: {replica} has no room for it")
         return sequence, replica

@@ -726,6 +726,7 @@ def test_a_policy_that_waits_for_one_to_end_is_not_hurried() -> None:
     ("fields", "message"),
     [
         ({"sequence_id": (0, 9, 0)}, "the sequence is not waiting"),
+        ({"max_new_tokens": 7.5}, "max_new_tokens must be at least 1 and an integer, or None"),
         ({"replica_id": 7}, "no such replica that accepts"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({}, "has no room"),
