@@ -1,14 +1,20 @@
-"""The Python of README.md and docs/ runs as it stands, but for the model's name; commands can be copied in turn."""
+"""The Python of README.md and docs/ runs as it stands, but for the model's name. Commands have options that exist, and
+can be copied in turn."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tyro
 
 from tests.checkpoints import save_text_checkpoint
 from tests.worlds import ROOT
@@ -52,3 +58,57 @@ def test_commands_can_be_copied_one_after_another() -> None:
             made |= {model[1], f"{model[1]}-x{options['widen']}"} if "widen" in options else {model[1]}
         if "output" in options:
             made.add(options["output"])
+
+
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def commands() -> Iterator[str]:
+    """Each command line of `experiments/` in the pages' blocks and sentences, from the file's name on."""
+    for page in PAGES:
+        text = page.read_text()
+        blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for line in (*lines, *re.findall(r"`((?:python|torchrun) [^`]*)`", prose)):
+            if found := re.search(r"(?<![#\w/])(experiments/\S+\.py.*)", line, re.DOTALL):
+                yield re.sub(r"\s+", " ", found[1])
+
+
+VLLM = "/path/to/vllm/bin/python"
+COMMANDS = sorted(set(commands()))
+
+
+class Parsed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_have_options_that_exist(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's own parser takes it; nothing runs after that."""
+    script, *arguments = shlex.split(command.replace("$size", "2").replace(VLLM, sys.executable), comments=True)
+    parse = tyro.cli
+
+    def parse_only(*args: Any, **options: Any) -> None:
+        parse(*args, **options)
+        raise Parsed
+
+    monkeypatch.setattr(tyro, "cli", parse_only)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.chdir(tmp_path)
+    for given in arguments:  # what commands before this one, or a reader, have made
+        path, _, name = given.partition(":")
+        if name and path.endswith(".py"):
+            (tmp_path / path).write_text(f"class {name}:\n    def next(self, view):\n        return None\n")
+        elif not (given.startswith(("-", "/")) or " " in given):
+            made = tmp_path / given
+            (made.parent if made.suffix else made).mkdir(parents=True, exist_ok=True)
+            if made.suffix:
+                made.touch()
+    with pytest.raises(Parsed):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def test_the_pages_have_commands() -> None:
+    scripts = {command.split()[0] for command in COMMANDS}
+    assert len(COMMANDS) > 60 and {f"experiments/{name}.py" for name in ("train", "generate", "simulate")} <= scripts
