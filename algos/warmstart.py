@@ -120,6 +120,7 @@ def _rate_at(step: int, num_steps: int) -> float:
 
 def _example(task: ArithmeticTask, index: int) -> Example:
     problem = task.train_problem(index)
+    assert isinstance(problem.prompt, str)
     prompt = problem.prompt.encode()
     return [*prompt, *solution(problem).encode(), EOS_TOKEN_ID], len(prompt)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from engines.exclusive_calls import ExclusiveCalls, exclusive
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.tiers import TieredKVStore
 from engines.memory.plan import MemoryPlan
+from engines.models.chat import ChatTemplate, Messages, Tools, check_template_kwargs, is_conversation
 from engines.models.loader import checkpoint_tensors
-from engines.models.tokenizer import Prompt, encode_prompt
+from engines.models.tokenizer import Prompt
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
@@ -111,6 +113,8 @@ class LLM:
         placement = self._placement
         self.config, self.model_config = placement.config, placement.model
         self.device, self.tokenizer, self.max_model_len = placement.device, placement.tokenizer, placement.max_model_len
+        self.chat_template = ChatTemplate(tokenizer=self.tokenizer)
+        """What makes tokens of prompts; put another one in its place for a system prompt or a template's arguments."""
         self.layout = placement.layout
         """The world's layout; during a rollout, still the layout at its start."""
         if given.schedule is None and self.config.preemption != "recompute":
@@ -177,7 +181,7 @@ class LLM:
     @exclusive
     def generate(
         self,
-        prompts: Items[Prompt],
+        prompts: Items[Prompt | Messages],
         sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         *,
         prompt_uids: Items[int] | None = None,
@@ -230,18 +234,45 @@ class LLM:
             for tokens, one, text, uid in zip(token_lists, params, texts, uids, strict=True)
         ]
 
-    def encode(self, prompts: Items[Prompt]) -> list[list[int]]:
-        """Returns the token ids of each prompt; text is encoded by the checkpoint's tokenizer, without a chat template.
+    def chat(
+        self,
+        messages: Messages | Items[Messages],
+        sampling_params: SamplingParams | Items[SamplingParams] | None = None,
+        *,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Continues a conversation, or each of a list of them, as the model's chat template renders it.
+
+        `tools` are JSON schemas or typed functions. `options` are the other keyword arguments of `generate`. Raises
+        ValueError, as `generate` does, also for a template that is missing, fails or drops a message.
+        """
+        with together(self._world, "chat"):
+            many: dict[str, Any] = {"messages": messages} if is_conversation(messages) else {}
+            if not many and isinstance(messages, list | tuple):
+                many = {f"messages[{index}]": one for index, one in enumerate(messages)}
+            check_template_kwargs(kwargs := {} if chat_template_kwargs is None else chat_template_kwargs)
+            if not many:
+                raise ValueError(f"messages={messages!r}: give a conversation, or a list of at least one")
+            more = {"tools": tools, "add_generation_prompt": add_generation_prompt, **kwargs}
+            prompts = [self.chat_template.render(one, where=name, **more) for name, one in many.items()]
+        outputs = self.generate(prompts, sampling_params, **options)
+        return [replace(one, prompt=self.tokenizer.decode(one.prompt_token_ids)) for one in outputs]
+
+    def encode(self, prompts: Items[Prompt | Messages]) -> list[list[int]]:
+        """Returns the token ids of each prompt: of text by the tokenizer alone, of messages by the chat template.
 
         Raises ValueError for an invalid prompt, which the message names by its index, as `prompts[3]`.
         """
         if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__") or not len(prompts):
             raise ValueError(f"prompts={prompts!r}: give a list of at least one prompt")
-        return [encode_prompt(self.tokenizer, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        return [self.chat_template.encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
-    def check(self, prompt: Prompt, sampling_params: SamplingParams) -> None:
+    def check(self, prompt: Prompt | Messages, sampling_params: SamplingParams) -> None:
         """Raises ValueError, with the numbers, if the prompt's completions could never run here."""
-        self.replica.check(encode_prompt(self.tokenizer, prompt, "prompt"), sampling_params)
+        self.replica.check(self.chat_template.encode(prompt, "prompt"), sampling_params)
 
     def _check_ready(self) -> None:
         self._check_open()

@@ -28,7 +28,8 @@ def trained(models: Path, size: ModelSize) -> Path:
 
 
 def prompts(count: int, median_digits: float = 8.0) -> list[str]:
-    return [one.prompt for one in ArithmeticTask(median_digits=median_digits).held_out_problems(count)]
+    problems = ArithmeticTask(median_digits=median_digits).held_out_problems(count)
+    return [one.prompt for one in problems if isinstance(one.prompt, str)]
 
 
 def encode(folder: Path, texts: list[str]) -> list[list[int]]:

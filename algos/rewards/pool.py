@@ -13,6 +13,7 @@ from typing import Any
 
 from algos.rewards.protocol import Result
 from algos.rewards.runner import UNANSWERED, FailureKind, RewardRunner
+from engines.models.chat import Messages
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class Item:
     """A completion to score."""
 
     key: ItemKey
-    prompt: str
+    prompt: str | Messages
     completion: str
     columns: Mapping[str, Any]
 

@@ -68,6 +68,7 @@ def _is_held_out(a: int, b: int) -> bool:
 
 def solution(problem: Problem) -> str:
     """The worked completion of an `ArithmeticTask`'s problem, without the end-of-sequence token."""
+    assert isinstance(problem.prompt, str)
     a, b = problem.prompt.removesuffix("=").split("+")
     steps, carry = [], 0
     for x, y in zip(reversed(a), reversed(b), strict=True):

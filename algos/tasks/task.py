@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engines.models.chat import Messages
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -15,7 +17,9 @@ class Problem:
 
     Training problems carry their index, held-out ones count down from -1.
     """
-    prompt: str
+    prompt: str | Messages
+    """Text, which is encoded as it stands, or messages, which the model's chat template renders. The reward gets it as
+    it is here."""
     columns: dict[str, str] = field(default_factory=dict)
     """Passed to the reward by keyword, as lists over the batch: {"answer": "1112"}."""
 

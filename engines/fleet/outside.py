@@ -21,7 +21,7 @@ from engines.kvcache.tiers import make_kv_store
 from engines.lifetime import die_with
 from engines.memory.free_memory import FreeMemory, free_memory
 from engines.models.loader import checkpoint_tensors
-from engines.models.tokenizer import detokenizer, load_tokenizer
+from engines.models.tokenizer import detokenizer, load_tokenizer, with_end_token
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.capacity import Capacity
@@ -101,6 +101,8 @@ def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEng
     Raises FileNotFoundError or ValueError for an invalid checkpoint, or one that does not fit in the free memory.
     """
     model = ModelConfig.from_pretrained(orders.model)
+    tokenizer = load_tokenizer(orders.model, model)
+    model = with_end_token(model, tokenizer)
     device = torch.device(orders.device)
     alone = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0,)),))
     free = FreeMemory.agree(SingleRank(), free_memory(device))
@@ -114,7 +116,7 @@ def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEng
         tensor_parallel=SingleRank(),
         max_model_len=longest_sequence(orders.config, model),
         device=device,
-        detokenize=detokenizer(load_tokenizer(orders.model, model)),
+        detokenize=detokenizer(tokenizer),
         kv_store=store,
         draft_policy=of_pace(MarginalGain, pace, orders.spec),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
             f"vocab_size={model.vocab_size}; they belong to different models"
         )
     return tokenizer
+
+
+def with_end_token(model: ModelConfig, tokenizer: Any) -> ModelConfig:
+    """Returns the model with the tokenizer's end-of-sequence id among those of its JSON files."""
+    token = getattr(tokenizer, "eos_token_id", None)
+    if token is None or token in model.eos_token_ids:
+        return model
+    return replace(model, eos_token_ids=(*model.eos_token_ids, token))
 
 
 def check_draft_tokenizer(config: EngineConfig, tokenizer: Any) -> None:

@@ -17,7 +17,7 @@ from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.memory.plan import MemoryPlan
-from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer
+from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
 from engines.parallel.layout import Layout, joint_groups, nested_layout
@@ -150,6 +150,7 @@ class Placement:
         self.device = usable_device("LLM", device)
         self.max_model_len = longest_sequence(self.config, self.model)
         self.tokenizer = load_tokenizer(source, self.model)
+        self.model = with_end_token(self.model, self.tokenizer)
         self.layout = given.check(self._groups)
         check_draft_policy(self.config, given.draft_policy)
         if given.pace is not None and self.config.drafter == "model":
