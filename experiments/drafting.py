@@ -39,8 +39,7 @@ from engines.speculation.choose import choose_drafter
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import AdaptedDrafter, DraftPolicy
 from engines.speculation.suffix_tree import SpeculationArgs
-from experiments import draft_drift, launch
-from experiments import draft_sharing as sharing
+from experiments import draft_drift, draft_sharing, launch
 from experiments.comparison.results import check_figure, check_folders, report
 from experiments.comparison.turns import Row, in_columns, interleave, make_row, short, table
 from experiments.trained import dtype, encode, make_model, prompts, trained
@@ -102,8 +101,10 @@ class DraftingConfig:
             SamplingParams(temperature=temperature)  # raises ValueError
 
 
-def main() -> dict[str, Any]:
+def main() -> dict[str, Any] | None:
     config = launch.options(DraftingConfig)
+    if config.parts == ("server",):
+        launch.start_under_torchrun(draft_sharing.NUM_REPLICAS)
     launch.share_cores()
     measures: dict[Part, Callable[[DraftingConfig], dict[str, Any]]] = {
         "equal": tokens_equal,
@@ -111,15 +112,15 @@ def main() -> dict[str, Any]:
         "speedup": speedup,
         "rollout": rollout_speedup,
         "agreement": agreement,
-        "server": lambda config: {
-            "server": sharing.measure(make_model(config.models), prompts(config.server_groups), config.seed)
-        },
+        "server": server,
         "drift": drift,
     }
     start = time.monotonic()
     parts: dict[str, Any] = {}
     for part in config.parts or (measures if config.full else PARTS):
         parts |= measures[part](config)
+    if launch.rank() > 0:
+        return None
     if config.figure is not None and "acceptance_length" in parts:
         from experiments.figures import draw_drafting
 
@@ -441,6 +442,18 @@ def expected_agreement(
                 larger_VV = torch.maximum(p_V - p_V[:, None], q_V - q_V[:, None])  # [i, j]
                 shares.append((-larger_VV.logsumexp(-1)).exp().sum().item())
     return shares
+
+
+# -- what replicas gain from each other
+
+
+def server(config: DraftingConfig) -> dict[str, Any]:
+    """See `draft_sharing.measure`. Only this part has ranks: beside others it is a run of its own."""
+    if launch.num_ranks() < draft_sharing.NUM_REPLICAS:
+        return {"server": launch.start_anew("--parts", "server")["server"]}
+    world = launch.join_world(draft_sharing.NUM_REPLICAS)
+    model = launch.on_rank_0(world, lambda: str(make_model(config.models)))
+    return {"server": draft_sharing.measure(model, prompts(config.server_groups), config.seed, world)}
 
 
 # -- acceptance while the model is trained

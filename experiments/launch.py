@@ -24,7 +24,7 @@ from engines.parallel.owned_files import remove_all
 
 if TYPE_CHECKING:
     from engines import LLM
-    from engines.parallel.collectives import Communicator
+    from engines.parallel.collectives import Communicator, TorchGroup
 
 # Errors that a user can fix, printed in one line. Any other error is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
@@ -170,6 +170,16 @@ def start_under_torchrun(num_ranks: int) -> None:
     except SignalException as ended:  # torchrun has sent the signal to the ranks
         sys.exit(128 + ended.sigval)
     sys.exit(0)
+
+
+def join_world(num_ranks: int) -> TorchGroup:
+    """Runs this command on `num_ranks` ranks, unless torchrun has started it, and returns the group of all of them,
+    each with its share of the cores. It lasts as long as the process."""
+    start_under_torchrun(num_ranks)
+    from engines.parallel.groups import start_world
+
+    share_cores()
+    return start_world((), on_cuda=False).world
 
 
 def end_on_signals(last_words: Callable[[], str]) -> None:

@@ -44,13 +44,17 @@ class RealWorld:
         dtype: torch.dtype = getattr(torch, self.options["dtype"])
         return ModelConfig.from_pretrained(self.model).kv_bytes_per_token(dtype.itemsize)
 
-    def roll_out(self, workload: Workload, variant: Variant) -> Rollout:
+    def roll_out(
+        self, workload: Workload, variant: Variant, on_finished: Callable[[Finished], object] = lambda _: None
+    ) -> Rollout:
+        """`on_finished` is called on rank 0, by another thread."""
         layout_policy = variant.layout_policy()
         llm = self.start(workload, variant, layout_policy)
         finish_times: dict[SequenceId, float] = {}
 
         def hear(finished: Finished) -> None:
             finish_times[finished.state.sequence_id] = time.monotonic()
+            on_finished(finished)
 
         tokens, steps = self.generate(llm, workload, hear)
         lengths = {(0, uid, index): len(one) for uid, samples in enumerate(tokens) for index, one in enumerate(samples)}

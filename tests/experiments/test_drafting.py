@@ -47,7 +47,8 @@ def test_parts(models: Path, tmp_path: Path) -> None:
 
 
 def test_what_the_draft_server_gains(models: Path) -> None:
-    found = run_main("drafting", ["--models", str(models), "--parts", "server", "--server-groups", "1"])["server"]
+    small = ["--models", str(models), "--parts", "server", "--server-groups", "1"]
+    found = run_main("drafting", small, num_ranks=2)["server"]
     assert found["tokens_equal"] is True
     assert {count: list(row) for count, row in found["acceptance_length"].items()} == {
         count: ["0.02", "0.1", "0.5"] for count in ("1", "16", "64")
