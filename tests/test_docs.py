@@ -60,6 +60,7 @@ def test_commands_can_be_copied_one_after_another() -> None:
             made.add(options["output"])
 
 
+ROOMS = ("engines", "research", "algos", "experiments")
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
@@ -112,3 +113,38 @@ def test_commands_have_options_that_exist(command: str, tmp_path: Path, monkeypa
 def test_the_pages_have_commands() -> None:
     scripts = {command.split()[0] for command in COMMANDS}
     assert len(COMMANDS) > 60 and {f"experiments/{name}.py" for name in ("train", "generate", "simulate")} <= scripts
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+            if not target.startswith("http"):
+                name, _, anchor = target.partition("#")
+                path = page.parent / name if name else page
+                assert path.exists(), f"{page.name}: {target}"
+                assert not anchor or anchor in anchors(path), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_map_names_every_file() -> None:
+    """The tree in architecture.md: folders at its first two levels, files behind their folder's name or below it."""
+    tree = re.search(r"## Rooms\n.*?```\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)
+    assert tree is not None
+    named: set[str] = set()
+    room = folder = ""
+    for line in tree[1].splitlines():
+        depth = len(line) - len(line.lstrip())
+        if depth == 0:
+            room = folder = line.split("/")[0]
+        elif depth == 2:
+            inner = re.match(r"  (\w+)/", line)
+            folder = f"{room}/{inner[1]}" if inner else room
+        named |= {f"{folder}/{name}" for name in re.findall(r"[\w]+\.(?:py|cpp|h)\b", line)}
+    kinds = ("*.py", "*.cpp", "*.h")
+    files = {str(path.relative_to(ROOT)) for room in ROOMS for kind in kinds for path in (ROOT / room).rglob(kind)}
+    differ = {path for path in files if not path.endswith("__init__.py")} ^ named
+    assert not differ, f"the tree under Rooms in docs/architecture.md lacks or has too much: {sorted(differ)}"
