@@ -29,6 +29,15 @@ def load(spec: str, kind: str = "function") -> Callable[..., Any]:
     return found
 
 
+def source_of(spec: str) -> Path | None:
+    """Returns the file of what is named as for `load`; None for a name without a colon, or one without a file."""
+    module_name, colon, _ = spec.rpartition(":")
+    if not colon or module_name.endswith(".py"):
+        return Path(module_name) if colon else None
+    found = importlib.util.find_spec(module_name)
+    return Path(found.origin) if found and found.has_location and found.origin else None
+
+
 def _load_file(path: Path) -> ModuleType:
     # The file may import its neighbours. Their folder comes last, so that a neighbour called math.py shadows nothing.
     sys.path.append(str(path.parent))

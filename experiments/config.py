@@ -31,6 +31,11 @@ Flat = tyro.conf.arg(name="")
 FolderName = Annotated[
     str, Meta(pattern=r"^(?!\.{1,2}$)[^/\0]{1,200}$", description="one folder name: up to 200 characters, no '/'")
 ]
+WandbName = Annotated[str, Meta(min_length=1, max_length=128, description="text of 1 to 128 characters")]
+WandbTag = Annotated[str, Meta(min_length=1, max_length=64, description="text of 1 to 64 characters")]
+WandbProject = Annotated[
+    str, Meta(pattern=r"^[^/\\#?%:]{1,128}$", description="a name of 1 to 128 characters, none of them one of /\\#?%:")
+]
 _WHOLE = "training does not apply it, so the ratios would be wrong"
 ALGORITHMS: dict[str, type[GRPO] | type[DAPO]] = {"grpo": GRPO, "dapo": DAPO}
 
@@ -129,6 +134,14 @@ class TrainConfig(ChunkFields):
     """Most seconds that a rank waits for another one; after that the run ends and names the missing ranks."""
     wandb: Literal["auto", "off"] = "auto"
     """auto: use wandb's own settings and environment; offline in the run folder if nobody is logged in."""
+    wandb_project: WandbProject | None = None
+    """wandb's project; otherwise WANDB_PROJECT, or curtail."""
+    wandb_entity: WandbName | None = None
+    """wandb's user or team."""
+    wandb_group: WandbName | None = None
+    """Name that all runs of an experiment share; wandb groups them by it."""
+    wandb_tags: tuple[WandbTag, ...] = ()
+    """Tags of the run in wandb."""
     reward_limits: Annotated[RewardConfig, tyro.conf.arg(name="reward-limits")] = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: Annotated[TrainerConfig, Flat] = field(default_factory=TrainerConfig)
@@ -155,6 +168,9 @@ class TrainConfig(ChunkFields):
                     "leave --deterministic out"
                 )
         self._check_layout_policy()
+        for name in ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags"):
+            if self.wandb == "off" and (value := getattr(self, name)):
+                raise ValueError(f"{name}={value!r}: has no effect with wandb='off'; leave one of them out")
         if self.dispatch in IN_CHUNKS:
             self.chunk_options()
         elif self.chunk_tokens is not None:

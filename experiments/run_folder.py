@@ -39,6 +39,7 @@ class RunFolder:
     rollout_steps.jsonl, decisions.jsonl    steps of replicas, and PAT's decisions; times since the rollout's start
     timeline.json    the last rollout as a Chrome trace
     config.json      the configuration
+    code/            copies of the user's own files: reward, task, algorithm, dispatch
     lock             locked while a run writes in the folder; names the process
     journal/         rank-<R>.jsonl: completions sampled since the last published resume point
     checkpoints/     step-<N>/ and `latest`, the name of the last published one
@@ -66,6 +67,13 @@ class RunFolder:
         if self.is_writer:
             with self.writing(name):
                 replace_text(self.path / name, text)
+
+    def copy(self, file: Path, name: str) -> None:
+        """Copies a file into the folder. For errors see `writing`."""
+        if self.is_writer:
+            with self.writing(name):
+                (self.path / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, self.path / name)
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[None]:

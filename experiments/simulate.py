@@ -376,7 +376,7 @@ def _track(options: dict[str, Any], results: dict[str, dict[str, float]]) -> Non
     from experiments.tracking import start_run
 
     for name, values in results.items():
-        with start_run(f"simulate-{name}", {**options, "policies": [name]}) as run:
+        with start_run(f"simulate-{name}", {**options, "policies": [name]}, several=True) as run:
             run.summary.update(values)
 
 

@@ -24,6 +24,7 @@ from algos.collect import Collector, Group, NothingScoredError, Rollout
 from algos.deepspeed_config import resolve
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
 from algos.evaluation import evaluate
+from algos.own_code import source_of
 from algos.publish import read_record, save_tensors
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
@@ -56,7 +57,7 @@ from experiments.run_folder import (
     make_run_folder,
     newest_run,
 )
-from experiments.tracking import Tracker
+from experiments.tracking import CODE, Tracker, check_environment
 from research.pat.controller import PatController
 
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "rollout_steps.jsonl", "decisions.jsonl")
@@ -66,7 +67,8 @@ KV_MOVES = (
     *("num_imported", "stored_bytes", "stored_tokens", "loaded_tokens", "fetched_tokens"),
 )
 MAY_CHANGE = (
-    *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "wandb", "reward_limits"),
+    *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "reward_limits"),
+    *("wandb", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags"),
     *(
         "rank_timeout_s",
         "dispatch",
@@ -93,6 +95,8 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
     # Checks that need no process group come first: they cost nothing, and every rank sees an error.
     task = make_task(config)
     resolve(config.trainer, num_ranks=launch.num_ranks())
+    if config.wandb != "off" and launch.rank() == 0:
+        check_environment()
     if config.resume and config.name is None:
         config = replace(config, name=newest_run(config.runs, config.stem))
     check_run_folder(config.runs, config.name, resume=config.resume)
@@ -308,11 +312,14 @@ class Run:
         if self.config.resume:
             self._resume()
         self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
+        for option in ("reward", "task", "algo", "dispatch"):
+            if file := source_of(str(getattr(self.config, option))):
+                self.folder.copy(file, f"{CODE}/{option}-{file.name}")
         self.layouts.begin(self.state.data_index, keep_weights=False)
         self._sync_weights()
-        tracker = Tracker(self.folder, self.config)
+        self.tracker = Tracker(self.folder, self.config)
         if not self.config.resume:
-            tracker.log(self.state.step, self._evaluate())
+            self.tracker.log(self.state.step, self._evaluate())
         with tqdm(
             total=self.config.steps,
             initial=self.state.step,
@@ -322,7 +329,6 @@ class Run:
         ) as progress:
             while self.state.step < self.config.steps:
                 metrics = self._train_step()
-                tracker.log(self.state.step, metrics)
                 progress.update()
                 progress.set_postfix(
                     reward=f"{metrics['critic/rewards/mean']:.3f}",
@@ -331,8 +337,9 @@ class Run:
                     gen=f"{metrics['timing_s/gen']:.1f}s",
                     update=f"{metrics['timing_s/update_actor']:.1f}s",
                 )
-        tracker.close()
-        return self._summary(start)
+        summary = self._summary(start)
+        self.tracker.close(summary["figures"])
+        return summary
 
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
@@ -353,7 +360,8 @@ class Run:
         metrics["timing_s/update_actor"] = time.perf_counter() - updated
         self.state.step += 1
         self.state.data_index = rollout.next_index
-        self._write_rollout(rollout, steps, rollout_began)
+        samples = [_sample(one) for one in rollout.groups[:SAMPLES_PER_STEP]]
+        self._write_rollout(rollout, samples, steps, rollout_began)
         regroup_s += self.layouts.begin(self.state.data_index, keep_weights=False)
         synced = time.perf_counter()
         self._sync_weights()
@@ -370,6 +378,7 @@ class Run:
         metrics["perf/rollout_tokens_per_second"] = num_tokens / rollout.metrics["timing_s/gen"]
         # The metrics of a step are part of its resume point, so they are written before it is published.
         self.folder.append("metrics.jsonl", {"training/global_step": self.state.step, **metrics})
+        self.tracker.log(self.state.step, metrics, samples)
         if last or self.state.step % self.config.save_every == 0:
             self._save()
         return metrics
@@ -432,7 +441,9 @@ class Run:
 
     # -- files
 
-    def _write_rollout(self, rollout: Rollout, steps: list[StepRecord], began: float) -> None:
+    def _write_rollout(
+        self, rollout: Rollout, samples: list[dict[str, Any]], steps: list[StepRecord], began: float
+    ) -> None:
         """Times in the files are seconds (in the timeline: microseconds) since `began`, a time of `time.monotonic`."""
         if not self.folder.is_writer:
             return
@@ -443,7 +454,7 @@ class Run:
             "finish_reasons": [one.finish_reason for one in everyone],
         }
         self.folder.append("lengths.jsonl", {**step, **lengths, "digest": _digest(rollout)})
-        self.folder.append("samples.jsonl", *({**step, **_sample(one)} for one in rollout.groups[:SAMPLES_PER_STEP]))
+        self.folder.append("samples.jsonl", *({**step, **sample} for sample in samples))
         rows = ({**step, **asdict(one), "start": one.start - began} for one in steps)
         self.folder.append("rollout_steps.jsonl", *rows)
         self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, rollout.marks, origin=began)))

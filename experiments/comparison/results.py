@@ -71,7 +71,8 @@ def track(name: str, runs: Mapping[str, Items[Rollout]]) -> None:
     for variant, some in runs.items():
         if variant.endswith(AGAIN):
             continue
-        with start_run(f"{name}-{variant}".replace(" ", "-"), {"comparison": name, "variant": variant}) as run:
+        title = f"{name}-{variant}".replace(" ", "-")
+        with start_run(title, {"comparison": name, "variant": variant}, several=True) as run:
             for point in over_time(some[0].steps, 100):
                 run.log(point)
             for key in ("seconds", "tail_seconds", "num_preempted", "tokens_per_step"):

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import matplotlib
+import pytest
+from wandb.proto.wandb_internal_pb2 import Record
+
+from experiments.config import parse
+from tests.worlds import refused_by
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789" * 4
@@ -17,32 +29,134 @@ from pathlib import Path
 
 from engines.parallel.collectives import SingleRank
 from experiments.config import parse
+from tests.worlds import refused_by
 from experiments.run_folder import RunFolder
 from experiments.tracking import Tracker
 
 told = []
-for folder in sys.argv[1:]:
-    tracker = Tracker(RunFolder(Path(folder), SingleRank()), parse([]))
+for folder in json.loads(sys.argv[1]):
+    tracker = Tracker(RunFolder(Path(folder), SingleRank()), parse(sys.argv[2:]))
     tracker.log(0, {"x": 1.0})
+    tracker.log(1, {"x": 2.0}, [{"prompt": "1+1=", "reward": 0.5, "own": [1]}, {"prompt": "2+2=", "reward": None}])
     run = tracker._run
     told.append({"id": run.id, "project": run.project, "name": run.name, "offline": run.offline})
-    tracker.close()
+    tracker.close([str(picture) for picture in Path(folder).glob("*.png")])
 print(json.dumps(told))
+"""
+SEVERAL = """
+import json
+from experiments.tracking import start_run
+
+names = []
+for variant in ("static", "seer"):
+    with start_run(variant, {}, several=True) as run:
+        names.append(run.name)
+print(json.dumps(names))
 """
 
 
-def start(tmp_path: Path, *names: str, **given: str) -> tuple[list[dict[str, Any]], str]:
+def start(tmp_path: Path, *names: str, options: Sequence[str] = (), **given: str) -> tuple[list[Any], str]:
     """What wandb says of a tracker in each of the folders, for a user of whom it knows what is given alone; stderr."""
     folders = [tmp_path / name for name in names]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
+    return run_alone(tmp_path, START, json.dumps([*map(str, folders)]), *options, **given)
+
+
+def run_alone(tmp_path: Path, script: str, *arguments: str, **given: str) -> tuple[list[Any], str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     env = {**kept, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), **given}
-    command = [sys.executable, "-c", START, *map(str, folders)]
+    command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    told: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    told: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return told, done.stderr
+
+
+def read_back(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file: blocks of LevelDB's log, after a header of 7 bytes; each record is a protobuf
+    message, in one piece or several."""
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    place, message = 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:  # too little for a header: the block ends here
+            place += left
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        message += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield Record.FromString(message)
+            message = b""
+
+
+def test_an_offline_run_is_read_back(tmp_path: Path) -> None:
+    """Its options, history, samples, figures and the user's own files, from the files alone."""
+    (tmp_path / "grpo/code").mkdir(parents=True)
+    (tmp_path / "grpo/code/reward-mine.py").write_text("def score(): ...")
+    plt.imsave(tmp_path / "grpo/reward.png", [[0.0, 1.0]])
+    options = ["--wandb-project", "maths", "--wandb-entity", "us", "--wandb-group", "kl", "--wandb-tags", "a", "b"]
+    (told,), errors = start(tmp_path, "grpo", options=[*options, "--learning-rate", "0.125"])
+    (file,) = (tmp_path / "grpo/wandb").glob("offline-run-*/run-*.wandb")
+    assert f"wandb sync {file.parent}" in errors
+    records = list(read_back(file))
+    (run,) = [one.run for one in records if one.WhichOneof("record_type") == "run"]
+    assert (run.run_id, run.display_name) == (told["id"], "grpo")
+    assert (run.project, run.entity, run.run_group, [*run.tags]) == ("maths", "us", "kl", ["a", "b"])
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["trainer"]["learning_rate"] == 0.125 and config["wandb_group"] == "kl"
+    rows: dict[int, dict[str, Any]] = {}
+    for one in records:
+        if one.WhichOneof("record_type") == "history":
+            items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in one.history.item}
+            rows.setdefault(one.history.step.num, {}).update(items)
+    assert [rows[step]["x"] for step in (0, 1)] == [1.0, 2.0]
+    files = file.parent / "files"
+    table = json.loads((files / rows[1]["samples.path"]).read_text())
+    assert table["columns"] == ["prompt", "reward", "own"]
+    assert table["data"] == [["1+1=", 0.5, [1]], ["2+2=", None, None]]
+    (picture,) = [row["figures/reward.path"] for row in rows.values() if "figures/reward.path" in row]
+    assert (files / picture).read_bytes()[:4] == b"\x89PNG"
+    assert (files / "code/reward-mine.py").read_text() == "def score(): ..."
+    assert not (files / "code/reward-mine.py").is_symlink(), "the folder may be synced from elsewhere"
+    saved = [item.path for one in records if one.WhichOneof("record_type") == "files" for item in one.files.files]
+    assert "code/reward-mine.py" in saved
+
+
+def test_the_name_of_the_environment_is_a_prefix_of_several_runs(tmp_path: Path) -> None:
+    names, _ = run_alone(tmp_path, SEVERAL, WANDB_NAME="mine", WANDB_MODE="offline")
+    assert names == ["mine-static", "mine-seer"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--wandb-group", "g" * 129], "wandb_group='ggg.*must be text of 1 to 128"),
+        (["--wandb-group", ""], "wandb_group='': must be text of 1 to 128"),
+        (["--wandb-project", "a/b"], "wandb_project='a/b': must be a name of 1 to 128"),
+        (["--wandb-tags", "good", "t" * 65], "wandb_tags=.*must be a list of: text of 1 to 64"),
+        (["--wandb", "off", "--wandb-group", "g"], "wandb_group='g': has no effect with wandb='off'"),
+    ],
+)
+def test_what_wandb_would_refuse(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(options)
+    assert re.search(told, " ".join(capsys.readouterr().err.replace("│", " ").split()))
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [({"WANDB_PROJECT": "a/b"}, "Invalid project name 'a/b'"), ({"WANDB_TAGS": "t" * 65}, "65 characters")],
+)
+def test_a_variable_that_wandb_refuses(
+    variables: dict[str, str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a model is made."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(f"error: a variable WANDB_.*{told}", refused_by("train", ["--runs", str(tmp_path / "runs")]))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_run_has_an_id_of_its_own(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def uninterrupted(model: Path, runs: Path, reward: str) -> Path:
     return Path(result["run_dir"])
 
 
-def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path) -> None:
+def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path, reward: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     pandas = pytest.importorskip("pandas")
@@ -113,6 +113,9 @@ def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path) -> None:
     assert times_s == pytest.approx(steps[steps["training/global_step"] == 5]["start"].tolist(), abs=1e-6)
     config = json.loads((uninterrupted / "config.json").read_text())
     assert config["deterministic"] is True
+    own = Path(reward.removesuffix(":score"))
+    assert [path.name for path in (uninterrupted / "code").iterdir()] == [f"reward-{own.name}"]
+    assert (uninterrupted / "code" / f"reward-{own.name}").read_text() == own.read_text()
     assert config["trainer"]["micro_batch_tokens"] == (16384 if torch.cuda.is_available() else 1024)
     checkpoints = uninterrupted / "checkpoints"
     assert sorted(os.listdir(checkpoints)) == ["latest", "step-4", "step-5"]
