@@ -87,7 +87,7 @@ class Parsed(BaseException):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_have_options_that_exist(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's own parser takes it; nothing runs after that."""
-    script, *arguments = shlex.split(command.replace("$size", "2").replace(VLLM, sys.executable), comments=True)
+    script, *arguments = shlex.split(re.sub(r"\$\w+", "2", command).replace(VLLM, sys.executable), comments=True)
     parse = tyro.cli
 
     def parse_only(*args: Any, **options: Any) -> None:
