@@ -7,7 +7,7 @@ TRAIN_ARGS ?=
 .PHONY: train test test-gpu lint bench clean
 
 train: .venv/.installed
-	$(BIN)/python experiments/train.py --ranks $(RANKS) $(TRAIN_ARGS)
+	$(BIN)/python experiments/train.py --ranks $(RANKS) --mini-batch-size 256 $(TRAIN_ARGS)
 
 # Files go to workers whole, since tests of one file share what is dear to make. Three workers, on two cores too, because
 # tests of many processes wait for each other; the worlds of one worker take up to 3 GiB.

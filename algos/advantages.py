@@ -26,3 +26,19 @@ def group_advantages(rewards: Sequence[float], *, normalise_std: bool = True) ->
         return centred
     std = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
     return [value / (std + ADVANTAGE_EPS) for value in centred]
+
+
+def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
+    """RLOO (arXiv:2402.14740, §2): A_i = r_i - mean of the other rewards = n / (n - 1) (r_i - mean(r))."""
+    scale = len(rewards) / max(1, len(rewards) - 1)
+    return [scale * centred for centred in group_advantages(rewards, normalise_std=False)]
+
+
+def batch_advantages(groups: Sequence[Sequence[float]], *, group_baseline: bool) -> list[list[float]]:
+    """REINFORCE++ (arXiv:2501.03262v9, Eq. 5): (A - mean(A)) / (std(A) + 1e-6), over the completions of all groups.
+
+    `group_baseline` first subtracts from each reward the mean of its group (Eq. 6 and 7).
+    """
+    before = [group_advantages(group, normalise_std=False) if group_baseline else group for group in groups]
+    normalised = iter(group_advantages([value for group in before for value in group]))
+    return [[next(normalised) for _ in group] for group in groups]

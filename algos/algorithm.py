@@ -1,4 +1,4 @@
-"""The interface of an RL algorithm that the run and the trainer use. GRPO and DAPO are frozen dataclasses."""
+"""The interface of an RL algorithm that the run and the trainer use. Algorithms are frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Algorithm(Protocol):
     ) -> list[float]:
         """Rewards to train on, given each completion's length in tokens and whether it was cut off at `max_tokens`."""
 
-    def advantages(self, rewards: Sequence[float]) -> list[float]:
-        """Advantages of one group's completions from their shaped rewards."""
+    def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Advantages of each group's completions from their shaped rewards; `groups` are all those of a step."""
 
     def loss_mask(self, length: int, truncated: bool) -> bool:
         """Whether to train on the tokens of a completion of `length` tokens."""

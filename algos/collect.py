@@ -17,7 +17,7 @@ from algos.experience import Experience
 from algos.rewards.pool import Item, ItemKey, RewardPool
 from algos.rewards.runner import FailureKind, RewardRunner
 from algos.tasks.task import Problem, Task
-from engines import LLM, Completion, RequestOutput, SamplingParams
+from engines import LLM, Completion, SamplingParams
 from engines.decoding import from_msgpack
 from engines.parallel.collectives import Communicator
 from engines.rollout.journal import Journal
@@ -104,7 +104,12 @@ class Collector:
                 stacklevel=2,
             )
         kept = kept[: self.prompts_per_step]
-        experiences = [experience for group in kept for experience in self._experiences(group)]
+        advantages = self.algorithm.advantages([self._shaped(group) for group in kept])
+        experiences = [
+            experience
+            for group, values in zip(kept, advantages, strict=True)
+            for experience in self._experiences(group, values)
+        ]
         metrics = rollout_metrics(sampled, experiences) | sums
         metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
         metrics["train/num_prompts_skipped"] = float(skipped)
@@ -131,21 +136,22 @@ class Collector:
             problems.append(problem)
         return problems, index
 
-    def _experiences(self, group: Group) -> list[Experience]:
+    def _shaped(self, group: Group) -> list[float]:
         lengths = [len(completion.token_ids) for completion in group.completions]
         truncated = [completion.finish_reason == "length" for completion in group.completions]
-        shaped = self.algorithm.shape_rewards(group.rewards, lengths, truncated, self.params.max_tokens)
+        return self.algorithm.shape_rewards(group.rewards, lengths, truncated, self.params.max_tokens)
+
+    def _experiences(self, group: Group, advantages: Sequence[float]) -> list[Experience]:
         return [
             Experience(
                 tokens=group.prompt_token_ids + completion.token_ids,
                 num_prompt_tokens=len(group.prompt_token_ids),
                 rollout_logprobs=completion.logprobs,
-                loss_mask=[self.algorithm.loss_mask(length, cut)] * length,
+                loss_mask=[self.algorithm.loss_mask(length, completion.finish_reason == "length")] * length,
                 advantage=advantage,
             )
-            for completion, length, cut, advantage in zip(
-                group.completions, lengths, truncated, self.algorithm.advantages(shaped), strict=True
-            )
+            for completion, advantage in zip(group.completions, advantages, strict=True)
+            for length in [len(completion.token_ids)]
         ]
 
 
@@ -182,7 +188,7 @@ def sample_groups(
             journal=journal,
         )
         generated = time.perf_counter()
-        rewards, failed = _finish_scores(pool, problems, outputs, group)
+        rewards, failed = _finish_scores(pool, problems, [output.outputs for output in outputs], group)
     groups = [
         Group(
             problem=problem,
@@ -200,13 +206,21 @@ def sample_groups(
     }
 
 
+def score_groups(groups: Sequence[Group], reward: RewardRunner, group: Communicator) -> list[float]:
+    """Returns the rewards of all completions by another reward, in their order, on every rank."""
+    with RewardPool(reward) as pool:
+        problems = [one.problem for one in groups]
+        rewards, _ = _finish_scores(pool, problems, [one.completions for one in groups], group)
+    return [rewards[one.problem.uid, completion.index] for one in groups for completion in one.completions]
+
+
 def _item(problem: Problem, completion: Completion) -> Item:
     key = (problem.uid, completion.index)
     return Item(key=key, prompt=problem.prompt, completion=completion.text, columns=problem.columns)
 
 
 def _finish_scores(
-    pool: RewardPool, problems: Sequence[Problem], outputs: Sequence[RequestOutput], group: Communicator
+    pool: RewardPool, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], group: Communicator
 ) -> tuple[dict[ItemKey, float], Counter[FailureKind]]:
     """Scores the completions that no rank's pool has scored. Returns all rewards and failures, on every rank."""
     taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
@@ -214,7 +228,7 @@ def _finish_scores(
     mine, failed_here = pool.finish(
         _item(problems[i], completion)
         for i in range(group.rank, len(problems), group.size)
-        for completion in outputs[i].outputs
+        for completion in completions[i]
         if (problems[i].uid, completion.index) not in taken
     )
     rewards: dict[ItemKey, float] = {}

@@ -69,9 +69,9 @@ class DAPO:
             for reward, length in zip(rewards, lengths, strict=True)
         ]
 
-    def advantages(self, rewards: Sequence[float]) -> list[float]:
+    def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         """Eq. 9: A_i = (R_i - mean(R)) / std(R)."""
-        return group_advantages(rewards)
+        return [group_advantages(rewards) for rewards in groups]
 
     def loss_mask(self, length: int, truncated: bool) -> bool:
         return not (self.overlong_filtering and truncated)
@@ -79,8 +79,11 @@ class DAPO:
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Eq. 8: -1/(sum_i |o_i|) sum_i sum_t min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)."""
         surrogate = losses.clipped_surrogate(inputs, self.ratio_clip_low, self.ratio_clip_high, self.dual_clip)
-        weights_BT = losses.importance_weights(inputs, self.importance_correction, self.importance_cap)
-        loss = losses.aggregate(weights_BT * surrogate.loss_BT, inputs, self.loss_aggregation, self.constant_length)
-        metrics, maxima = losses.surrogate_metrics(surrogate, weights_BT, self.importance_cap, inputs)
-        metrics |= {"actor/pg_loss": loss.detach(), "actor/loss": loss.detach()}
-        return LossOutput(loss=loss, metrics=metrics, maxima=maxima)
+        return losses.policy_loss(
+            surrogate,
+            inputs,
+            self.loss_aggregation,
+            self.importance_correction,
+            self.importance_cap,
+            self.constant_length,
+        )

@@ -49,8 +49,8 @@ class TrainerConfig:
     """Optimizer steps over which the learning rate rises linearly from zero."""
     total_steps: Count | None = None
     """Optimizer steps at which a linear or cosine schedule reaches zero."""
-    mini_batch_size: Count = 256
-    """Sequences per optimizer step; the last mini-batch of an epoch may be smaller."""
+    mini_batch_size: Count | None = None
+    """Sequences per optimizer step, all of a rollout by default; the last mini-batch of an epoch may be smaller."""
     micro_batch_tokens: Count | None = None
     """Most tokens, padding included, in a rank's micro-batch; a longer sequence gets its own micro-batch. By default
     1,024 on CPUs, whose caches hold the activations of no more, and 16,384 on CUDA."""
@@ -81,7 +81,8 @@ class ResolvedConfig:
     """The configuration for `deepspeed.initialize`."""
     zero_stage: int
     dtype: DType
-    mini_batch_size: int
+    mini_batch_size: int | None
+    """None: all sequences of an update."""
     max_micro_batch_rows: int | None
     """Most sequences in a rank's micro-batch; None: only the token budget limits it."""
     owns_scheduler: bool
@@ -158,7 +159,7 @@ def _refuse_unsupported(user: dict[str, Any], name: str) -> None:
         raise ValueError(f"{name}: tensor_parallel={user['tensor_parallel']!r}: not supported; {fix}")
 
 
-def _batch_sizes(user: dict[str, Any], name: str, default: int, num_ranks: int) -> tuple[int, int | None]:
+def _batch_sizes(user: dict[str, Any], name: str, default: int | None, num_ranks: int) -> tuple[int | None, int | None]:
     """(mini-batch size, most sequences in a rank's micro-batch); DeepSpeed's train = micro x accumulation x ranks."""
     for field in BATCH_FIELDS:
         value = user.get(field)
@@ -173,6 +174,11 @@ def _batch_sizes(user: dict[str, Any], name: str, default: int, num_ranks: int) 
     if train is None:
         train = micro * accumulation * num_ranks if micro and accumulation else default
     if micro is None and accumulation is not None:
+        if train is None:
+            raise ValueError(
+                f"{name}: gradient_accumulation_steps={accumulation}: says nothing without train_batch_size or "
+                "mini_batch_size; give one"
+            )
         micro = -(-train // (accumulation * num_ranks))
     return train, micro
 

@@ -1,19 +1,16 @@
-"""pass@1 and pass@k on held-out problems."""
+"""Mean rewards, pass@1 and pass@k on held-out problems."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
-from algos.collect import sample_groups
+from algos.collect import sample_groups, score_groups
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem
 from engines import LLM, SamplingParams
 from engines.parallel.collectives import Communicator
-
-SOLVED = 1.0
-"""A completion is right when its reward reaches this."""
+from engines.sequence import Finished
 
 
 def evaluate(
@@ -22,21 +19,32 @@ def evaluate(
     params: SamplingParams,
     reward: RewardRunner,
     group: Communicator,
-    num_samples: int,
+    *,
+    threshold: float = 1.0,
+    own_reward: RewardRunner | None = None,
+    on_finished: Callable[[Finished], None] | None = None,
 ) -> dict[str, float]:
-    """Metrics under verl's `val-core/` and `val-aux/`, at the training's temperature.
+    """Metrics under verl's `val-core/` and `val-aux/`, at the training's temperature, from `params.n` completions each.
 
-    The noise of a held-out problem has a key of its own, so an evaluation does not change what training samples.
+    A completion is right, for pass@k, when its `reward` reaches `threshold`. `own_reward` is the one that is
+    trained on, if it is another. The noise of a held-out problem has a key of its own, so an evaluation does not change
+    what training samples.
     """
-    groups, figures = sample_groups(llm, problems, replace(params, n=num_samples), reward, group)
-    num_correct = [sum(value >= SOLVED for value in one.rewards) for one in groups]
+    groups, figures = sample_groups(llm, problems, params, reward, group, on_finished)
+    metrics = {"val-core/reward/mean": _mean([value for one in groups for value in one.rewards])}
+    if own_reward is not None:
+        metrics["val-core/own_reward/mean"] = _mean(score_groups(groups, own_reward, group))
+    num_correct = [sum(value >= threshold for value in one.rewards) for one in groups]
     lengths = [len(completion.token_ids) for one in groups for completion in one.completions]
-    metrics = {}
-    for k in (1 << exponent for exponent in range(num_samples.bit_length())):
-        metrics[f"val-core/pass@{k}"] = math.fsum(pass_at_k(num_samples, c, k) for c in num_correct) / len(groups)
-    metrics["val-aux/response_length/mean"] = sum(lengths) / len(lengths)
+    for k in (1 << exponent for exponent in range(params.n.bit_length())):
+        metrics[f"val-core/pass@{k}"] = _mean([pass_at_k(params.n, count, k) for count in num_correct])
+    metrics["val-aux/response_length/mean"] = _mean(lengths)
     metrics["timing_s/testing"] = figures["timing_s/gen"] + figures["timing_s/reward"]
     return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

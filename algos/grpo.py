@@ -1,21 +1,17 @@
 """GRPO: Group Relative Policy Optimization (DeepSeekMath, arXiv:2402.03300, §4.1), and Dr. GRPO (arXiv:2503.20783).
 
-Dr. GRPO is `normalise_std=False, loss_aggregation="constant-length"`.
+Dr. GRPO is `normalise_std=False, loss_aggregation="constant-length"`, which `--algo dr-grpo` gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from algos import losses
 from algos.advantages import group_advantages
 from algos.experience import LossInputs, LossOutput
 from engines.constraints import Count, NonNegative, Positive, Share, check_fields
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +62,9 @@ class GRPO:
     ) -> list[float]:
         return list(rewards)
 
-    def advantages(self, rewards: Sequence[float]) -> list[float]:
+    def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         """§4.1.2: A_i = (r_i - mean(r)) / std(r), the same for every token of o_i."""
-        return group_advantages(rewards, normalise_std=self.normalise_std)
+        return [group_advantages(rewards, normalise_std=self.normalise_std) for rewards in groups]
 
     def loss_mask(self, length: int, truncated: bool) -> bool:
         return True
@@ -76,20 +72,10 @@ class GRPO:
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Eq. 3: -1/G sum_i 1/|o_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta KL(policy || ref)]."""
         surrogate = losses.clipped_surrogate(inputs, self.ratio_clip_low, self.ratio_clip_high, self.dual_clip)
-        weights_BT = losses.importance_weights(inputs, self.importance_correction, self.importance_cap)
-        pg_loss = self._aggregate(weights_BT * surrogate.loss_BT, inputs)
-        loss = pg_loss
-        metrics, maxima = losses.surrogate_metrics(surrogate, weights_BT, self.importance_cap, inputs)
-        metrics["actor/pg_loss"] = pg_loss.detach()
-        if self.kl_coef > 0:
-            assert inputs.ref_logprobs_BT is not None
-            kl_BT = losses.kl_estimate(inputs.logprobs_BT, inputs.ref_logprobs_BT, self.kl_estimator)
-            kl_loss = self._aggregate(kl_BT, inputs)
-            loss = loss + self.kl_coef * kl_loss
-            metrics["actor/kl_loss"] = kl_loss.detach()
-        if self.entropy_coef != 0:
-            loss = loss - self.entropy_coef * self._aggregate(inputs.entropy_BT, inputs)
-        return LossOutput(loss=loss, metrics=metrics | {"actor/loss": loss.detach()}, maxima=maxima)
-
-    def _aggregate(self, values_BT: Tensor, inputs: LossInputs) -> Tensor:
-        return losses.aggregate(values_BT, inputs, self.loss_aggregation, self.constant_length)
+        how, length = self.loss_aggregation, self.constant_length
+        output = losses.policy_loss(surrogate, inputs, how, self.importance_correction, self.importance_cap, length)
+        output = losses.with_kl(output, inputs, self.kl_coef, self.kl_estimator, how, length)
+        if self.entropy_coef == 0:
+            return output
+        loss = output.loss - self.entropy_coef * losses.aggregate(inputs.entropy_BT, inputs, how, length)
+        return replace(output, loss=loss, metrics=output.metrics | {"actor/loss": loss.detach()})

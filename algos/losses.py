@@ -7,12 +7,12 @@ mini-batch was cut. The functions use tensor methods and do not import torch, be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from algos.experience import LossInputs
+from algos.experience import LossInputs, LossOutput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,15 +63,32 @@ class ClippedSurrogate:
     log_ratio_BT: Tensor
 
 
+def log_ratios(inputs: LossInputs) -> Tensor:
+    """Each token's log-ratio of the policy being trained to the policy before the rollout's first update."""
+    return (inputs.logprobs_BT - inputs.trainer_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_log_ratios(inputs: LossInputs) -> Tensor:
+    """The mean of a sequence's log-ratios over its unmasked tokens, at each of its positions (GSPO, Eq. 7)."""
+    mask_BT = inputs.loss_mask_BT
+    log_ratio_BT = log_ratios(inputs).masked_fill(~mask_BT, 0.0)
+    return (log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)).expand_as(log_ratio_BT)
+
+
 def clipped_surrogate(
-    inputs: LossInputs, ratio_clip_low: float, ratio_clip_high: float, dual_clip: float | None
+    inputs: LossInputs,
+    ratio_clip_low: float,
+    ratio_clip_high: float,
+    dual_clip: float | None = None,
+    log_ratio_BT: Tensor | None = None,
 ) -> ClippedSurrogate:
     """PPO's clipped objective per token, negated (arXiv:1707.06347, Eq. 7; separate low and high clip: DAPO, Eq. 8).
 
     `dual_clip` c > 1 limits the loss to c |A| where A < 0, however large the ratio is (arXiv:1912.09729).
+    `log_ratio_BT` replaces the tokens' own log-ratios.
     """
     advantages_BT = inputs.advantages_BT
-    log_ratio_BT = (inputs.logprobs_BT - inputs.trainer_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_BT = log_ratios(inputs) if log_ratio_BT is None else log_ratio_BT
     ratio_BT = log_ratio_BT.exp()
     plain_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1 - ratio_clip_low, 1 + ratio_clip_high)
@@ -147,3 +164,38 @@ def surrogate_metrics(
     }
     shares = {name: token_mean(values, inputs) for name, values in values_BT.items()}
     return shares, {"rollout_corr/logprob_abs_diff_max": delta_BT.abs().max()}
+
+
+def policy_loss(
+    surrogate: ClippedSurrogate,
+    inputs: LossInputs,
+    how: LossAggregation,
+    correction: ImportanceCorrection,
+    cap: float,
+    constant_length: int = 0,
+) -> LossOutput:
+    """The surrogate's loss, weighted by `importance_weights` and reduced by `aggregate`, with its metrics."""
+    weights_BT = importance_weights(inputs, correction, cap)
+    loss = aggregate(weights_BT * surrogate.loss_BT, inputs, how, constant_length)
+    metrics, maxima = surrogate_metrics(surrogate, weights_BT, cap, inputs)
+    metrics |= {"actor/pg_loss": loss.detach(), "actor/loss": loss.detach()}
+    return LossOutput(loss=loss, metrics=metrics, maxima=maxima)
+
+
+def with_kl(
+    output: LossOutput,
+    inputs: LossInputs,
+    coef: float,
+    estimator: KLEstimator,
+    how: LossAggregation,
+    constant_length: int = 0,
+) -> LossOutput:
+    """Adds `coef` times the KL to the reference; nothing is added, and no reference needed, when `coef` is 0."""
+    if coef == 0:
+        return output
+    assert inputs.ref_logprobs_BT is not None
+    kl_BT = kl_estimate(inputs.logprobs_BT, inputs.ref_logprobs_BT, estimator)
+    kl_loss = aggregate(kl_BT, inputs, how, constant_length)
+    loss = output.loss + coef * kl_loss
+    metrics = {"actor/kl_loss": kl_loss.detach(), "actor/loss": loss.detach()}
+    return replace(output, loss=loss, metrics=output.metrics | metrics)

@@ -86,7 +86,7 @@ class Trainer:
         """
         if not experiences:
             raise ValueError("experiences=[]: must hold at least one sequence; skip the update of an empty rollout")
-        size = self.resolved.mini_batch_size
+        size = self.resolved.mini_batch_size or len(experiences)
         num_steps = self.algorithm.num_epochs * math.ceil(len(experiences) / size)
         sequences = [(experience.tokens, experience.num_prompt_tokens) for experience in experiences]
         # With one optimizer step per rollout, the training pass itself runs the policy before the first update, so it

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from msgspec import Meta
 
+from algos.algorithm import Algorithm
+from algos.cispo import CISPO
 from algos.dapo import DAPO
 from algos.deepspeed_config import TrainerConfig
 from algos.grpo import GRPO
-from algos.rewards.runner import RewardConfig
+from algos.gspo import GSPO
+from algos.reinforce_pp import ReinforcePlusPlus
+from algos.rewards.runner import Finite, RewardConfig
+from algos.rloo import RLOO
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.tasks.gsm8k import Gsm8kTask
+from algos.tasks.jsonl import JsonlTask
 from algos.tasks.task import Task
 from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
-from engines.constraints import Count, Positive, check_fields
+from engines.constraints import Count, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
-from experiments.policies import IN_CHUNKS, ChunkFields, schedule_policy
+from experiments.policies import IN_CHUNKS, ChunkFields, own_class, schedule_policy
 from research.pat.controller import PatOptions
 from research.seer.context_aware import ContextOptions
 
@@ -37,7 +44,21 @@ WandbProject = Annotated[
     str, Meta(pattern=r"^[^/\\#?%:]{1,128}$", description="a name of 1 to 128 characters, none of them one of /\\#?%:")
 ]
 _WHOLE = "training does not apply it, so the ratios would be wrong"
-ALGORITHMS: dict[str, type[GRPO] | type[DAPO]] = {"grpo": GRPO, "dapo": DAPO}
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": GRPO(),
+    "dr-grpo": GRPO(normalise_std=False, loss_aggregation="constant-length"),
+    "dapo": DAPO(),
+    "gspo": GSPO(),
+    "cispo": CISPO(),
+    "rloo": RLOO(),
+    "reinforce++": ReinforcePlusPlus(),
+}
+TASKS: dict[str, type[Task]] = {"arithmetic": ArithmeticTask, "gsm8k": Gsm8kTask, "jsonl": JsonlTask}
+OF_ALGORITHM = (
+    *("num_epochs", "max_sampling_rounds", "needs_reference"),
+    *("keep_group", "shape_rewards", "advantages", "loss_mask", "loss"),
+)
+OF_TASK = ("reward", "train_problem", "held_out_problems")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +97,12 @@ class RolloutConfig:
 class TrainConfig(ChunkFields):
     """Rolls out a task with the paged engine and trains on it with DeepSpeed."""
 
-    algo: Literal["grpo", "dapo"] = "grpo"
-    """Which algorithm; its own options follow below."""
-    task: Literal["arithmetic", "gsm8k"] = "arithmetic"
-    """Worked multi-digit additions, or GSM8K from `--data`."""
-    data: Path | None = None
-    """GSM8K: a JSONL file with `question` and `answer`."""
-    held_out_data: Path | None = None
-    """GSM8K: a second JSONL file to evaluate on; by default a part of `--data` is held out."""
+    algo: str = "grpo"
+    """grpo, dr-grpo, dapo, gspo, cispo, rloo, reinforce++, or a class of your own as FILE.py:Class (docs/training.md).
+    The options of the algorithm that is named here are below."""
+    task: str = "arithmetic"
+    """arithmetic: worked multi-digit additions. gsm8k: word problems from --data. jsonl: your own data. Or a class of
+    your own as FILE.py:Class (docs/training.md). The options of the task that is named here are below."""
     model: str = "tiny"
     """A Hugging Face directory, or the name of an embedded model that is warm-started once under runs/models."""
     name: FolderName | None = None
@@ -116,19 +135,22 @@ class TrainConfig(ChunkFields):
     deterministic: bool = False
     """Use deterministic kernels and static dispatch, recompute the KV of preempted sequences, and score after the
     rollout. Nothing then depends on timing: two runs give the same metrics bit for bit, except times."""
-    eval_every: Count = 10
-    """Steps between evaluations on held-out problems, besides one before the first step and one after the last."""
+    eval_every: WholeNumber = 10
+    """Steps between evaluations on held-out problems, besides one before the first step and one after the last; 0:
+    none at all."""
     eval_problems: Count = 128
     """Held-out problems per evaluation."""
     eval_samples: Count = 4
     """Completions per held-out problem, from which pass@1 and pass@k (k = 2, 4, ... up to this) are estimated."""
-    save_every: Count = 20
-    """Steps between resume points; there is always one after the last step."""
+    eval_threshold: Finite = 1.0
+    """A completion counts as right, in pass@k, when its reward reaches this."""
+    save_every: WholeNumber = 20
+    """Steps between resume points, besides one after the last step; 0: none at all, and the model is not kept."""
     keep_checkpoints: Count = 2
     """Resume points kept; older ones are deleted."""
     reward: str | None = None
     """Reward function to train on instead of the task's: "package.module:function" or "file.py:function", with TRL's
-    signature. Evaluation still uses the task's reward."""
+    signature. Evaluation has the means of both; pass@k is by the task's, if it has one."""
     # The coordinator's heartbeat is 1 s; timers do not accept infinity.
     rank_timeout_s: Annotated[float, Meta(ge=2, le=1e6, description="from 2 to 1e6 (seconds)")] = 1800.0
     """Most seconds that a rank waits for another one; after that the run ends and names the missing ranks."""
@@ -144,16 +166,21 @@ class TrainConfig(ChunkFields):
     """Tags of the run in wandb."""
     reward_limits: Annotated[RewardConfig, tyro.conf.arg(name="reward-limits")] = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    trainer: Annotated[TrainerConfig, Flat] = field(default_factory=TrainerConfig)
-    algorithm: Annotated[GRPO | DAPO, Flat, tyro.conf.AvoidSubcommands] = field(default_factory=GRPO)
+    trainer: Annotated[TrainerConfig, Flat] = field(
+        default_factory=lambda: TrainerConfig(learning_rate=2e-4, max_grad_norm=1.0, zero_stage=1, weight_decay=0.0)
+    )
+    # These two are of the class that `algo` and `task` name, whose type `parse` puts here.
+    algorithm: Annotated[Any, Flat] = field(default_factory=GRPO)
+    task_options: Annotated[Any, Flat] = field(default_factory=ArithmeticTask)
 
     def __post_init__(self) -> None:
         check_fields(self, "")
-        if (self.task == "gsm8k") != (self.data is not None):
-            fix = "give --data PATH to a JSONL file" if self.data is None else "only --task gsm8k reads --data"
-            raise ValueError(f"data={self.data}: does not go with task={self.task!r}; {fix}")
-        if self.held_out_data is not None and self.data is None:
-            raise ValueError(f"held_out_data={self.held_out_data}: only --task gsm8k with --data reads it")
+        if getattr(self.task_options, "seed", self.seed) != self.seed:
+            object.__setattr__(self, "task_options", replace(self.task_options, seed=self.seed))
+        if self.reward is None and self.task_options.reward is None:
+            raise ValueError(
+                f"reward=None: task {self.task!r} has none without --answer-column; give --reward FILE.py:function"
+            )
         engine, free = self.rollout.engine, "how much memory and disk is free"
         for name, value, depends_on, chosen, fix in (
             ("dispatch", self.dispatch, "timing", self.dispatch not in ("auto", "static") and self.dispatch, "static"),
@@ -181,7 +208,7 @@ class TrainConfig(ChunkFields):
         if self.dispatch != "auto":
             self._schedule(self.dispatch)
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
-        if self.trainer.mini_batch_size > sequences:
+        if self.trainer.mini_batch_size is not None and self.trainer.mini_batch_size > sequences:
             raise ValueError(
                 f"mini_batch_size={self.trainer.mini_batch_size}: more than a step's {sequences} sequences "
                 f"(rollout.prompts_per_step={self.rollout.prompts_per_step} x "
@@ -210,7 +237,7 @@ class TrainConfig(ChunkFields):
     @property
     def stem(self) -> str:
         """How the folder names of runs without a name begin."""
-        return f"{self.task}-{self.algo}"
+        return "-".join(name.rpartition(":")[2] for name in (self.task, self.algo))
 
     def schedule(self, num_replicas: int) -> SchedulePolicy | None:
         """Returns the policy of a coordinator; None without one, as for one replica that gets all sequences at once."""
@@ -240,19 +267,57 @@ class TrainConfig(ChunkFields):
         return self.model in MODEL_SIZES and not Path(self.model).exists()
 
 
-def make_task(config: TrainConfig) -> Task:
-    if config.task == "gsm8k":
-        assert config.data is not None
-        held_out = str(config.held_out_data) if config.held_out_data else None
-        return Gsm8kTask(path=str(config.data), held_out_path=held_out, seed=config.seed)
-    return ArithmeticTask(seed=config.seed)
-
-
 def parse(arguments: list[str]) -> TrainConfig:
     """Parses the command line. Wrong options end the process with code 2."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--algo", choices=list(ALGORITHMS), default="grpo")
-    known, _ = early.parse_known_args([a for a in arguments if a not in ("-h", "--help")])
-    trainer = TrainerConfig(learning_rate=2e-4, mini_batch_size=256, max_grad_norm=1.0, zero_stage=1, weight_decay=0.0)
-    default = TrainConfig(algo=known.algo, algorithm=ALGORITHMS[known.algo](), trainer=trainer)
-    return tyro.cli(TrainConfig, default=default, args=arguments)
+    early.add_argument("--algo", default="grpo")
+    early.add_argument("--task", default="arithmetic")
+    named, _ = early.parse_known_args([a for a in arguments if a not in ("-h", "--help")])
+    try:
+        kind = _config_type(named.algo, named.task, arguments)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    return tyro.cli(kind, args=arguments, description=TrainConfig.__doc__)
+
+
+def _config_type(algo: str, task: str, arguments: list[str]) -> type[TrainConfig]:
+    """Returns `TrainConfig` with the options of this algorithm and task. Raises ValueError if one of them cannot be
+    used, or `arguments` have an option of another one."""
+    algorithm: Any = ALGORITHMS.get(algo) or _own("algo", algo, ALGORITHMS, OF_ALGORITHM, "algos/algorithm.py")
+    of_algorithm: Any = type(algorithm) if algo in ALGORITHMS else algorithm
+    of_task: Any = TASKS.get(task) or _own("task", task, TASKS, OF_TASK, "algos/tasks/task.py")
+    taken = _names(TrainConfig) | _names(TrainerConfig)
+    for option, name, names in (("algo", algo, _names(of_algorithm)), ("task", task, _names(of_task) - {"seed"})):
+        if clash := sorted(names & taken):
+            raise ValueError(f"{option}={name!r}: its field {clash[0]!r} is an option of train.py already; rename it")
+        taken |= names
+    owners = [(f"--algo {name}", _names(type(one))) for name, one in ALGORITHMS.items()]
+    owners += [(f"--task {name}", _names(one)) for name, one in TASKS.items()]
+    typed = {argument.partition("=")[0].replace("--no-", "--", 1) for argument in arguments}
+    for name in sorted({name for _, names in owners for name in names} - taken - {"seed"}):
+        if (option := f"--{name.replace('_', '-')}") in typed:
+            whose = " and ".join(owner for owner, names in owners if name in names)
+            raise ValueError(f"{option}: is an option of {whose}; name it, or leave {option} out")
+    if "seed" in _names(of_task):  # the run's, not an option of its own
+        seed = ("seed", tyro.conf.Suppress[int], field(default=0))
+        of_task = make_dataclass(of_task.__name__, [seed], bases=(of_task,), frozen=True, kw_only=True)
+    default = algorithm if algo in ALGORITHMS else MISSING
+    both = [
+        ("algorithm", Annotated[of_algorithm, Flat], field(default=default)),
+        ("task_options", Annotated[of_task, Flat], field(default=MISSING)),
+    ]
+    return make_dataclass("TrainConfig", both, bases=(TrainConfig,), frozen=True, kw_only=True)
+
+
+def _own(option: str, name: str, names: Iterable[str], members: tuple[str, ...], where: str) -> Any:
+    own = own_class(option, name, [*names], members, where)
+    if not is_dataclass(own):
+        raise ValueError(
+            f"{option}={name!r}: is no dataclass; put @dataclass(frozen=True, kw_only=True) above the class"
+        )
+    return own
+
+
+def _names(kind: Any) -> set[str]:
+    return {one.name for one in fields(kind) if one.init}

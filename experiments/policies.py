@@ -82,7 +82,8 @@ def own_class(option: str, name: str, names: list[str], methods: tuple[str, ...]
         found = load(name, "class")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{option}={name!r}: {_told(error)}") from error
-    if missing := [method for method in methods if not hasattr(found, method)]:
+    declared = getattr(found, "__dataclass_fields__", {})  # without a default a field is no attribute of the class
+    if missing := [method for method in methods if not hasattr(found, method) and method not in declared]:
         raise ValueError(f"{option}={name!r}: has no method {missing[0]!r}; see {where}")
     return found
 

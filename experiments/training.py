@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from algos.trainer import Trainer
 from algos.warmstart import new_config, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
-from engines.config import ModelConfig
+from engines.config import ModelConfig, longest_sequence
 from engines.json_files import read_json
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, TorchGroup
@@ -44,7 +45,7 @@ from engines.rollout.journal import Journal
 from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics
 from engines.sequence import Finished
 from experiments import launch
-from experiments.config import TrainConfig, make_task, parse
+from experiments.config import TrainConfig
 from experiments.engine_options import DRAFT_POLICIES
 from experiments.pat_measuring import nested_layouts
 from experiments.pat_training import RolloutLayouts, load_profile, make_controller
@@ -93,7 +94,8 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     config = replace(config, trainer=config.trainer.on("cuda" if torch.cuda.is_available() else "cpu"))
     # Checks that need no process group come first: they cost nothing, and every rank sees an error.
-    task = make_task(config)
+    task: Task = config.task_options
+    columns = task.train_problem(0).columns  # reads its files
     resolve(config.trainer, num_ranks=launch.num_ranks())
     if config.wandb != "off" and launch.rank() == 0:
         check_environment()
@@ -108,9 +110,14 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
     if config.deterministic:
         limits = replace(limits, beside_rollout=False)
     with contextlib.ExitStack() as stack:
-        judge = stack.enter_context(RewardRunner(task.reward, limits))
-        reward = stack.enter_context(RewardRunner(config.reward, limits)) if config.reward else judge
-        reward.check(task.train_problem(0).columns)
+        specs = [spec for spec in (task.reward, config.reward) if spec is not None]
+        # The first judges evaluations, the last is trained on; there is at least one.
+        judge, *own = (stack.enter_context(RewardRunner(spec, limits)) for spec in specs)
+        reward = own[0] if own else judge
+        reward.check(columns)
+        for problem in task.held_out_problems(1) if config.eval_every else []:
+            judge.check(problem.columns)
+            reward.check(problem.columns)
         model = _prepare_model(config, threads)
         device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
         world = TorchGroup(timeout_s=config.rank_timeout_s)
@@ -130,7 +137,13 @@ def _check_same_run(config: TrainConfig) -> None:
     assert config.name is not None
     path = config.runs / config.name / "config.json"
     # An option that did not exist when the run was started counts as its present default.
-    before = _flat(_as_json(parse(["--algo", config.algo]))) | _flat(read_json(path, dict[str, Any]))
+    before = _flat(_as_json(replace(TrainConfig(), algorithm=config.algorithm))) | {
+        f"{owner}.{one.name}": one.default
+        for owner in ("algorithm", "task_options")
+        for one in fields(getattr(config, owner))
+        if one.default is not MISSING
+    }
+    before |= _flat(read_json(path, dict[str, Any]))
     differ = [
         f"{name}={value} now, {before.get(name)} in {path}"
         for name, value in _flat(_as_json(config)).items()
@@ -172,6 +185,13 @@ def _check_engine(config: TrainConfig) -> ModelConfig:
     device = torch.device("cuda", launch.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     options = config.rollout.engine_config(config.seed, deterministic=config.deterministic)
     check_engine(options, sizes, usable_device("train", device))
+    longest = longest_sequence(options, sizes)
+    if config.rollout.max_tokens >= longest and launch.rank() == 0:
+        warnings.warn(
+            f"--rollout.max-tokens {config.rollout.max_tokens}: the model's context has {longest} tokens, prompt "
+            "included, so completions end there",
+            stacklevel=2,
+        )
     return sizes
 
 
@@ -230,7 +250,7 @@ class Run:
         """`reward` is the reward to train on; `judge`, the task's own reward, scores evaluations."""
         self.config = config
         self.group = group = groups.world
-        self.judge = judge
+        self.judge, self.reward = judge, reward
         if config.resume:
             self.folder = _open_folder(config, group)
             self.folder.check()
@@ -251,7 +271,7 @@ class Run:
         )
         launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
-        self.held_out = self._held_out_problems(task)
+        self.held_out = self._held_out_problems(task) if config.eval_every else []
         self.state = RunState(step=0, data_index=0, evaluations=[])
         if not config.resume:
             self.folder = _open_folder(config, group)  # late, so that an error above leaves no empty folder
@@ -290,13 +310,13 @@ class Run:
     def _held_out_problems(self, task: Task) -> list[Problem]:
         """The held-out problems that the engine accepts. Raises ValueError if there is none."""
         problems = task.held_out_problems(self.config.eval_problems)
-        fitting = []
+        fitting, reason = [], "the task has none; give it some, or --eval-every 0"
         for problem in problems:
             try:
                 self.llm.check(problem.prompt, self.params)
                 fitting.append(problem)
             except ValueError as error:
-                reason = error
+                reason = str(error)
         if not fitting:
             raise ValueError(f"held-out problems: none of {len(problems)} can run: {reason}")
         if len(fitting) < len(problems) and self.group.rank == 0:
@@ -318,7 +338,7 @@ class Run:
         self.layouts.begin(self.state.data_index, keep_weights=False)
         self._sync_weights()
         self.tracker = Tracker(self.folder, self.config)
-        if not self.config.resume:
+        if not self.config.resume and self.config.eval_every:
             self.tracker.log(self.state.step, self._evaluate())
         with tqdm(
             total=self.config.steps,
@@ -368,7 +388,7 @@ class Run:
         metrics["timing_s/update_weights"] = time.perf_counter() - synced
         metrics["timing_s/regroup"] = regroup_s
         last = self.state.step == self.config.steps
-        if last or self.state.step % self.config.eval_every == 0:
+        if _is_due(self.config.eval_every, self.state.step, last):
             metrics |= self._evaluate()
         num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
         num_tokens -= self.journal.num_found_tokens - num_found_tokens  # a killed run spent the time on those
@@ -379,22 +399,14 @@ class Run:
         # The metrics of a step are part of its resume point, so they are written before it is published.
         self.folder.append("metrics.jsonl", {"training/global_step": self.state.step, **metrics})
         self.tracker.log(self.state.step, metrics, samples)
-        if last or self.state.step % self.config.save_every == 0:
+        if _is_due(self.config.save_every, self.state.step, last):
             self._save()
         return metrics
 
     def _roll_out(self) -> Rollout:
         rollout = self.config.rollout
         total = rollout.prompts_per_step * rollout.group_size
-        # Completions that rank 0 receives: under a coordinator all, otherwise its replica's share.
-        expected = total if self.llm.rollout is not None else len(range(0, total, len(self.llm.layout.replicas)))
-        with tqdm(
-            total=expected, desc="rollout", unit="seq", leave=False, position=1, disable=not self.folder.is_writer
-        ) as progress:
-
-            def show(finished: Finished) -> None:
-                progress.update()
-
+        with self._bar("rollout", total) as show:
             try:
                 return self.collector.collect(self.state.data_index, show)
             except NothingScoredError as error:
@@ -403,6 +415,19 @@ class Run:
                 if self.config.name and not self.folder.latest():
                     fix += f": {AFRESH}"
                 raise ValueError(f"{error}; then {fix}") from None
+
+    @contextlib.contextmanager
+    def _bar(self, name: str, total: int) -> Iterator[Callable[[Finished], None]]:
+        """A bar of `total` completions, of which rank 0 receives all under a coordinator, else its replica's share."""
+        expected = total if self.llm.rollout is not None else len(range(0, total, len(self.llm.layout.replicas)))
+        with tqdm(
+            total=expected, desc=name, unit="seq", leave=False, position=1, disable=not self.folder.is_writer
+        ) as progress:
+
+            def show(finished: Finished) -> None:
+                progress.update()
+
+            yield show
 
     def _moves(self) -> dict[str, int]:
         """This rank's counts of KV moves and preemptions since the run's start."""
@@ -433,7 +458,18 @@ class Run:
         self.journal.weights = checksum
 
     def _evaluate(self) -> dict[str, float]:
-        metrics = evaluate(self.llm, self.held_out, self.params, self.judge, self.group, self.config.eval_samples)
+        num_samples = self.config.eval_samples
+        with self._bar("evaluate", len(self.held_out) * num_samples) as show:
+            metrics = evaluate(
+                self.llm,
+                self.held_out,
+                replace(self.params, n=num_samples),
+                self.judge,
+                self.group,
+                threshold=self.config.eval_threshold,
+                own_reward=None if self.reward is self.judge else self.reward,
+                on_finished=show,
+            )
         self.state.evaluations.append(metrics["val-core/pass@1"])
         if self.state.step == 0:
             self.folder.append("metrics.jsonl", {"training/global_step": 0, **metrics})
@@ -500,14 +536,18 @@ class Run:
             "experiment": "train",
             "algo": self.config.algo,
             "task": self.config.task,
-            "eval_before": self.state.evaluations[0],
-            "eval_after": self.state.evaluations[-1],
+            "eval_before": self.state.evaluations[0] if self.state.evaluations else None,
+            "eval_after": self.state.evaluations[-1] if self.state.evaluations else None,
             "steps": self.state.step,
             "minutes": round((time.perf_counter() - start) / 60, 2),
             "run_dir": str(self.folder.path),
             "model": str(checkpoint / "huggingface") if checkpoint else None,
             "figures": figures,
         }
+
+
+def _is_due(every: int, step: int, is_last: bool) -> bool:
+    return every > 0 and (is_last or step % every == 0)
 
 
 def _digest(rollout: Rollout) -> str:
@@ -519,9 +559,9 @@ def _digest(rollout: Rollout) -> str:
 def _sample(group: Group) -> dict[str, Any]:
     completion = group.completions[0]
     return {
+        **group.problem.columns,
         "prompt": group.problem.prompt,
         "completion": completion.text,
         "finish_reason": completion.finish_reason,
         "reward": group.rewards[0],
-        **group.problem.columns,
     }

@@ -2,114 +2,74 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from pathlib import Path
-from random import Random
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from algos.tasks.rows import Row, check_template, draw, fill, read_rows, split
 from algos.tasks.task import Problem
 from engines.constraints import check_fields
 
-Row = tuple[str, str]
-"""Question, and final answer."""
+HeldOutFraction = Annotated[float, Meta(gt=0, lt=1, description="between 0 and 1")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8kTask:
-    """Problems of a JSONL file with a `question` and an `answer` that ends in `#### 42`.
+    """Problems of rows with a `question` and an `answer` that ends in `#### 42`; other columns go to the reward.
 
-    The constructor reads the files. It raises ValueError, with file and line number, for a file that cannot be used.
+    The first call reads the files. It raises ValueError, with file and line number, for a file that cannot be used.
     """
 
     reward: ClassVar[str] = "algos.rewards.math:math_verify_reward"
 
-    path: str
-    """JSONL file to train on."""
-    held_out_path: str | None = None
-    """JSONL file of held-out problems, whose questions are never trained on; None holds out a part of `path`."""
-    held_out_fraction: Annotated[float, Meta(gt=0, lt=1, description="between 0 and 1")] = 0.05
-    """Share of `path`'s questions held out when there is no `held_out_path`; a hash of the question picks them."""
-    template: str = "Question: {question}\nReason step by step, then write the final answer in \\boxed{}.\nAnswer:"
-    """The prompt; only `{question}` is replaced, other braces stay as they are."""
+    data: str
+    """JSONL or parquet file, or folder that `datasets` has saved, to train on."""
+    held_out_data: str | None = None
+    """The same with held-out problems, whose questions are never trained on; None holds out a part of `data`."""
+    held_out_fraction: HeldOutFraction = 0.05
+    """Share of the questions of `data` that is held out without `held_out_data`; a hash of the question picks them."""
+    prompt_template: str = (
+        "Question: {question}\nReason step by step, then write the final answer in \\boxed{}.\nAnswer:"
+    )
+    """The prompt: {column} is replaced, {{ and }} are braces, \\n is a new line."""
     seed: int = 0
     """Seed of the order of the training problems in each epoch."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if "{question}" not in self.template:
-            raise ValueError(f"Gsm8kTask.template={self.template!r}: must contain {{question}}")
-        self._splits  # noqa: B018 - a bad file is an error here, not in the middle of a run
+        check_template("Gsm8kTask.prompt_template", self.prompt_template)
 
     def train_problem(self, index: int) -> Problem:
-        rows, _ = self._splits
-        epoch, position = divmod(index, len(rows))
-        return self._problem(index, rows[_permutation(self.seed, epoch, len(rows))[position]])
+        return self._problem(index, draw(self._splits[0], index, self.seed))
 
     def held_out_problems(self, count: int) -> list[Problem]:
-        _, rows = self._splits
-        return [self._problem(-1 - index, row) for index, row in enumerate(rows[:count])]
+        return [self._problem(-1 - index, row) for index, row in enumerate(self._splits[1][:count])]
 
     def _problem(self, uid: int, row: Row) -> Problem:
-        question, answer = row
-        # Not str.format, since the template contains literal braces (\boxed{}).
-        return Problem(uid=uid, prompt=self.template.replace("{question}", question), columns={"answer": answer})
+        columns = {name: value for name, value in row.values.items() if name != "question"}
+        return Problem(uid=uid, prompt=fill(self.prompt_template, row), columns=columns)
 
     @cached_property
     def _splits(self) -> tuple[list[Row], list[Row]]:
-        """Training and held-out rows. A question is in one of them only, however often the files repeat it."""
-        rows = _read(self.path)
-        if self.held_out_path is not None:
-            held_out = _read(self.held_out_path)
-            questions = {question for question, _ in held_out}
-        else:
-            by_hash = sorted({question for question, _ in rows}, key=_hash)
-            questions = set(by_hash[: max(1, round(len(by_hash) * self.held_out_fraction))])
-            held_out = [row for row in rows if row[0] in questions]
-        train = [row for row in rows if row[0] not in questions]
-        if not train:
-            raise ValueError(f"{self.path}: no question is left to train on beside the held-out ones; add more")
-        return train, held_out
+        held_out = None if self.held_out_data is None else self._read("held_out_data", self.held_out_data)
+        rows = self._read("data", self.data)
+        return split(rows, held_out, self.held_out_fraction, lambda row: row.values["question"], self.data)
+
+    def _read(self, option: str, path: str) -> list[Row]:
+        rows = [_with_final_answer(row) for row in read_rows(option, path)]
+        fill(self.prompt_template, rows[0])
+        return rows
 
 
-def _read(path: str) -> list[Row]:
-    """Raises ValueError for a file that is missing, empty or unreadable, naming the line where there is one."""
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise ValueError(f"path={path!r}: cannot be read ({error.strerror}); give a GSM8K JSONL file") from None
-    rows = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise ValueError(f"{path}: is empty; expected one JSON object per line with 'question' and 'answer'")
-    return rows
-
-
-def _parse(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not valid JSON ({error}); the file may be truncated") from None
+def _with_final_answer(row: Row) -> Row:
     for name in ("question", "answer"):
-        if not isinstance(row, dict) or not isinstance(row.get(name), str):
-            raise ValueError(f"{where}: no text field {name!r}; expected an object with 'question' and 'answer'")
-    _, marker, final = row["answer"].rpartition("####")
+        if not isinstance(row.values.get(name), str):
+            raise ValueError(f"{row.place}: no text field {name!r}; expected an object with 'question' and 'answer'")
+    _, marker, final = row.values["answer"].rpartition("####")
     # GSM8K groups thousands: "#### 1,000".
     final = final.strip().replace(",", "")
     if not marker or not final:
-        raise ValueError(f"{where}: field 'answer' does not end in '#### <final answer>'; add it, or drop the line")
-    return row["question"], final
-
-
-@lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, size: int) -> list[int]:
-    order = list(range(size))
-    Random(f"{seed}/{epoch}").shuffle(order)
-    return order
-
-
-def _hash(question: str) -> bytes:
-    return hashlib.blake2b(question.encode(), digest_size=8).digest()
+        raise ValueError(f"{row.place}: field 'answer' does not end in '#### <final answer>'; add it, or drop the line")
+    return Row(row.place, row.values | {"answer": final})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from engines.models.chat import Messages
 
@@ -20,16 +20,17 @@ class Problem:
     prompt: str | Messages
     """Text, which is encoded as it stands, or messages, which the model's chat template renders. The reward gets it as
     it is here."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Passed to the reward by keyword, as lists over the batch: {"answer": "1112"}."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Passed to the reward by keyword, as lists over the batch: {"answer": "1112"}. The same names in all problems."""
 
 
 class Task(Protocol):
-    """Problems and their reward."""
+    """Problems and their reward. Tasks are frozen dataclasses; a field `seed` gets the run's."""
 
     @property
-    def reward(self) -> str:
-        """Import path `module:function` of a reward `(prompts, completions, **columns) -> list[float]`."""
+    def reward(self) -> str | None:
+        """`module:function` or `file.py:function` of a reward `(prompts, completions, **columns) -> list[float]`; None
+        if a run must name one."""
 
     def train_problem(self, index: int) -> Problem:
         """A pure function of `index` >= 0, so that one integer is a run's whole position in the data.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algos.advantages import group_advantages
+from algos.advantages import batch_advantages, group_advantages, leave_one_out_advantages
 from algos.dapo import DAPO
 from algos.grpo import GRPO
 
@@ -24,6 +24,31 @@ def test_group_advantages_are_numpys(rewards: list[float], normalise_std: bool) 
         want = want / (np.std(rewards, ddof=1) + 1e-6)
     got = group_advantages(rewards, normalise_std=normalise_std)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+@given(st.lists(REWARD, min_size=2, max_size=9))
+def test_leave_one_out_advantages_are_the_rewards_less_the_mean_of_the_others(rewards: list[float]) -> None:
+    want = [reward - np.mean(rewards[:i] + rewards[i + 1 :]) for i, reward in enumerate(rewards)]
+    np.testing.assert_allclose(leave_one_out_advantages(rewards), want, atol=1e-9)
+
+
+@given(st.lists(st.lists(REWARD, min_size=1, max_size=5), min_size=1, max_size=4), st.booleans())
+def test_batch_advantages_are_normalised_over_all_groups(groups: list[list[float]], group_baseline: bool) -> None:
+    flat = np.concatenate([np.array(group) - group_baseline * np.mean(group) for group in groups])
+    want = np.zeros(len(flat))
+    if np.ptp(flat) > 1e-9:
+        want = (flat - flat.mean()) / (flat.std(ddof=1) + 1e-6)
+        got = batch_advantages(groups, group_baseline=group_baseline)
+        assert [len(group) for group in got] == [len(group) for group in groups]
+        np.testing.assert_allclose(np.concatenate(got), want, rtol=1e-5, atol=1e-5)
+
+
+def test_normalisation_over_the_batch_keeps_what_groups_tell_apart() -> None:
+    """A solved and a failed group: nothing to learn within them; without baseline there is between them."""
+    solved, failed = [1.0] * 4, [0.0] * 4
+    assert batch_advantages([solved, failed], group_baseline=True) == [[0.0] * 4, [0.0] * 4]
+    (high, *_), (low, *_) = batch_advantages([solved, failed], group_baseline=False)
+    assert high == -low > 0.9
 
 
 @pytest.mark.parametrize("value", [0.1, 1.0, -3.3])
@@ -43,7 +68,7 @@ def test_grpo_keeps_everything_as_it_is() -> None:
     assert grpo.keep_group([1.0, 1.0])
     assert grpo.shape_rewards([1.0, 0.0], [10, 100], [False, True], 100) == [1.0, 0.0]
     assert grpo.loss_mask(100, True)
-    assert GRPO(normalise_std=False).advantages([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
+    assert GRPO(normalise_std=False).advantages([[1.0, 0.0, 0.0, 0.0]]) == [[0.75, -0.25, -0.25, -0.25]]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from algos import losses
 from algos.algorithm import Algorithm
+from algos.cispo import CISPO
 from algos.dapo import DAPO
 from algos.experience import LossInputs
 from algos.grpo import GRPO
+from algos.gspo import GSPO
 from algos.logprobs import token_logprobs
+from algos.reinforce_pp import ReinforcePlusPlus
+from algos.rloo import RLOO
 
 
 def make_inputs(num_rows: int = 5, num_positions: int = 7, seed: int = 0) -> LossInputs:
@@ -134,10 +138,94 @@ def test_dapo_is_its_equation() -> None:
         assert (output.metrics | output.maxima)[name].item() == pytest.approx(want[name], rel=1e-6, abs=1e-9), name
 
 
+LOW, HIGH, CAP, KL = 0.2, 0.25, 1.1, 0.3
+CLIPS: Any = {"ratio_clip_low": LOW, "ratio_clip_high": HIGH, "importance_cap": CAP}
+
+
+def ppo_term(ratio: float, advantage: float) -> tuple[float, float]:
+    """-min(rho A, clip(rho) A), and its derivative by log rho."""
+    plain, clipped = ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage
+    return -min(plain, clipped), -plain if plain <= clipped else 0.0
+
+
+def scalar_loss(algorithm: Algorithm, inputs: LossInputs) -> tuple[float, list[list[float]]]:
+    """The loss and its derivatives by each log-prob, by the papers' sums over sequences and tokens."""
+    assert inputs.ref_logprobs_BT is not None
+    policy, trainer = inputs.logprobs_BT.tolist(), inputs.trainer_logprobs_BT.tolist()
+    rollout, ref = inputs.rollout_logprobs_BT.tolist(), inputs.ref_logprobs_BT.tolist()
+    mask, advantages = inputs.loss_mask_BT.tolist(), inputs.advantages_BT.tolist()
+    rows = [[t for t in range(len(policy[b])) if mask[b][t]] for b in range(len(policy))]
+    num_sequences, num_tokens = sum(map(bool, rows)), sum(map(len, rows))
+    loss, gradient = 0.0, [[0.0] * len(row) for row in policy]
+    for b, kept in enumerate(rows):
+        weights = {t: min(math.exp(trainer[b][t] - rollout[b][t]), CAP) for t in kept}
+        if isinstance(algorithm, GSPO) and kept:
+            s = math.exp(sum(policy[b][t] - trainer[b][t] for t in kept) / len(kept))
+            value, slope = ppo_term(s, advantages[b][kept[0]])
+            weight = sum(weights.values()) / len(kept)
+            loss += weight * value / num_sequences
+            for t in kept:
+                gradient[b][t] = weight * slope / len(kept) / num_sequences
+            continue
+        for t in kept:
+            ratio, advantage = math.exp(policy[b][t] - trainer[b][t]), advantages[b][t]
+            if isinstance(algorithm, CISPO):
+                factor = weights[t] * min(max(ratio, 1 - LOW), 1 + HIGH) * advantage / num_tokens
+                loss -= factor * policy[b][t]
+                gradient[b][t] = -factor
+                continue
+            value, slope = ppo_term(ratio, advantage)
+            per = num_sequences if isinstance(algorithm, RLOO) else num_sequences * len(kept)
+            loss += weights[t] * value / per
+            gradient[b][t] = weights[t] * slope / per
+            if isinstance(algorithm, ReinforcePlusPlus):
+                loss += KL * (ref[b][t] - policy[b][t]) ** 2 / 2 / per
+                gradient[b][t] += KL * (policy[b][t] - ref[b][t]) / per
+    return loss, gradient
+
+
+@pytest.mark.parametrize(
+    "algorithm", [GSPO(**CLIPS), CISPO(**CLIPS), RLOO(**CLIPS), ReinforcePlusPlus(kl_coef=KL, **CLIPS)]
+)
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_losses_and_their_gradients_are_the_papers(algorithm: Algorithm, seed: int) -> None:
+    inputs = make_inputs(seed=seed)
+    output = algorithm.loss(inputs)
+    want, want_gradient = scalar_loss(algorithm, inputs)
+    assert output.loss.item() == pytest.approx(want, rel=1e-12)
+    assert output.metrics["actor/loss"] == output.loss
+    (gradient_BT,) = torch.autograd.grad(output.loss, inputs.logprobs_BT)
+    torch.testing.assert_close(gradient_BT, torch.tensor(want_gradient, dtype=torch.float64), rtol=1e-12, atol=1e-15)
+    assert 0 < output.metrics["actor/pg_clipfrac"] < 1 and 0 < output.metrics["rollout_corr/rollout_is_clipfrac"] < 1
+    clipped = [t for row, kept in zip(want_gradient, inputs.loss_mask_BT.tolist(), strict=True)
+               for t, is_kept in zip(row, kept, strict=True) if is_kept and t == 0]  # fmt: skip
+    assert bool(clipped) == isinstance(algorithm, GSPO | RLOO), "CISPO learns from clipped tokens, too"
+
+
+@pytest.mark.parametrize("algorithm", [GSPO(), CISPO(), RLOO(), ReinforcePlusPlus()])
+def test_the_first_update_is_the_plain_policy_gradient(algorithm: Algorithm) -> None:
+    """Where the policy is the one that sampled, every clip is idle: the gradient is -A / divisor."""
+    inputs = make_inputs()
+    here_BT = inputs.trainer_logprobs_BT
+    inputs = dataclasses.replace(
+        inputs, logprobs_BT=here_BT.clone().requires_grad_(), rollout_logprobs_BT=here_BT, ref_logprobs_BT=None
+    )
+    (gradient_BT,) = torch.autograd.grad(algorithm.loss(inputs).loss, inputs.logprobs_BT)
+    lengths_B1 = inputs.loss_mask_BT.sum(-1, keepdim=True)
+    divisor: Any = inputs.num_sequences * lengths_B1
+    divisor = {CISPO: inputs.num_tokens, RLOO: inputs.num_sequences}.get(type(algorithm), divisor)  # type: ignore[call-overload]
+    want_BT = (-inputs.advantages_BT / divisor).where(inputs.loss_mask_BT, 0.0)
+    torch.testing.assert_close(gradient_BT, want_BT)
+
+
 ALGORITHMS: list[Algorithm] = [
     GRPO(kl_coef=0.3, entropy_coef=0.05, dual_clip=3.0),
     GRPO(loss_aggregation="constant-length", normalise_std=False, importance_correction="sequence"),
     DAPO(),
+    GSPO(ratio_clip_low=0.2, ratio_clip_high=0.25),
+    CISPO(),
+    RLOO(),
+    ReinforcePlusPlus(kl_coef=0.3),
 ]
 
 

@@ -1,14 +1,18 @@
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from algos.rewards.arithmetic import exact_answer
+from algos.rewards.math import math_verify_reward
 from algos.tasks.arithmetic import ArithmeticTask, solution
 from algos.tasks.gsm8k import Gsm8kTask
+from algos.tasks.jsonl import JsonlTask
 from algos.tasks.task import Problem, Task
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -99,7 +103,7 @@ def test_exact_answer_reads_what_follows_the_last_hash(completion, reward):
     assert exact_answer(["1+1="], [completion], answer=["2"], uid=[0]) == [reward]
 
 
-def write_jsonl(path: Path, rows: list[dict[str, str]]) -> str:
+def write_jsonl(path: Path, rows: list[Any]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -110,7 +114,7 @@ def rows(count: int) -> list[dict[str, str]]:
 
 class TestGsm8k:
     def test_epochs_are_different_permutations_of_the_training_rows(self, tmp_path):
-        task = Gsm8kTask(path=write_jsonl(tmp_path / "a.jsonl", rows(40)), held_out_fraction=0.25, seed=1)
+        task = Gsm8kTask(data=write_jsonl(tmp_path / "a.jsonl", rows(40)), held_out_fraction=0.25, seed=1)
         epochs = [[task.train_problem(30 * epoch + index).prompt for index in range(30)] for epoch in range(3)]
         assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) and len(set(epochs[0])) == 30
         assert epochs[0] != epochs[1] != epochs[2]
@@ -120,14 +124,14 @@ class TestGsm8k:
 
     def test_another_process_or_seed(self, tmp_path):
         path = write_jsonl(tmp_path / "a.jsonl", rows(40))
-        first, again, other = (Gsm8kTask(path=path, seed=seed) for seed in (1, 1, 2))
+        first, again, other = (Gsm8kTask(data=path, seed=seed) for seed in (1, 1, 2))
         order = [[task.train_problem(index) for index in (9, 50, 3)] for task in (first, again, other)]
         assert order[0] == order[1] != order[2]
         assert first.held_out_problems(9) == other.held_out_problems(9)
 
     def test_answer_and_template(self, tmp_path):
         path = write_jsonl(tmp_path / "a.jsonl", [rows(1)[0], {"question": "B {x}?", "answer": "#### $1,234 "}])
-        task = Gsm8kTask(path=path, template="Q {question} in \\boxed{}:", held_out_fraction=0.5)
+        task = Gsm8kTask(data=path, prompt_template="Q {question} in \\boxed{}:", held_out_fraction=0.5)
         problems = [task.train_problem(0), *task.held_out_problems(2)]
         assert {(problem.prompt, problem.columns["answer"]) for problem in problems} == {
             ("Q Question 0? in \\boxed{}:", "0000"),
@@ -135,7 +139,7 @@ class TestGsm8k:
         }
 
     def test_repeated_questions_stay_on_one_side(self, tmp_path):
-        task = Gsm8kTask(path=write_jsonl(tmp_path / "a.jsonl", rows(10) * 3), held_out_fraction=0.4)
+        task = Gsm8kTask(data=write_jsonl(tmp_path / "a.jsonl", rows(10) * 3), held_out_fraction=0.4)
         held_out = {problem.prompt for problem in task.held_out_problems(100)}
         assert len(held_out) == 4
         assert not held_out & {task.train_problem(index).prompt for index in range(18)}
@@ -143,7 +147,7 @@ class TestGsm8k:
     def test_a_held_out_file_is_not_trained_on(self, tmp_path):
         path = write_jsonl(tmp_path / "a.jsonl", rows(10))
         held_out_path = write_jsonl(tmp_path / "b.jsonl", [*rows(4), {"question": "New?", "answer": "#### 5"}])
-        task = Gsm8kTask(path=path, held_out_path=held_out_path)
+        task = Gsm8kTask(data=path, held_out_data=held_out_path)
         assert len(task.held_out_problems(99)) == 5
         held_out = {problem.prompt for problem in task.held_out_problems(5)}
         train = {task.train_problem(index).prompt for index in range(6)}
@@ -156,7 +160,7 @@ class TestGsm8k:
             ('{"question": "Q?"}', "'answer'"),
             ('{"answer": "#### 1"}', "'question'"),
             ('{"question": 7, "answer": "#### 1"}', "'question'"),
-            ("[1, 2]", "'question'"),
+            ("[1, 2]", "holds a list; give an object"),
             ('{"question": "Q?", "answer": "42"}', "####"),
             ('{"question": "Q?", "answer": "so #### "}', "####"),
             ("\udcff", "not valid JSON"),
@@ -168,25 +172,25 @@ class TestGsm8k:
         good = json.dumps(rows(1)[0])
         path.write_bytes(f"{good}\n\n{line}\n{good}\n".encode(errors="surrogateescape"))
         with pytest.raises(ValueError, match=rf"bad\.jsonl:3: .*{message}"):
-            Gsm8kTask(path=str(path))
+            Gsm8kTask(data=str(path)).train_problem(0)
 
     def test_missing_empty_and_too_small_files(self, tmp_path):
         with pytest.raises(ValueError, match=r"nowhere\.jsonl.*cannot be read"):
-            Gsm8kTask(path=str(tmp_path / "nowhere.jsonl"))
-        with pytest.raises(ValueError, match=r"empty\.jsonl: is empty"):
-            Gsm8kTask(path=write_jsonl(tmp_path / "empty.jsonl", []))
+            Gsm8kTask(data=str(tmp_path / "nowhere.jsonl")).train_problem(0)
+        with pytest.raises(ValueError, match=r"empty\.jsonl': is empty"):
+            Gsm8kTask(data=write_jsonl(tmp_path / "empty.jsonl", [])).train_problem(0)
         with pytest.raises(ValueError, match=r"one\.jsonl: no question is left"):
-            Gsm8kTask(path=write_jsonl(tmp_path / "one.jsonl", rows(1)))
+            Gsm8kTask(data=write_jsonl(tmp_path / "one.jsonl", rows(1))).train_problem(0)
 
-    @pytest.mark.parametrize("field", [{"held_out_fraction": 1.0}, {"template": "no place"}])
+    @pytest.mark.parametrize("field", [{"held_out_fraction": 1.0}, {"prompt_template": "no place"}])
     def test_a_bad_field_is_named(self, tmp_path, field):
         path = write_jsonl(tmp_path / "a.jsonl", rows(4))
         with pytest.raises(ValueError, match=rf"Gsm8kTask\.{next(iter(field))}="):
-            Gsm8kTask(path=path, **field)
+            Gsm8kTask(data=path, **field)
 
     @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs ../shared/data/gsm8k")
     def test_the_real_files(self):
-        task = Gsm8kTask(path=str(GSM8K / "train.jsonl"), held_out_path=str(GSM8K / "test.jsonl"))
+        task = Gsm8kTask(data=str(GSM8K / "train.jsonl"), held_out_data=str(GSM8K / "test.jsonl"))
         problems = [task.train_problem(index) for index in range(7473)]
         held_out = task.held_out_problems(10_000)
         assert len({problem.prompt for problem in problems}) > 7400 and len(held_out) == 1319
@@ -195,6 +199,131 @@ class TestGsm8k:
         assert not {problem.prompt for problem in problems} & {problem.prompt for problem in held_out}
 
 
-def test_both_are_tasks(tmp_path):
-    tasks: list[Task] = [ArithmeticTask(), Gsm8kTask(path=write_jsonl(tmp_path / "a.jsonl", rows(4)))]
-    assert [task.reward.count(":") for task in tasks] == [1, 1]
+OWN = [{"question": f"What is {n} + {n}?", "solution": 2 * n, "level": n % 3} for n in range(20)]
+CHAT = [{"prompt": [{"role": "user", "content": f"{n}?"}], "best": [n, None]} for n in range(20)]
+
+
+class TestJsonl:
+    def test_every_other_column_goes_to_the_reward(self, tmp_path):
+        task = JsonlTask(
+            data=write_jsonl(tmp_path / "a.jsonl", OWN), prompt_column="question", answer_column="solution",
+            held_out_fraction=0.25,
+        )  # fmt: skip
+        problems = [task.train_problem(index) for index in range(15)] + task.held_out_problems(99)
+        assert len(problems) == 20 and len({problem.prompt for problem in problems}) == 20
+        want = {row["question"]: {"answer": str(row["solution"]), **row} for row in OWN}
+        for problem in problems:
+            expected = {name: value for name, value in want[problem.prompt].items() if name != "question"}
+            assert problem.columns == expected
+            assert math_verify_reward([""], [f"so {problem.columns['answer']}"], **{
+                name: [value] for name, value in problem.columns.items()
+            }) == [1.0]  # fmt: skip
+        assert task.reward == "algos.rewards.math:math_verify_reward"
+
+    def test_messages_and_no_answer(self, tmp_path):
+        task = JsonlTask(data=write_jsonl(tmp_path / "a.jsonl", CHAT))
+        assert task.reward is None
+        problem = task.train_problem(3)
+        assert {"prompt": problem.prompt, **problem.columns} in CHAT
+        assert not [one.prompt for one in task.held_out_problems(9) if one.prompt == problem.prompt]
+
+    @pytest.mark.parametrize(
+        ("template", "prompt"),
+        [
+            ("Level {level}: {question}", "Level 1: What is 1 + 1?"),
+            (r"{question}\nAnswer:\t\\boxed{} {{x}}", "What is 1 + 1?\nAnswer:\t\\boxed{} {x}"),
+            (r"{question} in \boxed{}", r"What is 1 + 1? in \boxed{}"),
+        ],
+    )
+    def test_a_template_takes_columns_and_nothing_else(self, tmp_path, template, prompt):
+        path = write_jsonl(tmp_path / "a.jsonl", [OWN[1], OWN[2]])
+        task = JsonlTask(data=path, prompt_template=template, held_out_fraction=0.5)
+        problems = [task.train_problem(0), *task.held_out_problems(1)]
+        assert prompt in [problem.prompt for problem in problems]
+        assert all("question" in problem.columns for problem in problems), "it is no prompt column, so a column"
+
+    def test_what_a_template_fills_in_is_not_filled_again(self, tmp_path):
+        rows = [{"a": "{b} \\n {a.__class__}", "b": n} for n in range(2)]
+        task = JsonlTask(data=write_jsonl(tmp_path / "a.jsonl", rows), prompt_template="{a}{b}")
+        assert task.train_problem(0).prompt[:-1] == "{b} \\n {a.__class__}"
+
+    def test_duplicates_stay_on_one_side_and_missing_values_are_none(self, tmp_path):
+        rows = [{"prompt": f"p{n % 5}", **({"hint": n} if n > 5 else {})} for n in range(20)]
+        task = JsonlTask(data=write_jsonl(tmp_path / "a.jsonl", rows), held_out_fraction=0.4)
+        held_out = {problem.prompt for problem in task.held_out_problems(99)}
+        train = [task.train_problem(index) for index in range(12)]
+        assert len(held_out) == 2 and not held_out & {problem.prompt for problem in train}
+        assert Counter(problem.prompt for problem in train) == dict.fromkeys({f"p{n}" for n in range(5)} - held_out, 4)
+        assert all("hint" in problem.columns for problem in train)
+
+    @pytest.mark.parametrize(
+        ("line", "options", "message"),
+        [
+            ('{"q": "x"}', {}, "no column 'prompt', only ['q']; give its name by --prompt-column"),
+            ('{"prompt": null}', {}, "no column 'prompt', only []"),
+            ('{"prompt": "x", "best": 1}', {"answer_column": "gold"}, "no column 'gold', only ['prompt', 'best']"),
+            ('{"prompt": "x", "gold": [1]}', {"answer_column": "gold"}, "column 'gold' holds a list; it must be text"),
+            ('{"prompt": "x", "gold": true}', {"answer_column": "gold"}, "column 'gold' holds true or false"),
+            ('{"prompt": 7, "gold": 1}', {}, "column 'prompt' must hold text or a list of messages, not '7'"),
+            ('{"prompt": [{"role": "user"}]}', {}, "column 'prompt': message 0 (user) needs `content`"),
+            ('{"prompt": [{"role": "user", "content": "x"}]}', {}, "column 'prompt' is of another type than"),
+            ('{"prompt": "x", "gold": 1}', {"prompt_template": "{prompt} {level}"}, "has no column 'level', only"),
+            ('"x"', {}, "holds text; give an object"),
+            ('{"prompt": "x"', {}, "not valid JSON"),
+        ],
+    )
+    def test_an_unusable_row_is_named(self, tmp_path, line, options, message):
+        path = tmp_path / "bad.jsonl"
+        good = json.dumps({"prompt": "p", "gold": "1", "level": 1})
+        path.write_text(f"{good}\n\n{line}\n")
+        with pytest.raises(ValueError, match=r"bad\.jsonl:3: ") as error:
+            JsonlTask(data=str(path), **options).train_problem(0)
+        assert message in str(error.value)
+
+    def test_unusable_files_and_options(self, tmp_path):
+        path = write_jsonl(tmp_path / "a.jsonl", OWN)
+        taken = write_jsonl(tmp_path / "taken.jsonl", [{"prompt": "x", "completions": 1}])
+        for options, message in (
+            ({"data": str(tmp_path / "nowhere")}, "data='.*/nowhere': cannot be read .No such file"),
+            ({"data": write_jsonl(tmp_path / "e.jsonl", [])}, "data='.*/e.jsonl': is empty"),
+            ({"data": path, "held_out_data": str(tmp_path / "e.jsonl")}, "held_out_data='.*/e.jsonl': is empty"),
+            ({"data": taken}, "column 'completions' has the name of a reward's argument"),
+            ({"data": path, "prompt_template": "no place"}, "JsonlTask.prompt_template='no place': must contain"),
+            ({"data": path, "held_out_data": path}, "no question is left"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                column = {} if "taken" in options["data"] else {"prompt_column": "question"}
+                JsonlTask(**column, **options).train_problem(0)
+
+    @pytest.mark.parametrize("kind", ["parquet", "folder"])
+    def test_tables_are_read_as_the_same_rows(self, tmp_path, kind):
+        datasets = pytest.importorskip("datasets")
+        table = datasets.Dataset.from_list(OWN)
+        path = tmp_path / f"own.{kind}"
+        getattr(table, {"parquet": "to_parquet", "folder": "save_to_disk"}[kind])(str(path))
+        options = {"prompt_column": "question", "held_out_fraction": 0.25}
+        tasks = [JsonlTask(data=one, **options) for one in (str(path), write_jsonl(tmp_path / "a.jsonl", OWN))]
+        for problems in zip(*([task.train_problem(i) for i in range(15)] for task in tasks), strict=True):
+            assert problems[0] == problems[1]
+        assert tasks[0].held_out_problems(9) == tasks[1].held_out_problems(9)
+
+    def test_splits_and_broken_tables_are_told(self, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        datasets.DatasetDict(test=datasets.Dataset.from_list(OWN)).save_to_disk(str(tmp_path / "both"))
+        (tmp_path / "x.parquet").write_text("no table")
+        with pytest.raises(ValueError, match=r"both: holds the splits \['test'\]; give the folder of one: .*both/test"):
+            JsonlTask(data=str(tmp_path / "both")).train_problem(0)
+        for name in ("x.parquet", ""):
+            with pytest.raises(ValueError, match="is no parquet file or folder that `datasets` has saved"):
+                JsonlTask(data=str(tmp_path / name)).train_problem(0)
+
+    def test_without_the_library_it_says_what_to_install(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        with pytest.raises(ValueError, match=r"is read by the library datasets, which is missing .*; pip install"):
+            JsonlTask(data=str(tmp_path)).train_problem(0)
+
+
+def test_all_are_tasks(tmp_path):
+    gsm8k, own = (write_jsonl(tmp_path / f"{name}.jsonl", data) for name, data in (("a", rows(4)), ("b", CHAT)))
+    tasks: list[Task] = [ArithmeticTask(), Gsm8kTask(data=gsm8k), JsonlTask(data=own)]
+    assert [task.reward and task.reward.count(":") for task in tasks] == [1, 1, None]

@@ -408,20 +408,42 @@ def test_three_steps_of(model: Path, runs: Path, tmp_path: Path, reward: str, ar
         assert (Path(result["run_dir"]) / "figures/drafts.png").is_file()
 
 
+@pytest.mark.parametrize("algo", ["dr-grpo", "gspo", "cispo", "rloo", "reinforce++"])
+def test_three_steps_by_each_algorithm(model: Path, tmp_path: Path, reward: str, algo: str) -> None:
+    """With two updates in a step, so that the second one is off-policy."""
+    options = ["--algo", algo, "--reward", reward, "--steps", "3", "--eval-every", "0", "--save-every", "0"]
+    result = run_main("train", small(model, tmp_path, *options))
+    folder = Path(result["run_dir"])
+    assert folder.name == f"arithmetic-{algo}" and result["model"] is result["eval_after"] is None
+    rows = metrics_of(folder)
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["actor/skipped_steps"] == 0 and row["actor/num_steps"] == 2 and row["actor/grad_norm"] > 0
+        assert not [name for name in row if name.startswith("val-")]
+    assert not (folder / "checkpoints").exists()
+    given = json.loads((folder / "config.json").read_text())["algorithm"]
+    assert algo != "dr-grpo" or (given["normalise_std"], given["loss_aggregation"]) == (False, "constant-length")
+
+
 class TestBadInput:
     """Refused before any expensive work."""
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--task", "gsm8k"], "give --data PATH"),
-            (["--data", "x.jsonl"], "only --task gsm8k reads --data"),
+            (["--task", "gsm8k"], "--data STR"),
+            (["--data", "x.jsonl"], "--data: is an option of --task gsm8k and --task jsonl; name"),
+            (["--task", "jsonl", "--sigma=1"], "--sigma: is an option of --task arithmetic; name it, or leave"),
+            (["--algo", "gspo", "--no-dynamic-sampling"], "--dynamic-sampling: is an option of --algo dapo; name it"),
+            (["--task", "nowhere.py:Task"], "task='nowhere.py:Task': there is no file 'nowhere.py'"),
+            (["--task", "chess"], "task='chess': give arithmetic, gsm8k, jsonl, or a class of your own as FILE.py:"),
             (["--mini-batch-size", "600"], "mini_batch_size=600: more than a step's 512 sequences"),
             (["--rollout.top-p", "0.9"], "rollout.top_p=0.9: must be 1.0: training does not apply it"),
             (["--rollout.temperature", "0"], "rollout.temperature=0.0"),
             (["--rollout.group-size", "1"], "rollout.group_size=1"),
-            (["--algo", "ppo"], "ppo"),
-            (["--eval-every", "0"], "eval_every=0"),
+            (["--algo", "ppo"], "algo='ppo': give grpo, dr-grpo, dapo, gspo, cispo, rloo, reinforce++, or a class of"),
+            (["--eval-every", "-1"], "eval_every=-1: must be an integer of at least 0"),
+            (["--eval-threshold", "nan"], "eval_threshold=nan: must be a finite number"),
             (["--rank-timeout-s", "nan"], "rank_timeout_s=nan: must be from 2 to 1e6 (seconds)"),
             (["--rank-timeout-s", "inf"], "rank_timeout_s=inf: must be from 2 to 1e6"),
             (["--rank-timeout-s", "1"], "rank_timeout_s=1.0: must be from 2 to 1e6"),
