@@ -8,10 +8,11 @@ micro-batch, and if one of these two is missing, `gradient_accumulation_steps` d
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
@@ -19,6 +20,9 @@ from engines.constraints import Count, NonNegative, Positive, WholeNumber, check
 from engines.json_files import read_json
 
 DType = Literal["float32", "bfloat16"]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+LoraTargets = Annotated[tuple[LoraTarget, ...], Meta(min_length=1, description=f"some of {', '.join(LORA_TARGETS)}")]
 Beta = Annotated[float, Meta(ge=0, lt=1, description="in [0, 1)")]
 
 BATCH_FIELDS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -56,6 +60,12 @@ class TrainerConfig:
     1,024 on CPUs, whose caches hold the activations of no more, and 16,384 on CUDA."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more computation."""
+    lora_rank: WholeNumber = 0
+    """Train LoRA adapters of this rank by peft, and leave the model as it is; 0 trains the whole model."""
+    lora_alpha: Positive = 32.0
+    """LoRA: the adapters' product is multiplied by alpha / rank."""
+    lora_targets: LoraTargets = LORA_TARGETS
+    """LoRA: the matrices of each layer that get an adapter."""
     deepspeed_config: Path | None = None
     """A DeepSpeed JSON file; its sections override the fields above."""
 
@@ -66,6 +76,9 @@ class TrainerConfig:
                 f"TrainerConfig.total_steps={self.total_steps}: must be above warmup_steps={self.warmup_steps} with "
                 f"lr_schedule={self.lr_schedule!r}; give the run's number of optimizer steps"
             )
+
+        if self.lora_rank and importlib.util.find_spec("peft") is None:
+            raise ValueError(f"TrainerConfig.lora_rank={self.lora_rank}: needs peft; pip install peft, or leave it out")
 
     def on(self, device: str) -> TrainerConfig:
         """Returns these options with the defaults of a kind of device, "cpu" or "cuda"."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from algos.deepspeed_config import ResolvedConfig, TrainerConfig, lr_factor
 from algos.publish import save_tensors
+from engines.models.loader import merge_factors
 
 _PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small compared to any large parameter
 _UNREADABLE = (
@@ -166,21 +167,60 @@ def step_if_finite(engine: Any) -> tuple[float, bool]:
 
 
 def named_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, whole tensor) of each parameter in the model's order, tied parameters once.
+    """Yields (Hugging Face name, whole tensor) of each parameter in the model's order, tied parameters once. A matrix
+    with a LoRA adapter has it merged, in at least float32.
 
     A tensor is valid until the next one is requested. Under ZeRO-3 all are gathered into one buffer of the size of the
     largest parameter, and the call is collective: all ranks iterate in step, to the end.
     """
+    adapted = {f"{name}.base_layer.weight": module for name, module in adapted_modules(engine.module)}
+    for name, tensor in _whole(engine, _own_parameters(engine)):
+        yield _plain(name), _merge(tensor, adapted[name]) if name in adapted else tensor
+
+
+def adapter_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """As `named_weights`, the factors of the LoRA adapter under peft's names."""
+    own = _own_parameters(engine)
+    factors = {name: one for name, one in engine.module.named_parameters() if name not in own}
+    for name, tensor in _whole(engine, factors):
+        yield f"base_model.model.{name.replace('.default.', '.')}", tensor
+
+
+def adapted_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """Name and module of each matrix that has a LoRA adapter."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+def _own_parameters(engine: Any) -> dict[str, Any]:
+    """The model's own parameters, without adapters."""
+    return {name: one for name, one in engine.module.named_parameters() if ".lora_" not in name}
+
+
+def _plain(name: str) -> str:
+    """The name that a parameter has in a model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def _merge(weight: Tensor, module: Any) -> Tensor:
+    import deepspeed
+
+    a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+    parts = [factor for factor in (a, b) if _is_partitioned(factor)]
+    with deepspeed.zero.GatheredParameters(parts, enabled=bool(parts)):
+        return merge_factors(weight, a.data, b.data, module.scaling["default"])
+
+
+def _whole(engine: Any, named: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yields these parameters, whole."""
     import deepspeed
 
     buffer: Tensor | None = None
-    named = list(engine.module.named_parameters())
-    for name, parameter in named:
+    for name, parameter in named.items():
         if not _is_partitioned(parameter):
             yield name, parameter.data
         elif _is_plain(parameter):
             if buffer is None:
-                longest = max(_gathered_size(one) for _, one in named if _is_partitioned(one))
+                longest = max(_gathered_size(one) for one in named.values() if _is_partitioned(one))
                 buffer = torch.empty(longest, dtype=parameter.dtype, device=engine.device)
             yield name, _gather(parameter, buffer)
         else:
@@ -220,7 +260,8 @@ def _gather(parameter: Any, buffer: Tensor) -> Tensor:
 
 
 def save_states(engine: Any, directory: Path, tag: str) -> None:
-    """Writes DeepSpeed's states into `directory`/`tag`. Collective: errors are raised after all ranks are done."""
+    """Writes DeepSpeed's states, without frozen weights, into `directory`/`tag`. Collective: errors are raised after
+    all ranks are done."""
     failed: list[Exception] = []
 
     def attempt(write: Callable[..., None], *args: Any, **options: Any) -> None:
@@ -231,7 +272,7 @@ def save_states(engine: Any, directory: Path, tag: str) -> None:
 
     engine.checkpoint_engine.save = partial(attempt, save_tensors)
     engine._copy_recovery_script = partial(attempt, type(engine)._copy_recovery_script, engine)
-    engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+    engine.save_checkpoint(str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=True)
     if failed:
         raise failed[0]
 
@@ -246,7 +287,8 @@ def load_states(engine: Any, directory: Path, tag: str) -> None:
     engine.checkpoint_engine.load = partial(torch.load, weights_only=True)
     try:
         with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            loaded, _ = engine.load_checkpoint(str(directory), tag=tag)
+            is_whole = not adapted_modules(engine.module)
+            loaded, _ = engine.load_checkpoint(str(directory), tag=tag, load_module_strict=is_whole)
         assert loaded is not None
     except _UNREADABLE as error:
         raise ValueError(
@@ -257,6 +299,5 @@ def load_states(engine: Any, directory: Path, tag: str) -> None:
 
 def weight_shapes(engine: Any) -> dict[str, torch.Size]:
     """Names and whole shapes of the tensors that `named_weights` yields. Gathers nothing."""
-    return {
-        name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in engine.module.named_parameters()
-    }
+    named = _own_parameters(engine)
+    return {_plain(name): getattr(parameter, "ds_shape", parameter.shape) for name, parameter in named.items()}

@@ -1,7 +1,8 @@
-"""Reads a model from a Hugging Face directory (sharded from the start under ZeRO-3), and writes one."""
+"""Reads a model from a Hugging Face directory (sharded from the start under ZeRO-3), and writes one, or an adapter."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from algos.deepspeed_config import ResolvedConfig
+from algos.deepspeed_config import ResolvedConfig, TrainerConfig
+from engines.adapter_config import ADAPTER_WEIGHTS, MERGE, is_adapter
 from engines.json_files import read_json
 from engines.models.hugging_face import read_checkpoint
 
@@ -25,16 +27,23 @@ COMPANION_FILES = (
 )
 
 
+def check_folder(path: Path) -> None:
+    """Raises ValueError for a folder that is no checkpoint, or an adapter."""
+    if is_adapter(path):
+        raise ValueError(f"model_path={str(path)!r}: is an adapter, which training does not go on from; {MERGE}")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model_path={str(path)!r}: holds no config.json; give a Hugging Face checkpoint directory")
+
+
 def load_model(
     path: Path, resolved: ResolvedConfig, device: torch.device, *, gradient_checkpointing: bool
 ) -> nn.Module:
     """Loads the causal language model in `path`, in the training dtype, without dropout. Collective under ZeRO-3.
 
-    Raises ValueError when config.json or weights are missing. The weights are never held twice: transformers builds the
-    model on the meta device, then reads them. Under ZeRO-3 a rank keeps only its own part of each tensor.
+    Raises ValueError as `check_folder`, and when weights are missing. The weights are never held twice: transformers
+    builds the model on the meta device, then reads them. Under ZeRO-3 a rank keeps only its own part of each tensor.
     """
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model_path={str(path)!r}: holds no config.json; give a Hugging Face checkpoint directory")
+    check_folder(path)
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -61,6 +70,35 @@ def load_model(
     if resolved.zero_stage < 3:
         nn.Module.to(model, device)  # under ZeRO-3 the parameters are on the device already
     return model
+
+
+def add_adapter(model: Any, config: TrainerConfig, path: Path) -> None:
+    """Gives the model of `path` LoRA adapters, the same on all ranks, which do nothing yet. Freezes all else.
+
+    They have no dropout, which would make the log-probs differ from the rollout engine's.
+    """
+    from peft import LoraConfig
+
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type] # its hint says int, and a float is read as well
+        target_modules=list(config.lora_targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model.add_adapter(lora)
+    model.peft_config["default"].base_model_name_or_path = str(path.resolve())
+
+
+def weights_digest(path: Path) -> str:
+    """SHA-256 of the checkpoint's weights and configuration, as lines of file name and digest."""
+    lines = []
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".safetensors", ".bin") or file.name == "config.json":
+            with open(file, "rb") as opened:
+                lines.append(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> str:
@@ -110,6 +148,24 @@ def save_pretrained(
         dist.barrier()
 
 
+def save_adapter(
+    model: Any, source: Path, target: Path, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype
+) -> None:
+    """Writes the adapter of `model` in peft's format, and copies of `source`'s tokenizer files, to `target`.
+
+    All ranks iterate over `weights`, and return together; rank 0 writes, and raises its error.
+    """
+    try:
+        tensors = {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in weights}
+        if dist.get_rank() == 0:
+            target.mkdir(parents=True, exist_ok=True)
+            _save_shard(tensors, target / ADAPTER_WEIGHTS)
+            model.peft_config["default"].save_pretrained(target)
+            _copy_companions(source, target)
+    finally:
+        dist.barrier()
+
+
 def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -127,6 +183,10 @@ def _write_config(source: Path, target: Path, dtype: torch.dtype) -> None:
     if "torch_dtype" in config:
         config["torch_dtype"] = name
     (target / "config.json").write_text(json.dumps(config, indent=2))
+    _copy_companions(source, target)
+
+
+def _copy_companions(source: Path, target: Path) -> None:
     for companion in COMPANION_FILES:
         if (source / companion).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / companion, target / companion)

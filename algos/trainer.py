@@ -5,6 +5,7 @@ Every rank constructs a `Trainer` and calls the same methods with the same argum
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ class Trainer:
         """`temperature` is the rollout's: log-probs are of softmax(logits / temperature).
 
         The KL term's reference model is read from `model_path`; a checkpoint that is loaded later does not change it.
+        With LoRA it is the model without its adapters, which takes no memory.
         """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature!r}: must be above 0; greedy rollouts cannot be trained on")
@@ -68,9 +70,11 @@ class Trainer:
         model = pretrained.load_model(
             self.model_path, self.resolved, self.device, gradient_checkpointing=config.gradient_checkpointing
         )
+        if config.lora_rank:
+            pretrained.add_adapter(model, config, self.model_path)
         self.engine = deepspeed_engine.make_engine(model, config, self.resolved)
         self.reference: Any = None
-        if algorithm.needs_reference:
+        if algorithm.needs_reference and not config.lora_rank:
             frozen = pretrained.load_model(self.model_path, self.resolved, self.device, gradient_checkpointing=False)
             self.reference = deepspeed_engine.make_frozen(frozen, self.resolved)
 
@@ -92,7 +96,7 @@ class Trainer:
         # With one optimizer step per rollout, the training pass itself runs the policy before the first update, so it
         # also gives `trainer_logprobs_BT`. This saves a third of the computation.
         known = self._score(self.engine, sequences) if num_steps > 1 else [None] * len(sequences)
-        reference = self._score(self.reference, sequences) if self.reference is not None else [None] * len(sequences)
+        reference = self._score_reference(sequences) if self.algorithm.needs_reference else [None] * len(sequences)
         samples = list(zip(experiences, known, reference, strict=True))
         records = [
             self._optimizer_step(samples[start : start + size])
@@ -135,7 +139,7 @@ class Trainer:
             logprobs_BT=logprobs_BT,
             trainer_logprobs_BT=spread(trainer, batch, dtype) if trainer else logprobs_BT.detach(),
             rollout_logprobs_BT=spread([one.rollout_logprobs for one in experiences], batch, dtype),
-            ref_logprobs_BT=spread(ref, batch, dtype) if self.reference is not None else None,
+            ref_logprobs_BT=spread(ref, batch, dtype) if self.algorithm.needs_reference else None,
             entropy_BT=entropy_BT,
             advantages_BT=spread([[one.advantage] * one.num_completion_tokens for one in experiences], batch, dtype),
             loss_mask_BT=spread([one.loss_mask for one in experiences], batch, torch.bool),
@@ -205,6 +209,15 @@ class Trainer:
         dist.all_reduce(flat)
         return np.split(flat.cpu().numpy(), ends[:-1])
 
+    def _score_reference(self, sequences: Sequence[tuple[list[int], int]]) -> list[np.ndarray]:
+        if self.reference is not None:
+            return self._score(self.reference, sequences)
+        self.engine.module.disable_adapters()
+        try:
+            return self._score(self.engine, sequences)
+        finally:
+            self.engine.module.enable_adapters()
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterates over (Hugging Face name, whole tensor); see `deepspeed_engine.named_weights`."""
         return deepspeed_engine.named_weights(self.engine)
@@ -212,7 +225,7 @@ class Trainer:
     # -- checkpoints
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Writes weights, optimizer states and learning-rate schedule, so that training can go on bit for bit.
+        """Writes trained weights, optimizer states and learning-rate schedule, so that training can go on bit for bit.
 
         A rank that cannot write its files raises the error after all ranks are done.
         """
@@ -243,14 +256,34 @@ class Trainer:
         deepspeed_engine.load_states(self.engine, Path(directory), CHECKPOINT_TAG)
 
     def _facts(self) -> dict[str, Any]:
-        return {"num_ranks": self.num_ranks, "zero_stage": self.resolved.zero_stage, "dtype": self.resolved.dtype}
+        facts = {"num_ranks": self.num_ranks, "zero_stage": self.resolved.zero_stage, "dtype": self.resolved.dtype}
+        return facts | {"lora": self._lora_facts}
+
+    @functools.cached_property
+    def _lora_facts(self) -> dict[str, Any] | None:
+        """The adapter's shape and its base, which is not in a checkpoint."""
+        config = self.config
+        if not config.lora_rank:
+            return None
+        shape = {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": sorted(config.lora_targets)}
+        return shape | {"base_digest": pretrained.weights_digest(self.model_path)}
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes a Hugging Face checkpoint: safetensors, config and tokenizer files."""
-        pretrained.save_pretrained(
-            self.model_path,
-            Path(directory),
-            self.named_weights(),
-            deepspeed_engine.weight_shapes(self.engine),
-            getattr(torch, self.resolved.dtype),
-        )
+        """Writes a Hugging Face checkpoint: safetensors, config and tokenizer files. With LoRA, an adapter in peft's
+        format, which names the folder of its base."""
+        directory, dtype = Path(directory), getattr(torch, self.resolved.dtype)
+        if self.config.lora_rank:
+            weights = deepspeed_engine.adapter_weights(self.engine)
+            pretrained.save_adapter(self.engine.module, self.model_path, directory, weights, dtype)
+            return
+        shapes = deepspeed_engine.weight_shapes(self.engine)
+        pretrained.save_pretrained(self.model_path, directory, self.named_weights(), shapes, dtype)
+
+    @property
+    def num_parameters(self) -> tuple[int, int]:
+        """(those that are trained, all), adapters included."""
+        counts = [
+            (parameter.requires_grad, getattr(parameter, "ds_numel", parameter.numel()))
+            for parameter in self.engine.module.parameters()
+        ]
+        return sum(count for is_trained, count in counts if is_trained), sum(count for _, count in counts)

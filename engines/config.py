@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from engines.adapter_config import base_folder
 from engines.constraints import Count, Int64, Positive, Share, WholeNumber, check_fields
 from engines.json_files import read_json
 
@@ -69,14 +70,16 @@ class ModelConfig:
     def from_pretrained(directory: str | Path, name: str = "model") -> ModelConfig:
         """Reads `config.json`, and `generation_config.json` for the end-of-sequence ids. `name` is for messages.
 
-        Raises FileNotFoundError without a `config.json`, ValueError for an architecture or option not supported.
+        An adapter's are those of its base. Raises FileNotFoundError without a `config.json`, ValueError for an
+        architecture or option not supported.
         """
         if not isinstance(directory, str | os.PathLike):
             raise ValueError(f"{name}={directory!r}: give the path of a Hugging Face checkpoint")
-        path = Path(directory) / "config.json"
+        directory = base_folder(directory)
+        path = directory / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{name}={str(directory)!r}: no config.json there; give a Hugging Face checkpoint")
-        generation = Path(directory) / "generation_config.json"
+        generation = directory / "generation_config.json"
         eos = read_json(generation, _Generation).eos_token_id if generation.is_file() else None
         architecture = (read_json(path, _Kind).architectures or ["missing"])[0]
         if architecture not in ARCHITECTURES:  # first: only these have the fields below

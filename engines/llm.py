@@ -64,9 +64,12 @@ class LLM:
         hidden_stop: HiddenStop | None = None,
         draft_policy: DraftPolicy = MarginalGain,
         load: bool = True,
+        base_model: str | Path | None = None,
         **options: Any,
     ) -> None:
         """`options` are the fields of `EngineConfig`. With `load=False` there are no weights before `update_weights`.
+        `model` may be a LoRA adapter in peft's format, which is merged into its base: `base_model`, or the folder that
+        the adapter names.
 
         A `layout` of all ranks replaces the one that `tensor_parallel_size` makes. A `layout_policy` needs a
         `schedule`, and may use only groups of ranks that `world` has; only sequences are then accepted that fit in the
@@ -88,6 +91,7 @@ class LLM:
             hidden_stop=hidden_stop,
             draft_policy=draft_policy,
             load=load,
+            base_model=base_model,
         )
         self._calls = ExclusiveCalls()
         self._closed = self._has_failed = False
@@ -126,7 +130,7 @@ class LLM:
         with together(self._world, "LLM"):
             placement.build(self.layout)
             if given.load:
-                placement.engine.load(checkpoint_tensors(placement.source), version=0)
+                placement.engine.load(checkpoint_tensors(placement.source, given.base_model), version=0)
         if given.schedule is None or groups is None:
             return
         self.rollout = RolloutWorld(

@@ -52,7 +52,7 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
     with contextlib.closing(sink):
         launch.end_on_signals(lambda: f"interrupted: {sink.tell()}")
         sink.open(resume=config.resume)
-        engine = asdict(replace(config.engine, seed=config.run_seed))
+        engine = asdict(replace(config.engine, seed=config.run_seed)) | {"base_model": config.base_model}
         policy = DRAFT_POLICIES[config.draft_policy]
         llm = LLM(config.model, device=device, world=groups, layout=layout, draft_policy=policy, **engine)
         launch.tell_engine(llm)

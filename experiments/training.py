@@ -26,6 +26,7 @@ from algos.deepspeed_config import resolve
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
 from algos.evaluation import evaluate
 from algos.own_code import source_of
+from algos.pretrained import check_folder
 from algos.publish import read_record, save_tensors
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
@@ -180,6 +181,8 @@ def _check_engine(config: TrainConfig) -> ModelConfig:
             new_config(config.model).save_pretrained(model)  # type: ignore[arg-type]
         elif not model.is_dir():
             raise FileNotFoundError(f"model={config.model!r}: no such folder, nor one of {list(MODEL_SIZES)}")
+        else:
+            check_folder(model)
         sizes = ModelConfig.from_pretrained(model)
     check_shardable(sizes, config.tensor_parallel_size)
     device = torch.device("cuda", launch.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
@@ -278,6 +281,8 @@ class Run:
         launch.end_on_signals(self._last_words)
         if group.rank == 0:
             print(f"run: {self.folder.path}", file=sys.stderr, flush=True)
+            trained, everything = self.trainer.num_parameters
+            print(f"parameters: {trained:,} of {everything:,} are trained", file=sys.stderr, flush=True)
         self.journal = Journal(self.folder.path / "journal", group, whole_shares=config.deterministic)
         self.collector = Collector(
             llm=self.llm,

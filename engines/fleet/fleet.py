@@ -25,6 +25,7 @@ from engines.fleet.launcher import PaceData, ReplicaLauncher, ReplicaOrders
 from engines.fleet.weights import PublishedWeights
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
+from engines.models.loader import check_adapter
 from engines.models.tokenizer import check_draft_tokenizer, load_tokenizer
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.capacity import Capacity
@@ -264,6 +265,7 @@ def _plan(
     if config.draft_server:
         raise ValueError("EngineConfig.draft_server=True: is for a torchrun world; leave it out of a Fleet's options")
     sizes = ModelConfig.from_pretrained(model)
+    check_adapter(model)
     check_engine(config, sizes, device)
     mine = free_memory(device) if device.type == "cpu" else Memory(str(device), None)
     free = FreeMemory(names=(mine.name,) * num_replicas, num_bytes={mine.name: mine.free})

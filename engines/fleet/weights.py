@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engines.adapter_config import base_folder
 from engines.config import ModelConfig
 from engines.models.loader import checked_weights
 from engines.parallel.owned_files import new_name, reclaim
@@ -38,7 +39,7 @@ class PublishedWeights:
         partial.mkdir()
         try:
             _write_shards(partial, checked_weights(weights, ModelConfig.from_pretrained(self._model)))
-            shutil.copyfile(self._model / "config.json", partial / "config.json")
+            shutil.copyfile(base_folder(self._model) / "config.json", partial / "config.json")
             for path in partial.iterdir():
                 _flush(path)
             names = (f"version-{version}" + f"-{count}" * (count > 1) for count in itertools.count(1))

@@ -1,16 +1,22 @@
-"""Loads weights into a decoder: from Hugging Face safetensors, or from any stream of (name, tensor)."""
+"""Loads weights into a decoder: from Hugging Face safetensors, or from any stream of (name, tensor).
+
+A LoRA adapter in peft's format is merged into its base while this is read.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engines.adapter_config import ADAPTER_WEIGHTS, MERGE, base_folder, is_adapter, read_adapter
 from engines.config import ModelConfig
 from engines.json_files import read_json
 from engines.models.decoder import Decoder
@@ -24,18 +30,75 @@ class _Index(Struct, frozen=True):
     weight_map: dict[str, Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,255}$")]]
 
 
-def checkpoint_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) for each tensor of a checkpoint in safetensors files, one tensor in memory at a time.
+_FACTOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
-    Raises FileNotFoundError for a missing file, ValueError for a truncated or unreadable one.
+
+def checkpoint_tensors(directory: str | Path, base_model: str | Path | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) for each tensor of a checkpoint in safetensors files, one tensor in memory at a time. For
+    an adapter these are its base's, with the adapter merged; `base_model` is as for `base_folder`.
+
+    Raises FileNotFoundError for a missing file, ValueError for a truncated or unreadable one, and as `check_adapter`.
     """
-    for path in _safetensors_files(Path(directory)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: not a whole safetensors file ({error}); copy the checkpoint again") from None
+    check_adapter(directory, base_model)
+    for path in _safetensors_files(base_folder(directory, base_model)):
+        with _opened(path) as file:
+            tensors = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - safe_open is no mapping
+            yield from _merged(tensors, Path(directory)) if is_adapter(directory) else tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing; give a Hugging Face checkpoint or adapter in safetensors")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error}); copy the checkpoint again") from None
+
+
+def check_adapter(directory: str | Path, base_model: str | Path | None = None) -> None:
+    """Raises ValueError, before any weights are read, if an adapter in `directory` is of another base or of a kind that
+    is not supported. `base_model` is as for `base_folder`."""
+    base, path = base_folder(directory, base_model), Path(directory) / ADAPTER_WEIGHTS
+    if not is_adapter(directory):
+        return
+    read_adapter(directory)
+    shapes = logical_shapes(ModelConfig.from_pretrained(base))
+    factors: dict[str, dict[str, list[int]]] = {}
+    with _opened(path) as file:
+        for key in file.keys():  # noqa: SIM118
+            match = _FACTOR.fullmatch(key)
+            if match is None:
+                raise ValueError(f"{path}: {key!r} is no factor A or B of LoRA, others are not supported; {MERGE}")
+            factors.setdefault(f"{match[1]}.weight", {})[match[2]] = file.get_slice(key).get_shape()
+    for name, found in factors.items():
+        a, b, whole = found.get("A"), found.get("B"), shapes.get(name)
+        if a is None or b is None or whole is None or len(whole) != 2 or [b[0], a[1]] != [*whole] or b[1] != a[0]:
+            has = "has no such matrix" if whole is None else f"has {list(whole)} there"
+            raise ValueError(
+                f"{path}: adapts {name!r} by A {a} and B {b}, but the model in {str(base)!r} {has}; give the adapter's "
+                "own base as base_model"
+            )
+
+
+def _merged(tensors: Iterable[tuple[str, Tensor]], adapter: Path) -> Iterator[tuple[str, Tensor]]:
+    config = read_adapter(adapter)
+    with _opened(adapter / ADAPTER_WEIGHTS) as file:
+        keys = {*file.keys()}
+        for name, tensor in tensors:
+            prefix = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            if prefix + "A.weight" in keys:
+                a, b = (file.get_tensor(f"{prefix}{factor}.weight") for factor in "AB")
+                tensor = merge_factors(tensor, a, b, config.scale(len(a)))
+            yield name, tensor
+
+
+def merge_factors(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Returns weight [out, in] + scale * b [out, rank] @ a [rank, in], in at least float32, as peft merges them (LoRA,
+    Eq. 3). The result is rounded to the engine's dtype once, when it is loaded."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return weight.to(dtype) + (b.to(dtype) @ a.to(dtype)) * scale
 
 
 def _safetensors_files(directory: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engines.adapter_config import base_folder
 from engines.config import EngineConfig, ModelConfig
 from engines.models.hugging_face import read_checkpoint
 from engines.sequence import Detokenize, is_unicode
@@ -18,9 +19,12 @@ def has_tokenizer(directory: Path) -> bool:
     return (directory / "tokenizer.json").is_file() or (directory / "tokenizer_config.json").is_file()
 
 
-def load_tokenizer(directory: str | Path, model: ModelConfig) -> Any:
-    """The checkpoint's tokenizer, or None when it has none. Raises ValueError for a broken one, or another model's."""
+def load_tokenizer(directory: str | Path, model: ModelConfig, base_model: str | Path | None = None) -> Any:
+    """The checkpoint's tokenizer (an adapter's own, or its base's), or None when it has none. Raises ValueError for a
+    broken one, or another model's."""
     directory = Path(directory)
+    if not has_tokenizer(directory):
+        directory = base_folder(directory, base_model)
     if not has_tokenizer(directory):
         return None
     from transformers import AutoTokenizer

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.adapter_config import base_folder
 from engines.config import EngineConfig, ModelConfig, draft_model_config, engine_config, longest_sequence
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.files import FileKVStore
@@ -17,6 +18,7 @@ from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.memory.plan import MemoryPlan
+from engines.models.loader import check_adapter
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
@@ -49,6 +51,7 @@ class Arguments:
     hidden_stop: HiddenStop | None
     draft_policy: DraftPolicy
     load: bool
+    base_model: str | Path | None = None
 
     def start_world(self, device: str | torch.device | None) -> GroupCache | None:
         """Makes the groups of torchrun's ranks if replicas are asked for and no `world` is given; else returns None."""
@@ -146,10 +149,12 @@ class Placement:
     ) -> Memory:
         """Returns this rank's free memory. Raises FileNotFoundError or ValueError for what cannot run on this rank."""
         self.config = engine_config("LLM", options)
-        self.model = ModelConfig.from_pretrained(source)
+        base = given.base_model
+        self.model = ModelConfig.from_pretrained(source if base is None else base_folder(source, base))
+        check_adapter(source, base)
         self.device = usable_device("LLM", device)
         self.max_model_len = longest_sequence(self.config, self.model)
-        self.tokenizer = load_tokenizer(source, self.model)
+        self.tokenizer = load_tokenizer(source, self.model, base)
         self.model = with_end_token(self.model, self.tokenizer)
         self.layout = given.check(self._groups)
         check_draft_policy(self.config, given.draft_policy)

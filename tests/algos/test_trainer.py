@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -219,12 +220,16 @@ def plain_loss(model: Any, batch: list[Experience], old: list[Tensor], ref: list
     }
 
 
-def plain_training(model_path: str) -> tuple[list[dict[str, float]], Any]:
-    """Metrics of four updates, and the model after them, by a plain loop with torch's AdamW."""
+def plain_training(model_path: str, adapter: str | None = None) -> tuple[list[dict[str, float]], Any]:
+    """Metrics of four updates, and the model after them, by a plain loop with torch's AdamW. With an `adapter`, that is
+    trained instead of the model."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        trained,
         lr=OPTIMISER["learning_rate"],
         betas=OPTIMISER["betas"],
         eps=OPTIMISER["adam_eps"],
@@ -244,7 +249,7 @@ def plain_training(model_path: str) -> tuple[list[dict[str, float]], Any]:
                 values = plain_loss(model, experiences[cut], old[cut], ref[cut])
                 optimizer.zero_grad()
                 values.pop("loss").backward()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+                norm = torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)
                 warm, total = SCHEDULE["warmup_steps"], SCHEDULE["total_steps"]
                 progress = (num_steps - warm) / (total - warm)
                 factor = (num_steps + 1) / (warm + 1) if num_steps < warm else 0.5 + 0.5 * math.cos(math.pi * progress)

@@ -1,0 +1,73 @@
+"""adapter_config.json of a LoRA adapter in peft's format, and the folder of the model that it adapts. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from engines.constraints import Positive
+from engines.json_files import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MERGE = "merge it with its base by peft (docs/training.md, LoRA), and give the merged model"
+
+
+class AdapterConfig(Struct, frozen=True, kw_only=True):
+    """The fields that are read. Which matrices are adapted, and the rank of each, the tensors say."""
+
+    peft_type: str
+    base_model_name_or_path: str | None = None
+    lora_alpha: Positive | None = None
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+    alpha_pattern: dict[str, Any] | None = None
+    init_lora_weights: bool | str | None = True
+
+    def scale(self, rank: int) -> float:
+        """The factor of B @ A (LoRA, §4.1; rank-stabilised LoRA divides by the root of the rank)."""
+        assert self.lora_alpha is not None
+        return self.lora_alpha / (rank**0.5 if self.use_rslora else rank)
+
+
+def is_adapter(directory: str | Path) -> bool:
+    return (Path(directory) / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter(directory: str | Path) -> AdapterConfig:
+    """Raises ValueError for an adapter that is more than factors A and B for matrices of an unchanged base."""
+    path = Path(directory) / ADAPTER_CONFIG
+    config = read_json(path, AdapterConfig)
+    begins = config.init_lora_weights
+    for name, value, is_supported in (
+        ("peft_type", config.peft_type, config.peft_type == "LORA"),
+        ("lora_alpha", config.lora_alpha, config.lora_alpha is not None),
+        ("fan_in_fan_out", config.fan_in_fan_out, not config.fan_in_fan_out),
+        ("alpha_pattern", config.alpha_pattern, not config.alpha_pattern),
+        # The other ways to begin (PiSSA, OLoRA, LoftQ, ...) change the base.
+        ("init_lora_weights", begins, begins in (True, False, None, "gaussian", "eva", "orthogonal")),
+    ):
+        if not is_supported:
+            raise ValueError(f"{path}: {name}={value!r} is not supported; {MERGE}")
+    return config
+
+
+def base_folder(directory: str | Path, base_model: str | Path | None = None) -> Path:
+    """Returns the folder of an adapter's base: `base_model`, or the one that the adapter names. Without an adapter in
+    `directory`, it is `directory`.
+
+    Raises FileNotFoundError when the named one is not there, ValueError for a `base_model` without an adapter.
+    """
+    if not is_adapter(directory):
+        if base_model is not None:
+            raise ValueError(f"base_model={str(base_model)!r}: {str(directory)!r} is no adapter; leave it out")
+        return Path(directory)
+    base = base_model or read_adapter(directory).base_model_name_or_path
+    if base is None or not (Path(base) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model={str(directory)!r}: is an adapter of base_model_name_or_path={str(base)!r}, where there is no "
+            "checkpoint; give the folder of its base as base_model"
+        )
+    return Path(base)
