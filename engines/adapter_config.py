@@ -18,18 +18,20 @@ MERGE = "merge it with its base by peft (docs/training.md, LoRA), and give the m
 class AdapterConfig(Struct, frozen=True, kw_only=True):
     """The fields that are read. Which matrices are adapted, and the rank of each, the tensors say."""
 
-    peft_type: str
-    base_model_name_or_path: str | None = None
-    lora_alpha: Positive | None = None
+    lora_alpha: Positive
     use_rslora: bool = False
-    fan_in_fan_out: bool = False
-    alpha_pattern: dict[str, Any] | None = None
-    init_lora_weights: bool | str | None = True
+    base_model_name_or_path: str | None = None
 
     def scale(self, rank: int) -> float:
         """The factor of B @ A (LoRA, §4.1; rank-stabilised LoRA divides by the root of the rank)."""
-        assert self.lora_alpha is not None
         return self.lora_alpha / (rank**0.5 if self.use_rslora else rank)
+
+
+_OTHERWISE = (
+    *("alpha_pattern", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens"),
+    *("use_bdlora", "use_qalora", "kasa_config"),
+)
+"""Options by which an adapter is not W + scale * B @ A, the same for every token."""
 
 
 def is_adapter(directory: str | Path) -> bool:
@@ -39,19 +41,18 @@ def is_adapter(directory: str | Path) -> bool:
 def read_adapter(directory: str | Path) -> AdapterConfig:
     """Raises ValueError for an adapter that is more than factors A and B for matrices of an unchanged base."""
     path = Path(directory) / ADAPTER_CONFIG
-    config = read_json(path, AdapterConfig)
-    begins = config.init_lora_weights
-    for name, value, is_supported in (
-        ("peft_type", config.peft_type, config.peft_type == "LORA"),
-        ("lora_alpha", config.lora_alpha, config.lora_alpha is not None),
-        ("fan_in_fan_out", config.fan_in_fan_out, not config.fan_in_fan_out),
-        ("alpha_pattern", config.alpha_pattern, not config.alpha_pattern),
+    options = read_json(path, dict[str, Any])
+    begins = options.get("init_lora_weights")
+    supported = {
+        "peft_type": options.get("peft_type") == "LORA",
         # The other ways to begin (PiSSA, OLoRA, LoftQ, ...) change the base.
-        ("init_lora_weights", begins, begins in (True, False, None, "gaussian", "eva", "orthogonal")),
-    ):
+        "init_lora_weights": begins in (True, False, None, "gaussian", "eva", "orthogonal"),
+        **{name: not options.get(name) for name in _OTHERWISE},
+    }
+    for name, is_supported in supported.items():
         if not is_supported:
-            raise ValueError(f"{path}: {name}={value!r} is not supported; {MERGE}")
-    return config
+            raise ValueError(f"{path}: {name}={options.get(name)!r} is not supported; {MERGE}")
+    return read_json(path, AdapterConfig)
 
 
 def base_folder(directory: str | Path, base_model: str | Path | None = None) -> Path:

@@ -138,6 +138,10 @@ def cut(adapter: Path) -> None:
         (lambda path: change_config(path, init_lora_weights="pissa"), "init_lora_weights='pissa' is not supported"),
         (lambda path: change_config(path, alpha_pattern={"q": 3}), "alpha_pattern={'q': 3} is not supported"),
         (lambda path: change_config(path, fan_in_fan_out=True), "fan_in_fan_out=True is not supported"),
+        (
+            lambda path: change_config(path, alora_invocation_tokens=[3]),
+            r"alora_invocation_tokens=\[3\] is not supported",
+        ),
         (lambda path: change_config(path, lora_alpha="x"), r"adapter_config\.json: Expected `float"),
         (remove_one, r"adapts 'model\.layers\.0\..*by A None and B \["),
         (cut, r"adapter_model\.safetensors: not a whole safetensors file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,6 @@ from tests.experiments.test_train import metrics_of, small
 from tests.worlds import ROOT, refused_by, run_main
 
 LORA = ["--lora-rank", "4", "--deterministic", "--learning-rate", "1e-2"]
-MERGE = (
-    "import sys; from peft import AutoPeftModelForCausalLM as Model; from transformers import AutoTokenizer; "
-    "adapter, merged = sys.argv[1:]; Model.from_pretrained(adapter).merge_and_unload().save_pretrained(merged); "
-    "AutoTokenizer.from_pretrained(adapter).save_pretrained(merged)"
-)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,7 @@ def complete(model: Path, output: Path, *more: str, num_ranks: int = 1) -> list[
 
 
 def test_a_resumed_run_is_the_whole_run(arguments: list[str], adapter: Path) -> None:
-    train(arguments, "--name", "parts", "--steps", "3")
+    train(arguments, "--name", "parts", "--steps", "4")  # where the whole run is evaluated, too
     train(arguments, "--name", "parts", "--resume")
     runs = adapter.parents[3]
     assert metrics_of(runs / "parts") == metrics_of(runs / "whole")
@@ -59,8 +55,12 @@ def test_a_resumed_run_is_the_whole_run(arguments: list[str], adapter: Path) -> 
 
 
 def test_generate_gives_the_tokens_of_the_merged_model(adapter: Path, tmp_path: Path) -> None:
-    assert MERGE in (ROOT / "docs/training.md").read_text().replace(" \\\n", " ")
-    subprocess.run([sys.executable, "-c", MERGE, adapter, tmp_path / "merged"], check=True, capture_output=True)
+    found = re.search(
+        r"python - ADAPTER MERGED <<'END'\n(.*?)END\n", (ROOT / "docs/training.md").read_text(), re.DOTALL
+    )
+    assert found
+    command = [sys.executable, "-", str(adapter), str(tmp_path / "merged")]
+    subprocess.run(command, input=found[1], text=True, check=True, capture_output=True)
     assert ModelConfig.from_pretrained(adapter) == ModelConfig.from_pretrained(tmp_path / "merged")
     want = complete(tmp_path / "merged", tmp_path / "merged.jsonl")
     assert complete(adapter, tmp_path / "adapter.jsonl") == want
