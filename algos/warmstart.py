@@ -14,15 +14,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from algos.batch import collate
 from algos.micro_batches import plan_micro_batches
 from algos.muon import Muon
 from algos.publish import check_replaceable, only_writer, publish_directory, read_record
 from algos.tasks.arithmetic import ArithmeticTask, solution
-from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+from algos.tokenizer import PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from algos.warmstart_config import MODEL_SIZES, ModelSize, WarmStartConfig
+from engines.models.chat import ChatTemplate
 
 Example = tuple[list[int], int]
 """(tokens of prompt, completion and end of sequence, number of prompt tokens)."""
@@ -44,10 +45,14 @@ def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:
 
         def write(path: Path) -> None:
             model.save_pretrained(path)
-            byte_tokenizer().save_pretrained(path)
+            tokenizer_of(config.size).save_pretrained(path)
 
         publish_directory(target, {"warm_start": asdict(config), "loss": loss}, write)
     return target
+
+
+def tokenizer_of(size: ModelSize) -> PreTrainedTokenizerFast:
+    return byte_tokenizer(is_chat=size == "tiny-chat")
 
 
 def new_config(size: ModelSize) -> Qwen3Config:
@@ -61,7 +66,7 @@ def new_config(size: ModelSize) -> Qwen3Config:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=EOS_TOKEN_ID,
+        eos_token_id=tokenizer_of(size).eos_token_id,
         pad_token_id=PAD_TOKEN_ID,
         dtype="float32",
     )
@@ -78,6 +83,7 @@ def new_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
 def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
     """The trained model, and the mean loss (nats per completion token) of its last steps. Progress goes to stderr."""
     model = new_model(config.size, config.seed)
+    template = ChatTemplate(tokenizer=tokenizer_of(config.size), renders_text=config.size == "tiny-chat")
     optimizers = _make_optimizers(model, config.learning_rate)
     schedule = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_at(step, config.steps))
@@ -88,7 +94,7 @@ def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
     with tqdm(range(config.steps), desc=f"warm start {config.size}", unit="step") as progress:
         for step in progress:
             first = step * config.batch_size
-            examples = [_example(config.task, first + offset) for offset in range(config.batch_size)]
+            examples = [_example(template, config.task, first + offset) for offset in range(config.batch_size)]
             loss = _accumulate_gradients(model, examples, config.label_smoothing)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer, rate in zip(optimizers, schedule, strict=True):
@@ -118,11 +124,10 @@ def _rate_at(step: int, num_steps: int) -> float:
     return min(1.0, (step + 1) / 10) * (1 - step / num_steps)
 
 
-def _example(task: ArithmeticTask, index: int) -> Example:
-    problem = task.train_problem(index)
-    assert isinstance(problem.prompt, str)
-    prompt = problem.prompt.encode()
-    return [*prompt, *solution(problem).encode(), EOS_TOKEN_ID], len(prompt)
+def _example(template: ChatTemplate, task: ArithmeticTask, index: int) -> Example:
+    problem, tokenizer = task.train_problem(index), template.tokenizer
+    prompt = template.encode(problem.prompt, "prompt")
+    return [*prompt, *tokenizer.encode(solution(problem)), tokenizer.eos_token_id], len(prompt)
 
 
 def _accumulate_gradients(

@@ -10,11 +10,13 @@ from msgspec import Meta
 from algos.tasks.arithmetic import ArithmeticTask
 from engines.constraints import Count, Positive, check_fields
 
-ModelSize = Literal["tiny", "draft-2l", "draft-1l"]
+ModelSize = Literal["tiny", "tiny-chat", "draft-2l", "draft-1l"]
 
 MODEL_SIZES: dict[ModelSize, dict[str, Any]] = {
     # 0.8 M parameters; 4 query and 2 KV heads.
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
+    # The same as a chat model: its training text is rendered by a chat template.
+    "tiny-chat": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
     # Drafters for tiny, with the same tokenizer: 0.12 M and 0.07 M.
     "draft-2l": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2},
     "draft-1l": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -26,7 +28,7 @@ class WarmStartConfig:
     """Everything that determines the weights, apart from the machine's rounding."""
 
     size: ModelSize = "tiny"
-    """Which shape: the policy, or one of its two drafters."""
+    """Which model: the policy, the same as a chat model, or one of the two drafters."""
     steps: Count = 450
     """Optimiser steps; more teach longer sums."""
     batch_size: Count = 16

@@ -29,6 +29,7 @@ from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from engines.constraints import Count, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy
+from experiments.chat_options import ChatOptions
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
 from experiments.policies import IN_CHUNKS, ChunkFields, own_class, schedule_policy
 from research.pat.controller import PatOptions
@@ -165,6 +166,7 @@ class TrainConfig(ChunkFields):
     wandb_tags: tuple[WandbTag, ...] = ()
     """Tags of the run in wandb."""
     reward_limits: Annotated[RewardConfig, tyro.conf.arg(name="reward-limits")] = field(default_factory=RewardConfig)
+    conversation: Annotated[ChatOptions, Flat] = field(default_factory=ChatOptions)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: Annotated[TrainerConfig, Flat] = field(
         default_factory=lambda: TrainerConfig(learning_rate=2e-4, max_grad_norm=1.0, zero_stage=1, weight_decay=0.0)

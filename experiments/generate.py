@@ -2,12 +2,14 @@
 
     python experiments/generate.py runs/models/tiny "12+34=" "5+6=" --temperature 0
     echo '{"prompt": "12+34="}' | python experiments/generate.py runs/models/tiny --n 4
+    python experiments/generate.py path/to/Qwen3-0.6B "What is 12+34?" --chat --system-prompt "Be brief."
     torchrun --standalone --nproc-per-node 2 -- experiments/generate.py MODEL --input in.jsonl --output out.jsonl --n 4
 
 (Without the lone `--`, torchrun takes `--n` for an abbreviation of its own options.)
 
-A JSONL line is an object with `prompt` (text) or `prompt_token_ids`, or a plain string. Other fields are copied to the
-output, so they must not have the names of a completion's fields.
+A JSONL line is an object with `prompt` (text), `messages` (a conversation, which the model's chat template renders) or
+`prompt_token_ids`, or a plain string. With `--chat` a text is a user's message, too, also one in the arguments. Other
+fields are copied to the output, so they must not have the names of a completion's fields.
 Output lines are in the order of the prompts. Without --output they go to stdout, before the final JSON line. With
 --output, completions are kept in `<output>.partial` as they end, and --resume continues an interrupted run.
 """
@@ -25,6 +27,7 @@ import tyro
 
 from engines.sequence import SamplingParams
 from experiments import launch
+from experiments.chat_options import ChatOptions
 from experiments.engine_options import DraftPolicyName, EngineOptions
 
 
@@ -51,6 +54,7 @@ class GenerateConfig:
     draft_policy: DraftPolicyName = "marginal-gain"
     """What decides adaptive lengths of drafts: marginal-gain drafts as long as tokens per second are expected to rise,
     thresholds give all drafts one length by the batch size and the acceptance so far."""
+    conversation: Annotated[ChatOptions, tyro.conf.arg(name="")] = field(default_factory=ChatOptions)
     engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
     sampling: Annotated[SamplingParams, tyro.conf.arg(name="")] = field(
         default_factory=lambda: SamplingParams(max_tokens=128)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from engines import LLM, Completion, RequestOutput, SamplingParams
-from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
+from engines import LLM, Completion, ModelConfig, RequestOutput, SamplingParams
+from engines.models.tokenizer import load_tokenizer
+from engines.parallel.collectives import Communicator, SingleRank, TorchGroup, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.sequence import Finished, SequenceId, SequenceState
@@ -46,6 +47,8 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
         groups = GroupCache(TorchGroup(), [layout], device=device)
         group = groups.world
     records, places = _load_records(config, group)
+    with together(group, "generate"):
+        prompts = _encode(config, records, places)
     sink: PartialOutput | StdoutLines = StdoutLines(group, records=records, num_samples=config.sampling.n)
     if config.output is not None:
         sink = PartialOutput(config.output, group, records=records, request=_request(config, records))
@@ -56,7 +59,7 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
         policy = DRAFT_POLICIES[config.draft_policy]
         llm = LLM(config.model, device=device, world=groups, layout=layout, draft_policy=policy, **engine)
         launch.tell_engine(llm)
-        prompts = _encode(llm, records, places, config.sampling)
+        _check(llm, prompts, places, config.sampling)
         sink.begin(model_digest=_digest((llm.checksum(), llm.model_config, prompts)))
         start = time.perf_counter()
         outputs = _generate(llm, prompts, config.sampling, sink, is_shown=group.rank == 0)
@@ -110,16 +113,23 @@ def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records,
     return read_prompts(launch.on_rank_0(group, read), str(config.input or "stdin"))
 
 
-def _encode(llm: LLM, records: Records, places: list[str], sampling: SamplingParams) -> list[list[int]]:
-    """Returns the prompts' token ids. Raises ValueError, with its place, for a prompt that the engine refuses."""
-    prompts = []
-    for record, place in zip(records, places, strict=True):
+def _encode(config: GenerateConfig, records: Records, places: list[str]) -> list[list[int]]:
+    """Returns the prompts' token ids. Raises ValueError, with its place, for a prompt that cannot be rendered."""
+    tokenizer = load_tokenizer(config.model, ModelConfig.from_pretrained(config.model))
+    template = config.conversation.template(tokenizer)
+    return [
+        template.encode(record.get("prompt_token_ids") or record.get("messages") or record["prompt"], place)
+        for record, place in zip(records, places, strict=True)
+    ]
+
+
+def _check(llm: LLM, prompts: list[list[int]], places: list[str], sampling: SamplingParams) -> None:
+    """Raises ValueError, with its place, for a prompt that the engine refuses."""
+    for prompt, place in zip(prompts, places, strict=True):
         try:
-            prompts += llm.encode([record.get("prompt_token_ids") or record["prompt"]])
-            llm.check(prompts[-1], sampling)
+            llm.check(prompt, sampling)
         except ValueError as error:
-            raise ValueError(f"{place}: {str(error).removeprefix('prompts[0]: ')}") from None
-    return prompts
+            raise ValueError(f"{place}: {error}") from None
 
 
 class StdoutLines:
@@ -192,6 +202,7 @@ def _request(config: GenerateConfig, records: Records) -> dict[str, Any]:
         "run_seed": config.run_seed,
         "dtype": config.engine.dtype,
         "max_model_len": config.engine.max_model_len,
+        **asdict(config.conversation),
         **asdict(config.sampling),
     }
     return json.loads(json.dumps(request))

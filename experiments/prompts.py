@@ -1,9 +1,11 @@
-"""Prompts as JSONL: an object with `prompt` (text) or `prompt_token_ids`, or a plain string, on each line."""
+"""Prompts as JSONL: each line is an object with `prompt` (text), `messages` or `prompt_token_ids`, or a string."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
+
+from engines.models.chat import check_messages
 
 Records = list[dict[str, Any]]
 ANSWERED = ("index", "text", "finish_reason", "token_ids", "logprobs")
@@ -35,9 +37,13 @@ def _read_record(line: bytes, place: str) -> dict[str, Any]:
     record = {"prompt": record} if isinstance(record, str) else record
     ids = record.get("prompt_token_ids") if isinstance(record, dict) else None
     is_ids = isinstance(ids, list) and len(ids) > 0 and all(type(token) is int for token in ids)
-    if not is_ids and not (ids is None and isinstance(record, dict) and isinstance(record.get("prompt"), str)):
-        raise ValueError(f"{place}: needs `prompt`, a string, or `prompt_token_ids`, integers")
-    if not is_ids and any("\ud800" <= character <= "\udfff" for character in record["prompt"]):
+    is_chat = ids is None and isinstance(record, dict) and "messages" in record
+    if is_chat:
+        check_messages(record["messages"], f"{place}: `messages`")
+    is_text = ids is None and isinstance(record, dict) and isinstance(record.get("prompt"), str)
+    if not (is_ids or is_chat or is_text):
+        raise ValueError(f"{place}: needs `prompt`, a string, `messages`, or `prompt_token_ids`, integers")
+    if is_text and any("\ud800" <= character <= "\udfff" for character in record["prompt"]):
         raise ValueError(f"{place}: `prompt` holds half a surrogate pair, which is no text")
     if taken := [name for name in ANSWERED if name in record]:
         raise ValueError(f"{place}: the output has a field `{taken[0]}` of its own; rename the input's")

@@ -31,11 +31,12 @@ from algos.publish import read_record, save_tensors
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
 from algos.trainer import Trainer
-from algos.warmstart import new_config, warm_start
+from algos.warmstart import new_config, tokenizer_of, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import ModelConfig, longest_sequence
 from engines.json_files import read_json
+from engines.models.tokenizer import load_tokenizer
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
@@ -106,7 +107,9 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
     if config.resume:
         _check_same_run(config)
     layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
-    profile = load_profile(config, _check_engine(config))
+    sizes = _check_engine(config)
+    profile = load_profile(config, sizes)
+    _check_prompts(config, task, sizes)
     limits = config.reward_limits
     if config.deterministic:
         limits = replace(limits, beside_rollout=False)
@@ -198,6 +201,15 @@ def _check_engine(config: TrainConfig) -> ModelConfig:
     return sizes
 
 
+def _check_prompts(config: TrainConfig, task: Task, sizes: ModelConfig) -> None:
+    """Raises ValueError if the first prompts cannot be rendered with the model's chat template."""
+    name, is_embedded = config.model, config.is_embedded_model
+    tokenizer = tokenizer_of(name) if is_embedded else load_tokenizer(name, sizes)  # type: ignore[arg-type]
+    template = config.conversation.template(tokenizer)
+    for problem in [task.train_problem(0), *task.held_out_problems(1)]:
+        template.encode(problem.prompt, f"problem {problem.uid}")
+
+
 def _prepare_model(config: TrainConfig, threads: int) -> Path:
     """The policy's checkpoint, warm-started when it is an embedded one."""
     model = Path(config.model)
@@ -272,6 +284,7 @@ class Run:
             load=False,
             **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
         )
+        self.llm.chat_template = config.conversation.template(self.llm.tokenizer)
         launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
         self.held_out = self._held_out_problems(task) if config.eval_every else []

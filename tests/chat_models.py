@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 QWEN25 = """
 {%- if tools %}
@@ -107,3 +110,25 @@ def chat_tokenizer(form: str, template: str | None = None) -> PreTrainedTokenize
         chat_template=TEMPLATES[form] if template is None else template,
         clean_up_tokenization_spaces=False,
     )
+
+
+def save_chat_checkpoint(directory: Path, form: str, template: str | None = None) -> PreTrainedTokenizerFast:
+    """Writes a random tiny Qwen3 with the tokenizer, which is returned; config.json alone names no end token."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=336,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer = chat_tokenizer(form, template)
+    tokenizer.save_pretrained(directory)
+    return tokenizer

@@ -84,6 +84,7 @@ def test_no_command_is_the_library_of_another() -> None:
         "research.simulator.cluster",
         "engines",
         "engines.sequence",
+        "engines.models.chat",
         "engines.replica.schedule",
         "engines.replica.admission",
         "engines.replica.scheduler",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from algos.rewards.runner import RewardConfig, RewardRunner
 from algos.tasks.task import Problem
 from engines import LLM, SamplingParams
 from engines.parallel.collectives import SingleRank
+from tests.chat_models import QWEN25, save_chat_checkpoint
 from tests.checkpoints import save_text_checkpoint
 
 REWARDS = '''
@@ -134,6 +135,38 @@ def test_dapo_stops_at_its_bound_and_says_so(llm: LLM, even: RewardRunner) -> No
         rollout = flat.collect(0)
     assert rollout.experiences == [] and rollout.next_index == 8
     assert rollout.metrics["critic/advantages/mean"] == 0
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Problems that are conversations; every fourth has a role that the template refuses."""
+
+    reward: str = ""
+
+    def train_problem(self, index: int) -> Problem:
+        role = "user" if index % 4 else "nobody"
+        return Problem(uid=index, prompt=[{"role": role, "content": f"{index}="}], columns={"kind": "mixed"})
+
+    def held_out_problems(self, count: int) -> list[Problem]:
+        return []
+
+
+def test_conversations_are_rendered_and_come_to_the_reward_as_they_are(rewards: Path, tmp_path: Path) -> None:
+    refuse = "{%- if messages[0].role == 'nobody' %}{{- raise_exception('who?') }}{%- endif %}"
+    tokenizer = save_chat_checkpoint(tmp_path, "qwen2.5", refuse + QWEN25)
+    (tmp_path / "sees.py").write_text(
+        "def sees(prompts, completions):\n    return [float(prompt[0]['content'][:-1]) for prompt in prompts]\n"
+    )
+    with RewardRunner(f"{tmp_path}/sees.py:sees") as reward:
+        one = replace(collector(LLM(tmp_path, kv_cache_bytes=2**22), reward, ("mixed",), GRPO()), task=Chats())
+        with pytest.warns(UserWarning, match=r"problem \d is passed over: prompt: .* cannot render it .*who\?"):
+            rollout = one.collect(0)
+    assert rollout.next_index == 6 and rollout.metrics["train/num_prompts_skipped"] == 2
+    for uid, group in zip((1, 2, 3, 5), rollout.groups, strict=True):
+        assert group.rewards == [uid] * 8
+        messages = [{"role": "user", "content": f"{uid}="}]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert group.prompt_token_ids == rendered
 
 
 def test_prompts_that_cannot_fit_are_passed_over(llm: LLM, even: RewardRunner) -> None:

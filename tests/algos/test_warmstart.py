@@ -12,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algos.publish import publish_directory
-from algos.tasks.arithmetic import ArithmeticTask
-from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID
+from algos.tasks.arithmetic import ArithmeticTask, solution
+from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
 from algos.warmstart import _accumulate_gradients, _example, new_model, train, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
+from engines.models.chat import ChatTemplate
 
 ROOT = Path(__file__).parents[2]
 SMALL = WarmStartConfig(size="draft-1l", steps=3, batch_size=4, task=ArithmeticTask(seed=1, max_digits=4))
@@ -34,9 +35,11 @@ def test_the_loss_falls():
     assert trained < 0.5 * untrained
 
 
-@pytest.mark.parametrize(("size", "millions"), [("tiny", 0.82), ("draft-2l", 0.12), ("draft-1l", 0.07)])
+@pytest.mark.parametrize(
+    ("size", "millions"), [("tiny", 0.82), ("tiny-chat", 0.82), ("draft-2l", 0.12), ("draft-1l", 0.07)]
+)
 def test_sizes(size, millions):
-    assert set(MODEL_SIZES) == {"tiny", "draft-2l", "draft-1l"}
+    assert set(MODEL_SIZES) == {"tiny", "tiny-chat", "draft-2l", "draft-1l"}
     model = new_model(size, seed=0)
     assert model.num_parameters() == pytest.approx(millions * 1e6, rel=0.1)
     assert model.config.head_dim == 32 and model.dtype == torch.float32 and model.config.tie_word_embeddings
@@ -54,6 +57,21 @@ def test_the_directory_is_a_hugging_face_checkpoint(tmp_path):
         assert torch.equal(parameter, model.state_dict()[name]), name
 
 
+def test_a_chat_model_learns_what_its_template_renders(tmp_path):
+    directory = warm_start(tmp_path / "chat", replace(SMALL, size="tiny-chat"))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert json.loads((directory / "config.json").read_text())["eos_token_id"] == end == tokenizer.eos_token_id == 259
+    problem = ArithmeticTask(seed=2).train_problem(0)
+    messages = [{"role": "user", "content": problem.prompt}, {"role": "assistant", "content": solution(problem)}]
+    tokens, num_prompt = _example(ChatTemplate(tokenizer=tokenizer, renders_text=True), ArithmeticTask(seed=2), 0)
+    assert tokens[:num_prompt] == tokenizer.apply_chat_template(
+        messages[:1], add_generation_prompt=True, return_dict=False
+    )
+    assert tokens + list(b"\n") == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert tokens.count(end) == 2 and tokens[-1] == end
+
+
 def test_same_config_same_weights_and_the_callers_random_state_is_kept():
     torch.manual_seed(7)
     state = torch.get_rng_state()
@@ -67,7 +85,7 @@ def test_same_config_same_weights_and_the_callers_random_state_is_kept():
 
 def test_cut_into_micro_batches_the_gradient_is_that_of_one_padded_batch():
     model = new_model("draft-1l", seed=0).double()
-    examples = [_example(ArithmeticTask(seed=2), index) for index in range(8)]
+    examples = [_example(ChatTemplate(tokenizer=byte_tokenizer()), ArithmeticTask(seed=2), index) for index in range(8)]
     assert len({len(tokens) for tokens, _ in examples}) > 2
     losses, gradients = [], []
     for max_tokens in (1, 10**6):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from engines import LLM, SamplingParams
 from engines.models.chat import ChatTemplate, Messages
-from tests.chat_models import END, LLAMA3, QWEN3, QWEN25, TEMPLATES, chat_tokenizer
+from tests.chat_models import END, LLAMA3, QWEN3, QWEN25, TEMPLATES, chat_tokenizer, save_chat_checkpoint
 
 FORMS = list(TEMPLATES)
 USER = {"role": "user", "content": "what is the question?"}
@@ -221,3 +224,83 @@ def test_arguments_that_are_no_templates() -> None:
             ChatTemplate(tokenizer=None, kwargs={name: True})
     with pytest.raises(ValueError, match=r"^chat_template_kwargs=5: must be a dictionary"):
         ChatTemplate(tokenizer=None, kwargs=5)  # type: ignore[arg-type]
+
+
+PARAMS = SamplingParams(max_tokens=12, n=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    save_chat_checkpoint(folder, "qwen3")
+    return folder
+
+
+def test_chat_generates_from_what_transformers_renders(model: Path) -> None:
+    llm, other = LLM(model), [{"role": "system", "content": "be brief"}, USER]
+    rendered = [whole("qwen3", one, enable_thinking=False) for one in ([USER], other)]
+    expected = llm.generate(rendered, PARAMS, prompt_uids=[0, 1])
+    outputs = llm.chat([[USER], other], PARAMS, chat_template_kwargs={"enable_thinking": False}, prompt_uids=[0, 1])
+    assert [one.outputs for one in outputs] == [one.outputs for one in expected]
+    assert [one.prompt_token_ids for one in outputs] == rendered
+    assert [one.prompt for one in outputs] == [llm.tokenizer.decode(one) for one in rendered]
+    alone = llm.chat(other, PARAMS, chat_template_kwargs={"enable_thinking": False}, prompt_uids=[1])
+    assert alone == outputs[1:]
+    assert llm.generate([[USER]], PARAMS)[0].prompt_token_ids == whole("qwen3", [USER])
+    shut = llm.chat([USER], PARAMS, add_generation_prompt=False)
+    assert shut[0].prompt_token_ids == whole("qwen3", [USER], add_generation_prompt=False)
+
+
+def test_tools_come_into_the_prompt(tmp_path: Path) -> None:
+    def weather(town: str) -> str:
+        """
+        Tells the weather.
+
+        Args:
+            town: Where.
+        """
+        return town
+
+    save_chat_checkpoint(tmp_path, "qwen2.5")
+    llm = LLM(tmp_path)
+    output = llm.chat([USER], SamplingParams(max_tokens=1), tools=[weather])[0]
+    assert output.prompt_token_ids == whole("qwen2.5", [USER], tools=[weather]) and "Tells the weather" in output.prompt
+
+
+def test_what_chat_refuses(model: Path, qwen3: str) -> None:
+    llm = LLM(model)
+    for messages, told in (
+        ([[USER], [{"role": "user"}]], r"messages\[1\]: message 0 \(user\) needs `content`"),
+        ([{"content": "a"}], "messages: message 0 needs a `role`"),
+        ([], r"messages=\[\]: give a conversation"),
+        ("text", "messages='text': give a conversation"),
+        (["text"], r"messages\[0\]: must be a list of messages"),
+    ):
+        with pytest.raises(ValueError, match=f"^{told}"):
+            llm.chat(messages)
+    with pytest.raises(ValueError, match=r"^chat_template_kwargs: 'tokenize' is no argument"):
+        llm.chat([USER], chat_template_kwargs={"tokenize": False})
+    with pytest.raises(ValueError, match=r"^chat_template_kwargs=5: must be a dictionary"):
+        llm.chat([USER], chat_template_kwargs=5)  # type: ignore[arg-type]
+    for call in (LLM(qwen3).chat, LLM(qwen3).generate):
+        with pytest.raises(ValueError, match=r"the model has no chat template; give text, or a chat model"):
+            call([[USER]])
+
+
+@pytest.mark.parametrize("where", ["generation_config.json", "generation_config.json, a list", "tokenizer"])
+def test_end_tokens_beside_those_of_config_json(tmp_path: Path, where: str) -> None:
+    tokenizer = save_chat_checkpoint(tmp_path, "qwen3")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    endless = LLM(tmp_path).generate([[5, 6]], params, prompt_uids=[0])[0].outputs[0].token_ids
+    end = endless[6]
+    assert len(endless) == 12 and end not in endless[:6]
+    if where == "tokenizer":
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        tokenizer.save_pretrained(tmp_path)
+    else:
+        ids = end if where.endswith("json") else [3, end]
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    llm = LLM(tmp_path)
+    completion = llm.generate([[5, 6]], SamplingParams(max_tokens=12), prompt_uids=[0])[0].outputs[0]
+    assert (completion.token_ids, completion.finish_reason) == (endless[:7], "stop")
+    assert llm.generate([[5, 6]], params, prompt_uids=[0])[0].outputs[0].token_ids == endless
