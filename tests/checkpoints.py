@@ -65,7 +65,7 @@ def save_checkpoint(
     return model.eval()
 
 
-def save_text_checkpoint(directory: Path, num_heads: int = 2) -> None:
+def save_text_checkpoint(directory: Path, num_heads: int = 2, *, is_chat: bool = False) -> None:
     """A random tiny Qwen3 over bytes, with its tokenizer; ends a completion about once in 60 tokens."""
     from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
@@ -86,4 +86,4 @@ def save_text_checkpoint(directory: Path, num_heads: int = 2) -> None:
         initializer_range=0.2,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
+    byte_tokenizer(is_chat=is_chat).save_pretrained(directory)

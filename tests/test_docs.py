@@ -30,6 +30,7 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_runs(name: str, tmp_path: Path) -> None:
     save_text_checkpoint(tmp_path / "runs/models/tiny", num_heads=4)
+    save_text_checkpoint(tmp_path / "runs/models/chat", is_chat=True)
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[name])
     ranks = re.match(r"#.*torchrun .*--nproc-per-node (\d+)", BLOCKS[name])
