@@ -54,7 +54,9 @@ def make_model(config: MakeModelConfig) -> dict[str, object]:
 
 
 def main() -> dict[str, object]:
-    return make_model(tyro.cli(MakeModelConfig))
+    config = tyro.cli(MakeModelConfig)
+    launch.share_cores()
+    return make_model(config)
 
 
 if __name__ == "__main__":

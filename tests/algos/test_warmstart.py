@@ -165,10 +165,13 @@ def test_a_bad_field_is_named(field):
 
 
 def test_the_command_line(tmp_path):
-    command = [sys.executable, "experiments/make_model.py", str(tmp_path / "m"), "--size", "draft-1l"]
+    tell = "print('yields cores:', 'watch-cores' in {one.name for one in threading.enumerate()}, file=sys.stderr)"
+    run = f"import runpy, sys, threading; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__'); {tell}"
+    command = [sys.executable, "-c", run, "experiments/make_model.py", str(tmp_path / "m"), "--size", "draft-1l"]
     command += ["--steps", "2", "--batch-size", "2", "--task.max-digits", "3", "--widen", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["model"] == str(tmp_path / "m-x2") and result["loss"] > 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "m-x2").num_parameters() == result["num_parameters"]
     assert "warm start draft-1l" in done.stderr and "loss=" in done.stderr
+    assert f"yields cores: {len(os.sched_getaffinity(0)) > 1}" in done.stderr
