@@ -22,14 +22,15 @@ def has_tokenizer(directory: Path) -> bool:
 def load_tokenizer(directory: str | Path, model: ModelConfig, base_model: str | Path | None = None) -> Any:
     """The checkpoint's tokenizer (an adapter's own, or its base's), or None when it has none. Raises ValueError for a
     broken one, or another model's."""
-    directory = Path(directory)
-    if not has_tokenizer(directory):
-        directory = base_folder(directory, base_model)
+    base = base_folder(directory, base_model)
+    directory = Path(directory) if has_tokenizer(Path(directory)) else base
     if not has_tokenizer(directory):
         return None
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    tokenizer = read_checkpoint(AutoTokenizer, directory)
+    # Some tokenizers' files do not name their class, which then follows from config.json: an adapter has none.
+    config = None if directory == base else read_checkpoint(AutoConfig, base)
+    tokenizer = read_checkpoint(AutoTokenizer, directory, config=config)
     try:
         tokenizer.encode("a")
     except Exception as error:  # what a wrong option raises depends on the option
