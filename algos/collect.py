@@ -72,6 +72,15 @@ class Collector:
     prompts_per_step: int
     journal: Journal | None = None
 
+    def __post_init__(self) -> None:
+        reshaping = ["top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+        for name in [*reshaping, "logit_bias", "bad_words", "min_tokens"]:
+            if (value := getattr(self.params, name)) != getattr(SamplingParams(), name):
+                raise ValueError(
+                    f"params: SamplingParams.{name}={value!r}: training computes log-probs of the model's own "
+                    "distribution at a temperature; leave it out"
+                )
+
     def collect(self, index: int, on_finished: Callable[[Finished], None] | None = None) -> Rollout:
         """Samples whole rounds of problems from data position `index` on until `prompts_per_step` groups are kept.
 
@@ -139,7 +148,7 @@ class Collector:
     def _shaped(self, group: Group) -> list[float]:
         lengths = [len(completion.token_ids) for completion in group.completions]
         truncated = [completion.finish_reason == "length" for completion in group.completions]
-        return self.algorithm.shape_rewards(group.rewards, lengths, truncated, self.params.max_tokens)
+        return self.algorithm.shape_rewards(group.rewards, lengths, truncated, self.params.most_tokens)
 
     def _experiences(self, group: Group, advantages: Sequence[float]) -> list[Experience]:
         return [

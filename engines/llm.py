@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.exclusive_calls import ExclusiveCalls, exclusive
@@ -26,16 +27,26 @@ from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import HiddenStop, Replica
 from engines.rollout.drafts import DraftSharing
-from engines.rollout.generation import check_same_states, make_states, one_per_prompt, split_done
+from engines.rollout.generation import (
+    as_prompts,
+    check_same_states,
+    make_states,
+    one_per_prompt,
+    request_output,
+    split_done,
+)
 from engines.rollout.journal import CompletionStore
 from engines.rollout.pace import Pace
 from engines.rollout.placement import Arguments, Placement
 from engines.rollout.steps import roll_out_static
-from engines.rollout.telemetry import StepRecord
+from engines.rollout.telemetry import StepRecord, draft_metrics
 from engines.rollout.world import RolloutWorld
 from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
+
+Prompts = Prompt | Mapping[str, Any] | Items[Prompt | Messages | Mapping[str, Any]]
+"""Prompts, or one: text, token ids, messages, {"prompt": text} or {"prompt_token_ids": ids}."""
 
 
 class LLM:
@@ -67,9 +78,9 @@ class LLM:
         base_model: str | Path | None = None,
         **options: Any,
     ) -> None:
-        """`options` are the fields of `EngineConfig`. With `load=False` there are no weights before `update_weights`.
-        `model` may be a LoRA adapter in peft's format, which is merged into its base: `base_model`, or the folder that
-        the adapter names.
+        """`options` are the fields of `EngineConfig`, or vLLM's names of them (docs/rollouts.md). With `load=False`
+        there are no weights before `update_weights`. `model` may be a LoRA adapter in peft's format, which is merged
+        into its base: `base_model`, or the folder that the adapter names.
 
         A `layout` of all ranks replaces the one that `tensor_parallel_size` makes. A `layout_policy` needs a
         `schedule`, and may use only groups of ranks that `world` has; only sequences are then accepted that fit in the
@@ -185,9 +196,10 @@ class LLM:
     @exclusive
     def generate(
         self,
-        prompts: Items[Prompt | Messages],
+        prompts: Prompts,
         sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         *,
+        use_tqdm: bool = False,
         prompt_uids: Items[int] | None = None,
         on_finished: Callable[[Finished], None] | None = None,
         journal: CompletionStore | None = None,
@@ -195,7 +207,9 @@ class LLM:
         """Completes every prompt `n` times; returns the outputs in the order of the prompts.
 
         `prompt_uids` name the prompts within a policy step: the same uid, step and seed draw the same tokens
-        whatever else runs. By default they are numbered on from call to call.
+        whatever else runs. By default they are numbered on from call to call, so the same call made again draws other
+        tokens (at a temperature above 0): give `prompt_uids` or `SamplingParams.seed` to repeat some. `use_tqdm` shows
+        a progress bar on rank 0, of the sequences that `on_finished` hears of there.
 
         `on_finished` is called for each sequence when it ends: on the first rank of its replica, or, with a `schedule`
         policy, on rank 0 for all sequences, by another thread. A `journal` stores each sequence as `on_finished` gets
@@ -207,8 +221,12 @@ class LLM:
         """
         with together(self._world, "generate"):
             self._check_ready()
+            prompts = as_prompts(prompts)
             token_lists = self.encode(prompts)
-            params = one_per_prompt(sampling_params, len(prompts))
+            params = [
+                replace(one, max_tokens=max(1, self.max_model_len - len(tokens))) if one.max_tokens is None else one
+                for one, tokens in zip(one_per_prompt(sampling_params, len(prompts)), token_lists, strict=True)
+            ]
             uids = range(self._next_uid, self._next_uid + len(prompts)) if prompt_uids is None else prompt_uids
             states = make_states(token_lists, params, uids, run_seed=self.config.seed, policy_step=self.policy_version)
             if self.config.drafter == "grouped_suffix":
@@ -221,22 +239,32 @@ class LLM:
             check_same_states(self._world, states)
         done = journal.find(states, len(self.layout.replicas)) if journal is not None else {}
 
+        here = states if self.rollout is not None else states[:: len(self.layout.replicas)]
+        bar = tqdm(total=len(here), desc="generate", unit="seq", disable=not use_tqdm or self._world.rank > 0)
+
         def hear(finished: Finished) -> None:
+            bar.update()
             if journal is not None and finished.state.sequence_id not in done:
                 journal.append(finished)
             if on_finished is not None:
                 on_finished(finished)
 
-        completions = self._roll_out(states, done, hear)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        return [
-            RequestOutput(
-                prompt_token_ids=tokens,
-                outputs=[completions[uid, index] for index in range(one.n)],
-                prompt=text,
-            )
-            for tokens, one, text, uid in zip(token_lists, params, texts, uids, strict=True)
-        ]
+        with bar:
+            completions = self._roll_out(states, done, hear)
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        groups = ([completions[uid, index] for index in range(one.n)] for uid, one in zip(uids, params, strict=True))
+        rows = zip(uids, prompts, token_lists, params, groups, strict=True)
+        return [request_output(*row, decode) for row in rows]
+
+    def get_tokenizer(self) -> Any:
+        """Returns the checkpoint's tokenizer, or None."""
+        return self.tokenizer
+
+    @property
+    def draft_metrics(self) -> dict[str, float]:
+        """How many tokens the drafter guessed in this rank's part of the last `generate`, and how many were right: see
+        `engines.rollout.telemetry.draft_metrics`."""
+        return draft_metrics(self.step_records)
 
     def chat(
         self,
@@ -265,13 +293,12 @@ class LLM:
         outputs = self.generate(prompts, sampling_params, **options)
         return [replace(one, prompt=self.tokenizer.decode(one.prompt_token_ids)) for one in outputs]
 
-    def encode(self, prompts: Items[Prompt | Messages]) -> list[list[int]]:
+    def encode(self, prompts: Prompts) -> list[list[int]]:
         """Returns the token ids of each prompt: of text by the tokenizer alone, of messages by the chat template.
 
         Raises ValueError for an invalid prompt, which the message names by its index, as `prompts[3]`.
         """
-        if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__") or not len(prompts):
-            raise ValueError(f"prompts={prompts!r}: give a list of at least one prompt")
+        prompts = as_prompts(prompts)
         return [self.chat_template.encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
     def check(self, prompt: Prompt | Messages, sampling_params: SamplingParams) -> None:

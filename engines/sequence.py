@@ -5,18 +5,19 @@ Torch-free. A `SequenceState` is enough to continue a sequence anywhere; its KV 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from engines.constraints import Count, Fraction, Int64, Share, check_fields
+from engines.constraints import Count, Fraction, Int64, Positive, Share, WholeNumber, check_fields
 from engines.decoding import from_msgpack
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -25,6 +26,23 @@ SequenceId = tuple[int, int, int]
 Detokenize = Callable[[Sequence[int]], str]
 """Token ids to text."""
 StopString = Annotated[str, Meta(min_length=1, description="text that is not empty")]
+Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number from -2 to 2")]
+Bias = Annotated[float, Meta(ge=-1e30, le=1e30, description="a number from -1e30 to 1e30")]
+NumLogprobs = Annotated[int, Meta(ge=-1, lt=2**31, description="-1 (all tokens), or an integer of at least 0")]
+Ranked = tuple[int, float, int]
+"""A token, its log-prob, and its rank: 1 + the number of tokens that are more likely."""
+
+
+class Tokenizer(Protocol):
+    """What a replica uses of a tokenizer."""
+
+    def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Token ids to text."""
+        ...
+
+    def spellings(self, word: str) -> Sequence[Sequence[int]]:
+        """The token ids of a word at the beginning of a text and behind a space."""
+        ...
 
 
 def is_int64(value: object) -> bool:
@@ -36,29 +54,76 @@ def is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+_NOT_HERE = {
+    "allowed_token_ids": "give logit_bias or bad_words",
+    "best_of": "give n, and choose among the completions",
+    "guided_decoding": "no grammar is compiled here",
+    "logits_processors": "other processes cannot run a caller's function between two tokens; give logit_bias",
+    "spaces_between_special_tokens": "text is as the tokenizer decodes it",
+    "structured_outputs": "no grammar is compiled here",
+    "truncate_prompt_tokens": "cut the prompt's token ids",
+    "use_beam_search": "each completion is sampled for itself; give n",
+}
+"""Options of vLLM's class that this one does not have, and what to do instead."""
+_Class = TypeVar("_Class", bound=type)
+
+
+def _refuses_unknown(kind: _Class) -> _Class:
+    """Makes the constructor raise ValueError for an option that the class does not have. None is no option."""
+    init, names = kind.__init__, [one.name for one in fields(kind)]  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def named(self: object, *args: Any, **options: Any) -> None:
+        for name in options.keys() - set(names):
+            if options[name] is not None:
+                why = _NOT_HERE.get(name, f"there are {', '.join(names)}")
+                raise ValueError(f"{kind.__name__}.{name}={options[name]!r}: there is no such option; {why}")
+            del options[name]
+        init(self, *args, **options)
+
+    kind.__init__ = named  # type: ignore[misc]
+    return kind
+
+
+@_refuses_unknown
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue a prompt. Names and meanings follow vLLM's class of the same name.
 
-    The processors apply in Hugging Face's order: temperature, top-k, top-p, min-p.
+    `logit_bias`, penalties and forbidden tokens change the logits first, as in vLLM; the processors follow in Hugging
+    Face's order: temperature, top-k, top-p, min-p (vLLM's min-p comes before top-k).
     """
 
     temperature: Annotated[float, Meta(ge=0, le=1e6, description="0 (greedy), or in [1e-6, 1e6]")] = 1.0
     """0 is greedy: the most likely token; log-probs are then from the unscaled distribution."""
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 (off), or an integer from 1 to 2^31 - 1")] = -1
-    """Keep the k most likely tokens; -1 keeps all."""
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="0 or -1 (off), or an integer from 1 to 2^31 - 1")] = -1
+    """Keep the k most likely tokens; 0 and -1 keep all."""
     top_p: Share = 1.0
     """Keep the smallest set of tokens whose probability reaches top_p."""
     min_p: Fraction = 0.0
     """Drop tokens less likely than min_p times the most likely one."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens that the completion has."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from the logits of tokens that the completion has, as often as it has them."""
+    repetition_penalty: Positive = 1.0
+    """Divides positive logits, and multiplies others, of tokens that the prompt or the completion has."""
+    logit_bias: tuple[tuple[Int64, Bias], ...] = ()
+    """Added to the logits of single tokens: a dictionary, or pairs of a token id and a number."""
+    bad_words: tuple[StopString, ...] = ()
+    """Words that are not generated: a token that would complete one in the completion is forbidden. A word counts as it
+    is tokenised at the beginning of a text, and behind a space where that takes as many tokens."""
     n: Count = 1
     """Completions per prompt."""
-    max_tokens: Count = 16
-    """Most tokens generated per completion."""
+    max_tokens: Count | None = 16
+    """Most tokens generated per completion; None: as many as `max_model_len` leaves."""
+    min_tokens: WholeNumber = 0
+    """Tokens before which `stop`, `stop_token_ids` and end-of-sequence ids end no completion; the ids are forbidden."""
     stop_token_ids: tuple[Int64, ...] = ()
     """Token ids that end a completion, beside the model's own end-of-sequence ids."""
     stop: tuple[StopString, ...] = ()
-    """Strings that end a completion; the text is cut before the string, the tokens are kept.
+    """Strings that end a completion; the text is cut before the string, the tokens are kept. The text also leaves out a
+    last token of `stop_token_ids`.
 
     U+FFFD matches bytes that are not valid text, once more bytes follow: until then they may be half a character.
     """
@@ -66,21 +131,64 @@ class SamplingParams:
     """Continue past the model's end-of-sequence ids (`stop_token_ids` still end a completion)."""
     seed: Int64 | None = None
     """Makes the completions of this request independent of the run's seed, policy step and prompt uid."""
+    logprobs: NumLogprobs | None = None
+    """Also returns the log-probs of this many most likely tokens at each place; -1: of all. They are those of the
+    distribution that is sampled from, so tokens that it excludes are left out (vLLM's default is the model's own)."""
+    prompt_logprobs: NumLogprobs | None = None
+    """The same for the prompt's tokens, under the model's own distribution. The prompt is then computed as a whole."""
+    detokenize: bool = True
+    """Whether completions have a text."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves out special tokens."""
+    include_stop_str_in_output: bool = False
+    """Whether the text keeps the stop string, or the last token, that ended it."""
 
     def __post_init__(self) -> None:
-        # Callers naturally pass lists, and a lone stop string; keep the value hashable.
-        for name in ("stop", "stop_token_ids"):
+        # Callers naturally pass lists, dictionaries, None and a lone string; keep the value hashable.
+        for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
             value = getattr(self, name)
+            if isinstance(value, Mapping):
+                value = value.items()
+            value = () if value is None else value
             if not isinstance(value, Iterable):
                 raise ValueError(f"SamplingParams.{name}={value!r}: must be a list or tuple")
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            value = [value] if isinstance(value, str) else value
+            object.__setattr__(self, name, tuple(tuple(one) if isinstance(one, list) else one for one in value))
         check_fields(self)
-        if not all(map(is_unicode, self.stop)):
-            raise ValueError(f"SamplingParams.stop={self.stop!r}: must be text, and half a surrogate pair is none")
+        for name in ("stop", "bad_words"):
+            if not all(map(is_unicode, getattr(self, name))):
+                raise ValueError(
+                    f"SamplingParams.{name}={getattr(self, name)!r}: must be text, and half a surrogate pair is none"
+                )
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"SamplingParams.temperature={self.temperature!r}: must be 0 (greedy), or in [1e-6, 1e6]")
         if self.top_k == 0:
-            raise ValueError("SamplingParams.top_k=0: must be -1 (off), or an integer from 1 to 2^31 - 1")
+            object.__setattr__(self, "top_k", -1)
+        if not all(map(str.strip, self.bad_words)):
+            raise ValueError(f"SamplingParams.bad_words={self.bad_words!r}: a word must be more than spaces")
+        if self.min_tokens > self.most_tokens:
+            raise ValueError(
+                f"SamplingParams.min_tokens={self.min_tokens}: must be at most max_tokens={self.max_tokens}"
+            )
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                f"SamplingParams.detokenize=False: stop={self.stop!r} is looked for in text; leave one out"
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        """`max_tokens`, or what exceeds any context."""
+        return 2**31 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether a penalty depends on the tokens before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the logits of single tokens are changed before they are scaled."""
+        return bool(self.is_penalised or self.logit_bias or self.bad_words or self.min_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +216,8 @@ class SequenceKey:
 class SequenceState:
     """A sequence between two steps: enough to resume it in any process. It grows as tokens are generated.
 
-    `logprobs` and `versions` have one entry per generated token, `tokens[num_prompt_tokens:]`.
+    `logprobs` and `versions` have one entry per generated token, `tokens[num_prompt_tokens:]`; so has `top_logprobs`
+    where `params.logprobs` asks for it.
     """
 
     key: SequenceKey
@@ -118,6 +227,15 @@ class SequenceState:
     params: SamplingParams
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    top_logprobs: list[list[Ranked]] = field(default_factory=list)
+    prompt_logprobs: list[list[Ranked]] = field(default_factory=list)
+    """As far as the prompt has been computed: an entry per token from the second one on."""
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether rows of the prompt must be computed for their log-probs: a group's first sample does it for all."""
+        is_asked = self.params.prompt_logprobs is not None and self.key.sample_index == 0
+        return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def num_generated(self) -> int:
@@ -132,6 +250,7 @@ class SequenceState:
         del self.tokens[length:]
         del self.logprobs[length - self.num_prompt_tokens :]
         del self.versions[length - self.num_prompt_tokens :]
+        del self.top_logprobs[length - self.num_prompt_tokens :]
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -143,6 +262,15 @@ class SequenceState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """What vLLM says of a token at a place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One finished (or aborted) completion: lists with one entry per generated token."""
 
@@ -151,12 +279,21 @@ class Completion:
     token_ids: list[int]
     """Generated tokens; the stop token, when one ended the completion, included."""
     logprobs: list[float]
-    """Log-probability of each token under the processed distribution."""
+    """Log-probability of each token under the processed distribution. With `SamplingParams.logprobs`, `LLM.generate`
+    returns vLLM's form instead: for each token a dictionary {token id: `Logprob`}, the token itself first."""
     versions: list[int]
     """`policy_version` of the weights that sampled each token."""
     finish_reason: FinishReason
     text: str = ""
     """Decoded without special tokens, cut before a stop string; empty when the engine has no tokenizer."""
+    stop_reason: int | str | None = None
+    """The token of `stop_token_ids`, or the stop string, that ended it."""
+    top_logprobs: list[list[Ranked]] = field(default_factory=list)
+    """With `SamplingParams.logprobs`: for each token itself, then the most likely others."""
+    prompt_logprobs: list[list[Ranked]] = field(default_factory=list)
+    """With `SamplingParams.prompt_logprobs`, in sample 0: the same for the prompt's tokens from the second one on."""
+    cumulative_logprob: float | None = None
+    """As in vLLM, `LLM.generate` gives it with `SamplingParams.logprobs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,3 +377,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[Completion]
     prompt: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """With `SamplingParams.prompt_logprobs`: None for the first token, then {token id: `Logprob`} for each."""
+    request_id: str = ""
+    """The prompt's uid."""
+    finished: bool = True

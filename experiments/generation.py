@@ -21,6 +21,7 @@ from engines.models.tokenizer import load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
+from engines.rollout.telemetry import StepRecord, draft_metrics
 from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
 from experiments.engine_options import DRAFT_POLICIES
@@ -65,6 +66,8 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
         outputs = _generate(llm, prompts, config.sampling, sink, is_shown=group.rank == 0)
         seconds = time.perf_counter() - start
         sink.publish(outputs)
+        leads = any(replica.ranks[0] == group.rank for replica in llm.layout.replicas)
+        steps = launch.gather(group, llm.step_records if leads else [], list[StepRecord])
         if group.size > 1:
             group.barrier()
             dist.destroy_process_group()
@@ -78,6 +81,7 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
         "tokens": total,
         "seconds": round(seconds, 3),
         "tokens_per_second": round(num_new / seconds, 1),
+        **(draft_metrics([step for part in steps for step in part]) if config.engine.drafter != "none" else {}),
         "output": str(config.output) if config.output else None,
     }
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from algos.publish import lock
-from engines.sequence import Completion, Finished, FinishReason, RequestOutput, SequenceId, SequenceState
+from engines.sequence import Completion, Finished, FinishReason, Ranked, RequestOutput, SequenceId, SequenceState
 from experiments import launch
-from experiments.prompts import ANSWERED
+from experiments.prompts import ANSWERED, ASKED_FOR
 from experiments.run_folder import replace_text
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 def completion_line(record: Mapping[str, Any], completion: Completion, **more: int) -> str:
     """A line of the output: the fields given with the prompt, then the completion."""
     fields = {name: getattr(completion, name) for name in ANSWERED}
-    fields["logprobs"] = [round(value, 6) for value in completion.logprobs]
+    logprobs = [own[1] for own, *_ in completion.top_logprobs] or completion.logprobs
+    fields["logprobs"] = [round(value, 6) for value in logprobs]
+    fields |= {name: value for name in ASKED_FOR if (value := getattr(completion, name))}
     return json.dumps({**record, **fields, **more}) + "\n"
 
 
@@ -56,10 +58,13 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     logprobs: list[float]
+    top_logprobs: list[list[Ranked]] = []
+    prompt_logprobs: list[list[Ranked]] = []
 
     @property
     def is_whole(self) -> bool:
-        return len(self.token_ids) == len(self.logprobs) and all(map(math.isfinite, self.logprobs))
+        whole = len(self.token_ids) == len(self.logprobs) and len(self.top_logprobs) in (0, len(self.token_ids))
+        return whole and all(map(math.isfinite, self.logprobs))
 
 
 class _Kept:
@@ -87,7 +92,7 @@ class _Kept:
             with contextlib.suppress(ValueError, RecursionError):
                 line = msgspec.convert(json.loads(text), _Line)
                 if line.is_whole and 0 <= line.prompt_index < asked.num_prompts and 0 <= line.index < asked.n:
-                    fields = {name: getattr(line, name) for name in ANSWERED}
+                    fields = {name: getattr(line, name) for name in ANSWERED + ASKED_FOR}
                     completion = Completion(**fields, versions=[0] * len(line.token_ids))
                     self.completions[line.prompt_index, line.index] = completion
 

@@ -76,7 +76,7 @@ class RolloutLayouts:
         one, params = self._collector, self._collector.params
         prompts = [one.task.train_problem(index + place).prompt for place in range(one.prompts_per_step)]
         lengths = np.repeat([len(tokens) for tokens in one.llm.encode(prompts)], params.n)
-        limits = np.clip(one.llm.max_model_len - lengths, 1, params.max_tokens)
+        limits = np.clip(one.llm.max_model_len - lengths, 1, params.most_tokens)
         return self._controller.first_tp_size(lengths.astype(float), limits.astype(float))
 
     def decisions(self, began: float) -> list[dict[str, Any]]:

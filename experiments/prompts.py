@@ -10,6 +10,8 @@ from engines.models.chat import check_messages
 Records = list[dict[str, Any]]
 ANSWERED = ("index", "text", "finish_reason", "token_ids", "logprobs")
 """The fields that a line of the output adds to those of its prompt."""
+ASKED_FOR = ("top_logprobs", "prompt_logprobs")
+"""Those that it adds with --logprobs and --prompt-logprobs, as lists of [token id, log-prob, rank]."""
 
 
 def read_prompts(data: bytes, source: str) -> tuple[Records, list[str]]:
@@ -45,6 +47,6 @@ def _read_record(line: bytes, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: needs `prompt`, a string, `messages`, or `prompt_token_ids`, integers")
     if is_text and any("\ud800" <= character <= "\udfff" for character in record["prompt"]):
         raise ValueError(f"{place}: `prompt` holds half a surrogate pair, which is no text")
-    if taken := [name for name in ANSWERED if name in record]:
+    if taken := [name for name in ANSWERED + ASKED_FOR if name in record]:
         raise ValueError(f"{place}: the output has a field `{taken[0]}` of its own; rename the input's")
     return record

@@ -226,7 +226,7 @@ class RolloutCore:
             id_ = state.sequence_id
             if id_ in self._books.sequences or id_ in self._books.delivered or id_ in ids:
                 raise RequestRefused(f"SubmitSequences: sequence {id_} is there already; give each its own key")
-            if state.num_generated >= state.params.max_tokens:
+            if state.num_generated >= state.params.most_tokens:
                 raise RequestRefused(f"SubmitSequences: sequence {id_} has its max_tokens={state.params.max_tokens}")
             ids.add(id_)
         for state in request.states:

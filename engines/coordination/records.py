@@ -66,7 +66,7 @@ class SequenceRecord:
 
     @property
     def max_len(self) -> int:
-        return self.state.num_prompt_tokens + self.state.params.max_tokens
+        return self.state.num_prompt_tokens + self.state.params.most_tokens
 
     def take_back(self, state: SequenceState, kv: KVHandle | None) -> None:
         self.state, self.kv, self.num_tokens = state, kv, len(state.tokens)
@@ -79,7 +79,7 @@ class SequenceRecord:
             group_id=self.state.group_id,
             num_prompt_tokens=self.state.num_prompt_tokens,
             num_generated=self.num_tokens - self.state.num_prompt_tokens,
-            max_tokens=self.state.params.max_tokens,
+            max_tokens=self.state.params.most_tokens,
             last_replica_id=self.last_replica_id,
             has_kv=self.kv is not None,
         )
@@ -93,6 +93,8 @@ class SequenceRecord:
             logprobs=list(state.logprobs),
             versions=list(state.versions),
             finish_reason="abort",
+            top_logprobs=list(state.top_logprobs),
+            prompt_logprobs=list(state.prompt_logprobs),
         )
         return Finished(state=state, completion=completion)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from engines.adapter_config import base_folder
 from engines.config import EngineConfig, ModelConfig
 from engines.models.hugging_face import read_checkpoint
-from engines.sequence import Detokenize, is_unicode
+from engines.sequence import Tokenizer, is_unicode
 
 Prompt = str | list[int]
 
@@ -80,8 +81,20 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, name: str) -> list[int]:
         raise ValueError(f"{name}={prompt!r}: give text, or a list of integer token ids") from None
 
 
-def detokenizer(tokenizer: Any) -> Detokenize | None:
-    """Returns a function from token ids to text without special tokens; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+def detokenizer(tokenizer: Any) -> Tokenizer | None:
+    """Returns a function from token ids to text, which also spells words; None without a tokenizer."""
+    return None if tokenizer is None else _Tokenizer(tokenizer)
+
+
+class _Tokenizer:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def spellings(self, word: str) -> list[list[int]]:
+        word = word.lstrip()
+        alone, behind = (self._tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word))
+        # As vLLM does: a space that is a token of its own, or makes no difference, adds no spelling.
+        return [alone, behind] if len(behind) == len(alone) and behind[:1] != alone[:1] else [alone] if alone else []

@@ -33,7 +33,8 @@ from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
 from engines.replica.switch import Switch
-from engines.sequence import Detokenize, SequenceId
+from engines.sampling.edits import Editor
+from engines.sequence import SequenceId, Tokenizer
 from engines.speculation.choose import Connect, choose_drafter
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
@@ -52,7 +53,7 @@ class LocalEngine:
         tensor_parallel: Communicator,
         max_model_len: int,
         device: torch.device,
-        detokenize: Detokenize | None,
+        detokenize: Tokenizer | None,
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
         kv_store: KVStore | None = None,
@@ -70,6 +71,7 @@ class LocalEngine:
         self.config, self._model, self._max_model_len = config, model, max_model_len
         self._draft_policy, self._connect_drafts = draft_policy, connect_drafts
         self._detokenize, self._hidden_stop, self._max_kv_tokens = detokenize, hidden_stop, max_kv_tokens
+        self._editor = Editor(vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, tokenizer=detokenize)
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
         local = shard_config(model, shard)
         dtype: torch.dtype = getattr(torch, config.dtype)
@@ -100,7 +102,7 @@ class LocalEngine:
         self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
         """Tokens that the KV cache holds; in another layout they may be more or fewer."""
         shared = (self.decoder, self.kv)
-        self._runner = ModelRunner(*shared, config, self._max_model_len)
+        self._runner = ModelRunner(*shared, config, self._max_model_len, self._editor)
         swap_policy = SwapPolicy(config.preemption, *shared, self._max_model_len, tensor_parallel)
         self.mover = KVMover(self.kv, model, self.decoder.shard, tensor_parallel, swap_policy, kv_store)
         self.row_times = RowTimes(
@@ -196,7 +198,7 @@ class LocalEngine:
         block_size, decoder = config.block_size, self.decoder
         num_tokens = draft_kv_blocks(config, self.num_kv_tokens // block_size, max_model_len) * block_size
         kv = _make_cache(draft, config, num_tokens, draft.num_kv_heads, decoder.dtype, decoder.device)
-        return ModelDrafter(draft, config, kv, max_model_len=max_model_len, eos_token_ids=model.eos_token_ids)
+        return ModelDrafter(draft, config, kv, max_model_len=max_model_len, editor=self._editor)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies this shard's part of every parameter; `load_draft_model` first, where it was not called. Raises

@@ -28,6 +28,7 @@ from engines.parallel.collectives import SingleRank
 from engines.parallel.sharding import Shard
 from engines.replica.runner import ModelRunner
 from engines.replica.schedule import Scheduled, Sequence
+from engines.sampling.edits import Editor
 from engines.sequence import SequenceId, SequenceState
 from engines.speculation.drafter import Draft
 from engines.speculation.verify import num_accepted
@@ -68,9 +69,9 @@ class ModelDrafter:
         kv: PagedKVCache,
         *,
         max_model_len: int,
-        eos_token_ids: tuple[int, ...],
+        editor: Editor,
     ) -> None:
-        """`config` is the target's. Allocates the weights' memory; `load` reads them."""
+        """`config` and `editor` are the target's. Allocates the weights' memory; `load` reads them."""
         assert config.draft_model is not None
         dtype, device = kv.keys[0].dtype, kv.keys[0].device
         self._folder, self._config, self._kv = config.draft_model, config, kv
@@ -85,10 +86,10 @@ class ModelDrafter:
             attention=choose_backend(own, model, device),
             kernels=choose_kernels(own.kernels, setting_of(own, model, device)),
         )
-        self._runner = ModelRunner(self._decoder, kv, own, max_model_len)
+        self._runner = ModelRunner(self._decoder, kv, own, max_model_len, editor)
         self._blocks = BlockManager(kv.scratch_block, config.block_size)
         self._max_model_len = max_model_len
-        self._eos = frozenset(eos_token_ids)
+        self._eos = frozenset(editor.eos_token_ids)
         self._has_weights = self._is_disturbed = False
         self._reset()
 
@@ -191,6 +192,8 @@ class ModelDrafter:
         key, params = state.key, state.params
         if self._config.draft_noise == "own":
             key, params = replace(key, run_seed=key.noise_key(params.seed)), replace(params, seed=None)
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            params = replace(params, logprobs=None, prompt_logprobs=None)
         own = replace(state, key=key, params=params, tokens=list(state.tokens), logprobs=[], versions=[])
         sequence = Sequence(state=own, max_len=self._max_model_len, release_len=self._max_model_len)
         size = self._config.block_size
@@ -234,7 +237,7 @@ class ModelDrafter:
             raise FloatingPointError(f"EngineConfig.draft_model={self._folder!r}: {error}") from None
         for _, item in batch:
             item.sequence.num_computed += item.num_tokens
-        for copy, (token, logprob) in zip(drawn, results, strict=True):
+        for copy, (token, logprob, *_) in zip(drawn, results, strict=True):
             copy.sequence.state.tokens.append(token)
             copy.probabilities.append(min(1.0, exp(logprob)))
         return drawn

@@ -8,22 +8,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
 from engines.replica.kv_moves import KVMoves, Mover
-from engines.replica.schedule import Scheduled, Sequence
+from engines.replica.schedule import Drawn, Scheduled, Sequence
 from engines.replica.scheduler import Scheduler
 from engines.replica.sequence_limits import SequenceLimits
-from engines.replica.stop_strings import StopSearch, find_stop
+from engines.replica.stop_strings import StopSearch, cut_at_stop
 from engines.sequence import (
     Completion,
     Detokenize,
     Finished,
     FinishReason,
+    Ranked,
     SamplingParams,
     SequenceId,
     SequenceState,
+    Tokenizer,
     Work,
 )
 from engines.speculation.drafter import Drafter
@@ -76,7 +79,7 @@ class StepOutput:
 class Runner(Protocol):
     """`ModelRunner` is one."""
 
-    def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
+    def run(self, scheduled: list[Scheduled]) -> list[Drawn]:
         """One forward pass; returns the drawn tokens with their log-probs: see `ModelRunner.run`."""
         ...
 
@@ -96,7 +99,7 @@ class Replica:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        detokenize: Detokenize | None,
+        detokenize: Tokenizer | None,
         hidden_stop: HiddenStop | None = None,
         max_kv_tokens: int | None = None,
         drafter: Drafter | None = None,
@@ -215,8 +218,7 @@ class Replica:
                             sum_context += context
                             sum_pairs += num_rows * context - num_rows * (num_rows - 1) // 2
                     else:
-                        token, logprob = next(drawn)
-                        finished = self._append(sequence, token, logprob)
+                        finished = self._append(sequence, *next(drawn))
                     if finished is not None:
                         output.finished.append(finished)
                         ended.append(sequence)
@@ -270,19 +272,19 @@ class Replica:
             self.scheduler.add_drafts(schedule, self.drafter)
         return schedule.batch
 
-    def _verify(self, item: Scheduled, drawn: Iterator[tuple[int, float]]) -> Finished | None:
+    def _verify(self, item: Scheduled, drawn: Iterator[Drawn]) -> Finished | None:
         """Takes the item's draws; appends those behind accepted draft tokens, up to the one that ends the sequence."""
         sequence, finished, taken = item.sequence, None, None
         draws = first = list(islice(drawn, 1 + len(item.draft)))
-        count = num_accepted(item.draft, [token for token, _ in draws])
+        count = num_accepted(item.draft, [draw[0] for draw in draws])
         last = len(sequence.state.tokens) - 1
         for fork in item.forks:
             own = [*first[: fork.start - last], *islice(drawn, last + 1 + len(fork.draft) - fork.start)]
-            accepted = num_accepted(fork.draft, [token for token, _ in own])
+            accepted = num_accepted(fork.draft, [draw[0] for draw in own])
             if accepted > count:
                 draws, count, taken = own, accepted, fork
-        for token, logprob in draws[: 1 + count]:
-            finished = self._append(sequence, token, logprob)
+        for draw in draws[: 1 + count]:
+            finished = self._append(sequence, *draw)
             if finished is not None:
                 break
         sequence.num_computed = len(sequence.state.tokens) - 1
@@ -336,45 +338,64 @@ class Replica:
             self._leaving.clear()
             self.scheduler.restart(())
 
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> Finished | None:
+    def _append(self, sequence: Sequence, token: int, logprob: float, *top: list[Ranked]) -> Finished | None:
         state = sequence.state
         state.tokens.append(token)
         state.logprobs.append(logprob)
         state.versions.append(self.policy_version)
+        state.top_logprobs.extend(top)
         reason = self._finish_reason(sequence, token)
         if reason is None:
             return None
         return Finished(state=state, completion=self._completion(state, reason))
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        params = sequence.state.params
+        state, params = sequence.state, sequence.state.params
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             return "stop"
-        if params.stop and self._hits_stop_string(sequence):
+        if params.stop and state.num_generated > params.min_tokens and self._hits_stop_string(sequence):
             return "stop"
-        if self._hidden_stop is not None and self._hidden_stop(sequence.state):
+        if self._hidden_stop is not None and self._hidden_stop(state):
             return "stop"
-        return "length" if len(sequence.state.tokens) >= sequence.max_len else None
+        return "length" if len(state.tokens) >= sequence.max_len else None
 
     def _hits_stop_string(self, sequence: Sequence) -> bool:
         state = sequence.state
         if sequence.stop_search is None:
-            assert self._detokenize is not None
             before = state.tokens[state.num_prompt_tokens : -1]
-            sequence.stop_search = StopSearch(state.params.stop, self._detokenize, before)
+            sequence.stop_search = StopSearch(
+                state.params.stop, self._detokenize_as(state.params), before, num_free=state.params.min_tokens
+            )
         return sequence.stop_search.hits(state.tokens, state.num_prompt_tokens)
 
+    def _detokenize_as(self, params: SamplingParams) -> Detokenize:
+        assert self._detokenize is not None
+        return partial(self._detokenize, skip_special_tokens=params.skip_special_tokens)
+
     def _completion(self, state: SequenceState, reason: FinishReason) -> Completion:
-        generated = state.tokens[state.num_prompt_tokens :]
-        text = self._detokenize(generated) if self._detokenize is not None else ""
-        cut = find_stop(text, state.params.stop) if reason == "stop" else -1
+        params, generated = state.params, state.tokens[state.num_prompt_tokens :]
+        stop_reason: int | str | None = None
+        text = ""
+        last = generated[-1] if reason == "stop" else None
+        is_eos = last in self._eos and not params.ignore_eos
+        if last in params.stop_token_ids and not is_eos:
+            stop_reason = last
+        if self._detokenize is not None and params.detokenize:
+            detokenize = self._detokenize_as(params)
+            ends = (is_eos or stop_reason is not None) and not params.include_stop_str_in_output
+            text = detokenize(generated[:-1] if ends else generated)
+            if reason == "stop" and stop_reason is None and not is_eos:
+                text, stop_reason = cut_at_stop(text, params, detokenize(generated[: params.min_tokens]))
         return Completion(
             index=state.key.sample_index,
             token_ids=generated,
             logprobs=list(state.logprobs),
             versions=list(state.versions),
             finish_reason=reason,
-            text=text[:cut] if cut >= 0 else text,
+            text=text,
+            stop_reason=stop_reason,
+            top_logprobs=list(state.top_logprobs),
+            prompt_logprobs=list(state.prompt_logprobs),
         )
 
     def _leave(self, sequence: Sequence) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engines.attention.batch import ForwardBatch
 from engines.config import EngineConfig
 from engines.kvcache.paged import PagedKVCache
+from engines.memory.plan import rows_sampled_at_once
 from engines.models.decoder import Decoder
 from engines.replica.graphs import Graphs, PaddedDecodes
-from engines.replica.schedule import Fork, Scheduled, Sequence
+from engines.replica.schedule import Drawn, Fork, Scheduled, Sequence
 from engines.replica.slot_table import SlotTable
 from engines.replica.staging import Readback, Staging
-from engines.sampling.sampler import sample
+from engines.sampling.edits import Editor
+from engines.sampling.sampler import most_likely, ranked, sample
+from engines.sequence import SequenceState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +34,18 @@ class _Pass:
     """int64 [R]: slots of the sequences for which tokens are drawn. One with a draft is there several times."""
     positions: Tensor
     """int64 [R]: positions of the tokens to be drawn."""
+    scored: list[tuple[SequenceState, int]] = field(default_factory=list)
+    """For each further row of logits: a sequence, and the next token of its prompt, whose log-prob it asks for."""
 
 
 class ModelRunner:
     """Runs scheduled sequences on one decoder and its KV cache."""
 
-    def __init__(self, decoder: Decoder, kv: PagedKVCache, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(
+        self, decoder: Decoder, kv: PagedKVCache, config: EngineConfig, max_model_len: int, editor: Editor
+    ) -> None:
         self._decoder = decoder
+        self._editor = editor
         self._draw_tokens = decoder.kernels.draw
         self._kv = kv
         self._block_size = config.block_size
@@ -65,9 +75,9 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.drop()
 
-    def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
+    def run(self, scheduled: list[Scheduled]) -> list[Drawn]:
         """Runs one forward pass. Returns tokens and their log-probs, in order: for each item that samples, the token
-        after its known tokens, and one after each token of its draft.
+        after its known tokens, and one after each token of its draft. Log-probs of a prompt go to its sequence's state.
 
         Raises FloatingPointError when logits are not finite; it zeroes the KV cache first.
         """
@@ -78,11 +88,7 @@ class ModelRunner:
         logits = self._forward(what)
         if not len(what.slots):
             return []
-        tokens, logprobs = self._draw(logits, what)
-        if not np.isfinite(logprobs).all():
-            self._kv.clear()  # NaN in a block would reach its later holders even where it is masked: 0 * NaN is NaN
-            raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity")
-        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        return self._draw(logits, what, scheduled)
 
     def _copy_last_blocks(self, scheduled: list[Scheduled]) -> None:
         """Copies to each fork what its sequence's last block holds, where the sequence goes on in that block."""
@@ -97,14 +103,51 @@ class ModelRunner:
 
     def _forward(self, what: _Pass) -> Tensor:
         """Returns the logits of the rows that draw a token, [R, vocab_size]."""
+        if what.batch is not None and what.scored:
+            hidden = self._decoder.hidden(what.batch, self._kv)
+            if len(hidden) == len(what.batch.tokens):  # all rows are asked for, and come in the batch's order
+                hidden = hidden.index_select(0, what.batch.logit_rows)
+            self._score_prompts(hidden[len(what.slots) :], what.scored)
+            return self._decoder.logits(hidden[: len(what.slots)])
         if what.batch is not None:
             return self._decoder.forward(what.batch, self._kv)
         hidden = (self._graphs or self._forward_padded)(what.padded_size)
         return self._decoder.logits(hidden[: len(what.slots)])
 
-    def _draw(self, logits: Tensor, what: _Pass) -> tuple[np.ndarray, np.ndarray]:
+    def _score_prompts(self, hidden: Tensor, scored: list[tuple[SequenceState, int]]) -> None:
+        """Appends an entry to a state's `prompt_logprobs` for each row; some rows at a time, to bound memory."""
+        step = rows_sampled_at_once(self._decoder.config.vocab_size, hidden.device.type)
+        for start in range(0, len(hidden), step):
+            states, tokens = zip(*scored[start : start + step], strict=True)
+            logits = self._decoder.logits(hidden[start : start + step])
+            logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+            ids = torch.tensor(tokens, device=hidden.device)
+            own = logprobs.gather(1, ids[:, None]).squeeze(1).tolist()
+            counts = [_count(state.params.prompt_logprobs, logprobs) for state in states]
+            top = most_likely(logprobs, ids, max(count or 0 for count in counts))
+            for state, entry in zip(states, ranked(tokens, own, top, counts), strict=True):
+                state.prompt_logprobs.append(entry)
+
+    def _draw(self, logits: Tensor, what: _Pass, scheduled: list[Scheduled]) -> list[Drawn]:
+        """Raises FloatingPointError when logits are not finite; it zeroes the KV cache first."""
         batch = self._slots.sampling_batch(what.slots, what.positions)
-        return self._readback.read(sample(logits, batch, self._draw_tokens))
+        counts: list[int | None] = []
+        if self._slots.any_special:
+            draws = list(_draws(scheduled))
+            counts = [_count(state.params.logprobs, logits) for state, _ in draws]
+            edits = [self._editor.edit(state, draft) for state, draft in draws]
+            num_top = max((count for count in counts if count is not None), default=None)
+            batch = replace(batch, edits=edits if any(edits) else None, num_top=num_top)
+        sampled = sample(logits, batch, self._draw_tokens)
+        read = self._readback.read(sampled)
+        if not np.isfinite(read[1]).all():
+            self._kv.clear()  # NaN in a block would reach its later holders even where it is masked: 0 * NaN is NaN
+            raise FloatingPointError("the model's logits are not finite; its weights hold NaN or infinity")
+        tokens, logprobs = (column.tolist() for column in read)
+        if sampled.top is None:
+            return list(zip(tokens, logprobs, strict=True))
+        rows = zip(tokens, logprobs, ranked(tokens, logprobs, sampled.top, counts), strict=True)
+        return [(token, logprob, top) if top else (token, logprob) for token, logprob, top in rows]
 
     def _forward_padded(self, size: int) -> Tensor:
         assert self._padded is not None
@@ -137,7 +180,10 @@ class ModelRunner:
             next_positions, row_slots, known = positions + 1, slots[rows], known[rows]
         drawing = np.flatnonzero(next_positions >= known)
         num_drawn = len(drawing)
-        drawn_slots = row_slots[drawing]
+        scored: list[tuple[SequenceState, int]] = []
+        if num_drawn < num_tokens and self._slots.scores_prompt.any():
+            drawing, scored = _add_prompt_rows(drawing, sequences, starts, lengths)
+        drawn_slots = row_slots[drawing[:num_drawn]]
         tokens = _new_tokens(scheduled)
         if self._padded is not None and not has_forks and num_drawn == num_tokens and self._padded.fits(num_tokens):
             # Each token of a draft is a row of its own: a pass writes the KV of all rows before any row reads it.
@@ -150,7 +196,7 @@ class ModelRunner:
                 "tokens": (np.int64, (num_tokens,)),
                 "positions": (np.int64, (num_tokens,)),
                 "slot_mapping": (np.int64, (num_tokens,)),
-                "logit_rows": (np.int64, (num_drawn,)),
+                "logit_rows": (np.int64, (len(drawing),)),
                 "drawn_positions": (np.int64, (num_drawn,)),
                 "cu_seqlens_q": (np.int32, (num_seqs + 1,)),
                 "context_lens": (np.int32, (num_seqs,)),
@@ -170,12 +216,47 @@ class ModelRunner:
         np.multiply(table[rows, block], np.int64(block_size), out=arrays["slot_mapping"])
         arrays["slot_mapping"] += offset
         arrays["logit_rows"][:] = drawing
-        arrays["drawn_positions"][:] = next_positions[drawing]
+        arrays["drawn_positions"][:] = next_positions[drawing[:num_drawn]]
         tensors = dict(self._staging.move())
         positions_drawn = tensors.pop("drawn_positions")
         return _Pass(
-            batch=ForwardBatch(**tensors, seqlens_q=lengths.tolist()), slots=drawn_slots, positions=positions_drawn
+            batch=ForwardBatch(**tensors, seqlens_q=lengths.tolist()),
+            slots=drawn_slots,
+            positions=positions_drawn,
+            scored=scored,
         )
+
+
+def _add_prompt_rows(
+    drawing: np.ndarray, sequences: list[Sequence], starts: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, list[tuple[SequenceState, int]]]:
+    """Returns the rows of logits with those of prompts behind them that ask for log-probs; and see `_Pass.scored`."""
+    rows, scored, first_row = drawing.tolist(), [], 0
+    for sequence, start, length in zip(sequences, starts.tolist(), lengths.tolist(), strict=True):
+        state = sequence.state
+        if state.lacks_prompt_logprobs:
+            known = max(start, len(state.prompt_logprobs))
+            places = range(known, min(start + length, state.num_prompt_tokens - 1))
+            rows += [first_row + place - start for place in places]
+            scored += [(state, state.tokens[place + 1]) for place in places]
+        first_row += length
+    return np.array(rows, dtype=np.int64), scored
+
+
+def _draws(scheduled: list[Scheduled]) -> Iterator[tuple[SequenceState, tuple[int, ...]]]:
+    """Yields for each draw its sequence, and the tokens of the draft that come before it."""
+    for item in scheduled:
+        if item.samples:
+            state = item.sequence.state
+            paths = [(0, item.draft), *((fork.start + 1 - len(state.tokens), fork.draft) for fork in item.forks)]
+            for first, draft in paths:
+                for num_before in range(first, len(draft) + 1):
+                    yield state, draft[:num_before]
+
+
+def _count(asked: int | None, logits: Tensor) -> int | None:
+    """Returns how many of the most likely tokens -1 stands for."""
+    return logits.shape[-1] if asked == -1 else asked
 
 
 def _with_forks(scheduled: list[Scheduled]) -> tuple[list[Sequence], np.ndarray, np.ndarray, dict[int, Fork]]:

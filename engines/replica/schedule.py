@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engines.replica.stop_strings import StopSearch
-from engines.sequence import KVHandle, SequenceState
+from engines.sequence import KVHandle, Ranked, SequenceState
+
+Drawn = tuple[int, float, *tuple[list[Ranked], ...]]
+"""A token and its log-prob; then, where the sequence asks for them, the most likely tokens."""
 
 
 class CachedKV(NamedTuple):

@@ -216,7 +216,8 @@ class Scheduler:
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
         """Returns cached blocks with the KV of the sequence's first tokens, and their number of tokens; its last token
         is always computed. The last block is partly filled where `keep` has published it so."""
-        if not self._config.prefix_caching and not self.blocks.knows_any:
+        is_off = not self._config.prefix_caching and not self.blocks.knows_any
+        if is_off or sequence.state.lacks_prompt_logprobs:
             return [], 0
         size, num_known = self.blocks.block_size, len(sequence.state.tokens) - 1
         keys = self._content_keys(sequence, num_known)

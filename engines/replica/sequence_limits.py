@@ -32,11 +32,16 @@ class SequenceLimits:
             raise ValueError(
                 f"{name}: {len(tokens)} tokens leave no room in max_model_len={self.max_model_len}; shorten the prompt"
             )
-        if params.stop and not self.has_tokenizer:
+        for option, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
+            if (words := getattr(params, option)) and not self.has_tokenizer:
+                raise ValueError(f"{name}: SamplingParams.{option}={words}: strings need a tokenizer; use {instead}")
+        wrong = [token for token, _ in params.logit_bias if not 0 <= token < self.vocab_size]
+        if wrong:
             raise ValueError(
-                f"{name}: SamplingParams.stop={params.stop}: stop strings need a tokenizer; use stop_token_ids"
+                f"{name}: SamplingParams.logit_bias: token id {wrong[0]} is outside the model's vocabulary of "
+                f"{self.vocab_size}"
             )
-        max_len = min(len(tokens) + params.max_tokens, self.max_model_len)
+        max_len = min(len(tokens) + params.most_tokens, self.max_model_len)
         if max_len > self.num_kv_tokens:
             raise ValueError(
                 f"{name}: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "

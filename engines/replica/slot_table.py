@@ -21,8 +21,13 @@ class SlotTable:
         self._top_k = np.full(num_slots, -1, dtype=np.int64)
         self._top_p = np.ones(num_slots)
         self._min_p = np.zeros(num_slots)
+        self._is_special = np.zeros(num_slots, dtype=bool)
+        self.scores_prompt = np.zeros(num_slots, dtype=bool)
+        """Per slot: whether its sequence came without the log-probs of its prompt that it asks for."""
         self._changed: dict[int, tuple[int, int]] = {}
         self._kept: tuple[np.ndarray, SamplingBatch] | None = None
+        self.any_special = False
+        """Whether, in the last sampling batch, a row's logits are edited, or its most likely tokens are asked for."""
 
     def follow(self, sequence: Sequence) -> None:
         """Updates the sequence's row from its block table."""
@@ -42,6 +47,8 @@ class SlotTable:
         self._top_k[slot] = params.top_k
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
+        self._is_special[slot] = params.edits_logits or params.logprobs is not None
+        self.scores_prompt[slot] = sequence.state.lacks_prompt_logprobs
         self._kept = None
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
@@ -65,4 +72,5 @@ class SlotTable:
                 device=positions.device,
             )
             self._kept = (slots, batch)
+            self.any_special = bool(self._is_special[slots].any())
         return replace(self._kept[1], positions=positions)

@@ -3,17 +3,78 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engines.decoding import from_msgpack
-from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState, is_int64
+from engines.sequence import (
+    Completion,
+    Finished,
+    Logprob,
+    Ranked,
+    RequestOutput,
+    SamplingParams,
+    SequenceId,
+    SequenceKey,
+    SequenceState,
+    is_int64,
+)
 
 if TYPE_CHECKING:
     from engines.parallel.collectives import Communicator
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """Returns the prompts: one that is no list is a list of one, and vLLM's dictionaries are what they hold.
+
+    Raises ValueError for an empty list, or a dictionary of another kind.
+    """
+    many = [prompts] if isinstance(prompts, str | Mapping) else prompts
+    if isinstance(many, bytes) or not hasattr(many, "__len__") or not len(many):
+        raise ValueError(f"prompts={prompts!r}: give a list of at least one prompt")
+    return [_held(one, f"prompts[{index}]") if isinstance(one, Mapping) else one for index, one in enumerate(many)]
+
+
+def _held(prompt: Mapping[str, Any], name: str) -> Any:
+    given = {key: value for key, value in prompt.items() if value is not None}
+    tokens, text = given.pop("prompt_token_ids", None), given.pop("prompt", None)
+    if given or (tokens is None and text is None):
+        raise ValueError(f"{name}={prompt!r}: give `prompt`, a text, or `prompt_token_ids`; messages go to LLM.chat")
+    return text if tokens is None else tokens
+
+
+def request_output(
+    uid: int,
+    prompt: Any,
+    tokens: list[int],
+    params: SamplingParams,
+    completions: list[Completion],
+    decode: Callable[[list[int]], str] | None,
+) -> RequestOutput:
+    """Returns a prompt's completions, with log-probs in vLLM's form where `params` ask for them."""
+
+    def named(entries: list[list[Ranked]]) -> list[Any]:
+        text = decode if decode is not None and params.detokenize else lambda _: None
+        return [
+            {token: Logprob(logprob=value, rank=rank, decoded_token=text([token])) for token, value, rank in entry}
+            for entry in entries
+        ]
+
+    scores = None if params.prompt_logprobs is None else [None, *named(completions[0].prompt_logprobs)]
+    if params.logprobs is not None:
+        completions = [
+            replace(one, logprobs=named(one.top_logprobs), cumulative_logprob=sum(one.logprobs)) for one in completions
+        ]
+    return RequestOutput(
+        prompt_token_ids=tokens,
+        outputs=completions,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_logprobs=scores,
+        request_id=str(uid),
+    )
 
 
 def make_states(
@@ -65,6 +126,8 @@ def split_done(
                 tokens=state.tokens + completion.token_ids,
                 logprobs=completion.logprobs,
                 versions=completion.versions,
+                top_logprobs=completion.top_logprobs,
+                prompt_logprobs=completion.prompt_logprobs,
             )
             known.append(Finished(state=ended, completion=completion))
     return known, [state for state in states if state.sequence_id not in done]

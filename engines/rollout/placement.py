@@ -36,6 +36,7 @@ from engines.sequence import SequenceId
 from engines.speculation.choose import Connect
 from engines.speculation.marginal_gain import MarginalGain, check_draft_policy
 from engines.speculation.policy import DraftPolicy
+from engines.vllm_options import translate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ class Placement:
         self, source: str | Path, device: str | torch.device | None, given: Arguments, options: dict[str, Any]
     ) -> Memory:
         """Returns this rank's free memory. Raises FileNotFoundError or ValueError for what cannot run on this rank."""
-        self.config = engine_config("LLM", options)
+        self.config = engine_config("LLM", translate(options))
         base = given.base_model
         self.model = ModelConfig.from_pretrained(source if base is None else base_folder(source, base))
         check_adapter(source, base)

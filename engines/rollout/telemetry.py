@@ -151,8 +151,8 @@ def write_chrome_trace(path: Path, steps: Iterable[StepRecord], marks: Iterable[
 
 
 def draft_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Returns the number of draft tokens, the share of them that was accepted, the tokens of a draft, and the tokens
-    of a sequence and step, for which a prefill counts as one token.
+    """Returns the number of draft tokens, the share of them that was accepted, the tokens of a draft, the tokens of a
+    sequence and step, for which a prefill counts as one token, and those of a sequence and step with a draft.
     """
     drafted, accepted = (float(sum(getattr(step, name) for step in steps)) for name in ("num_drafted", "num_accepted"))
     num_drafts = sum(step.drafted[0] for step in steps if step.drafted)
@@ -160,6 +160,7 @@ def draft_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:
         "num_drafted": drafted,
         "draft_acceptance": accepted / max(1.0, drafted),
         "draft_length": drafted / max(1, num_drafts),
+        "acceptance_length": 1 + accepted / max(1, num_drafts),
         "tokens_per_step": 1 + accepted / max(1, sum(step.num_running for step in steps)),
     }
 

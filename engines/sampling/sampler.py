@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from engines.memory.plan import rows_sampled_at_once
 from engines.native.library import Library, address
+from engines.sampling.edits import Edit, apply_edits
 from engines.sampling.noise import gumbel, gumbel_at
+from engines.sequence import Ranked
 
 # Above the largest value that `engines.sampling.noise` can draw.
 GUMBEL_MAX = 22.9
@@ -43,16 +46,31 @@ class SamplingBatch:
     """float64 [N], 1 where off."""
     min_p: Tensor | None
     """float64 [N], 0 where off."""
+    edits: Sequence[Edit | None] | None = None
+    """Per row."""
+    num_top: int | None = None
+    """Most likely tokens that `Sampled.top` has; None: there is no `top`."""
 
     @property
     def is_processed(self) -> bool:
-        """Whether the logits of some row are not only scaled."""
-        return self.top_k is not None or self.top_p is not None or self.min_p is not None
+        """Whether the logits of some row are not only scaled, or are needed themselves."""
+        return any(one is not None for one in (self.top_k, self.top_p, self.min_p, self.edits, self.num_top))
 
     def rows(self, part: slice) -> SamplingBatch:
         """Returns the batch of these rows."""
         columns: dict[str, Any] = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **columns)
+        return replace(self, **columns, edits=None if self.edits is None else self.edits[part])
+
+
+class Top(NamedTuple):
+    """The most likely tokens of N rows."""
+
+    tokens: Tensor
+    """int64 [N, k]"""
+    logprobs: Tensor
+    """[N, k]"""
+    ranks: Tensor
+    """int64 [N]: of the row's own token."""
 
 
 class Sampled(NamedTuple):
@@ -60,6 +78,8 @@ class Sampled(NamedTuple):
     """int64 [N]"""
     logprobs: Tensor
     """[N] in max(float32, logits' dtype): log-probs of the tokens under the processed distribution."""
+    top: Top | None = None
+    """Where `SamplingBatch.num_top` asks for it."""
 
 
 def make_sampling_batch(
@@ -90,12 +110,14 @@ def make_sampling_batch(
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Applies temperature, top-k, top-p, min-p, in that order, as Hugging Face's logits warpers do.
+    """Applies edits, temperature, top-k, top-p, min-p, in that order, as Hugging Face's logits processors do.
 
     logits: [N, V]. Returns [N, V] in max(float32, dtype), -inf where a token is excluded. Greedy rows (T = 0)
     are not scaled.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if batch.edits is not None:
+        logits = apply_edits(logits, batch.edits)
     temperatures = batch.temperatures.to(logits.dtype)
     if batch.any_greedy:
         temperatures = temperatures.masked_fill(temperatures == 0, 1.0)
@@ -146,18 +168,45 @@ def sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None = None) -> Sa
     if len(logits) <= step or (draw is not None and not batch.is_processed):
         return _sample(logits, batch, draw)
     parts = [slice(start, start + step) for start in range(0, len(logits), step)]
-    tokens, logprobs = zip(*(_sample(logits[part], batch.rows(part), draw) for part in parts), strict=True)
-    return Sampled(tokens=torch.cat(tokens), logprobs=torch.cat(logprobs))
+    tokens, logprobs, tops = zip(*(_sample(logits[part], batch.rows(part), draw) for part in parts), strict=True)
+    top = None if batch.num_top is None else Top(*map(torch.cat, zip(*tops, strict=True)))
+    return Sampled(tokens=torch.cat(tokens), logprobs=torch.cat(logprobs), top=top)
 
 
 def _sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None) -> Sampled:
-    if draw is not None:
-        temperatures = batch.temperatures
-        if batch.is_processed:
-            logits = process_logits(logits, batch)
-            temperatures = temperatures.clamp(max=1).ceil_()  # the logits are scaled already; 0 is still greedy
-        return Sampled(*draw(logits, batch.keys, batch.positions, temperatures))
+    if draw is not None and not batch.is_processed:
+        return Sampled(*draw(logits, batch.keys, batch.positions, batch.temperatures))
     processed = process_logits(logits, batch)
+    if draw is not None:  # the logits are scaled already; a temperature of 0 is still greedy
+        tokens, logprobs = draw(processed, batch.keys, batch.positions, batch.temperatures.clamp(max=1).ceil_())
+    else:
+        tokens, logprobs = _draw(processed, batch)
+    top = None if batch.num_top is None else most_likely(processed.log_softmax(dim=-1), tokens, batch.num_top)
+    return Sampled(tokens, logprobs, top)
+
+
+def most_likely(logprobs: Tensor, tokens: Tensor, count: int) -> Top:
+    """Returns the `count` most likely tokens of each row of logprobs [N, V], and the ranks of its own, tokens [N]."""
+    ranks = 1 + (logprobs > logprobs.gather(1, tokens[:, None])).sum(dim=-1)
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+    return Top(ids, values, ranks)
+
+
+def ranked(
+    tokens: Iterable[int], logprobs: Iterable[float], top: Top, counts: Iterable[int | None]
+) -> list[list[Ranked]]:
+    """Returns for each row its own token, then the others among its `count` most likely tokens that are not excluded;
+    nothing for a row whose count is None."""
+    rows = zip(tokens, logprobs, top.ranks.tolist(), top.tokens.tolist(), top.logprobs.tolist(), counts, strict=True)
+    result: list[list[Ranked]] = []
+    for token, logprob, rank, ids, values, count in rows:
+        others = zip(ids[:count], values[:count], itertools.count(1), strict=False)
+        own: Ranked = (token, logprob, rank)
+        result.append([] if count is None else [own, *(one for one in others if one[0] != token and one[1] > -np.inf)])
+    return result
+
+
+def _draw(processed: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
     if not batch.any_random:
         tokens = processed.argmax(dim=-1)
     else:
@@ -168,7 +217,7 @@ def _sample(logits: Tensor, batch: SamplingBatch, draw: Draw | None) -> Sampled:
         if batch.any_greedy:
             tokens = torch.where(batch.temperatures == 0, processed.argmax(dim=-1), tokens)
     # Not logsumexp: torch sums a single row in parts, one per thread.
-    return Sampled(tokens=tokens, logprobs=processed.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1))
+    return tokens, processed.log_softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
 
 
 def draw_natively(

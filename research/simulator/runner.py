@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 from engines.config import Preemption
 from engines.kvcache.cost import SwapCost
 from engines.replica.kv_moves import KVMoves
-from engines.replica.schedule import CachedKV, Scheduled, Sequence
+from engines.replica.schedule import CachedKV, Drawn, Scheduled, Sequence
 from engines.rollout.pace import Path
 from engines.sequence import KVHandle, KVPart, SequenceKey
 
@@ -29,7 +29,7 @@ def token_of(key: SequenceKey) -> int:
 class SimulatedRunner:
     """Draws for each sequence the token that stands for it, also behind each draft token."""
 
-    def run(self, scheduled: list[Scheduled]) -> list[tuple[int, float]]:
+    def run(self, scheduled: list[Scheduled]) -> list[Drawn]:
         for item in scheduled:
             item.sequence.num_table_blocks = len(item.sequence.blocks)
         return [

@@ -93,6 +93,16 @@ def collector(llm: LLM, reward: RewardRunner, pattern: tuple[str, ...], algorith
     )
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"top_k": 3}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}, {"logit_bias": {3: 1}}, {"min_tokens": 1}],
+)
+def test_what_changes_the_distribution_is_refused(llm: LLM, even: RewardRunner, option: dict[str, Any]) -> None:
+    one = collector(llm, even, ("mixed",), GRPO())
+    with pytest.raises(ValueError, match=f"SamplingParams.{next(iter(option))}="):
+        replace(one, params=replace(PARAMS, **option))
+
+
 def test_grpo_trains_on_every_group(llm: LLM, even: RewardRunner) -> None:
     rollout = collector(llm, even, ("mixed", "flat"), GRPO()).collect(0)
     assert rollout.next_index == 4

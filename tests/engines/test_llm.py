@@ -278,11 +278,11 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "field",
         [
-            {"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 2}, {"n": 0}, {"max_tokens": 0},
+            {"temperature": -1}, {"top_k": -2}, {"top_p": 0}, {"top_p": 1.1}, {"min_p": 2}, {"n": 0}, {"max_tokens": 0},
             {"stop": ("",)}, {"temperature": float("nan")}, {"temperature": 1e-9},
             {"seed": 2**63}, {"top_k": 1.5}, {"n": 1.5}, {"n": True}, {"max_tokens": 2.5}, {"max_tokens": float("inf")},
             {"temperature": "1"}, {"temperature": True}, {"top_k": True}, {"top_p": None}, {"min_p": float("nan")},
-            {"stop": [5]}, {"stop": None}, {"stop": "a\ud800"}, {"stop": ["a", "\udfff"]},
+            {"stop": [5]}, {"stop": "a\ud800"}, {"stop": ["a", "\udfff"]},
             {"stop_token_ids": 5}, {"stop_token_ids": ["a"]}, {"ignore_eos": 1},
             {"seed": True},
         ],

@@ -50,9 +50,11 @@ def test_draft_metrics() -> None:
         "num_drafted": 5.0,
         "draft_acceptance": 3 / 5,
         "draft_length": 5 / 3,
+        "acceptance_length": 1 + 3 / 3,
         "tokens_per_step": 9 / 6,
     }
-    plain = {"num_drafted": 0.0, "draft_acceptance": 0.0, "draft_length": 0.0, "tokens_per_step": 1.0}
+    plain = {"num_drafted": 0.0, "draft_acceptance": 0.0, "draft_length": 0.0, "acceptance_length": 1.0}
+    plain["tokens_per_step"] = 1.0
     assert draft_metrics([]) == draft_metrics(STEPS) == plain
 
 

@@ -139,6 +139,26 @@ def test_two_ranks_keep_what_both_had_ended_and_others_go_on(folder: Path, tmp_p
     assert [*tmp_path.iterdir()] == [output]
 
 
+def test_log_probs_of_other_tokens_are_kept_too_and_drafts_are_counted(folder: Path, tmp_path: Path) -> None:
+    more = ["--logprobs", "2", "--prompt-logprobs", "0", "--drafter", "ngram", "--draft-lengths", "fixed"]
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    result = run_main("generate", [*arguments(folder, whole), *more])
+    assert result["num_drafted"] > 0 and result["acceptance_length"] > 1
+    signal_when(begin([*PYTHON, *arguments(folder, output), *more, *SLOW]), signal.SIGINT, keeps(output, 7))
+    assert run_main("generate", [*arguments(folder, output), *more, "--resume"])["resumed"] >= 7
+    rows, again = ([json.loads(line) for line in path.read_text().splitlines()] for path in (whole, output))
+    for row, other in zip(rows, again, strict=True):
+        assert row["token_ids"] == other["token_ids"]
+        for name in ("top_logprobs", "prompt_logprobs"):
+            ranks = [
+                [[[token, rank] for token, _, rank in entry] for entry in one.get(name, [])] for one in (row, other)
+            ]
+            assert ranks[0] == ranks[1]
+        assert [entry[0][0] for entry in row["top_logprobs"]] == row["token_ids"]
+        assert [round(entry[0][1], 6) for entry in row["top_logprobs"]] == row["logprobs"]
+        assert len(row.get("prompt_logprobs", [])) == (0 if row["index"] else len(row["prompt"]) - 1)
+
+
 def test_another_model_does_not_go_on(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     signal_when(begin([*PYTHON, *arguments(folder, output), *SLOW]), signal.SIGINT, keeps(output, 1))
