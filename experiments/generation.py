@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from engines import LLM, Completion, ModelConfig, RequestOutput, SamplingParams
+from engines.adapter_config import base_folder
 from engines.models.tokenizer import load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup, together
 from engines.parallel.groups import GroupCache
@@ -119,8 +120,9 @@ def _load_records(config: GenerateConfig, group: Communicator) -> tuple[Records,
 
 def _encode(config: GenerateConfig, records: Records, places: list[str]) -> list[list[int]]:
     """Returns the prompts' token ids. Raises ValueError, with its place, for a prompt that cannot be rendered."""
-    tokenizer = load_tokenizer(config.model, ModelConfig.from_pretrained(config.model))
-    template = config.conversation.template(tokenizer)
+    source, base = config.model, config.base_model
+    sizes = ModelConfig.from_pretrained(source if base is None else base_folder(source, base))
+    template = config.conversation.template(load_tokenizer(source, sizes, base))
     return [
         template.encode(record.get("prompt_token_ids") or record.get("messages") or record["prompt"], place)
         for record, place in zip(records, places, strict=True)

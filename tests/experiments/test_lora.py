@@ -66,8 +66,10 @@ def test_generate_gives_the_tokens_of_the_merged_model(adapter: Path, tmp_path: 
     assert complete(adapter, tmp_path / "adapter.jsonl") == want
     shards = complete(adapter, tmp_path / "tp.jsonl", "--tensor-parallel-size", "2", num_ranks=2)
     assert [row["token_ids"] for row in shards] == [row["token_ids"] for row in want]
-    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert complete(adapter, tmp_path / "given.jsonl", "--base-model", base) == want
+    moved = Path(shutil.copytree(adapter, tmp_path / "moved")) / "adapter_config.json"
+    base = json.loads(moved.read_text())["base_model_name_or_path"]
+    moved.write_text(json.dumps({**json.loads(moved.read_text()), "base_model_name_or_path": "/nowhere"}))
+    assert complete(moved.parent, tmp_path / "given.jsonl", "--base-model", base) == want
     assert [row["token_ids"] for row in complete(Path(base), tmp_path / "base.jsonl")] != [
         row["token_ids"] for row in want
     ]
