@@ -181,13 +181,18 @@ def changing(deployment: Deployment, layout: Layout, policy: Callable[[], Layout
 
 
 def on_each_host(
-    host: Deployment, num_hosts: int, make: Callable[[], PatController], contexts: np.ndarray, longest: int
+    host: Deployment,
+    num_hosts: int,
+    make: Callable[[], PatController],
+    contexts: np.ndarray,
+    longest: int,
+    group_size: int = 1,
 ) -> Variant:
     """Controllers that `make` returns, one for each host; TP stays within a host. They also name the first layout, for
-    sequences with these `contexts`, in tokens, each of which may generate `longest`."""
+    sequences with these `contexts`, in tokens, each of which may generate `longest`; those of a group share theirs."""
     hosts = [range(number * host.num_ranks, (number + 1) * host.num_ranks) for number in range(num_hosts)]
     share = contexts[::num_hosts]
-    first = make().first_tp_size(share, np.full(len(share), float(longest)))
+    first = make().first_tp_size(share, np.full(len(share), float(longest)), -(-group_size // num_hosts))
     layout = nested_on_hosts(hosts, [first] * num_hosts)
     return changing(host, layout, lambda: PerHost(hosts, [make() for _ in hosts]))
 

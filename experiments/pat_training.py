@@ -77,7 +77,7 @@ class RolloutLayouts:
         prompts = [one.task.train_problem(index + place).prompt for place in range(one.prompts_per_step)]
         lengths = np.repeat([len(tokens) for tokens in one.llm.encode(prompts)], params.n)
         limits = np.clip(one.llm.max_model_len - lengths, 1, params.most_tokens)
-        return self._controller.first_tp_size(lengths.astype(float), limits.astype(float))
+        return self._controller.first_tp_size(lengths.astype(float), limits.astype(float), params.n)
 
     def decisions(self, began: float) -> list[dict[str, Any]]:
         """Returns on rank 0 those of the rollout, with the estimates that they rest on; their times are seconds since

@@ -318,7 +318,8 @@ def _variant(config: SimulateConfig, name: str, workload: Workload) -> Variant:
     history = [(length, length >= config.cap) for length in _earlier(config)]
     make = partial(PatController, host, config.pat, ended=history)
     contexts = np.full(len(workload.lengths or ()), float(config.prompt))
-    return replace(on_each_host(host, config.gpus // num_gpus, make, contexts, config.cap), schedule=schedule)
+    num_hosts, group_size = config.gpus // num_gpus, config.group_size
+    return replace(on_each_host(host, num_hosts, make, contexts, config.cap, group_size), schedule=schedule)
 
 
 def _world(config: SimulateConfig) -> SimulatedWorld:

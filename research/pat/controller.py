@@ -6,7 +6,7 @@ Each decision is logged with the estimates that it rests on.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,14 +14,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.constraints import NonNegative, check_fields
+from engines.constraints import Fraction, NonNegative, check_fields
 from engines.coordination.views import LayoutChange, LayoutView, SequenceView
 from engines.parallel.layout import nested_layout
 from engines.sequence import SequenceId
 from research.pat.algorithm1 import one_switch
 from research.pat.deployment import Deployment
 from research.pat.lifetimes import Lengths, Lifetime, Lifetimes, lifetimes_of, run_to_limit
-from research.pat.lookahead import make_plan
+from research.pat.lookahead import Prompts, make_plan
 from research.pat.redistribute import redistribute
 from research.pat.switch_cost import moves_kv
 
@@ -38,11 +38,11 @@ class PatOptions:
     """lookahead: lengths as expected from those that have ended, and all later switches. paper: Algorithm 1 as printed,
     in which every sequence runs to its limit, and one switch is weighed against none; its loop goes round whenever
     sequences have ended and every 64 steps, as the paper does not say how often it does."""
-    margin: NonNegative = 0.0
+    margin: Fraction = 0.0
     """Share of the remaining time that a switch must save beyond its cost."""
     dwell_s: NonNegative = 0.0
     """Shortest time between two switches."""
-    rung: NonNegative = 0.2
+    rung: Fraction = 0.2
     """Share of the unfinished sequences that must end before `lookahead` decides again; fewer where it has planned a
     switch."""
 
@@ -100,14 +100,16 @@ class PatController:
         """Learns of sequences that it has not seen."""
         self._lifetimes.add(ended)
 
-    def first_tp_size(self, contexts: Lengths, limits: Lengths) -> int:
+    def first_tp_size(self, contexts: Lengths, limits: Lengths, group_size: int = 1) -> int:
         """Returns the TP size to begin a rollout with; both are tokens, [sequences]: of prompts, and of what each may
-        generate."""
+        generate. Each `group_size` sequences, one behind the other, have the same prompt."""
+        alone = contexts[::group_size]
+        prompts = alone, np.full(len(alone), float(group_size))
         if self._options.estimator == "paper":
-            plan = one_switch(self._deployment, contexts, limits, np.zeros(len(contexts), int), None)
+            plan = one_switch(self._deployment, contexts, limits, np.zeros(len(contexts), int), None, prompts)
         else:
             remaining = self._lifetimes.remaining(np.zeros(len(contexts)), limits)
-            plan = make_plan(self._deployment, contexts, remaining, None)
+            plan = make_plan(self._deployment, contexts, remaining, None, prompts=prompts)
         return plan.stages[0][1]
 
     def decide(self, view: LayoutView) -> LayoutChange | None:
@@ -158,14 +160,15 @@ class PatController:
         contexts = generated + [one.num_prompt_tokens for one in sequences]
         longest = self._deployment.max_model_len
         limits = np.array([min(one.max_tokens, longest - one.num_prompt_tokens) for one in sequences], float)
+        prompts = _prompts(sequences)
         means: dict[SequenceId, float] = {}
         if self._options.estimator == "paper":
             dp_groups = _dp_groups(sequences, [spec.id for spec in view.layout.replicas])
             remaining = run_to_limit(generated, limits)
-            plan = one_switch(self._deployment, contexts, remaining, dp_groups, tp_size, may_narrow=has_more)
+            plan = one_switch(self._deployment, contexts, remaining, dp_groups, tp_size, prompts, may_narrow=has_more)
         else:
             remaining = self._lifetimes.remaining(generated, limits)
-            plan = make_plan(self._deployment, contexts, remaining, tp_size, self._first_size)
+            plan = make_plan(self._deployment, contexts, remaining, tp_size, self._first_size, prompts)
             expected = self._lifetimes.means(generated, limits).tolist()
             means = dict(zip((one.sequence_id for one in sequences), expected, strict=True))
         pays = plan.seconds < (1 - self._options.margin) * plan.kept_seconds
@@ -182,6 +185,14 @@ class PatController:
             with_kv=moves_kv(self._deployment, tp_size, chosen, contexts),
         )
         return considered, means
+
+
+def _prompts(sequences: Sequence[SequenceView]) -> Prompts:
+    """Returns the prompts of those without a token: the pass that computes the last of a prompt draws the first one."""
+    waiting = [one for one in sequences if not one.num_generated]
+    tokens = {one.group_id: one.num_prompt_tokens for one in waiting}
+    counts = Counter(one.group_id for one in waiting)
+    return np.array([*tokens.values()], float), np.array([counts[group_id] for group_id in tokens], float)
 
 
 def _dp_groups(sequences: Sequence[SequenceView], replica_ids: Sequence[int]) -> NDArray[np.int64]:

@@ -28,4 +28,4 @@ class Deployment:
     """(TP size at a rollout's end, at its start) -> seconds to go back before the next rollout, where that time counts;
     None in training, where new weights come in between anyway."""
     prefills: Mapping[int, PrefillCost] = field(default_factory=dict)
-    """By TP size, what prefills take on one replica; without it, a switch always moves KV."""
+    """By TP size, what prefills take on one replica; without it, prompts take no time and a switch always moves KV."""

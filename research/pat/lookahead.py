@@ -1,8 +1,8 @@
 """Which TP size to use while how many sequences are unfinished: a dynamic programme over all later switches.
 
 PAT's Algorithm 1 weighs one switch against none, as if all sequences ran to the limit. Here lengths are what they are
-expected to be, and a switch may be followed by others. With the true lengths the same programme is hindsight.
-Torch-free.
+expected to be, a switch may be followed by others, and prompts take time, too. With the true lengths the same programme
+is hindsight. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from research.pat.deployment import Deployment
 from research.pat.switch_cost import Tokens, switch_price
 
 _MOST_RUNGS = 128
+Prompts = tuple[Tokens, Tokens]
+"""Tokens of each prompt that is not computed yet, and the number of sequences that wait with it, both [prompts]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +33,30 @@ class Plan:
 
 
 def make_plan(
-    deployment: Deployment, contexts: Tokens, remaining: Tokens, tp_size: int | None, first: int | None = None
+    deployment: Deployment,
+    contexts: Tokens,
+    remaining: Tokens,
+    tp_size: int | None,
+    first: int | None = None,
+    prompts: Prompts | None = None,
 ) -> Plan:
     """Returns the plan for unfinished sequences of these lengths and tokens to come, both [sequences], not empty.
 
     `tp_size` is the present one; None at the start, when the first choice costs no switch. `first` is the one in which
-    the rollout began, by default the present one: a deployment with `way_back_seconds` goes back to it at the end. TP
-    sizes in which a sequence does not fit in the KV cache are avoided; if none is left, `seconds` is infinite.
+    the rollout began, by default the present one: a deployment with `way_back_seconds` goes back to it at the end.
+    `prompts` are by default all contexts at the start, and none later. TP sizes in which a sequence does not fit in the
+    KV cache are avoided; if none is left, `seconds` is infinite.
     """
-    work = WorkLeft.of(deployment, contexts, remaining)
+    if prompts is None and tp_size is None:
+        prompts = contexts, np.ones(len(contexts))
+    work = WorkLeft.of(deployment, contexts, remaining, prompts)
     sizes = sorted(deployment.steps)
+    begun = np.array([work.begun(size) for size in sizes]).T  # [rungs, sizes]
+    prefill_s = np.array([work.prefill_seconds(size) for size in sizes])
     switches = _switches(work, sizes)
-    costs = np.array([work.seconds(size) for size in sizes]).T  # [rungs, sizes]
+    # A wider batch after a switch begins with what had to wait before it; [rungs, before, after].
+    switches[1:] += np.maximum(0.0, begun[:-1, None, :] - begun[:-1, :, None]) * prefill_s
+    costs = np.array([work.seconds(size) for size in sizes]).T + np.diff(begun, axis=0, prepend=0.0) * prefill_s
     if tp_size is not None:
         place = sizes.index(tp_size)
         way_back = _way_back(deployment, sizes, first or tp_size)
@@ -111,9 +125,12 @@ class WorkLeft:
     _running: Tokens
     _tokens: Tokens
     """Of each interval: its steps, the unfinished sequences, their context tokens in its middle."""
+    _prompts: Prompts
 
     @classmethod
-    def of(cls, deployment: Deployment, contexts: Tokens, remaining: Tokens) -> WorkLeft:
+    def of(
+        cls, deployment: Deployment, contexts: Tokens, remaining: Tokens, prompts: Prompts | None = None
+    ) -> WorkLeft:
         order = np.argsort(remaining, kind="stable")
         ends, contexts = remaining[order], contexts[order]
         steps = np.diff(ends, prepend=0.0)
@@ -132,6 +149,7 @@ class WorkLeft:
             _steps=steps,
             _running=running,
             _tokens=at_start + running * steps / 2,
+            _prompts=prompts or (np.zeros(0), np.zeros(0)),
         )
 
     def seconds(self, tp_size: int) -> Tokens:
@@ -140,10 +158,33 @@ class WorkLeft:
         Where not all sequences fit at once, those that do run at full speed, and the others after them.
         """
         one = self.deployment
-        batch = np.ceil(self._running * tp_size / one.num_ranks)
-        tokens = self._tokens / self._running * batch
-        share = np.minimum(1.0, np.minimum(one.num_kv_tokens[tp_size] / tokens, one.max_num_seqs / batch))
+        batch, tokens, share = self._at_once(tp_size)
         fits = batch * share >= 1
         step_seconds = one.steps[tp_size].seconds(batch * share, tokens * share) / np.where(fits, share, 1.0)
         seconds = np.where(fits, self._steps * step_seconds, np.where(self._steps > 0, np.inf, 0.0))
         return np.add.reduceat(seconds, self._starts)
+
+    def prefill_seconds(self, tp_size: int) -> float:
+        """Returns the seconds of all prefills, which replicas share equally; a replica computes a prompt once. A pass
+        of prompts takes the place of a pass of tokens, so that its constant is not counted."""
+        cost = self.deployment.prefills.get(tp_size)
+        prompts, waiting = self._prompts
+        if cost is None or not len(prompts):
+            return 0.0
+        num_replicas = self.deployment.num_ranks // tp_size
+        times = np.minimum(waiting, num_replicas)
+        alone = cost.seconds_per_token * prompts + cost.seconds_per_pair * prompts * (prompts + 1) / 2
+        return float((times * alone).sum() / times.sum() * np.ceil(times.sum() / num_replicas))
+
+    def begun(self, tp_size: int) -> Tokens:
+        """Returns the share of the prefills that have begun once a rung has: those of sequences that have room."""
+        num_waiting = self._prompts[1].sum()
+        behind = self.num_unfinished * (1 - self._at_once(tp_size)[2][self._starts])
+        return 1.0 - np.clip(behind / max(1.0, num_waiting), 0.0, 1.0)
+
+    def _at_once(self, tp_size: int) -> tuple[Tokens, Tokens, Tokens]:
+        """Returns the sequences of a replica in each interval, their tokens, and the share of them that fits at once."""
+        one = self.deployment
+        batch = np.ceil(self._running * tp_size / one.num_ranks)
+        tokens = self._tokens / self._running * batch
+        return batch, tokens, np.minimum(1.0, np.minimum(one.num_kv_tokens[tp_size] / tokens, one.max_num_seqs / batch))

@@ -28,8 +28,10 @@ def deployment(max_model_len: int = 8192) -> Deployment:
     )
 
 
-def roll_out(lengths: Sequence[int], layout: Layout, policy: LayoutPolicy | None = None) -> SimulatedRollout:
-    batch = Batch(lengths=tuple(lengths), history=(), longest=CAP, num_prompt_tokens=PROMPT)
+def roll_out(
+    lengths: Sequence[int], layout: Layout, policy: LayoutPolicy | None = None, *, prompt: int = PROMPT
+) -> SimulatedRollout:
+    batch = Batch(lengths=tuple(lengths), history=(), longest=CAP, num_prompt_tokens=prompt)
     variant = Variant(layout=layout, num_kv_tokens=0, layout_policy=lambda: policy)
     work = batch.workload()
     cluster, _ = world(PACE, deployment()).start(work, variant)

@@ -201,11 +201,16 @@ def test_the_seconds_of_a_layout_are_those_of_its_steps(seed: int) -> None:
 @pytest.mark.parametrize("start", [None, 1, 4])
 @pytest.mark.parametrize("prefills", [False, True])
 @pytest.mark.parametrize("goes_back", [False, True])
-def test_the_plan_against_all_plans(seed: int, start: int | None, prefills: bool, goes_back: bool) -> None:
+@pytest.mark.parametrize("max_num_seqs", [1, 10**6])
+def test_the_plan_against_all_plans(
+    seed: int, start: int | None, prefills: bool, goes_back: bool, max_num_seqs: int
+) -> None:
     rng = random.Random(seed)
     count = rng.randint(1, 6)
     contexts, remaining = (np.array([rng.randint(1, 60) for _ in range(count)], float) for _ in range(2))
-    one = deployment(switch=rng.choice([0.0, 1.0, 30.0]), prefills=prefills)
+    one = deployment(switch=rng.choice([0.0, 1.0, 30.0]), prefills=prefills, max_num_seqs=max_num_seqs)
+    # At the start all wait with their prompts; later some do, two with the same one.
+    prompts = [(float(n), 1) for n in contexts] if start is None else [(50.0, 2), (9.0, 1)][: rng.randint(0, count - 1)]
     if goes_back:
         one = replace(one, way_back_seconds=lambda end, start: 2 * end + start)
     first = None if start is None else rng.choice([None, 2])
@@ -222,17 +227,43 @@ def test_the_plan_against_all_plans(seed: int, start: int | None, prefills: bool
     def back(end: int, begun: int) -> float:
         return 2.0 * end + begun if goes_back and end != begun else 0.0
 
+    def whole_prefill(size: int) -> float:
+        times = [(min(members, 4 // size), PREFILL.seconds(int(n)) - PREFILL.latency) for n, members in prompts]
+        num_times = sum(n for n, _ in times)
+        return sum(n * s for n, s in times) / num_times * -(-num_times * size // 4) if prefills and times else 0.0
+
+    def prefill(size: int, rung: int) -> float:
+        """Of those that have begun when so many have ended."""
+        num_waiting = sum(members for _, members in prompts)
+        unfinished = count - rung
+        at_once = unfinished * min(1.0, max_num_seqs / -(-unfinished * size // 4))
+        share = 1 - min(1.0, max(0.0, (unfinished - at_once) / max(1, num_waiting)))
+        return share * whole_prefill(size) if rung >= 0 else 0.0
+
     work = WorkLeft.of(one, contexts, remaining)
-    costs = {size: work.seconds(size).tolist() for size in SIZES}
+    decodes = {size: work.seconds(size).tolist() for size in SIZES}
+    costs = {
+        size: [s + prefill(size, rung) - prefill(size, rung - 1) for rung, s in enumerate(decodes[size])]
+        for size in SIZES
+    }
+
+    def switch(before: int, after: int, rung: int) -> float:
+        """With what begins at once, as a wider batch has room for it."""
+        if not rung or not prefills or not prompts:
+            return price(before, after, rung)
+        shares = [prefill(size, rung - 1) / whole_prefill(size) for size in (before, after)]
+        return price(before, after, rung) + max(0.0, shares[1] - shares[0]) * whole_prefill(after)
+
     best = np.inf
     for sizes in itertools.product(SIZES, repeat=count):
         seconds, before = 0.0, start
         for rung, size in enumerate(sizes):
             if before is not None and before != size:
-                seconds += price(before, size, rung)
+                seconds += switch(before, size, rung)
             seconds, before = seconds + costs[size][rung], size
         best = min(best, seconds + back(sizes[-1], first or start or sizes[0]))
-    found = make_plan(one, contexts, remaining, start, first)
+    given = None if start is None else tuple(np.array(list(zip(*prompts, strict=True)) or [[], []], float))
+    found = make_plan(one, contexts, remaining, start, first, given)
     assert found.seconds == pytest.approx(best)
     assert found.stages[0][0] == count and [n for n, _ in found.stages] == sorted((n for n, _ in found.stages))[::-1]
     kept = np.inf if start is None else sum(costs[start]) + back(start, first or start)
@@ -241,7 +272,7 @@ def test_the_plan_against_all_plans(seed: int, start: int | None, prefills: bool
     for place, (number, size) in enumerate(found.stages):
         end = found.stages[place + 1][0] if place + 1 < len(found.stages) else 0
         if before is not None and before != size:
-            seconds += price(before, size, count - number)
+            seconds += switch(before, size, count - number)
         seconds, before = seconds + sum(costs[size][count - number : count - end]), size
     seconds += back(found.stages[-1][1], first or start or found.stages[0][1])
     assert seconds == pytest.approx(found.seconds), "the stages are the plan"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from engines.coordination.views import LayoutChange, LayoutView, SequenceView
 from engines.parallel.layout import Layout, nested_layout
+from research.pat.controller import PatController
 from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import Plan, make_plan
 from research.workloads.lengths import LogNormalLengths
@@ -28,9 +30,35 @@ def test_the_plan_is_played_and_is_what_it_promised() -> None:
     assert list(sizes.values()) == SIZES
     moments = [one.num_unfinished for one in done.decisions if one.action == "regroup"]
     assert all(moment <= count for moment, count in zip(moments, COUNTS[1:], strict=True))
-    assert done.makespan == pytest.approx(PLAN.seconds, rel=0.15), "the plan has no prefills"
+    assert done.makespan == pytest.approx(PLAN.seconds, rel=0.05)
     assert done.makespan < min(roll_out(LENGTHS, nested_layout(range(NUM_RANKS), size)).makespan for size in KV_TOKENS)
     assert roll_out(LENGTHS, policy.layout(), policy).finish_times == done.finish_times, "it has no state"
+
+
+@pytest.mark.parametrize(("prompt", "best"), [(512, 2), (2048, 1)])
+def test_prompts_are_a_part_of_the_plan(prompt: int, best: int) -> None:
+    """128 sequences of about 256 tokens on eight A40: TP4 decodes them the fastest, and narrower replicas are faster by
+    what their prompts take. Hindsight and PAT are within 3 % of every static size."""
+    lengths = [random.Random(uid).randint(240, 272) for uid in range(128)]
+    contexts, one = np.full(128, float(prompt)), deployment()
+    statics = {size: roll_out(lengths, nested_layout(range(8), size), prompt=prompt).makespan for size in (1, 2, 4)}
+    assert min(statics, key=statics.__getitem__) == best
+    assert make_plan(replace(one, prefills={}), contexts, np.array(lengths, float), None).stages == ((128, 4),)
+    plan = make_plan(one, contexts, np.array(lengths, float), None)
+    played = PlayedPlan(plan, one)
+    done = roll_out(lengths, played.layout(), played, prompt=prompt)
+    assert done.makespan == pytest.approx(plan.seconds, rel=0.05)
+    pat = PatController(one, ended=[(length, False) for length in lengths])
+    first = pat.first_tp_size(contexts, np.full(128, float(CAP)))
+    found = roll_out(lengths, nested_layout(range(8), first), pat, prompt=prompt)
+    assert max(done.makespan, found.makespan) < 1.03 * statics[best]
+
+
+def test_a_group_s_prompt_is_computed_once_on_each_replica() -> None:
+    """Sixteen sequences with one prompt of 4,096 tokens: alone they want narrow replicas, together wide ones."""
+    pat = PatController(deployment(), ended=[(30, False)])
+    contexts, limits = np.full(16, 4096.0), np.full(16, float(CAP))
+    assert pat.first_tp_size(contexts, limits) < pat.first_tp_size(contexts, limits, group_size=16)
 
 
 def test_rebalancing_keeps_the_size_at_the_same_moments() -> None:
