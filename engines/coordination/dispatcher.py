@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from engines.control import messages
 from engines.coordination.books import Books
 from engines.coordination.outbox import Outbox
-from engines.coordination.policies import SchedulePolicy
+from engines.coordination.policies import SchedulePolicy, mistake, named
 from engines.coordination.records import ReplicaRecord, SequenceRecord
 from engines.coordination.requests import RequestMove, RequestRefused
 from engines.coordination.views import Dispatch, ScheduleView, num_reserved_tokens
@@ -54,7 +54,10 @@ class Dispatcher:
                 ended=ended,
                 replicas=self._books.views(),
             )
-            dispatch = self._policy.next(view)
+            try:
+                dispatch = self._policy.next(view)
+            except Exception as error:
+                raise mistake(self._policy, "next", error) from error
             if dispatch is None:
                 break
             sequence, replica = self._check_dispatch(dispatch)
@@ -66,19 +69,20 @@ class Dispatcher:
         return self._books.views()[replica.spec.id].has_room(num_tokens)
 
     def _check_dispatch(self, dispatch: Dispatch) -> tuple[SequenceRecord, ReplicaRecord]:
+        who = f"schedule policy {named(self._policy)}: {dispatch!r}"
         if not isinstance(dispatch, Dispatch):
-            raise RuntimeError(f"schedule policy: {dispatch!r} is no Dispatch and not None")
+            raise RuntimeError(f"{who} is no Dispatch and not None")
         if dispatch.sequence_id not in self._books.waiting:
-            raise RuntimeError(f"{dispatch}: the sequence is not waiting")
+            raise RuntimeError(f"{who}: the sequence is not waiting")
         sequence = self._books.sequences[dispatch.sequence_id]
         replica = self._books.replicas.get(dispatch.replica_id)
         if replica is None or not self._books.views()[replica.spec.id].accepts:
-            raise RuntimeError(f"{dispatch}: there is no such replica that accepts sequences")
+            raise RuntimeError(f"{who}: there is no such replica that accepts sequences")
         bound = dispatch.max_new_tokens
         if bound is not None and (type(bound) is not int or bound < 1):
-            raise RuntimeError(f"{dispatch}: max_new_tokens must be at least 1 and an integer, or None")
+            raise RuntimeError(f"{who}: max_new_tokens must be at least 1 and an integer, or None")
         if not dispatch.queued and not self._has_room(replica, sequence, dispatch.max_new_tokens):
-            raise RuntimeError(f"{dispatch}: {replica} has no room for it")
+            raise RuntimeError(f"{who}: {replica} has no room for it")
         return sequence, replica
 
     def _assign(

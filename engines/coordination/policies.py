@@ -6,6 +6,7 @@ A policy has no clock, socket or tensor; it may keep a state of its own, which i
 from __future__ import annotations
 
 import heapq
+import sys
 from typing import Protocol
 
 from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
@@ -29,6 +30,17 @@ class LayoutPolicy(Protocol):
         Called after each step report and each finished sequence, while no regroup is under way.
         """
         ...
+
+
+def named(policy: object) -> str:
+    """Returns the policy's class and the file that it is from, for messages."""
+    kind = type(policy)
+    return f"{kind.__qualname__} of {getattr(sys.modules.get(kind.__module__), '__file__', kind.__module__)}"
+
+
+def mistake(policy: object, method: str, error: Exception) -> RuntimeError:
+    """Returns the error to raise for one that a policy has raised."""
+    return RuntimeError(f"{named(policy)}: {method} raised {type(error).__name__}: {error}")
 
 
 class OnDemand:

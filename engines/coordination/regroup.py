@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
+import msgspec
+
 from engines.control import messages
 from engines.coordination.books import Books
 from engines.coordination.dispatcher import Dispatcher
 from engines.coordination.outbox import Outbox
-from engines.coordination.policies import LayoutPolicy
+from engines.coordination.policies import LayoutPolicy, mistake, named
 from engines.coordination.records import ReplicaRecord
 from engines.coordination.requests import RegroupComplete, RequestRefused
 from engines.coordination.views import LayoutChange, LayoutView
+from engines.decoding import from_msgpack
 from engines.parallel.layout import Layout, joint_groups
 from engines.sequence import SequenceId
 
@@ -80,14 +83,17 @@ class Regrouper:
             num_delivered=len(books.delivered),
             replicas=books.views(),
         )
-        if (change := self._policy.decide(view)) is None:
-            return
-        if not isinstance(change, LayoutChange):
-            raise RuntimeError(f"layout policy: {change!r} is no LayoutChange and not None")
         try:
+            change = self._policy.decide(view)
+        except Exception as error:
+            raise mistake(self._policy, "decide", error) from error
+        if change is None:
+            return
+        try:
+            change = _checked(change)
             self.begin(change.layout, with_kv=change.with_kv, places=change.places)
         except RequestRefused as error:
-            self.layout_error = f"layout_policy: gave a layout that cannot be had: {error}"
+            self.layout_error = f"layout_policy {named(self._policy)}: decide gave a layout that cannot be had: {error}"
             books.decide("refuse_layout", detail=self.layout_error)
             self._dispatcher.abort(list(books.sequences))
 
@@ -208,6 +214,16 @@ class Regrouper:
         for rank in books.idle_ranks():
             regrouping.idle.append(("idle", rank, layout.epoch))
             self._outbox.wait_for(regrouping.idle[-1], f"rank {rank}", "to be idle after a regroup")
+
+
+def _checked(change: LayoutChange) -> LayoutChange:
+    """Returns what a message with it would carry. Raises RequestRefused for fields of other types."""
+    if not isinstance(change, LayoutChange):
+        raise RequestRefused(f"{change!r}: is no LayoutChange; return one, or None to keep the layout")
+    try:
+        return from_msgpack(msgspec.msgpack.encode(change), LayoutChange)
+    except (TypeError, ValueError) as error:
+        raise RequestRefused(f"{change}: {error}; see LayoutChange in engines/coordination/views.py") from None
 
 
 def check_ranks(layout: Layout, world_size: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -737,7 +738,7 @@ def test_an_invalid_dispatch_is_named(fields: dict[str, Any], message: str) -> N
     second = Dispatch(**{"sequence_id": (0, 1, 0), "replica_id": 0, **fields})
     with pytest.raises(RuntimeError, match=message) as error:
         open_desk(2, num_ranks=1, slots=1, policy=Fixed(first, second))
-    assert "Dispatch(sequence_id=" in str(error.value)
+    assert str(error.value).startswith(f"schedule policy Fixed of {__file__}: Dispatch(sequence_id=")
 
 
 def test_what_was_assigned_before_a_policy_s_error_is_sent() -> None:
@@ -1057,14 +1058,46 @@ def test_a_replica_that_goes_on_keeps_its_sequences() -> None:
     assert not desk.core._books.find((0, 0, 0), "test").pin, "replica 0 runs it, and goes on"  # type: ignore[union-attr]
 
 
-def test_a_layout_policy_must_answer_with_a_change() -> None:
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (nested_layout(range(2), 2, epoch=1), r"Layout\(.*: is no LayoutChange; return one, or None to keep the layout"),
+        (LayoutChange(layout=2), r"LayoutChange\(layout=2, .*: Expected .* - at `\$.layout`; see LayoutChange in engines"),  # type: ignore[arg-type]
+        (LayoutChange(layout=nested_layout(range(2), 2, epoch=1), places=[0]), r"at `\$.places`"),  # type: ignore[arg-type]
+        (LayoutChange(layout=Layout(epoch="1", replicas=())), r"at `\$.layout.epoch`"),  # type: ignore[arg-type]
+        (LayoutChange(layout=nested_layout(range(2), 2)), r"Layout.epoch=0: the next is 1"),
+        (LayoutChange(layout=nested_layout(range(4), 4, epoch=1)), r"has a rank outside the world; use those below 2"),
+    ],
+)  # fmt: skip
+def test_an_invalid_answer_of_a_layout_policy_is_named(answer: Any, message: str) -> None:
     class Wrong:
         def decide(self, view: LayoutView) -> Any:
-            return view.layout
+            return answer
 
     desk, _ = open_desk(2, layout_policy=Wrong())
-    with pytest.raises(RuntimeError, match=r"layout policy: Layout\(.* is no LayoutChange and not None"):
-        desk.report(0)
+    desk.report(0)
+    told = str(desk.core.layout_error)
+    assert re.search(message, told) and re.match(rf"layout_policy \S*Wrong of {re.escape(__file__)}: decide gave", told)
+
+
+def test_what_a_policy_raises_names_it() -> None:
+    class Careless:
+        def next(self, view: ScheduleView) -> Any:
+            return max(view.ended)
+
+        def decide(self, view: LayoutView) -> Any:
+            return Layout(epoch=1, replicas=(view.layout.replicas[0], replace(view.layout.replicas[0], id=7)))
+
+    desk, _ = open_desk(2, layout_policy=Careless())
+    for method, raised, act in (
+        ("decide", r"ValueError: Layout.replicas: ranks \[0, 0\] repeat", lambda: desk.report(0)),
+        ("next", "ValueError: max()", lambda: open_desk(2, policy=Careless())),
+    ):
+        with pytest.raises(RuntimeError, match=rf"Careless of {re.escape(__file__)}: {method} raised") as error:
+            act()
+        assert re.search(raised.replace("()", r"\(\)"), str(error.value)) and isinstance(
+            error.value.__cause__, ValueError
+        )
 
 
 def test_places_must_be_replicas_of_the_layout() -> None:
