@@ -371,7 +371,8 @@ def test_layouts_that_cannot_be_had_are_refused_before_anyone_regroups(checkpoin
     world = run_world(give_bad_layouts, 3, str(checkpoints))
     for result in world:
         for name, message in BAD_LAYOUTS.items():
-            assert result[name]["error"].startswith("ValueError: layout_policy: gave a layout that cannot be had: ")
+            told = f"ValueError: layout_policy Once of {__file__}: decide gave a layout that cannot be had: "
+            assert result[name]["error"].startswith(told)
             assert message in result[name]["error"]
             assert result[name]["tokens"] == tokens, "the next rollout is sound"
         assert result["posted"]["tokens"] == tokens
