@@ -183,7 +183,7 @@ class WorkLeft:
         return 1.0 - np.clip(behind / max(1.0, num_waiting), 0.0, 1.0)
 
     def _at_once(self, tp_size: int) -> tuple[Tokens, Tokens, Tokens]:
-        """Returns the sequences of a replica in each interval, their tokens, and the share of them that fits at once."""
+        """Returns the sequences of a replica in each interval, their tokens, and the share that fits at once."""
         one = self.deployment
         batch = np.ceil(self._running * tp_size / one.num_ranks)
         tokens = self._tokens / self._running * batch

@@ -1061,8 +1061,8 @@ def test_a_replica_that_goes_on_keeps_its_sequences() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (nested_layout(range(2), 2, epoch=1), r"Layout\(.*: is no LayoutChange; return one, or None to keep the layout"),
-        (LayoutChange(layout=2), r"LayoutChange\(layout=2, .*: Expected .* - at `\$.layout`; see LayoutChange in engines"),  # type: ignore[arg-type]
+        (nested_layout(range(2), 2, epoch=1), r"Layout\(.*: is no LayoutChange; return one, or None"),
+        (LayoutChange(layout=2), r"LayoutChange\(layout=2.*at `\$.layout`; see LayoutChange in"),  # type: ignore[arg-type]
         (LayoutChange(layout=nested_layout(range(2), 2, epoch=1), places=[0]), r"at `\$.places`"),  # type: ignore[arg-type]
         (LayoutChange(layout=Layout(epoch="1", replicas=())), r"at `\$.layout.epoch`"),  # type: ignore[arg-type]
         (LayoutChange(layout=nested_layout(range(2), 2)), r"Layout.epoch=0: the next is 1"),
