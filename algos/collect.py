@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import msgspec
@@ -54,6 +54,28 @@ class Rollout:
     """On rank 0, the coordinator's decisions in all rounds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptLimit:
+    """What becomes of prompts that are too long."""
+
+    max_tokens: int | None = None
+    """None: what the engine accepts."""
+    cut: bool = False
+    """Keep the last `max_tokens` tokens of a longer prompt, instead of refusing it."""
+
+
+def fit_prompt(llm: LLM, problem: Problem, params: SamplingParams, limit: PromptLimit) -> Problem:
+    """Returns the problem, its prompt cut if need be. Raises ValueError if the prompt is too long."""
+    (tokens,) = llm.encode([problem.prompt])
+    if limit.max_tokens is not None and len(tokens) > limit.max_tokens:
+        if not limit.cut:
+            raise ValueError(f"prompt: {len(tokens)} tokens are more than max_prompt_tokens={limit.max_tokens}")
+        tokens = tokens[-limit.max_tokens :]
+        problem = replace(problem, tokens=tokens)
+    llm.check(tokens, params)
+    return problem
+
+
 class NothingScoredError(ValueError):
     """No completion of a rollout could be scored: there is nothing to train on, and further rollouts would fail."""
 
@@ -70,6 +92,7 @@ class Collector:
     params: SamplingParams
     """`params.n` is the group size."""
     prompts_per_step: int
+    limit: PromptLimit = PromptLimit()
     journal: Journal | None = None
 
     def __post_init__(self) -> None:
@@ -91,10 +114,11 @@ class Collector:
         sums: Counter[str] = Counter()
         steps: list[StepRecord] = []
         marks: list[Mark] = []
-        rounds = skipped = 0
+        rounds = skipped = cut = 0
         while len(kept) < self.prompts_per_step and rounds < self.algorithm.max_sampling_rounds:
             problems, next_index = self._draw(index)
             skipped += next_index - index - len(problems)
+            cut += sum(problem.tokens is not None for problem in problems)
             index = next_index
             groups, figures = sample_groups(
                 self.llm, problems, self.params, self.reward, self.group, on_finished, self.journal
@@ -121,7 +145,11 @@ class Collector:
         ]
         metrics = rollout_metrics(sampled, experiences) | sums
         metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
-        metrics["train/num_prompts_skipped"] = float(skipped)
+        metrics |= {"train/num_prompts_skipped": float(skipped), "train/num_prompts_cut": float(cut)}
+        if cut and self.group.rank == 0:
+            warnings.warn(
+                f"{cut} of {len(sampled)} prompts are cut to their last {self.limit.max_tokens} tokens", stacklevel=2
+            )
         return Rollout(
             groups=sampled, experiences=experiences, next_index=index, metrics=metrics, steps=steps, marks=marks
         )
@@ -134,7 +162,7 @@ class Collector:
             problem = self.task.train_problem(index)
             index += 1
             try:
-                self.llm.check(problem.prompt, self.params)
+                problem = fit_prompt(self.llm, problem, self.params, self.limit)
             except ValueError as error:
                 skipped += 1
                 if self.group.rank == 0:
@@ -190,7 +218,7 @@ def sample_groups(
                 on_finished(finished)
 
         outputs = llm.generate(
-            [problem.prompt for problem in problems],
+            [problem.tokens or problem.prompt for problem in problems],
             params,
             prompt_uids=list(by_uid),
             on_finished=hear,

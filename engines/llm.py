@@ -78,9 +78,10 @@ class LLM:
         base_model: str | Path | None = None,
         **options: Any,
     ) -> None:
-        """`options` are the fields of `EngineConfig`, or vLLM's names of them (docs/rollouts.md). With `load=False`
-        there are no weights before `update_weights`. `model` may be a LoRA adapter in peft's format, which is merged
-        into its base: `base_model`, or the folder that the adapter names.
+        """`model` is a folder, or a name of the Hugging Face hub ("Qwen/Qwen3-0.6B"), which is taken from the hub's
+        local cache, or downloaded. It may be a LoRA adapter in peft's format, which is merged into its base:
+        `base_model`, or the folder that the adapter names. `options` are the fields of `EngineConfig`, or vLLM's names
+        of them (docs/rollouts.md). With `load=False` there are no weights before `update_weights`.
 
         A `layout` of all ranks replaces the one that `tensor_parallel_size` makes. A `layout_policy` needs a
         `schedule`, and may use only groups of ranks that `world` has; only sequences are then accepted that fit in the

@@ -29,6 +29,7 @@ from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from engines.constraints import Count, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy
+from experiments import launch
 from experiments.chat_options import ChatOptions
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
 from experiments.policies import IN_CHUNKS, ChunkFields, own_class, schedule_policy
@@ -72,6 +73,10 @@ class RolloutConfig:
     """Completions per prompt."""
     max_tokens: Count = 340
     """Most tokens per completion."""
+    max_prompt_tokens: Count | None = None
+    """Most tokens per prompt; None: as many as the model's context has room for."""
+    long_prompts: Literal["drop", "cut"] = "drop"
+    """What becomes of a prompt with more: it is passed over, or its first tokens are cut off."""
     temperature: Positive = 1.0
     """Sampling temperature; training divides its logits by it, too. Not 0: greedy completions of a group are equal."""
     top_k: Annotated[int, Meta(ge=-1, le=-1, description=f"-1: {_WHOLE}")] = -1
@@ -87,6 +92,8 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "rollout.")
+        if self.long_prompts == "cut" and self.max_prompt_tokens is None:
+            raise ValueError("rollout.long_prompts='cut': cuts to a length; give --rollout.max-prompt-tokens")
 
     def engine_config(self, seed: int, *, deterministic: bool = False) -> EngineConfig:
         """The engine's options. A deterministic run recomputes preempted KV: preemption "auto" depends on timing."""
@@ -105,7 +112,8 @@ class TrainConfig(ChunkFields):
     """arithmetic: worked multi-digit additions. gsm8k: word problems from --data. jsonl: your own data. Or a class of
     your own as FILE.py:Class (docs/training.md). The options of the task that is named here are below."""
     model: str = "tiny"
-    """A Hugging Face directory, or the name of an embedded model that is warm-started once under runs/models."""
+    """A Hugging Face folder, a name of the hub (Qwen/Qwen3-0.6B: from its local cache, or downloaded), or the name of
+    an embedded model that is warm-started once under runs/models."""
     name: FolderName | None = None
     """The run's folder under runs/; by default a new one named after task and algorithm."""
     runs: Path = Path("runs")
@@ -181,7 +189,8 @@ class TrainConfig(ChunkFields):
             object.__setattr__(self, "task_options", replace(self.task_options, seed=self.seed))
         if self.reward is None and self.task_options.reward is None:
             raise ValueError(
-                f"reward=None: task {self.task!r} has none without --answer-column; give --reward FILE.py:function"
+                f"task={self.task!r}: has no reward of its own; give --reward FILE.py:function, or to jsonl "
+                "--answer-column, by which completions are compared with answers"
             )
         engine, free = self.rollout.engine, "how much memory and disk is free"
         for name, value, depends_on, chosen, fix in (
@@ -278,7 +287,7 @@ def parse(arguments: list[str]) -> TrainConfig:
     try:
         kind = _config_type(named.algo, named.task, arguments)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {launch.as_typed(str(error))}", file=sys.stderr)
         sys.exit(2)
     return tyro.cli(kind, args=arguments, description=TrainConfig.__doc__)
 

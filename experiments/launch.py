@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,8 +61,24 @@ def told_once() -> Iterator[None]:
             yield
     except SystemExit as ended:
         if ended.code and rank() == 0:
-            _tell(errors.getvalue().rstrip())
+            told = errors.getvalue().rstrip()
+            plain = " ".join(line.strip("│ ") for line in told.splitlines())
+            if found := re.search(r"Error parsing [\w.-]+: (.*?) ─{5}", plain):  # what a field may not hold, in a box
+                told = f"error: {as_typed(found[1])}"
+            _tell(told)
         raise
+
+
+def as_typed(message: str) -> str:
+    """Returns a message that begins with a field's name, as `EngineConfig.block_size=0: ...`, with the option of this
+    command in its place, as it was typed: `--rollout.block-size=0: ...`."""
+    field, is_field, rest = message.partition("=")
+    name = field.rpartition(".")[2].replace("_", "-")
+    for argument in sys.argv[1:] if is_field else ():
+        option = argument.partition("=")[0]
+        if option.startswith("--") and option.removeprefix("--").rpartition(".")[2] == name:
+            return f"{option}={rest}"
+    return message
 
 
 def options(kind: type[T]) -> T:
@@ -277,7 +294,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         _let_rank_0_speak()
         sys.stdout.flush()
         where = f" (rank {rank()})" if rank() > 0 else ""
-        _tell(f"error{where}: {error}")
+        _tell(f"error{where}: {as_typed(str(error))}")
         # Not sys.exit: at exit this rank could wait for ever in a collective that other ranks never enter.
         _leave(2)
     except KeyboardInterrupt:

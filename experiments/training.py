@@ -21,7 +21,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from algos.collect import Collector, Group, NothingScoredError, Rollout
+from algos.collect import Collector, Group, NothingScoredError, PromptLimit, Rollout, fit_prompt
 from algos.deepspeed_config import resolve
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
 from algos.evaluation import evaluate
@@ -36,6 +36,7 @@ from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import ModelConfig, longest_sequence
 from engines.json_files import read_json
+from engines.models.hugging_face import checkpoint_folder
 from engines.models.tokenizer import load_tokenizer
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, TorchGroup
@@ -177,13 +178,16 @@ def _as_json(config: TrainConfig) -> dict[str, Any]:
 def _check_engine(config: TrainConfig) -> ModelConfig:
     """Returns the model's sizes. Raises ValueError for options that the rollout engine would refuse, before a model is
     warm-started."""
-    model = Path(config.model)
+    model = checkpoint_folder(config.model)
     with tempfile.TemporaryDirectory() as folder:
         if config.is_embedded_model:
             model = Path(folder)
             new_config(config.model).save_pretrained(model)  # type: ignore[arg-type]
         elif not model.is_dir():
-            raise FileNotFoundError(f"model={config.model!r}: no such folder, nor one of {list(MODEL_SIZES)}")
+            raise FileNotFoundError(
+                f"model={config.model!r}: no such folder; give one, a name of the hub as Qwen/Qwen3-0.6B, or one of "
+                f"{list(MODEL_SIZES)}"
+            )
         else:
             check_folder(model)
         sizes = ModelConfig.from_pretrained(model)
@@ -203,8 +207,10 @@ def _check_engine(config: TrainConfig) -> ModelConfig:
 
 def _check_prompts(config: TrainConfig, task: Task, sizes: ModelConfig) -> None:
     """Raises ValueError if the first prompts cannot be rendered with the model's chat template."""
-    name, is_embedded = config.model, config.is_embedded_model
-    tokenizer = tokenizer_of(name) if is_embedded else load_tokenizer(name, sizes)  # type: ignore[arg-type]
+    if config.is_embedded_model:
+        tokenizer = tokenizer_of(config.model)  # type: ignore[arg-type]
+    else:
+        tokenizer = load_tokenizer(checkpoint_folder(config.model), sizes)
     template = config.conversation.template(tokenizer)
     for problem in [task.train_problem(0), *task.held_out_problems(1)]:
         template.encode(problem.prompt, f"problem {problem.uid}")
@@ -212,7 +218,7 @@ def _check_prompts(config: TrainConfig, task: Task, sizes: ModelConfig) -> None:
 
 def _prepare_model(config: TrainConfig, threads: int) -> Path:
     """The policy's checkpoint, warm-started when it is an embedded one."""
-    model = Path(config.model)
+    model = checkpoint_folder(config.model)
     if config.is_embedded_model:
         model = config.runs / "models" / config.model
         recipe = WarmStartConfig(size=config.model)  # type: ignore[arg-type]
@@ -287,6 +293,7 @@ class Run:
         self.llm.chat_template = config.conversation.template(self.llm.tokenizer)
         launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
+        self.limit = PromptLimit(max_tokens=rollout.max_prompt_tokens, cut=rollout.long_prompts == "cut")
         self.held_out = self._held_out_problems(task) if config.eval_every else []
         self.state = RunState(step=0, data_index=0, evaluations=[])
         if not config.resume:
@@ -305,6 +312,7 @@ class Run:
             group=group,
             params=self.params,
             prompts_per_step=rollout.prompts_per_step,
+            limit=self.limit,
             journal=self.journal,
         )
         self.layouts = RolloutLayouts(controller, self.collector)
@@ -331,8 +339,7 @@ class Run:
         fitting, reason = [], "the task has none; give it some, or --eval-every 0"
         for problem in problems:
             try:
-                self.llm.check(problem.prompt, self.params)
-                fitting.append(problem)
+                fitting.append(fit_prompt(self.llm, problem, self.params, self.limit))
             except ValueError as error:
                 reason = str(error)
         if not fitting:

@@ -26,6 +26,9 @@ BLOCKS = {
     if "import" in block
 }
 
+FILES = dict(re.findall(r"```python\n(?=# (\w+\.py))(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL))
+"""The recipes: a block that begins with a file's name is that file."""
+
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_runs(name: str, tmp_path: Path) -> None:
@@ -100,7 +103,9 @@ def test_commands_have_options_that_exist(command: str, tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     for given in arguments:  # what commands before this one, or a reader, have made
         path, _, name = given.partition(":")
-        if name and path.endswith(".py"):
+        if f" {name}" in FILES.get(path, ""):
+            (tmp_path / path).write_text(FILES[path])
+        elif name and path.endswith(".py"):
             (tmp_path / path).write_text(f"class {name}:\n    def next(self, view):\n        return None\n")
         elif not (given.startswith(("-", "/")) or " " in given):
             made = tmp_path / given

@@ -20,6 +20,8 @@ class Problem:
     prompt: str | Messages
     """Text, which is encoded as it stands, or messages, which the model's chat template renders. The reward gets it as
     it is here."""
+    tokens: list[int] | None = None
+    """The prompt's token ids, where they were too many and have been cut."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Passed to the reward by keyword, as lists over the batch: {"answer": "1112"}. The same names in all problems."""
 

@@ -18,6 +18,7 @@ from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.memory.plan import MemoryPlan
+from engines.models.hugging_face import checkpoint_folder
 from engines.models.loader import check_adapter
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
 from engines.parallel.collectives import Communicator, SingleRank, together
@@ -120,6 +121,8 @@ class Placement:
         self.layout: Layout
         """The first layout."""
         with together(self._world, "LLM"):
+            if isinstance(source, str | Path):
+                source = checkpoint_folder(source)
             memory = self._check(source, device, given, options)
         check_same_options(self._world, self._options(given))
         regroups = given.layout_policy is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from algos.collect import Collector
+from algos.collect import Collector, PromptLimit, Rollout
 from algos.dapo import DAPO
 from algos.grpo import GRPO
 from algos.rewards.runner import RewardConfig, RewardRunner
@@ -186,6 +187,22 @@ def test_prompts_that_cannot_fit_are_passed_over(llm: LLM, even: RewardRunner) -
     assert rollout.next_index == 6 and rollout.metrics["train/num_prompts_skipped"] == 2
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="leave no room"):
         collector(llm, even, ("too long",), GRPO()).collect(0)
+
+
+def test_prompts_beyond_a_limit_are_dropped_or_cut(llm: LLM, even: RewardRunner) -> None:
+    def collect(limit: PromptLimit) -> Rollout:
+        one = collector(llm, even, ("mixed", "too long", "flat"), GRPO())
+        return dataclasses.replace(one, limit=limit).collect(0)
+
+    with pytest.warns(UserWarning, match="problem 1 is passed over: prompt: 600 tokens are more than max_prompt_tok"):
+        dropped = collect(PromptLimit(max_tokens=100))
+    assert [group.problem.uid for group in dropped.groups] == [0, 2, 3, 5]
+    with pytest.warns(UserWarning, match="1 of 4 prompts are cut to their last 100 tokens"):
+        cut = collect(PromptLimit(max_tokens=100, cut=True))
+    assert [group.problem.uid for group in cut.groups] == [0, 1, 2, 3]
+    assert (cut.metrics["train/num_prompts_skipped"], cut.metrics["train/num_prompts_cut"]) == (0, 1)
+    whole = Kinds(("mixed", "too long", "flat")).train_problem(1).prompt
+    assert cut.groups[1].prompt_token_ids == llm.encode([whole])[0][-100:] and cut.groups[1].problem.prompt == whole
 
 
 def test_a_reward_that_fails_costs_its_own_completions_only(llm: LLM, rewards: Path) -> None:

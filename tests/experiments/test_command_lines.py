@@ -190,9 +190,9 @@ def test_generate_by_another_engine_is_the_same(text_model: str) -> None:
     [
         (
             ["--attention", "flash_attn"],
-            "EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use",
+            "--attention='flash_attn': takes bfloat16, not dtype='float32'; use",
         ),
-        (["--output", "/sys/out.jsonl"], "output='/sys/out.jsonl': '/sys/out.jsonl.partial' cannot be written"),
+        (["--output", "/sys/out.jsonl"], "--output='/sys/out.jsonl': '/sys/out.jsonl.partial' cannot be written"),
     ],
     ids=["attention", "output"],
 )

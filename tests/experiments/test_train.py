@@ -435,6 +435,7 @@ class TestBadInput:
             (["--data", "x.jsonl"], "--data: is an option of --task gsm8k and --task jsonl; name"),
             (["--task", "jsonl", "--sigma=1"], "--sigma: is an option of --task arithmetic; name it, or leave"),
             (["--algo", "gspo", "--no-dynamic-sampling"], "--dynamic-sampling: is an option of --algo dapo; name it"),
+            (["--task", "jsonl", "--data", "x.jsonl"], "task='jsonl': has no reward of its own; give --reward"),
             (["--task", "nowhere.py:Task"], "task='nowhere.py:Task': there is no file 'nowhere.py'"),
             (["--task", "chess"], "task='chess': give arithmetic, gsm8k, jsonl, or a class of your own as FILE.py:"),
             (["--mini-batch-size", "600"], "mini_batch_size=600: more than a step's 512 sequences"),
@@ -487,6 +488,7 @@ class TestBadInput:
             (["--rollout.seed", "1"], "rollout.seed"),
             (["--zero-stage", "4"], "zero-stage"),
             (["--no-such-option", "1"], "no-such-option"),
+            (["--rollout.long-prompts", "cut"], "rollout.long_prompts='cut': cuts to a length; give --rollout.max-pr"),
         ],
     )
     def test_command_line(
@@ -502,11 +504,14 @@ class TestBadInput:
         assert capsys.readouterr() == ("", "")
 
     def test_missing_model(self) -> None:
-        assert "error: model='/nowhere': no such folder" in refused_by("train", ["--model", "/nowhere"])
+        assert "error: --model='/nowhere': no such folder" in refused_by("train", ["--model", "/nowhere"])
+        errors = refused_by("train", ["--model", "Qwen/Qwen3-0.6B"])
+        assert "error: --model='Qwen/Qwen3-0.6B': is no folder here, nor in the hub's cache /" in errors
+        assert "; give a folder, or run `hf download Qwen/Qwen3-0.6B`" in errors
 
     def test_what_the_engine_cannot_have(self, tmp_path: Path) -> None:
         errors = refused_by("train", ["--rollout.attention", "flash_attn", "--runs", str(tmp_path)])
-        assert "error: EngineConfig.attention='flash_attn': takes bfloat16, not dtype='float32'; use" in errors
+        assert "error: --rollout.attention='flash_attn': takes bfloat16, not dtype='float32'; use" in errors
         assert not list(tmp_path.iterdir()), "no model was warm-started"
 
     def test_unreadable_data_line(self, model: Path, tmp_path: Path) -> None:
@@ -545,10 +550,10 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("under", "arguments", "message"),
         [
-            ("torchrun", ["--rollout.max-num-seqs", "0"], "EngineConfig.max_num_seqs=0: must be"),
-            ("torchrun", ["--reward", "{file}:score"], "error (rank 1): reward="),
+            ("torchrun", ["--rollout.max-num-seqs", "0"], "error: --rollout.max-num-seqs=0: must be"),
+            ("torchrun", ["--reward", "{file}:score"], "error (rank 1): --reward="),
             ("--ranks", ["--name", "none", "--resume"], "error: resume: "),
-            ("--ranks", ["--reward", "{file}:score"], "error (rank 1): reward="),
+            ("--ranks", ["--reward", "{file}:score"], "error (rank 1): --reward="),
         ],
         ids=["option", "one rank", "all ranks of --ranks", "one rank of --ranks"],
     )
