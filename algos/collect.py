@@ -66,7 +66,7 @@ class PromptLimit:
 
 def fit_prompt(llm: LLM, problem: Problem, params: SamplingParams, limit: PromptLimit) -> Problem:
     """Returns the problem, its prompt cut if need be. Raises ValueError if the prompt is too long."""
-    (tokens,) = llm.encode([problem.prompt])
+    tokens = llm.chat_template.encode(problem.prompt, "prompt")
     if limit.max_tokens is not None and len(tokens) > limit.max_tokens:
         if not limit.cut:
             raise ValueError(f"prompt: {len(tokens)} tokens are more than max_prompt_tokens={limit.max_tokens}")
