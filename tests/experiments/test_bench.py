@@ -28,21 +28,15 @@ SMALLEST = {
         *("--shape", "0.8m", "--batches", "1", "2", "--contexts", "8", "--finished", "3"),
         *("--attentions", "auto", "sdpa", "--without-graphs"),
     ],
-    "option": ["--shape", "0.8m", "--prompt", "20", "--length", "2", "--group-size", "2"],
-    "swap": ["--shape", "0.8m", "--lengths", "16"],
     "kv_pool": ["--shape", "0.8m", "--chunk", "3", "--chunks", "4"],
     "core": ["--waiting", "1", "3", "--replicas", "2", "--slots", "2", "--events", "3"],
-    "collectives": ["--ranks", "2", "--sizes", "64", "--calls", "1"],
-    "dispatch": ["--ranks", "2", "--scale", "0.01", "--batch", "4", "--slots", "1", "--cap", "6"],
     "weight_sync": ["--ranks", "2", "--hidden", "128", "--layers", "1", "--stages", "1"],
     "switch": ["--hidden", "256", "--layers", "1", "--sequences", "3", "--kv-mib", "1", "--figure", "ways.png"],
 }
-OF_TWO_RANKS = ("collectives", "dispatch", "weight_sync", "switch")
+OF_TWO_RANKS = ("weight_sync", "switch")
 VARIANTS = {
     "engine": [{"ours"}, {"ours", "hf", "hf_cb"}],
     "step": [{"bfloat16", "sdpa", "no graphs", "after finished"}] * 3,
-    "option": [{"without", "with"}] * 3,
-    "swap": [{"swap", "recompute"}],
     "kv_pool": [
         *[{"copy in memory", "plain file", "write", "read"}] * 2,
         {"in the step", "by a thread"},
@@ -50,8 +44,6 @@ VARIANTS = {
         {"one entry", "ranges"},
     ],
     "core": [{f"{name}, {count} waiting" for name in ("on demand", "context-aware") for count in (1, 3)}] * 4,
-    "collectives": [{"shared memory", "gloo", "floor"}] * 3,
-    "dispatch": [{"on demand", "static"}] * 3,
     "weight_sync": [{"TP 1", "TP 2"}],
     "switch": [{"all_to_all", "all_gather", "rebuild", "restart"}] * 2,
 }
