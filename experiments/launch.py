@@ -189,14 +189,14 @@ def start_under_torchrun(num_ranks: int) -> None:
     sys.exit(0)
 
 
-def join_world(num_ranks: int) -> TorchGroup:
+def join_world(num_ranks: int, *, on_cuda: bool = False) -> TorchGroup:
     """Runs this command on `num_ranks` ranks, unless torchrun has started it, and returns the group of all of them,
     each with its share of the cores. It lasts as long as the process."""
     start_under_torchrun(num_ranks)
     from engines.parallel.groups import start_world
 
     share_cores()
-    return start_world((), on_cuda=False).world
+    return start_world((), on_cuda=on_cuda).world
 
 
 def end_on_signals(last_words: Callable[[], str]) -> None:

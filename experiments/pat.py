@@ -1,6 +1,6 @@
 """What changing the TP size during a rollout gains (PAT), against every static TP size and against hindsight.
 
-    torchrun --standalone --nproc-per-node 2 experiments/pat.py
+    python experiments/pat.py
     python experiments/pat.py --parts paced --cases a40-8b-2048 --turns 3
 
 Parts: `live`, on two ranks, a model of hidden 2048 at this machine's own speed; `paced`, on eight ranks that rank 0

@@ -54,6 +54,8 @@ class PatProfileConfig:
     """A Hugging Face folder, or a name in research/workloads/shapes.py, which gets random weights."""
     output: Path
     """The profile to write: one for a model, a device and a transport."""
+    ranks: Count = 1
+    """Processes; under torchrun, its number of processes applies instead."""
     transport: Transport = "auto"
     """How ranks exchange tensors on a CPU."""
     batches: Counts = BATCHES

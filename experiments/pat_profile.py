@@ -1,7 +1,7 @@
 """Profiles this machine's engine for PAT (§4.2): seconds of decode steps, prefills and switches, by TP size.
 
     python experiments/pat_profile.py --model 25m --output runs/25m.json
-    torchrun --standalone --nproc-per-node 2 experiments/pat_profile.py --model FOLDER --output FILE --check
+    python experiments/pat_profile.py --ranks 2 --model FOLDER --output FILE --check
 
 For each TP size that the ranks and the model's heads allow, all replicas run batches of dummy sequences, whose KV is
 zeros and so needs no prefill. Points take turns; each is the median of its steps. Switches are those of rollouts, KV
@@ -16,11 +16,8 @@ import sys
 import time
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
-from engines.parallel.groups import GroupCache, Transport
+from engines.parallel.collectives import Communicator, SingleRank
+from engines.parallel.groups import GroupCache
 from experiments import launch
 from experiments.bench.models import checkpoint
 from experiments.comparison.machine import machine, this_tier
@@ -34,7 +31,10 @@ def main() -> dict[str, Any]:
     config = launch.options(PatProfileConfig)
     start = time.perf_counter()
     launch.share_cores()
-    groups = _join(config.transport)
+    groups = None
+    if config.ranks > 1 or launch.num_ranks() > 1:
+        all_ranks = launch.join_world(config.ranks, on_cuda=True)
+        groups = GroupCache(all_ranks, nested_layouts(all_ranks.size), transport=config.transport)
     world: Communicator = groups.world if groups is not None else SingleRank()
     positions = config.engine.max_model_len or SHAPE_POSITIONS
     with checkpoint(config.model, max_positions=positions, dtype=config.engine.dtype, world=world) as folder:
@@ -49,7 +49,6 @@ def main() -> dict[str, Any]:
             print(f"TP{one['tp_size']}, {one['what']}: error {one['error']:.1%}, A/A {one['a_a']:.1%}", file=sys.stderr)
     if groups is not None:
         groups.close()
-        dist.destroy_process_group()
     return {
         "experiment": "pat_profile",
         "tier": this_tier(),
@@ -62,15 +61,6 @@ def main() -> dict[str, Any]:
             {name: one[name] for name in ("tp_size", "what", "error", "a_a")} for one in profile.checks
         ],
     }
-
-
-def _join(transport: Transport) -> GroupCache | None:
-    if launch.num_ranks() == 1:
-        return None
-    if torch.cuda.is_available():
-        torch.cuda.set_device(launch.local_rank())
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return GroupCache(TorchGroup(), nested_layouts(launch.num_ranks()), transport=transport)
 
 
 if __name__ == "__main__":

@@ -102,8 +102,9 @@ measurements and overwrites the results: some minutes for most rows, an hour and
 8 needs `python experiments/make_model.py runs/models/tiny --widen 8` first."""
 SEER = "experiments/seer_sim.py --cases moonlight qwen2-vl-72b kimi-k2 --drafts --seeds 2 --token-scale 128 --shrink 2"
 PROFILE = (
-    "experiments/pat_profile.py --model runs/models/tiny-x8 --output runs/x8_checked.json --check --steps 8 --turns 3 "
-    "--batches 1 4 16 64 --contexts 16 64 --prefill-tokens 512 --kv-cache-mib 256 --max-num-seqs 64 --max-model-len 128"
+    "experiments/pat_profile.py --ranks 2 --model runs/models/tiny-x8 --output runs/x8_checked.json --check --steps 8 "
+    "--turns 3 --batches 1 4 16 64 --contexts 16 64 --prefill-tokens 512 --kv-cache-mib 256 --max-num-seqs 64 "
+    "--max-model-len 128"
 )
 ROWS = (
     Row(
@@ -143,8 +144,7 @@ ROWS = (
     Row(
         number=8, target="PAT, Fig. 14: mean error of the predictor",
         paper="0.0404, 0.0307", band="at most 0.1", tier="live",
-        result="pat_profile.json", command=f"-m torch.distributed.run --standalone --nproc-per-node 2 {PROFILE}",
-        read=_predictor,
+        result="pat_profile.json", command=PROFILE, read=_predictor,
     ),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """What divided rollout, context and grouped drafts gain (Seer, Table 6), on a trained model that ends by itself.
 
-    torchrun --standalone --nproc-per-node 2 experiments/seer.py
+    python experiments/seer.py
     python experiments/seer.py --parts paced --turns 1 --figure .
 
 Parts: `live`, on two ranks at this machine's own speed; `paced`, on eight ranks that rank 0 then starts, each of which

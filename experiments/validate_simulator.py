@@ -1,6 +1,6 @@
 """Simulated against paced rollouts: the same workload, policy and pace, in virtual time and by real processes.
 
-    torchrun --standalone --nproc-per-node 4 experiments/validate_simulator.py
+    python experiments/validate_simulator.py
 
 Each cell is a policy with a size of the KV cache, in multiples of what the running sequences need at their mean
 length. Real processes roll it out under a pace (`ProfilePace`), in turns; rank 0 then simulates it. One more cell
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 from msgspec import Meta
 from tqdm import tqdm
 
@@ -34,7 +33,6 @@ from engines import LLM
 from engines.constraints import Count, NonNegative, Positive, check_fields
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
-from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.rollout import world as rollout_world
@@ -82,6 +80,8 @@ class ValidateConfig:
 
     turns: Annotated[int, Meta(ge=2, description="at least 2")] = 2
     """Paced rollouts of each cell; the simulations are compared with their median, and they with each other (A/A)."""
+    ranks: Count = 4
+    """Processes, each a replica; under torchrun, its number of processes applies instead."""
     scale: Positive = 3.0
     """Seconds here per second of the latency profile; larger where this machine is too slow to follow."""
     batch: Count = 192
@@ -174,13 +174,11 @@ def simulate(
 
 def main() -> dict[str, Any] | None:
     config = launch.options(ValidateConfig)
-    launch.start_under_torchrun(4)
-    if launch.num_ranks() % 2:
-        raise ValueError(f"ranks={launch.num_ranks()}: must be even: a regroup makes replicas of two; start it with 4")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    world = TorchGroup()
+    world = launch.join_world(config.ranks)
     num_ranks = world.size
+    if num_ranks % 2:
+        raise ValueError(f"ranks={num_ranks}: must be even: a regroup makes replicas of two; give 4")
+    torch.set_num_threads(1)
     layouts = [nested_layout(range(num_ranks), size, epoch=size - 1) for size in TP_SIZES]
     groups = GroupCache(world, layouts)
     one = profile(PROFILE)
@@ -203,7 +201,6 @@ def main() -> dict[str, Any] | None:
             for cell in tqdm(chosen, unit="cell", disable=world.rank > 0):
                 paced.setdefault(cell.name, []).append(real.roll_out(cell, policy(cell)))
     replayed = real.num_replayed
-    dist.destroy_process_group()
     if world.rank:
         return None
     if math.isnan(gap_s):

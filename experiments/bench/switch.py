@@ -1,6 +1,6 @@
 """A layout changes under running sequences, from TP1 to TP2 and back, until each of them has its next token.
 
-    torchrun --standalone --nproc-per-node 2 experiments/bench/switch.py
+    python experiments/bench/switch.py
     python experiments/bench/switch.py --transport "shared memory" --figure switch.png
 
 The sequences have as much context as fits in the KV caches of TP1. Every way to switch must draw the same tokens:
@@ -11,7 +11,6 @@ The sequences have as much context as fits in the KV caches of TP1. Every way to
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import os
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import msgspec
-import torch.distributed as dist
 from msgspec import Meta
 
 from engines import LLM, SamplingParams, SequenceState
@@ -35,7 +33,6 @@ from engines.config import DType, Exchange
 from engines.constraints import Count
 from engines.decoding import from_msgpack
 from engines.models.loader import checkpoint_tensors
-from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, Transport
 from engines.parallel.layout import nested_layout
 from engines.rollout.generation import make_states
@@ -90,11 +87,7 @@ class Resume(msgspec.Struct):
 
 def measure(config: SwitchBench) -> dict[str, Any]:
     began = time.monotonic()
-    launch.start_under_torchrun(RANKS)
-    launch.share_cores()
-    dist.init_process_group("gloo")
-    atexit.register(dist.destroy_process_group)
-    groups = GroupCache(TorchGroup(), LAYOUTS, transport=config.transport)
+    groups = GroupCache(launch.join_world(RANKS), LAYOUTS, transport=config.transport)
     options: dict[str, Any] = {"world": groups, "dtype": config.dtype, "kv_cache_bytes": config.kv_mib << 20}
     if RESUME in os.environ:
         given = from_msgpack(Path(os.environ[RESUME]).read_bytes(), Resume)

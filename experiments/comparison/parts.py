@@ -1,5 +1,4 @@
-"""Experiments with two parts: `live`, on torchrun's ranks at their own speed, and `paced`, on as many ranks as it
-needs, which rank 0 then starts."""
+"""Experiments with two parts, each on ranks of its own: `live`, at this machine's own speed, and then `paced`."""
 
 from __future__ import annotations
 
@@ -31,6 +30,8 @@ class PartsConfig:
     """Interleaved measurements of each variant; medians count."""
     ranks: Count = 8
     """Ranks of the paced part."""
+    live_ranks: Count = 2
+    """Ranks of the live part; under torchrun, its number of processes applies instead."""
     scale: Positive = 1.0
     """Multiplies the time that paced work takes: larger where this machine is too slow to follow."""
     shrink: Count = 1
@@ -54,21 +55,13 @@ Measure = Callable[[C, "TorchGroup"], dict[str, Any]]
 def run_parts(experiment: str, kind: type[C], *, live: Measure[C], paced: Measure[C]) -> dict[str, Any] | None:
     """Reads the command line and measures. All ranks call `live` and `paced`, which return fields of the result on
     rank 0; `paced` returns one field of that name."""
-    import torch.distributed as dist
-
-    from engines.parallel.collectives import TorchGroup
-
     config = launch.options(kind)
     start = time.monotonic()
     in_place = config.parts == ("paced",) and launch.num_ranks() in (1, config.ranks)
-    launch.start_under_torchrun(config.ranks if in_place else 2)
-    launch.share_cores()
-    dist.init_process_group("gloo")
-    world = TorchGroup()
+    world = launch.join_world(config.ranks if in_place else config.live_ranks)
     measured = live(config, world) if "live" in config.parts else {}
     if in_place:
         measured |= paced(config, world)
-    dist.destroy_process_group()
     if world.rank:
         return None
     if "paced" in config.parts and not in_place:
