@@ -102,7 +102,11 @@ class References:
         its position."""
         first = len(state.tokens)
         leads = [one - first for one in self._lengths[state.key.policy_step, state.group_id].values() if one > first]
-        return [sum(lead > place for lead in leads) for place in range(num_tokens)]
+        counts = [len(leads)] * num_tokens
+        for lead in leads:
+            if lead < num_tokens:  # which is rare
+                counts[int(lead) :] = [count - 1 for count in counts[int(lead) :]]
+        return counts
 
 
 class SimulatedDrafter:
@@ -120,8 +124,12 @@ class SimulatedDrafter:
     def _draft(self, state: SequenceState, limit: int) -> Draft:
         drawn, clear = self._acceptance.draw(state.key, len(state.tokens), limit)
         counts, chances = self._references.counts(state, limit), self._acceptance.chances
-        paths = accumulate((chances[min(n, len(chances) - 1)][one] for n, one in zip(counts, clear, strict=True)), mul)
-        num_right = sum(drawn < path for path in paths)
+        most, path, num_right = len(chances) - 1, 1.0, 0
+        for count, one in zip(counts, clear, strict=True):
+            path *= chances[count if count < most else most][one]
+            if drawn >= path:
+                break  # paths never become more probable
+            num_right += 1
         shares = [1.0 if one else 0.5 for one in clear]
         return Draft([token_of(state.key)] * num_right + [_WRONG] * (limit - num_right), [*accumulate(shares, mul)])
 

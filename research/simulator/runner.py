@@ -30,14 +30,13 @@ class SimulatedRunner:
     """Draws for each sequence the token that stands for it, also behind each draft token."""
 
     def run(self, scheduled: list[Scheduled]) -> list[Drawn]:
+        drawn: list[Drawn] = []
         for item in scheduled:
-            item.sequence.num_table_blocks = len(item.sequence.blocks)
-        return [
-            (token_of(item.sequence.state.key), 0.0)
-            for item in scheduled
-            if item.samples
-            for _ in range(1 + len(item.draft))
-        ]
+            sequence = item.sequence
+            sequence.num_table_blocks = len(sequence.blocks)
+            if item.samples:
+                drawn += [(token_of(sequence.state.key), 0.0)] * (1 + len(item.draft))
+        return drawn
 
 
 class KVPool:
