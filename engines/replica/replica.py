@@ -22,7 +22,6 @@ from engines.sequence import (
     Detokenize,
     Finished,
     FinishReason,
-    Ranked,
     SamplingParams,
     SequenceId,
     SequenceState,
@@ -218,7 +217,7 @@ class Replica:
                             sum_context += context
                             sum_pairs += num_rows * context - num_rows * (num_rows - 1) // 2
                     else:
-                        finished = self._append(sequence, *next(drawn))
+                        finished = self._append(sequence, next(drawn))
                     if finished is not None:
                         output.finished.append(finished)
                         ended.append(sequence)
@@ -284,7 +283,7 @@ class Replica:
             if accepted > count:
                 draws, count, taken = own, accepted, fork
         for draw in draws[: 1 + count]:
-            finished = self._append(sequence, *draw)
+            finished = self._append(sequence, draw)
             if finished is not None:
                 break
         sequence.num_computed = len(sequence.state.tokens) - 1
@@ -338,19 +337,21 @@ class Replica:
             self._leaving.clear()
             self.scheduler.restart(())
 
-    def _append(self, sequence: Sequence, token: int, logprob: float, *top: list[Ranked]) -> Finished | None:
+    def _append(self, sequence: Sequence, draw: Drawn) -> Finished | None:
         state = sequence.state
-        state.tokens.append(token)
-        state.logprobs.append(logprob)
+        state.tokens.append(draw[0])
+        state.logprobs.append(draw[1])
         state.versions.append(self.policy_version)
-        state.top_logprobs.extend(top)
-        reason = self._finish_reason(sequence, token)
+        if len(draw) > 2:
+            state.top_logprobs += draw[2:]
+        reason = self._finish_reason(sequence, draw[0])
         if reason is None:
             return None
         return Finished(state=state, completion=self._completion(state, reason))
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        state, params = sequence.state, sequence.state.params
+        state = sequence.state
+        params = state.params
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             return "stop"
         if params.stop and state.num_generated > params.min_tokens and self._hits_stop_string(sequence):

@@ -43,7 +43,7 @@ class Editor:
         if not params.edits_logits:
             return None
         tokens = [*state.tokens, *draft]
-        ids = counts = np.empty(0, dtype=np.int64)
+        ids, counts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         if params.is_penalised:
             ids, places = np.unique(np.array(tokens), return_inverse=True)
             counts = np.bincount(places[first:], minlength=len(ids))
@@ -52,7 +52,7 @@ class Editor:
             forbidden += [*params.stop_token_ids, *self.eos_token_ids]
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         return Edit(
-            biased=tuple(np.array(column) for column in zip(*params.logit_bias, strict=True)) or ([], []),
+            biased=tuple(zip(*params.logit_bias, strict=True)) or ((), ()),
             penalised=(ids, counts, *penalties),
             forbidden=[token for token in forbidden if 0 <= token < self.vocab_size],
         )
@@ -89,6 +89,8 @@ def apply_edits(logits: Tensor, edits: Sequence[Edit | None]) -> Tensor:
 
 def _columns(parts: list[tuple[Any, ...]], logits: Tensor) -> list[Tensor]:
     """Returns the parts' columns, one behind the other: rows and token ids int64, the others in the logits' dtype."""
-    whole = [np.concatenate(column) for column in zip(*(np.broadcast_arrays(*part) for part in parts), strict=True)]
+    lengths = [len(part[1]) for part in parts]
+    columns = zip(*parts, strict=True)
+    whole = [np.concatenate(one) if np.ndim(one[0]) else np.repeat(one, lengths) for one in columns]
     kinds = [torch.int64, torch.int64] + [logits.dtype] * (len(whole) - 2)
     return [torch.from_numpy(column).to(logits.device, kind) for column, kind in zip(whole, kinds, strict=True)]

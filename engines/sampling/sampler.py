@@ -54,7 +54,8 @@ class SamplingBatch:
     @property
     def is_processed(self) -> bool:
         """Whether the logits of some row are not only scaled, or are needed themselves."""
-        return any(one is not None for one in (self.top_k, self.top_p, self.min_p, self.edits, self.num_top))
+        is_filtered = self.top_k is not None or self.top_p is not None or self.min_p is not None
+        return is_filtered or self.edits is not None or self.num_top is not None
 
     def rows(self, part: slice) -> SamplingBatch:
         """Returns the batch of these rows."""

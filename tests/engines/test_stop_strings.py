@@ -98,7 +98,7 @@ def complete(tokens: list[int], max_tokens: int = 1000, **params: Any) -> Comple
     sequence = Sequence(state=state, max_len=1 + max_tokens, release_len=1 + max_tokens)
     replica = replica_with(TOKENIZERS["byte level"])
     for token in tokens:
-        finished = replica._append(sequence, token, 0.0)
+        finished = replica._append(sequence, (token, 0.0))
         if finished is not None:
             return finished.completion
     return None
