@@ -7,6 +7,7 @@ Label smoothing keeps the policy that uncertain, so that reinforcement learning 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -91,7 +92,8 @@ def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
     ]
     smoothed = None
     model.train()
-    with tqdm(range(config.steps), desc=f"warm start {config.size}", unit="step") as progress:
+    interval = 0.1 if sys.stderr.isatty() else 10.0
+    with tqdm(range(config.steps), f"warm start {config.size}", unit="step", mininterval=interval) as progress:
         for step in progress:
             first = step * config.batch_size
             examples = [_example(template, config.task, first + offset) for offset in range(config.batch_size)]
@@ -102,7 +104,7 @@ def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
                 optimizer.zero_grad()
                 rate.step()
             smoothed = loss if smoothed is None else 0.9 * smoothed + 0.1 * loss
-            progress.set_postfix(loss=f"{smoothed:.3f}")
+            progress.set_postfix(loss=f"{smoothed:.3f}", refresh=False)
     assert smoothed is not None
     return model.eval(), smoothed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,3 +20,18 @@ def read_json(path: Path, kind: type[T]) -> T:
         raise ValueError(f"{path}: {error}; the file is damaged, or of another kind; restore it") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error}); the file may be truncated; restore it") from None
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of the whole lines: the last line is cut short while it is written, or when its writer was
+    killed. Empty if there is no file."""
+    lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns each single option by its path: {"rollout": {"top_k": -1}} gives {"rollout.top_k": -1}."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found

@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from engines.json_files import read_jsonl
 from engines.rollout.telemetry import StepRecord
 from experiments.time_bins import spread
 
@@ -181,10 +182,6 @@ def _by_place(counts: Sequence[tuple[int, ...]]) -> list[int]:
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
 def _last_rollout(path: Path) -> list[StepRecord]:
     """Reads line by line: the file holds every rollout of the run."""
     steps: list[StepRecord] = []
@@ -192,6 +189,8 @@ def _last_rollout(path: Path) -> list[StepRecord]:
     if path.is_file():
         with open(path) as file:
             for line in file:
+                if not line.endswith("\n"):
+                    break  # as in `read_jsonl`
                 row = json.loads(line)
                 if (number := row.pop("training/global_step")) != last:
                     last, steps = number, []

@@ -92,7 +92,7 @@ def _generate(
 ) -> list[RequestOutput]:
     start, num_tokens = time.perf_counter(), 0
     expected = len(range(0, len(prompts) * sampling.n, len(llm.layout.replicas)))
-    with tqdm(total=expected, desc="generate", unit="seq", disable=not is_shown) as progress:
+    with tqdm(total=expected, desc="generate", unit="seq", disable=None if is_shown else True) as progress:
 
         def show(finished: Finished) -> None:
             nonlocal num_tokens
@@ -100,7 +100,7 @@ def _generate(
             if (key.prompt_uid, key.sample_index) not in sink.kept:
                 num_tokens += len(finished.completion.token_ids)
             progress.update()
-            progress.set_postfix(tok_s=f"{num_tokens / (time.perf_counter() - start):.0f}")
+            progress.set_postfix(tok_s=f"{num_tokens / (time.perf_counter() - start):.0f}", refresh=False)
 
         return llm.generate(prompts, sampling, on_finished=show, journal=sink)
 

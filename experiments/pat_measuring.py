@@ -139,11 +139,11 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
     sizes = [layout.replicas[0].tp_size for layout in nested_layouts(world.size, model)]
     options = asdict(config.engine)
     decodes, prefills, switches, checks = [], [], [], []
-    with tqdm(desc="profile", unit="batch", disable=world.rank > 0) as bar:
+    with tqdm(desc="profile", total=len(sizes) * config.turns, unit="turn", disable=world.rank > 0) as bar:
         for size in sizes:
             llm = LLM(folder, world=groups, tensor_parallel_size=size, **options)
             launch.tell_engine(llm)
-            timed = _time_passes(config, Passes(llm, world, config.steps, bar))
+            timed = _time_passes(config, Passes(llm, world, config.steps), bar)
             llm.close()
             points = _medians(timed["decodes"])
             decodes += [(size, *point) for point in points]
@@ -156,7 +156,7 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
             ]
         if groups is not None and len(sizes) > 1 and config.switch_tokens:
             fastest = {size: min(row[-1] for row in decodes if row[0] == size) for size in sizes}
-            switches = _time_switches(config, folder, groups, sizes, fastest, bar)
+            switches = _time_switches(config, folder, groups, sizes, fastest)
     return Profile(
         format=1,
         subject=_subject_of(model, config.engine.dtype, world.size, _transport_of(groups)),
@@ -174,8 +174,8 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
 class Passes:
     """Times passes of this rank's replica, while the other replicas do the same."""
 
-    def __init__(self, llm: LLM, world: Communicator, num_steps: int, bar: tqdm[Any]) -> None:
-        self._llm, self._world, self._num_steps, self._bar = llm, world, num_steps, bar
+    def __init__(self, llm: LLM, world: Communicator, num_steps: int) -> None:
+        self._llm, self._world, self._num_steps = llm, world, num_steps
         self._uids = itertools.count()
         self.num_kv_tokens = kv_capacity(llm.model_config, llm.config, llm.layout.replicas[0].tp_size)
 
@@ -235,7 +235,6 @@ class Passes:
             output = self._llm.replica.step()
             rows.append((output.num_running, output.num_context_tokens, time.perf_counter() - start))
         self._llm.replica.clear()
-        self._bar.update()
         return rows
 
     def _median(self, rows: list[Point]) -> Point:
@@ -244,7 +243,7 @@ class Passes:
         return rows[0][0], round(tokens), statistics.fmean(launch.gather(self._world, seconds))
 
 
-def _time_passes(config: PatProfileConfig, passes: Passes) -> dict[str, list[list[Point]]]:
+def _time_passes(config: PatProfileConfig, passes: Passes, bar: tqdm[Any]) -> dict[str, list[list[Point]]]:
     """Returns the points of each turn. All kinds take turns, so that a machine that gets slower or faster favours
     none."""
     grid = passes.grid(config.batches, config.contexts)
@@ -263,6 +262,7 @@ def _time_passes(config: PatProfileConfig, passes: Passes) -> dict[str, list[lis
         if config.check:
             timed["held out"].append([passes.decode(*point) for point in held_out])
             timed["draining"].append(passes.drain(min(24, batches[-1])))
+        bar.update()
     return timed
 
 
@@ -300,7 +300,6 @@ def _time_switches(
     groups: GroupCache,
     sizes: list[int],
     fastest_s: dict[int, float],
-    bar: tqdm[Any],
 ) -> list[SwitchTime]:
     """Between each two sizes, both ways, with few and with many tokens. Switches that come too late in their rollout
     are left out."""
@@ -321,7 +320,8 @@ def _time_switches(
     ]
     count = min(2 * groups.world.size, llm.config.max_num_seqs - 1)
     times: list[SwitchTime] = []
-    for place, (size, most) in enumerate([*walk[:2], *config.turns * walk]):
+    route = tqdm([*walk[:2], *config.turns * walk], desc="switches", unit="switch", disable=groups.world.rank > 0)
+    for place, (size, most) in enumerate(route):
         before = llm.layout.replicas[0].tp_size
         if size == before:
             continue
@@ -332,7 +332,6 @@ def _time_switches(
         seconds = _time_switch(llm, groups.world, count, context, length)
         if seconds is not None and place > 1:  # the first two warm up
             times.append((before, size, count * context, seconds))
-        bar.update()
     llm.close()
     return times
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from engines.rollout.telemetry import SwitchRecord
 from experiments import launch
 from experiments.config import TrainConfig
 from experiments.pat_measuring import deployment_here, deployment_with
-from research.pat.controller import PatController
+from research.pat.controller import Considered, PatController
 from research.pat.lifetimes import lifetimes_of
 from research.pat.profile import Profile
 
@@ -47,6 +46,8 @@ class RolloutLayouts:
     learns lengths on rank 0, they change nothing."""
 
     def __init__(self, controller: PatController | None, collector: Collector) -> None:
+        self.log: Sequence[Considered] = () if controller is None else controller.log
+        """On rank 0 the decisions since `begin`, with the estimates that they rest on."""
         self._controller, self._collector = controller, collector
         self._first = self._num_before = 0
 
@@ -78,15 +79,6 @@ class RolloutLayouts:
         lengths = np.repeat([len(tokens) for tokens in one.llm.encode(prompts)], params.n)
         limits = np.clip(one.llm.max_model_len - lengths, 1, params.most_tokens)
         return self._controller.first_tp_size(lengths.astype(float), limits.astype(float), params.n)
-
-    def decisions(self, began: float) -> list[dict[str, Any]]:
-        """Returns on rank 0 those of the rollout, with the estimates that they rest on; their times are seconds since
-        `began`, a time of `time.monotonic`."""
-        rollout = self._collector.llm.rollout
-        if self._controller is None or rollout is None or rollout.coordinator is None:
-            return []
-        clock = rollout.coordinator.monotonic_time
-        return [asdict(one) | {"now": clock(one.now) - began} for one in self._controller.log]
 
     def metrics(self) -> dict[str, float]:
         """Returns the TP sizes at both ends, the number of switches since `begin`, and their mean seconds."""

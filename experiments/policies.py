@@ -11,6 +11,7 @@ from typing import Any, Literal
 from algos.own_code import load
 from engines.constraints import Count, Fraction, WholeNumber
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.coordination.views import Dispatch, ScheduleView
 from engines.sequence import SequenceId
 from research.seer.baselines import Divided, RandomStatic
 from research.seer.context_aware import ContextAware, ContextOptions, Order
@@ -40,6 +41,48 @@ class ChunkFields:
         return ContextOptions(
             chunk_tokens=chunk_tokens, follow_ups=self.follow_ups, spread=self.spread, order=self.order, seed=seed
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """A dispatch, and what its policy saw."""
+
+    now: float
+    sequence_id: SequenceId
+    group_id: int
+    num_generated: int
+    chunk_tokens: int | None
+    """Most new tokens; None: to the sequence's end."""
+    replica_id: int
+    num_waiting: int
+    estimate: int | None
+    """Tokens that the sequence is expected to generate, where the policy estimates them."""
+
+
+class Logged:
+    """Asks another policy, and keeps a record of each dispatch."""
+
+    def __init__(self, policy: SchedulePolicy) -> None:
+        self._policy = policy
+        self._estimate = policy.estimate_of if isinstance(policy, ContextAware) else lambda _: None
+        self.log: list[Dispatched] = []
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        dispatch = self._policy.next(view)
+        if isinstance(dispatch, Dispatch) and (sequence := view.waiting.get(dispatch.sequence_id)):
+            self.log.append(
+                Dispatched(
+                    now=view.now,
+                    sequence_id=sequence.sequence_id,
+                    group_id=sequence.group_id,
+                    num_generated=sequence.num_generated,
+                    chunk_tokens=dispatch.max_new_tokens,
+                    replica_id=dispatch.replica_id,
+                    num_waiting=len(view.waiting),
+                    estimate=self._estimate(sequence),
+                )
+            )
+        return dispatch
 
 
 def schedule_policy(

@@ -36,7 +36,8 @@ class RunFolder:
     metrics.jsonl    one object per step, verl's names
     lengths.jsonl    response lengths of every step, and why each response ended
     samples.jsonl    some completions of every step, with rewards
-    rollout_steps.jsonl, decisions.jsonl    steps of replicas, and PAT's decisions; times since the rollout's start
+    rollout_steps.jsonl, decisions.jsonl    steps of replicas; decisions of PAT, and of schedule policies that are given
+                     by name; times since the rollout's start
     timeline.json    the last rollout as a Chrome trace
     config.json      the configuration
     code/            copies of the user's own files: reward, task, algorithm, dispatch

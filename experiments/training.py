@@ -35,7 +35,7 @@ from algos.warmstart import new_config, tokenizer_of, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
 from engines.config import ModelConfig, longest_sequence
-from engines.json_files import read_json
+from engines.json_files import flat, read_json
 from engines.models.hugging_face import checkpoint_folder
 from engines.models.tokenizer import load_tokenizer
 from engines.native.wait_policy import watch_cores
@@ -52,6 +52,7 @@ from experiments.config import TrainConfig
 from experiments.engine_options import DRAFT_POLICIES
 from experiments.pat_measuring import nested_layouts
 from experiments.pat_training import RolloutLayouts, load_profile, make_controller
+from experiments.policies import Logged
 from experiments.run_folder import (
     AFRESH,
     RunFolder,
@@ -142,30 +143,22 @@ def _check_same_run(config: TrainConfig) -> None:
     assert config.name is not None
     path = config.runs / config.name / "config.json"
     # An option that did not exist when the run was started counts as its present default.
-    before = _flat(_as_json(replace(TrainConfig(), algorithm=config.algorithm))) | {
+    before = flat(_as_json(replace(TrainConfig(), algorithm=config.algorithm))) | {
         f"{owner}.{one.name}": one.default
         for owner in ("algorithm", "task_options")
         for one in fields(getattr(config, owner))
         if one.default is not MISSING
     }
-    before |= _flat(read_json(path, dict[str, Any]))
+    before |= flat(read_json(path, dict[str, Any]))
     differ = [
         f"{name}={value} now, {before.get(name)} in {path}"
-        for name, value in _flat(_as_json(config)).items()
+        for name, value in flat(_as_json(config)).items()
         if name.split(".")[0] not in MAY_CHANGE and value != before.get(name)
     ]
     if differ:
         raise ValueError(
             f"resume: {'; '.join(differ)}; go on with the same options (only {', '.join(MAY_CHANGE)} may change)"
         )
-
-
-def _flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Each single option by its path: {"rollout": {"top_k": -1}} gives {"rollout.top_k": -1}."""
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
@@ -279,12 +272,16 @@ class Run:
         self.params = SamplingParams(
             temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
         )
+        schedule = config.schedule(group.size // config.tensor_parallel_size)
+        self.dispatches = None
+        if schedule is not None and config.dispatch not in ("auto", "on-demand", "static"):
+            self.dispatches = Logged(schedule)
         self.llm = LLM(
             model,
             device=device,
             world=groups,
             tensor_parallel_size=config.tensor_parallel_size,
-            schedule=config.schedule(group.size // config.tensor_parallel_size),
+            schedule=self.dispatches or schedule,
             layout_policy=controller,
             draft_policy=DRAFT_POLICIES[rollout.draft_policy],
             load=False,
@@ -365,32 +362,41 @@ class Run:
         self.tracker = Tracker(self.folder, self.config)
         if not self.config.resume and self.config.eval_every:
             self.tracker.log(self.state.step, self._evaluate())
+        began, first, on_terminal = time.perf_counter(), self.state.step, sys.stderr.isatty()
         with tqdm(
             total=self.config.steps,
-            initial=self.state.step,
-            desc="train",
-            unit="step",
-            disable=not self.folder.is_writer,
+            initial=first,
+            desc=f"step {first}/{self.config.steps}",
+            bar_format="{desc} {bar}",
+            disable=not (self.folder.is_writer and on_terminal),
         ) as progress:
             while self.state.step < self.config.steps:
                 metrics = self._train_step()
+                a_step_s = (time.perf_counter() - began) / (self.state.step - first)
+                told = self._progress(metrics, eta_s=a_step_s * (self.config.steps - self.state.step))
+                progress.set_description_str(told, refresh=False)
                 progress.update()
-                progress.set_postfix(
-                    reward=f"{metrics['critic/rewards/mean']:.3f}",
-                    pass1=f"{self.state.evaluations[-1]:.3f}" if self.state.evaluations else "-",
-                    tokens=f"{metrics['response_length/mean']:.0f}",
-                    gen=f"{metrics['timing_s/gen']:.1f}s",
-                    update=f"{metrics['timing_s/update_actor']:.1f}s",
-                )
+                if self.folder.is_writer and not on_terminal:
+                    print(told, file=sys.stderr, flush=True)
         summary = self._summary(start)
         self.tracker.close(summary["figures"])
         return summary
 
+    def _progress(self, metrics: dict[str, float], eta_s: float) -> str:
+        pass_1 = f"{self.state.evaluations[-1]:.3f}" if self.state.evaluations else "-"
+        speed = metrics.get("perf/throughput")  # none where a part of the step is from the journal
+        return (
+            f"step {self.state.step}/{self.config.steps} reward {metrics['critic/rewards/mean']:.3f} pass@1 {pass_1} "
+            f"{'-' if speed is None else round(speed * self.group.size)} tokens/s ETA {tqdm.format_interval(eta_s)}"
+        )
+
     def _train_step(self) -> dict[str, float]:
         began = time.perf_counter()
         regroup_s = self.layouts.begin(self.state.data_index, keep_weights=True)  # after evaluations
-        num_found, num_found_tokens = self.journal.num_found, self.journal.num_found_tokens
+        num_found = self.journal.num_found
         moves = self._moves()
+        if self.dispatches is not None:
+            self.dispatches.log.clear()  # those of an evaluation
         rollout_began = time.monotonic()
         rollout = self._roll_out()
         updated = time.perf_counter()
@@ -415,12 +421,12 @@ class Run:
         last = self.state.step == self.config.steps
         if _is_due(self.config.eval_every, self.state.step, last):
             metrics |= self._evaluate()
-        num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
-        num_tokens -= self.journal.num_found_tokens - num_found_tokens  # a killed run spent the time on those
         elapsed = time.perf_counter() - began
         metrics["timing_s/step"] = elapsed
-        metrics["perf/throughput"] = num_tokens / elapsed / self.group.size
-        metrics["perf/rollout_tokens_per_second"] = num_tokens / rollout.metrics["timing_s/gen"]
+        if not metrics["rollout/num_journaled"]:  # else a killed run has spent a part of the time
+            num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
+            metrics["perf/throughput"] = num_tokens / elapsed / self.group.size
+            metrics["perf/rollout_tokens_per_second"] = num_tokens / rollout.metrics["timing_s/gen"]
         # The metrics of a step are part of its resume point, so they are written before it is published.
         self.folder.append("metrics.jsonl", {"training/global_step": self.state.step, **metrics})
         self.tracker.log(self.state.step, metrics, samples)
@@ -445,9 +451,8 @@ class Run:
     def _bar(self, name: str, total: int) -> Iterator[Callable[[Finished], None]]:
         """A bar of `total` completions, of which rank 0 receives all under a coordinator, else its replica's share."""
         expected = total if self.llm.rollout is not None else len(range(0, total, len(self.llm.layout.replicas)))
-        with tqdm(
-            total=expected, desc=name, unit="seq", leave=False, position=1, disable=not self.folder.is_writer
-        ) as progress:
+        hidden = None if self.folder.is_writer else True  # None: only without a terminal
+        with tqdm(total=expected, desc=name, unit="seq", leave=False, position=1, disable=hidden) as progress:
 
             def show(finished: Finished) -> None:
                 progress.update()
@@ -519,7 +524,11 @@ class Run:
         rows = ({**step, **asdict(one), "start": one.start - began} for one in steps)
         self.folder.append("rollout_steps.jsonl", *rows)
         self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, rollout.marks, origin=began)))
-        self.folder.append("decisions.jsonl", *({**step, **one} for one in self.layouts.decisions(began)))
+        if self.llm.rollout is not None and (coordinator := self.llm.rollout.coordinator) is not None:
+            clock = coordinator.monotonic_time
+            log = [*self.layouts.log, *(self.dispatches.log if self.dispatches else ())]
+            rows = ({**step, **asdict(one), "now": clock(one.now) - began} for one in log)
+            self.folder.append("decisions.jsonl", *rows)
 
     def _save(self) -> None:
         """Publishes a resume point together with a Hugging Face checkpoint."""

@@ -57,8 +57,6 @@ class Journal:
         """Checksum of the weights in use; set it when they change."""
         self.num_found = 0
         """Completions found since the start."""
-        self.num_found_tokens = 0
-        """Generated tokens of the completions found."""
         self._world = world
         self._whole_shares = whole_shares
         self._has_warned = False
@@ -125,7 +123,6 @@ class Journal:
             if id_ in found
         }
         self.num_found += len(taken)
-        self.num_found_tokens += sum(len(completion.token_ids) for completion in taken.values())
         return taken
 
     def clear(self) -> None:

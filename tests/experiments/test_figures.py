@@ -132,9 +132,9 @@ def test_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = {"metrics": {"training/global_step": 1, "critic/rewards/mean": 0.5, "timing_s/step": 1, "timing_s/gen": 1}}
     run["lengths"] = {"lengths": [1, 2, 3]}
     for name, row in run.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row)[:-9])  # cut by a kill
     lines = [json.dumps({"training/global_step": 1, **asdict(step)}) for step in steps]
-    (tmp_path / "rollout_steps.jsonl").write_text("\n".join(lines))
+    (tmp_path / "rollout_steps.jsonl").write_text("\n".join([*lines, lines[0][:-9]]))
     paths = draw_run(tmp_path, "live")
     paths += [
         draw_timelines(tmp_path / "timelines.png", rollouts, "paced"),

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -196,8 +198,57 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     other = Path(run_main("train", small(model, tmp_path, *engine, *options, *PAT, str(path)), num_ranks=2)["run_dir"])
     (first, *_), (again,) = ((one / "lengths.jsonl").read_text().splitlines() for one in (folder, other))
     assert json.loads(first)["digest"] == json.loads(again)["digest"]
+    # Each dispatch and each decision about the layout: the chunks of a sequence follow one another to its end.
+    rows = [json.loads(line) for line in (other / "decisions.jsonl").read_text().splitlines()]
+    dispatched = [row for row in rows if "sequence_id" in row]
+    assert any("tp_size" in row for row in rows) and all(row["training/global_step"] == 1 for row in rows)
+    took = json.loads((other / "metrics.jsonl").read_text().splitlines()[1])["timing_s/gen"]
+    assert all(0 < row["now"] < took + 1 and row["chunk_tokens"] <= 16 for row in dispatched)
+    lengths = dict.fromkeys((tuple(row["sequence_id"]) for row in dispatched), 0)
+    assert len(lengths) == 16 and len(dispatched) > 16
+    assert len({row["group_id"] for row in dispatched}) == 4 and {row["replica_id"] for row in dispatched} == {0, 1}
+    for row in dispatched:
+        id_ = tuple(row["sequence_id"])
+        assert lengths[id_] <= row["num_generated"], "a chunk begins where the one before has ended"
+        lengths[id_] = row["num_generated"]
+    for id_, length in lengths.items():
+        (last, *_) = (row for row in reversed(dispatched) if tuple(row["sequence_id"]) == id_)
+        assert last["estimate"] >= length, "what has been seen of a group is the least that is expected of it"
+    assert max(lengths.values()) > 0
     row = metrics_of(other)[1]
     assert row["rollout/num_switches"] >= 1 and row["rollout/num_imported"] > 0 and row["rollout/num_drafted"] > 0
+
+
+LINE = r"step (\d)/3 reward (\d\.\d{3}) pass@1 (\d\.\d{3}) (\d+) tokens/s ETA (\d\d:\d\d)"
+
+
+def test_progress_at_80_columns(model: Path, tmp_path: Path, reward: str) -> None:
+    """A bar on a terminal, which cuts nothing."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    run = [*small(model, tmp_path, "--reward", reward), "--steps", "3"]
+    with subprocess.Popen([sys.executable, SCRIPT, *run], stderr=theirs, stdout=subprocess.DEVNULL) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux's end of a terminal
+            while some := os.read(ours, 65536):
+                shown += some
+    os.close(ours)
+    assert process.returncode == 0
+    frames = [frame for frame in re.split(r"[\r\n]|\x1b\[A", shown.decode()) if "reward" in frame]
+    assert all(re.match(rf"{LINE} \S", frame) and len(frame) <= 80 for frame in frames), frames
+    rows = metrics_of(tmp_path / "arithmetic-grpo")[1:]
+    told = {(int(found[1]), found[2]) for frame in frames if (found := re.match(LINE, frame))}
+    assert told == {(step, f"{row['critic/rewards/mean']:.3f}") for step, row in enumerate(rows, 1)}
+
+
+def test_progress_in_a_log(model: Path, tmp_path: Path, reward: str) -> None:
+    """A line for each step, and no bar."""
+    run = [*small(model, tmp_path, "--reward", reward), "--steps", "3"]
+    done = subprocess.run([sys.executable, SCRIPT, *run], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "\r" not in done.stderr, done.stderr[-3000:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+    assert [re.fullmatch(LINE, line)[1] for line in lines] == ["1", "2", "3"]  # type: ignore[index]
 
 
 def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
@@ -260,12 +311,13 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
     found = [row["rollout/num_journaled"] for row in rows[1:]]
     assert found[:3] == [0, 0, 16] and found[3] in (0, 8, 16) and found[4] == 0
     assert rank == 1 or found[3] == 16
-    # Nor does it count as sampled, in the little time that it took to read it.
+    # Nor is there a speed of what a killed run has sampled in a time that nobody knows.
     for row, line in zip(rows[1:], (folder / "lengths.jsonl").read_text().splitlines(), strict=True):
-        sampled = row["perf/rollout_tokens_per_second"] * row["timing_s/gen"]
-        assert row["perf/throughput"] * row["timing_s/step"] * 2 == pytest.approx(sampled)
-        assert (sampled == 0) == (row["rollout/num_journaled"] == 16)
-        assert (sampled == pytest.approx(sum(json.loads(line)["lengths"]))) == (row["rollout/num_journaled"] == 0)
+        assert ("perf/throughput" in row) == (row["rollout/num_journaled"] == 0)
+        if "perf/throughput" in row:
+            sampled = row["perf/rollout_tokens_per_second"] * row["timing_s/gen"]
+            assert sampled == pytest.approx(sum(json.loads(line)["lengths"]))
+            assert row["perf/throughput"] * row["timing_s/step"] * 2 == pytest.approx(sampled)
     assert [path.stat().st_size for path in (folder / "journal").iterdir()] == [0, 0]
     for file in ("lengths.jsonl", "samples.jsonl"):
         assert (folder / file).read_text() == (uninterrupted / file).read_text()
