@@ -19,8 +19,8 @@ from experiments import launch
 from experiments.comparison.results import check_folders
 
 MAIN = (
-    *("critic/rewards/mean", "val-core/pass@1", "response_length/mean", "actor/entropy", "actor/grad_norm"),
-    *("rollout_corr/kl", "timing_s/gen", "timing_s/step", "perf/throughput"),
+    *("critic/rewards/mean", "val-core/reward/mean", "val-core/pass@1", "response_length/mean", "actor/entropy"),
+    *("actor/grad_norm", "rollout_corr/kl", "timing_s/step", "perf/throughput"),
 )
 """Metrics that the page shows first, and in its table."""
 PAGE = Path(__file__).with_name("compare_runs.html")
