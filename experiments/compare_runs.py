@@ -41,17 +41,18 @@ class CompareConfig:
         check_folders(self)
         if not self.runs:
             raise ValueError("runs=(): give the folder of at least one run, as runs/NAME")
-        for run in self.runs:
-            if not read_jsonl(run / "metrics.jsonl"):
-                raise ValueError(f"runs={str(run)!r}: there is no step in {run / 'metrics.jsonl'}; give a run's folder")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Returns the run's options, each metric as [step, value] pairs, and how far it is."""
+    """Returns the run's options, each metric as [step, value] pairs, and how far it is. Raises ValueError if it has no
+    step."""
+    rows = read_jsonl(folder / "metrics.jsonl")
+    if not rows:
+        raise ValueError(f"runs={str(folder)!r}: there is no step in {folder / 'metrics.jsonl'}; give a run's folder")
     options = flat(read_json(folder / "config.json", dict[str, Any]))
     curves: dict[str, list[tuple[int, float]]] = {}
     step = 0
-    for row in read_jsonl(folder / "metrics.jsonl"):
+    for row in rows:
         step = int(row.pop("training/global_step"))
         for metric, value in row.items():
             curves.setdefault(metric, []).append((step, value))
