@@ -72,9 +72,9 @@ def told_once() -> Iterator[None]:
 def as_typed(message: str) -> str:
     """Returns a message that begins with a field's name, as `EngineConfig.block_size=0: ...`, with the option of this
     command in its place, as it was typed: `--rollout.block-size=0: ...`."""
-    field, is_field, rest = message.partition("=")
+    field, _, rest = message.partition("=")
     name = field.rpartition(".")[2].replace("_", "-")
-    for argument in sys.argv[1:] if is_field else ():
+    for argument in sys.argv[1:] if re.fullmatch(r"[\w.]+", field) else ():
         option = argument.partition("=")[0]
         if option.startswith("--") and option.removeprefix("--").rpartition(".")[2] == name:
             return f"{option}={rest}"

@@ -1,4 +1,4 @@
-"""Ends of a process that `launch` has prepared: by a signal, wherever it waits."""
+"""Ends of a process that `launch` has prepared: by a signal, wherever it waits; and how its errors name options."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from experiments import launch
 
 ROOT = Path(__file__).parents[2]
 WAITS_IN_CPP = """
@@ -198,3 +200,19 @@ def test_different_tokens_fail_after_the_result(tmp_path: Path, answer: str, cod
     assert done.returncode == code and place in done.stderr and "Traceback" not in done.stderr
     cases = next(iter(json.loads(done.stdout).values()))
     assert cases["a"]["tokens_equal"] and cases["b"]["T=1"]["tokens_equal"] is (answer not in ("no", "anew"))
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("data='/nope': cannot be read", "--data='/nope': cannot be read"),
+        ("EngineConfig.block_size=0: must be", "--rollout.block-size=0: must be"),
+        ("EngineConfig.kv_cache_bytes=0: must be", "EngineConfig.kv_cache_bytes=0: must be"),
+        ("resume: trainer.data=3 now, 4 before", "resume: trainer.data=3 now, 4 before"),
+        ("a sentence without a field", "a sentence without a field"),
+    ],
+)
+def test_an_error_names_the_option_as_it_was_typed(monkeypatch: pytest.MonkeyPatch, message: str, told: str) -> None:
+    typed = ["--data", "/nope", "--rollout.block-size=0", "--rollout.kv-cache-mib", "0", "kv-cache-bytes"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *typed])
+    assert launch.as_typed(message) == told

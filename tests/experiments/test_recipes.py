@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_docs import FILES
-from tests.worlds import ROOT
+from tests.worlds import ROOT, refused_by
 
 PAGE = (ROOT / "docs/training.md").read_text()
 COMMANDS = re.findall(
@@ -54,6 +54,14 @@ def test_a_recipe_makes_a_step(command: str, text_model: str, tmp_path: Path) ->
         assert set(json.loads((folder / "samples.jsonl").read_text().splitlines()[0])["answer"]) <= set("xyz")
     if "--bonus" in command:
         assert config["algorithm"] == {"bonus": 0.02} and "actor/loss" in step
+
+
+def test_a_task_without_held_out_problems_says_so(text_model: str, tmp_path: Path) -> None:
+    broken = FILES["reverse.py"].replace("range(count)", "range(0)")
+    (tmp_path / "reverse.py").write_text(broken)
+    options = ["--task", f"{tmp_path}/reverse.py:Reverse", "--model", text_model, "--runs", str(tmp_path), *SHORT]
+    told = refused_by("train", options)
+    assert "error: held-out problems: none of 0 can run: the task has none; give it some, or --eval-every 0" in told
 
 
 @pytest.mark.parametrize(
