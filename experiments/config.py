@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 from msgspec import Meta
@@ -32,6 +33,7 @@ from engines.coordination.policies import OnDemand, SchedulePolicy
 from experiments import launch
 from experiments.chat_options import ChatOptions
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
+from experiments.grouped_help import print_help
 from experiments.policies import IN_CHUNKS, ChunkFields, own_class, schedule_policy
 from research.pat.controller import PatOptions
 from research.seer.context_aware import ContextOptions
@@ -289,7 +291,31 @@ def parse(arguments: list[str]) -> TrainConfig:
     except ValueError as error:
         print(f"error: {launch.as_typed(str(error))}", file=sys.stderr)
         sys.exit(2)
+    if {"-h", "--help"} & {*arguments}:
+        print_help(kind, partial(_group_of, kind), GROUPS, description=TrainConfig.__doc__)
+        sys.exit()
     return tyro.cli(kind, args=arguments, description=TrainConfig.__doc__)
+
+
+GROUPS = ("run", "data", "model", "rollout", "optimiser", "algorithm", "wandb")
+_OF_DATA = ("task", "reward", "reward_limits", *(one.name for one in fields(ChatOptions)))
+_OF_ROLLOUT = ("rollout", "pat", "dispatch", "layout_policy", "pat_profile", "tensor_parallel_size")
+
+
+def _group_of(kind: type[TrainConfig], option: str) -> str:
+    """Returns the group of an option in `--help`."""
+    hints, name = get_type_hints(kind), option.partition(".")[0]
+    if name == "model" or name.startswith("lora_"):
+        return "model"
+    if name in _OF_DATA or name in _names(hints["task_options"]) - {"seed"}:
+        return "data"
+    if name in _OF_ROLLOUT or name in _names(ChunkFields):
+        return "rollout"
+    if name == "algo" or name in _names(hints["algorithm"]):
+        return "algorithm"
+    if name in _names(TrainerConfig):
+        return "optimiser"
+    return "wandb" if name.startswith("wandb") else "run"
 
 
 def _config_type(algo: str, task: str, arguments: list[str]) -> type[TrainConfig]:

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
+from experiments import config
+from experiments.config import parse
 from experiments.generate import GenerateConfig
 from experiments.run_folder import replace_text
 from tests.worlds import ROOT, refused_by
@@ -29,6 +32,35 @@ def start(script: str, *arguments: str, stdin: str = "", ranks: int = 0) -> subp
 def lines(done: subprocess.CompletedProcess[str]) -> list[Any]:
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_options_of_training_are_in_groups(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Each option that tyro has, once, with its explanation, in the group where a reader looks for it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    algo = ["--algo", "dapo", "--task", "jsonl"]
+    with pytest.raises(SystemExit) as ended:
+        parse([*algo, "--help"])
+    shown = capsys.readouterr().out
+    monkeypatch.setattr(config, "print_help", lambda kind, *_, **__: tyro.cli(kind, args=["--help"]))
+    with pytest.raises(SystemExit):
+        parse([*algo, "--help"])
+    plain = capsys.readouterr().out
+    option = r"^[ │] --(\w[\w.-]*)"
+    assert sorted(re.findall(option, shown, re.M)) == sorted(re.findall(option, plain, re.M)) != []
+    assert ended.value.code is None and "-" * 20 not in shown and max(map(len, shown.splitlines()[1:])) <= 80
+    groups = re.split(r"^(\w+)\n-+\n", shown, flags=re.M)
+    found = dict(zip(groups[1::2], (re.findall(option, text, re.M) for text in groups[2::2]), strict=True))
+    assert [*found] == ["run", "data", "model", "rollout", "optimiser", "algorithm", "wandb"]
+    for group, names in {
+        "run": ["name", "steps", "seed", "eval-every"],
+        "data": ["task", "data", "answer-column", "reward", "system-prompt"],
+        "model": ["model", "lora-rank"],
+        "rollout": ["rollout.max-tokens", "dispatch", "chunk-tokens", "pat.margin", "rollout.drafter"],
+        "optimiser": ["learning-rate", "zero-stage"],
+        "algorithm": ["algo", "ratio-clip-high", "overlong-cache"],
+        "wandb": ["wandb", "wandb-group"],
+    }.items():
+        assert {*names} <= {*found[group]}, group
 
 
 HEAVY = {"torch", "transformers", "deepspeed", "wandb", "matplotlib"}
