@@ -57,7 +57,7 @@ def test_the_options_of_training_are_in_groups(capsys: pytest.CaptureFixture[str
         "model": ["model", "lora-rank"],
         "rollout": ["rollout.max-tokens", "dispatch", "chunk-tokens", "pat.margin", "rollout.drafter"],
         "optimiser": ["learning-rate", "zero-stage"],
-        "algorithm": ["algo", "ratio-clip-high", "overlong-cache"],
+        "algorithm": ["algo", "ratio-clip-high", "overlong-factor"],
         "wandb": ["wandb", "wandb-group"],
     }.items():
         assert {*names} <= {*found[group]}, group

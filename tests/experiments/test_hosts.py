@@ -1,0 +1,71 @@
+"""Training over two hosts: network namespaces of this machine, which share its disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.test_train import SCRIPT, metrics_of, small
+from tests.worlds import run_main
+
+NAMESPACE = ["unshare", "--map-root-user", "--net", "--pid", "--mount-proc", "--fork", "--kill-child", "bash", "-c"]
+HOSTS = """
+set -e
+mount -t tmpfs none /run
+ip netns add first
+ip netns add second
+ip link add eth-first type veth peer name eth-second
+for host in first second; do
+    ip link set eth-$host netns $host
+    ip -n $host link set lo up
+    ip -n $host link set eth-$host up
+done
+ip -n first addr add 10.9.0.1/24 dev eth-first
+ip -n second addr add 10.9.0.2/24 dev eth-second
+"""
+RUN = """
+start() {
+    GLOO_SOCKET_IFNAME=eth-$1 ip netns exec $1 unshare --uts bash -c 'hostname $0 && exec "$@"' $1 \\
+        "$TORCHRUN" --nnodes 2 --node-rank $2 --nproc-per-node 1 --master-addr 10.9.0.1 --master-port 29500 -- "${@:3}"
+}
+start second 1 "$@" &
+start first 0 "$@"
+"""
+
+
+def why_not() -> str | None:
+    if not all(map(shutil.which, ("unshare", "ip", "mount"))):
+        return "needs unshare, mount and ip (apt-get install iproute2)"
+    tried = subprocess.run([*NAMESPACE, HOSTS], capture_output=True, text=True)
+    return f"no network namespaces here: {tried.stderr[-200:]}" if tried.returncode else None
+
+
+@pytest.mark.parametrize("dispatch", ["static", "on-demand"])
+def test_two_hosts_train_as_one(text_model: str, tmp_path: Path, dispatch: str) -> None:
+    """The same digits where nothing depends on time, and the same tokens of the first step where it does."""
+    if reason := why_not():
+        pytest.skip(reason)
+    (tmp_path / "vowels.py").write_text(
+        "def score(completions, **_):\n    return [float(sum(map(ord, one)) % 3 > 0) for one in completions]\n"
+    )
+    options = ["--deterministic"] if dispatch == "static" else ["--dispatch", "on-demand", "--rollout.dtype", "float64"]
+    options += ["--reward", f"{tmp_path / 'vowels.py'}:score", "--steps", "2", "--eval-every", "0"]
+    run = small(Path(text_model), tmp_path / "runs", *options)
+    one = Path(run_main("train", [*run, "--name", "one"], num_ranks=2)["run_dir"])
+    command = [*NAMESPACE, HOSTS + RUN, "bash", SCRIPT, *run, "--name", "two"]
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    threads = {"OMP_NUM_THREADS": "1", "TORCHRUN": str(Path(sys.executable).parent / "torchrun")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=kept | threads)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = Path(json.loads(done.stdout.splitlines()[-1])["run_dir"])
+    if dispatch == "static":
+        assert metrics_of(one) == metrics_of(two) and len(metrics_of(two)) == 2
+        assert any(row.get("actor/grad_norm") for row in metrics_of(two)), "something was learned from"
+    firsts = [json.loads((folder / "lengths.jsonl").read_text().splitlines()[0]) for folder in (one, two)]
+    assert firsts[0]["digest"] == firsts[1]["digest"]
