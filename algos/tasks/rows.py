@@ -53,13 +53,16 @@ def _parse(line: bytes, place: str) -> Row:
         raise ValueError(f"{place}: not valid JSON ({error}); the file may be truncated") from None
     if not isinstance(values, dict):
         raise ValueError(f"{place}: holds {_kind(values)}; give an object with a value for each column")
+    try:
+        msgspec.msgpack.encode(values)  # as a reward's process gets them
+    except (OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"{place}: holds no plain text and numbers of 64 bits ({error})") from None
     return Row(place, values)
 
 
 def _read_table(path: str) -> list[dict[str, Any]]:
     try:
         from datasets import Dataset, load_from_disk
-        from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError as error:
         raise ValueError(
@@ -67,13 +70,15 @@ def _read_table(path: str) -> list[dict[str, Any]]:
         ) from None
     try:
         table = load_from_disk(path) if Path(path).is_dir() else Dataset(read_table(path))
-    except (ArrowException, FileNotFoundError) as error:
+        rows = table.to_list() if isinstance(table, Dataset) else []
+        # Dates become text, also those in nanoseconds, which pandas writes and which come as its own type.
+        plain: list[dict[str, Any]] = msgspec.json.decode(msgspec.json.encode(rows, enc_hook=str))
+    except Exception as error:  # what the libraries raise depends on what is wrong with the file
         raise ValueError(f"{path}: is no parquet file or folder that `datasets` has saved ({error})") from None
     if not isinstance(table, Dataset):
         raise ValueError(
             f"{path}: holds the splits {sorted(table)}; give the folder of one: {path}/{next(iter(table))}"
         )
-    plain: list[dict[str, Any]] = msgspec.json.decode(msgspec.json.encode(table.to_list()))  # dates become text
     return plain
 
 

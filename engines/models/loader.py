@@ -72,9 +72,12 @@ def check_adapter(directory: str | Path, base_model: str | Path | None = None) -
             if match is None:
                 raise ValueError(f"{path}: {key!r} is no factor A or B of LoRA, others are not supported; {MERGE}")
             factors.setdefault(f"{match[1]}.weight", {})[match[2]] = file.get_slice(key).get_shape()
+    if not factors:
+        raise ValueError(f"{path}: has no tensors, so it adapts nothing; save the adapter again")
     for name, found in factors.items():
         a, b, whole = found.get("A"), found.get("B"), shapes.get(name)
-        if a is None or b is None or whole is None or len(whole) != 2 or [b[0], a[1]] != [*whole] or b[1] != a[0]:
+        fits = a and b and whole and len(whole) == 2 and a[0] > 0 and [b, a] == [[whole[0], a[0]], [a[0], whole[1]]]
+        if not fits:
             has = "has no such matrix" if whole is None else f"has {list(whole)} there"
             raise ValueError(
                 f"{path}: adapts {name!r} by A {a} and B {b}, but the model in {str(base)!r} {has}; give the adapter's "

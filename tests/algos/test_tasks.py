@@ -13,6 +13,7 @@ from algos.rewards.math import math_verify_reward
 from algos.tasks.arithmetic import ArithmeticTask, solution
 from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.jsonl import JsonlTask
+from algos.tasks.rows import read_rows
 from algos.tasks.task import Problem, Task
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -270,6 +271,8 @@ class TestJsonl:
             ('{"prompt": "x", "gold": 1}', {"prompt_template": "{prompt} {level}"}, "has no column 'level', only"),
             ('"x"', {}, "holds text; give an object"),
             ('{"prompt": "x"', {}, "not valid JSON"),
+            ('{"prompt": "x", "gold": 36893488147419103232}', {}, "holds no plain text and numbers of 64 bits"),
+            ('{"prompt": "half a pair: \\ud83d"}', {}, "holds no plain text and numbers of 64 bits"),
         ],
     )
     def test_an_unusable_row_is_named(self, tmp_path, line, options, message):
@@ -306,6 +309,21 @@ class TestJsonl:
         for problems in zip(*([task.train_problem(i) for i in range(15)] for task in tasks), strict=True):
             assert problems[0] == problems[1]
         assert tasks[0].held_out_problems(9) == tasks[1].held_out_problems(9)
+
+    def test_dates_of_pandas_are_text(self, tmp_path):
+        pandas = pytest.importorskip("pandas")
+        dates = pandas.to_datetime(["2026-01-02 03:04", "2026-05-06 00:00"]).as_unit("ns")
+        pandas.DataFrame({"prompt": ["a", "b"], "date": dates}).to_parquet(tmp_path / "a.parquet")
+        rows = read_rows("data", str(tmp_path / "a.parquet"))
+        assert [row.values["date"] for row in rows] == ["2026-01-02 03:04:00", "2026-05-06 00:00:00"]
+
+    @pytest.mark.parametrize("text", ["[]", "{", '{"_data_files": 3}'])
+    def test_a_damaged_folder_is_named(self, tmp_path, text):
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(OWN).save_to_disk(str(tmp_path / "own"))
+        (tmp_path / "own" / "state.json").write_text(text)
+        with pytest.raises(ValueError, match="own: is no parquet file or folder that `datasets` has saved"):
+            read_rows("data", str(tmp_path / "own"))
 
     def test_splits_and_broken_tables_are_told(self, tmp_path):
         datasets = pytest.importorskip("datasets")

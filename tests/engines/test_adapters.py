@@ -126,6 +126,13 @@ def remove_one(adapter: Path) -> None:
     save_file(dict(list(load_file(path).items())[1:]), path)
 
 
+def empty(adapter: Path, shape: Callable[[list[int]], list[int]] | None = None) -> None:
+    """Leaves no tensors, or tensors of another shape."""
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path) if shape else {}
+    save_file({name: torch.ones(shape([*one.shape])) for name, one in tensors.items() if shape}, path)
+
+
 def cut(adapter: Path) -> None:
     path = adapter / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
@@ -144,6 +151,11 @@ def cut(adapter: Path) -> None:
         ),
         (lambda path: change_config(path, lora_alpha="x"), r"adapter_config\.json: Expected `float"),
         (remove_one, r"adapts 'model\.layers\.0\..*by A None and B \["),
+        (empty, r"adapter_model\.safetensors: has no tensors, so it adapts nothing; save the adapter again"),
+        # What ZeRO-3 leaves of a tensor that nobody has gathered, a scalar, and factors of rank 0.
+        (lambda path: empty(path, lambda shape: [0]), r"adapts 'model\.layers\.0\..*by A \[0\] and B \[0\]"),
+        (lambda path: empty(path, lambda shape: []), r"adapts 'model\.layers\.0\..*by A \[\] and B \[\]"),
+        (lambda path: empty(path, lambda shape: [0 if n == 3 else n for n in shape]), r"by A \[0, .* and B \[.*, 0\]"),
         (cut, r"adapter_model\.safetensors: not a whole safetensors file"),
         (lambda path: (path / "adapter_model.safetensors").unlink(), r"adapter_model\.safetensors: missing"),
     ],
