@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,17 +30,17 @@ from tqdm import tqdm
 
 from algos.warmstart_config import ModelSize
 from engines import LLM, SamplingParams
-from engines.config import DrafterName, DraftLengths, DraftNoise, EngineConfig, ModelConfig
-from engines.constraints import Count, check_fields
+from engines.config import DraftNoise, EngineConfig, ModelConfig
+from engines.constraints import Count
 from engines.models.hugging_face import read_checkpoint
 from engines.parallel.collectives import SingleRank
 from engines.sequence import SequenceKey, SequenceState, Work
 from engines.speculation.choose import choose_drafter
 from engines.speculation.marginal_gain import MarginalGain
-from engines.speculation.policy import AdaptedDrafter, DraftPolicy
+from engines.speculation.policy import AdaptedDrafter
 from engines.speculation.suffix_tree import SpeculationArgs
 from experiments import draft_drift, draft_sharing, launch
-from experiments.comparison.results import check_figure, check_folders, report
+from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.turns import Row, in_columns, interleave, make_row, short, table
 from experiments.trained import dtype, encode, make_model, prompts, trained
 from research.seer.acceptance import acceptance_length
@@ -58,7 +58,7 @@ Tokens = dict[tuple[int, int], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftingConfig:
+class DraftingConfig(ResultOptions):
     """Measure drafting on the additions that the embedded model has learnt."""
 
     models: Path = Path("runs/models")
@@ -88,15 +88,11 @@ class DraftingConfig:
     all parts."""
     seed: int = 0
     """Seed of the sampling noise."""
-    output: Path | None = None
-    """Also write the JSON result to this file."""
     figure: Path | None = None
     """Draw acceptance and speed-up to this file."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "")
-        check_folders(self)
-        check_figure(self.figure)
+        super().__post_init__()
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)  # raises ValueError
 
@@ -204,32 +200,24 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
 # -- speedup of a batch with references
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A drafter, and how long its drafts are."""
-
-    drafter: DrafterName
-    policy: DraftPolicy = MarginalGain
-    draft_lengths: DraftLengths = "adaptive"
-    draft_paths: int = 1
-    draft_model: ModelSize | None = None
-
-
+Variant = dict[str, Any]
+"""A drafter: options of the engine, and `draft_policy`."""
 PLAIN = "none"
 AT_ALL_BATCHES = (PLAIN, "grouped", "grouped, always 8", "grouped, never")
 FEWEST = 3
 """Sequences that a turn of the speedup part generates at least."""
+GROUPED: Variant = {"drafter": "grouped_suffix"}
 VARIANTS: dict[str, Variant] = {
-    PLAIN: Variant("none"),
-    "grouped": Variant("grouped_suffix"),
-    "grouped, 4 paths": Variant("grouped_suffix", draft_paths=4),
-    "grouped, thresholds": Variant("grouped_suffix", Thresholds),
-    "grouped, always 8": Variant("grouped_suffix", draft_lengths="fixed"),
-    "grouped, never": Variant("grouped_suffix", partial(MarginalGain, margin=1e9)),
-    "suffix": Variant("suffix"),
-    "ngram": Variant("ngram"),
-    "draft-2l": Variant("model", draft_model="draft-2l"),
-    "draft-1l": Variant("model", draft_model="draft-1l"),
+    PLAIN: {},
+    "grouped": GROUPED,
+    "grouped, 4 paths": GROUPED | {"draft_paths": 4},
+    "grouped, thresholds": GROUPED | {"draft_policy": Thresholds},
+    "grouped, always 8": GROUPED | {"draft_lengths": "fixed"},
+    "grouped, never": GROUPED | {"draft_policy": partial(MarginalGain, margin=1e9)},
+    "suffix": {"drafter": "suffix"},
+    "ngram": {"drafter": "ngram"},
+    "draft-2l": {"drafter": "model", "draft_model": "draft-2l"},
+    "draft-1l": {"drafter": "model", "draft_model": "draft-1l"},
 }
 
 
@@ -246,40 +234,40 @@ class Bench:
     def __init__(self, folder: Path, *, max_num_seqs: int) -> None:
         """Plans for the largest drafts of the variants."""
         self._models, self._model, self._max_num_seqs = folder.parent, ModelConfig.from_pretrained(folder), max_num_seqs
-        largest = self._config(Variant("grouped_suffix", draft_paths=max(PATHS)))
+        largest = self._config(GROUPED | {"draft_paths": max(PATHS)})
         self._llm = LLM(folder, **asdict(largest))
         self._engine = self._llm._engine
         self.replica = self._engine.replica
 
-    def _config(self, variant: Variant) -> EngineConfig:
-        draft_model = trained(self._models, variant.draft_model) if variant.draft_model else None
+    def _config(self, options: Variant) -> EngineConfig:
+        if size := options.get("draft_model"):
+            options = {**options, "draft_model": str(trained(self._models, size))}
         return EngineConfig(
             dtype=dtype(),
             kv_cache_bytes=(self._max_num_seqs + 1) * _MAX_LEN * self._model.kv_bytes_per_token(4),
             max_num_seqs=self._max_num_seqs,
             max_model_len=_MAX_LEN,
-            drafter=variant.drafter,
-            draft_paths=variant.draft_paths,
-            draft_model=None if draft_model is None else str(draft_model),
+            **options,
         )
 
     def use(self, variant: Variant, siblings: Sequence[SequenceState] = ()) -> None:
         """Gives the replica a new drafter; one that drafts from groups has seen these sequences, which have ended."""
-        if variant.drafter == PLAIN:
+        if not variant:
             self.replica.drafter = None
             return
-        config, row_times = replace(self._config(variant), draft_lengths="fixed"), self._engine.row_times
+        options = {"draft_policy": MarginalGain, "draft_lengths": "adaptive", **variant}
+        policy, adapts = options.pop("draft_policy"), options.pop("draft_lengths") == "adaptive"
+        config, row_times = self._config(options | {"draft_lengths": "fixed"}), self._engine.row_times
         model = self._engine.make_model_drafter(config, self._model, _MAX_LEN)
         if model is not None:
             model.load()
-        drafter = choose_drafter(config, variant.policy, row_times, SingleRank(), model=model)
+        drafter = choose_drafter(config, policy, row_times, SingleRank(), model=model)
         assert drafter is not None
-        if variant.drafter == "grouped_suffix":
+        if config.drafter == "grouped_suffix":
             drafter.propose(list(siblings), [1] * len(siblings), len(siblings), len(siblings))
             for state in siblings:
                 drafter.finish(state)
-        adapts = variant.draft_lengths == "adaptive"
-        self.replica.drafter = AdaptedDrafter(drafter, variant.policy(row_times)) if adapts else drafter
+        self.replica.drafter = AdaptedDrafter(drafter, policy(row_times)) if adapts else drafter
 
     def roll_out(self, states: Iterable[SequenceState]) -> Timed:
         """Generates all sequences, as many at a time as there is room for."""
@@ -364,7 +352,7 @@ def time_rollout(bench: Bench, variant: Variant, ids: list[list[int]]) -> float:
     """Seconds of 8 samples of each prompt. Group drafts take sample 0 of all prompts first, as `LLM.generate` does."""
     bench.use(variant)
     states = [_state(uid, sample, prompt, []) for uid, prompt in enumerate(ids) for sample in range(8)]
-    if variant.drafter == "grouped_suffix":
+    if variant == GROUPED:
         states.sort(key=lambda state: state.key.sample_index)
     return bench.roll_out(states).seconds
 

@@ -22,6 +22,9 @@ from engines.json_files import read_jsonl
 from engines.rollout.telemetry import StepRecord
 from experiments.time_bins import spread
 
+plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+Bars = Mapping[Any, Sequence[float]]
+"""Heights by what they are of, and where there is one the range: the height, or the height, the least and the most."""
 PHASES = ("gen", "reward", "update_actor", "update_weights", "testing")
 
 
@@ -71,7 +74,6 @@ def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tie
                 if step.tp_size > 1 and (before is None or before.tp_size != step.tp_size):
                     ax.annotate(f"TP{step.tp_size}", (step.start - origin, row + 0.4), fontsize=7)
         ax.set(title=name.replace("_", " "), ylabel="replica", yticks=rows)
-        ax.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("seconds")
     scale = plt.cm.ScalarMappable(cmap=colours, norm=plt.Normalize(0, largest))
     figure.colorbar(scale, ax=axes[:, 0].tolist(), label="sequences in the step")
@@ -103,7 +105,6 @@ def draw_instances(
                 ax.step(starts, values, where="post", linewidth=0.8)
         for ax in column:
             ax.axvspan(tails[name] - origin, end - origin, color="grey", alpha=0.2, linewidth=0)
-            ax.spines[["top", "right"]].set_visible(False)
         column[0].set_title(textwrap.fill(name, 20))
         column[3].set_xlabel("seconds")
     for ax, label in zip(
@@ -133,16 +134,34 @@ def draw_drafting(
         ax.legend()
     if speedup:
         ax = axes[0][-1]
-        batches = sorted({batch for row in speedup.values() for batch in row})
-        width = 0.8 / len(speedup)
-        for place, (name, row) in enumerate(speedup.items()):
-            places = [batches.index(batch) + (place + 0.5) * width - 0.4 for batch in row]
-            ax.bar(places, list(row.values()), width, label=name)
+        _bars(ax, {name: {batch: [value] for batch, value in row.items()} for name, row in speedup.items()})
         ax.axhline(1.0, color="black", linewidth=0.8)
-        ax.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         ax.set(xlabel="sequences at a time", ylabel="times as fast as without drafts")
-        ax.legend(fontsize="small")
     return save(figure, path, "Drafts from groups: acceptance and speed-up", tier)
+
+
+def draw_tasks(path: Path, title: str, panels: Sequence[tuple[str, str, Mapping[str, Bars]]], tier: str) -> Path:
+    """Draws panels, each with a title, a unit and bars: a group of them per task, in it one per variant."""
+    figure, axes = plt.subplots(2, -(-len(panels) // 2), figsize=(15, 8), layout="constrained", squeeze=False)
+    for ax, (name, unit, values) in zip(axes.flat, panels, strict=False):
+        _bars(ax, values)
+        ax.set(title=f"{name} ({tier})", ylabel=unit, xlabel="task")
+    for ax in axes.flat[len(panels) :]:
+        ax.remove()
+    return save(figure, path, title, tier)
+
+
+def _bars(ax: Axes, rows: Mapping[str, Bars]) -> None:
+    """Draws a group of bars for each key, in it one for each of the `rows`."""
+    keys = list(dict.fromkeys(key for row in rows.values() for key in row))
+    width = 0.8 / len(rows)
+    for place, (name, row) in enumerate(rows.items()):
+        places = [keys.index(key) + (place + 0.5) * width - 0.4 for key in row]
+        ax.bar(places, [value[0] for value in row.values()], width, label=name)
+        for at, value in zip(places, row.values(), strict=True):
+            ax.plot([at] * len(value[1:]), value[1:], color="black", linewidth=0.8)
+    ax.set_xticks(range(len(keys)), [textwrap.fill(str(key), 12) for key in keys])
+    ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tier: str) -> Path:
@@ -166,7 +185,7 @@ def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tier: 
     running.set(xlabel="seconds", ylabel="running sequences", ylim=0)
     places.set(xlabel="place in the draft", ylabel="share accepted", ylim=(0, 1))
     places.xaxis.set_major_locator(MaxNLocator(integer=True))
-    tokens.legend(frameon=False)
+    tokens.legend()
     return save(figure, path, "Drafts over time, and by place", tier)
 
 
@@ -202,7 +221,6 @@ def _figure(path: Path, draw: Callable[[Axes, list[Any]], str], rows: list[Any],
     """`draw` returns the title."""
     figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
     title = draw(ax, rows)
-    ax.spines[["top", "right"]].set_visible(False)
     return save(figure, path, title, tier)
 
 
@@ -211,7 +229,7 @@ def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> str:
     right = ax
     if not all(0 <= row.get("critic/rewards/mean", 0) <= 1 for row in metrics):
         right = ax.twinx()
-        right.spines["top"].set_visible(False)
+        right.spines["right"].set_visible(True)
     for key, own, colour, style in (("critic/rewards/mean", ax, "C0", "-"), ("val-core/pass@1", right, "C1", "o-")):
         points = [(row["training/global_step"], row[key]) for row in metrics if key in row]
         own.plot([step for step, _ in points], [value for _, value in points], style, color=colour, label=key, ms=4)
@@ -223,7 +241,7 @@ def _reward(ax: Axes, metrics: list[dict[str, Any]]) -> str:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_ylim(0, 1.02)
     if right is ax:
-        ax.legend(frameon=False)
+        ax.legend()
     return "Reward in training, pass@1 on held-out problems"
 
 
@@ -234,7 +252,7 @@ def _phases(ax: Axes, steps: list[dict[str, Any]]) -> str:
     ax.stackplot(x, *series.values(), labels=list(series), alpha=0.85)
     ax.set(xlabel="step", ylabel="seconds")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return "Time per step by phase"
 
 
@@ -245,7 +263,7 @@ def _lengths(ax: Axes, lengths: list[dict[str, Any]]) -> str:
         share = [1 - i / len(values) for i in range(len(values))]
         ax.step(values, share, where="post", label=f"{label} (median {values[len(values) // 2]}, longest {values[-1]})")
     ax.set(xlabel="tokens", ylabel="share of responses at least as long", xscale="log", yscale="log")
-    ax.legend(frameon=False)
+    ax.legend()
     return "Response lengths and their tail"
 
 
@@ -257,5 +275,5 @@ def _live_batch(ax: Axes, steps: list[StepRecord]) -> str:
         ax.step(times, [step.num_running for step in own] + [0], where="post", label=f"replica {replica}")
     ax.set(xlabel="seconds", ylabel="running sequences")
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False)
+    ax.legend()
     return "Live batch over the last rollout"

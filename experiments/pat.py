@@ -65,8 +65,6 @@ class PatConfig(PartsConfig):
     """Width of the live part's model, which has 4 layers."""
     transport: Transport = "gloo"
     """Between the ranks of the live part."""
-    figure: Path | None = None
-    """Draw a figure of each case into this folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,8 +72,6 @@ class PatConfig(PartsConfig):
             raise ValueError(
                 f"ranks={self.ranks}: the paced part needs several TP sizes for all of them; give 2, 4 or 8"
             )
-        if self.figure is not None and not self.figure.is_dir():
-            raise ValueError(f"figure={str(self.figure)!r}: there is no such folder; make it")
 
 
 def main() -> dict[str, Any] | None:

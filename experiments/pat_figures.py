@@ -38,11 +38,10 @@ def draw_switches(
                 ax.axvline(moment - origin, color="grey", linestyle=":", linewidth=0.8)
     for ax, label in zip(axes, ("running sequences", "TP size", "tokens per second"), strict=True):
         ax.set_ylabel(label)
-        ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_yscale("log")
     axes[1].set_yscale("log", base=2)
     axes[1].yaxis.set_major_formatter("{x:g}")
-    axes[0].legend(frameon=False)
+    axes[0].legend()
     axes[-1].set_xlabel("seconds")
     return save(figure, path, title, tier)
 
@@ -59,9 +58,8 @@ def draw_throughput(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
             style = ":" if name.startswith("TP") else "-"
             ax.plot(*zip(*points, strict=True), style, marker="o", markersize=4, label=name)
         ax.set(title=f"Fig. {panel}\n{mine[0]['hosts']} x 8 {mine[0]['gpus']}", xlabel="limit, 1,024 tokens", ylim=0)
-        ax.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("tokens per second")
-    axes[0][0].legend(frameon=False, fontsize="small")
+    axes[0][0].legend(fontsize="small")
     return save(figure, path, "Generation by TP size, with PAT, and in hindsight", "sim")
 
 
@@ -92,9 +90,7 @@ def draw_profile(path: Path, profile: Profile, tier: str) -> Path:
     for row, label in zip(axes, ("milliseconds of a step", "tokens per second"), strict=False):
         row[0].set_ylabel(label)
         row[0].set_ylim(bottom=0)  # of all panels, once they have their points
-        row[0].legend(frameon=False, fontsize="small")
-        for ax in row:
-            ax.spines[["top", "right"]].set_visible(False)
+        row[0].legend(fontsize="small")
     return save(figure, path, f"Decode steps on {profile.subject['device']}", tier)
 
 
@@ -121,11 +117,9 @@ def draw_ways(
         panel.set(title=row["name"], xlim=(0, most), xlabel="seconds")
         panel.invert_yaxis()
     handles = [Patch(color=colour, label=part) for part, colour in colours.items()]
-    bars[0].legend(handles=handles, frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    bars[0].legend(handles=handles, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     for way, samples in memory.items():
         ax.plot(*zip(*samples, strict=True), label=way)
     ax.set(xlabel="seconds: the first switch, a step, the second one, a step", ylabel="MiB beyond the start")
-    ax.legend(frameon=False, fontsize="small")
-    for panel in (*bars, ax):
-        panel.spines[["top", "right"]].set_visible(False)
+    ax.legend(fontsize="small")
     return save(figure, path, "Ways to switch, and a rank's memory meanwhile", tier)

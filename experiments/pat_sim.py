@@ -24,10 +24,10 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from engines.constraints import Count, check_fields
+from engines.constraints import Count
 from engines.parallel.layout import Layout, nested_on_hosts
 from experiments import launch
-from experiments.comparison.results import check_figure, check_folders, report
+from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.rollouts import Variant
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, short
@@ -97,7 +97,7 @@ CELLS = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatSimConfig:
+class PatSimConfig(ResultOptions):
     """Simulate PAT's throughput figures."""
 
     seeds: Count = 3
@@ -110,15 +110,11 @@ class PatSimConfig:
     """Policies of your own beside PAT's, each FILE.py:Class: a class that is made and answers as `PatController`."""
     processes: Count | None = None
     """Cells that are simulated at the same time; by default one per core."""
-    output: Path | None = None
-    """Also write the JSON result to this file."""
     figure: Path | None = None
     """Draw tokens per second over the limit of the lengths."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "")
-        check_folders(self)
-        check_figure(self.figure)
+        super().__post_init__()
         if unknown := [name for name in self.cells if name not in {cell.name for cell in CELLS}]:
             raise ValueError(f"cells: {unknown[0]!r} is none of {', '.join(cell.name for cell in CELLS)}")
         for name in self.also:

@@ -85,16 +85,12 @@ class SeerConfig(PartsConfig, ChunkFields):
     long as the mean length, and KV for all sequences at once. By default none, with `--full` all."""
     processes: Count | None = None
     """Simulations at a time while the paced part's baselines are tuned; by default one per core."""
-    figure: Path | None = None
-    """Draw KV use, running sequences and preemptions of the ladder into this folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.chunks(BLOCK_SIZE, seed=self.seed).check(block_size=BLOCK_SIZE, max_tokens=CAP)
         for temperature in self.temperatures or ():
             SamplingParams(temperature=temperature)  # raises ValueError
-        if self.figure is not None and not self.figure.is_dir():
-            raise ValueError(f"figure={str(self.figure)!r}: there is no such folder; make it")
 
 
 def main() -> dict[str, Any] | None:

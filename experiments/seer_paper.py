@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.comparison.turns import in_columns, short
 
-DIVIDED, CONTEXT, DRAFTS = "divided", "context", "drafts"
+DIVIDED, CONTEXT, DRAFTS = TABLE_6 = ("divided", "context", "drafts")
 TAIL, OF_ORACLE = "context, tail", "context, of the oracle"
 ADAPTIVE, UNGROUPED, FIXED = FIG_11 = (
     "drafts over none",
@@ -22,7 +22,7 @@ ADAPTIVE, UNGROUPED, FIXED = FIG_11 = (
     "drafts over none, no adaptation",
 )
 FIGURES = {
-    **dict.fromkeys((DIVIDED, CONTEXT, DRAFTS), "Table 6"),
+    **dict.fromkeys(TABLE_6, "Table 6"),
     **dict.fromkeys((TAIL, OF_ORACLE), "Fig. 10"),
     **dict.fromkeys(FIG_11, "Fig. 11"),
 }
@@ -36,9 +36,10 @@ PAPER: dict[str, dict[str, float]] = {
 }  # fmt: skip
 
 
-def compare(task: str, ours: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Returns a row for each of our figures: the paper's for this task, None where it prints none; the band, whose
-    bounds may be None; and whether ours is inside."""
+def compare(task: str, measured: Mapping[str, float | None]) -> list[dict[str, Any]]:
+    """Returns a row for each of our figures that is not None: the paper's for this task, None where it prints none; the
+    band, whose bounds may be None; and whether ours is inside."""
+    ours = {name: value for name, value in measured.items() if value is not None}
     above = {
         DIVIDED: 1.0,
         CONTEXT: ours.get(DIVIDED, 1.0),

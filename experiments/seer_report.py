@@ -72,25 +72,18 @@ def describe(name: str, done: Done, *, task: str | None = None) -> dict[str, Any
         found["sim_over_paced"] = done.sim_over_paced
         found |= longer_than_paced(name, (run for some in runs.values() for run in some))
     if task is not None:
-        found["paper"] = seer_paper.compare(task, as_in_the_paper(found))
+        over_none = found["drafts_over_none"]
+        found["paper"] = seer_paper.compare(
+            task,
+            {
+                **dict(zip(seer_paper.TABLE_6, found["throughput"].values(), strict=True)),
+                seer_paper.TAIL: found["tail"][CONTEXT],
+                seer_paper.OF_ORACLE: found["of_oracle"],
+                **dict(zip(seer_paper.FIG_11, map(over_none.get, (SPECULATION, UNGROUPED, FIXED)), strict=True)),
+            },
+        )
         print(seer_paper.table(found["paper"]), file=sys.stderr, flush=True)
     return found
-
-
-def as_in_the_paper(found: Mapping[str, Any]) -> dict[str, float]:
-    """Returns our figures by the names of the paper's; those of variants that have not run are left out."""
-    over_none = found["drafts_over_none"]
-    ours = {
-        seer_paper.DIVIDED: found["throughput"][DIVIDED],
-        seer_paper.CONTEXT: found["throughput"][CONTEXT],
-        seer_paper.DRAFTS: found["throughput"][SPECULATION],
-        seer_paper.TAIL: found["tail"][CONTEXT],
-        seer_paper.OF_ORACLE: found["of_oracle"],
-        seer_paper.ADAPTIVE: over_none[SPECULATION],
-        seer_paper.UNGROUPED: over_none.get(UNGROUPED),
-        seer_paper.FIXED: over_none.get(FIXED),
-    }
-    return {name: value for name, value in ours.items() if value is not None}
 
 
 def not_exercised(runs: Mapping[str, list[Rollout]]) -> list[str]:

@@ -26,13 +26,13 @@ from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 from msgspec import Meta
 
-from engines.constraints import Count, Positive, check_fields
+from engines.constraints import Count, Positive
 from engines.coordination.policies import SchedulePolicy
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.rollout.pace import Path as KVPath
 from engines.sequence import SamplingParams, SequenceId
 from experiments import launch, seer_baseline, seer_paper
-from experiments.comparison.results import check_folders, report
+from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, median_and_range
@@ -138,7 +138,7 @@ CASES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeerSimConfig(ChunkFields):
+class SeerSimConfig(ResultOptions, ChunkFields):
     """Simulate Seer's scheduling."""
 
     cases: Annotated[tuple[CaseName, ...], Meta(min_length=1, description="one or more cases")] = tuple(CASES)
@@ -157,12 +157,11 @@ class SeerSimConfig(ChunkFields):
     """Also simulate drafts, as in Fig. 11, which takes a few times as long."""
     processes: Count | None = None
     """Rollouts that are simulated at the same time; by default one per core."""
-    output: Path | None = None
-    """Also write the JSON result to this file."""
+    figure: Path | None = None
+    """Draw the paper's Figs. 7, 8 and 10, and with `--drafts` 11, to this file."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "")
-        check_folders(self, ["output"])
+        super().__post_init__()
         fewest = min(CASES[name].instances for name in self.cases)
         if self.shrink > fewest:
             raise ValueError(f"shrink={self.shrink}: the smallest case has {fewest} instances; give at most as many")
@@ -235,6 +234,8 @@ def main() -> dict[str, Any]:
         }
     _print_table(rows)
     print(seer_paper.table([one for row in rows for one in row["paper"]]), file=sys.stderr)
+    if config.figure is not None:
+        _draw(config.figure, rows)
     return report("seer_sim", config, {"tier": "sim", "rows": rows}, hidden=["processes"])
 
 
@@ -280,27 +281,17 @@ def describe(case: CaseName, runs: dict[str, dict[int, list[dict[str, float]]]])
             "over_context": median_and_range([context[seed]["seconds"] / one["seconds"] for seed, one in pairs]),
             **{key: median_and_range([one[key] for _, one in pairs]) for key in pairs[0][1]},
         }
-    found = {name: {key: values[0] for key, values in one.items()} for name, one in variants.items()}
-    return {"case": case, "variants": variants, "paper": _as_in_the_paper(case, found)}
-
-
-def _as_in_the_paper(case: CaseName, found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    if case not in seer_paper.PAPER:
-        return []
-    ours = {
-        seer_paper.DIVIDED: found["divided"]["throughput"],
-        seer_paper.CONTEXT: found[CONTEXT]["throughput"],
-        seer_paper.TAIL: found[CONTEXT]["tail"],
-        seer_paper.OF_ORACLE: found[CONTEXT]["of_oracle"],
+    shown = {
+        seer_paper.DIVIDED: ("divided", "throughput"),
+        seer_paper.CONTEXT: (CONTEXT, "throughput"),
+        seer_paper.TAIL: (CONTEXT, "tail"),
+        seer_paper.OF_ORACLE: (CONTEXT, "of_oracle"),
+        seer_paper.DRAFTS: (DRAFTING, "throughput"),
+        **{figure: (name, "over_context") for figure, name in zip(seer_paper.FIG_11, DRAFTED, strict=True)},
     }
-    if DRAFTING in found:
-        ours |= {
-            seer_paper.DRAFTS: found[DRAFTING]["throughput"],
-            seer_paper.ADAPTIVE: found[DRAFTING]["over_context"],
-            seer_paper.UNGROUPED: found[UNGROUPED]["over_context"],
-            seer_paper.FIXED: found[FIXED]["over_context"],
-        }
-    return seer_paper.compare(case, ours)
+    ours = {figure: variants[name][key][0] for figure, (name, key) in shown.items() if name in variants}
+    paper = seer_paper.compare(case, ours) if case in seer_paper.PAPER else []
+    return {"case": case, "variants": variants, "paper": paper}
 
 
 def _median(some: list[dict[str, float]]) -> dict[str, float]:
@@ -363,11 +354,33 @@ def _simulate(config: SeerSimConfig, run: _Run) -> dict[str, float]:
     done = world.roll_out(Workload(prompts=prompts, params=params, lengths=lengths), variant)
     return {
         "seconds": done.seconds * scale,
+        "tokens_per_second": sum(lengths.values()) / done.seconds,
         "tail_s": done.tail_seconds * scale,
         "preempted": done.num_preempted,
         "kv_share": pace.transfer_s / num_instances / done.seconds,
         "simulated_in": time.perf_counter() - start,
     }
+
+
+def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    from experiments.figures import draw_tasks
+
+    with_drafts = DRAFTING in rows[0]["variants"]
+    ends, context = (BASE, DRAFTING if with_drafts else CONTEXT), (BASE, "divided", CONTEXT, ORACLE)
+    panels = [
+        ("Fig. 7: throughput", "output tokens per second", "tokens_per_second", ends),
+        ("Figs. 7 and 8: total time", "seconds", "seconds", ends),
+        ("Fig. 8: tail latency", "seconds of the last tenth", "tail_s", ends),
+        ("Fig. 10a: throughput", f"times that of {BASE}", "throughput", context),
+        ("Fig. 10b: tail latency", f"times that of {BASE}", "tail", context),
+    ]
+    if with_drafts:
+        panels.append(("Fig. 11: drafts", f"throughput, times that of {CONTEXT}", "over_context", (CONTEXT, *DRAFTED)))
+    drawn = [
+        (title, unit, {name: {row["case"]: row["variants"][name][key] for row in rows} for name in names})
+        for title, unit, key, names in panels
+    ]
+    draw_tasks(path, "Seer: throughput, tails, what context and drafts give", drawn, "sim")
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

@@ -19,7 +19,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from msgspec import Meta
 from tqdm import tqdm
 
 from engines import LLM
-from engines.constraints import Count, NonNegative, Positive, check_fields
+from engines.constraints import Count, NonNegative, Positive
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from engines.parallel.groups import GroupCache
@@ -43,7 +42,7 @@ from experiments import launch
 from experiments.bench.models import checkpoint
 from experiments.comparison.machine import busy
 from experiments.comparison.real import RealWorld
-from experiments.comparison.results import check_folders, report
+from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.rollouts import Variant
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, short
@@ -71,11 +70,23 @@ TOKEN_SCALE = 16
 """Tokens of the profile per token here."""
 SIMULATIONS = 9
 """Of each cell, with other jitter."""
+COLUMNS = {
+    "paced s": "{makespan:.2f}",
+    "sim s": "{simulated:.2f}",
+    "sim range": "{simulated_least:.2f}-{simulated_most:.2f}",
+    "error": "{makespan_error:.2%}",
+    "as dispatched": "{as_dispatched:.2%}",
+    "A/A": "{a_a:.2%}",
+    "finish": "{finish_error:.2%}",
+    "A/A finish": "{a_a_finish:.2%}",
+}
+"""Of the table: by title, what of a `score`."""
+PARTS = ("busy", "gap", "idle")
 HOUSE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateConfig:
+class ValidateConfig(ResultOptions):
     """Compare simulated with paced rollouts."""
 
     turns: Annotated[int, Meta(ge=2, description="at least 2")] = 2
@@ -92,14 +103,11 @@ class ValidateConfig:
     """Sizes of a replica's KV cache, in multiples of what its running sequences need at their mean length."""
     message_s: NonNegative = 0.0005
     """Seconds from sending a control message to acting on it, in the simulation."""
-    output: Path | None = None
-    """Also write the JSON result to this file."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "")
+        super().__post_init__()
         if self.batch % 4:
             raise ValueError(f"batch={self.batch}: must be a multiple of 4, the size of a group of the mixed cells")
-        check_folders(self)
 
 
 class Paced:
@@ -237,23 +245,22 @@ def _result(
     log_equal: bool,
     policies: dict[str, SchedulePolicy],
 ) -> dict[str, Any]:
-    columns: dict[str, Callable[[str], str]] = {
-        "cell": str,
-        "paced s": lambda name: f"{scores[name]['makespan']:.2f}",
-        "sim s": lambda name: f"{scores[name]['simulated']:.2f}",
-        "sim range": lambda name: f"{scores[name]['simulated_least']:.2f}-{scores[name]['simulated_most']:.2f}",
-        "error": lambda name: f"{scores[name]['makespan_error']:.2%}",
-        "as dispatched": lambda name: f"{scores[name]['as_dispatched']:.2%}".replace("nan%", "-"),
-        "A/A": lambda name: f"{scores[name]['a_a']:.2%}",
-        "finish": lambda name: f"{scores[name]['finish_error']:.2%}",
-        "A/A finish": lambda name: f"{scores[name]['a_a_finish']:.2%}",
-        "preempted": lambda name: (
-            "/".join(str(run.num_preempted) for run in paced[name]) + f"/{scores[name]['preempted']:.4g}"
-        ),
-        **{what: partial(_parts, what=what, simulated=simulated, paced=paced) for what in ("busy", "gap", "idle")},
-    }
-    lines = [list(columns), *([column(name) for column in columns.values()] for name in simulated)]
+    lines = [["cell", *COLUMNS, "preempted", *PARTS]]
+    for name, one in scores.items():
+        runs = [paced[name], simulated[name]]
+        parts = [
+            "/".join(f"{statistics.fmean(getattr(run, part) for run in some):.2f}" for some in runs) for part in PARTS
+        ]
+        preempted = "/".join([*(str(run.num_preempted) for run in paced[name]), f"{one['preempted']:.4g}"])
+        lines.append(
+            [name, *(column.format(**one).replace("nan%", "-") for column in COLUMNS.values()), preempted, *parts]
+        )
     print(in_columns(lines), file=sys.stderr)
+
+    def each(field: str) -> dict[str, float]:
+        """Where there is a number."""
+        return {name: short(one[field]) for name, one in scores.items() if not math.isnan(one[field])}
+
     measured = {
         "tier": "paced and sim",
         "policies": {
@@ -265,12 +272,10 @@ def _result(
         "num_replayed": num_replayed,
         "log_equal": log_equal,
         "leap_equal": None,
-        "makespan_error": {name: short(one["makespan_error"]) for name, one in scores.items()},
-        "error_as_dispatched": {
-            name: short(one["as_dispatched"]) for name, one in scores.items() if not math.isnan(one["as_dispatched"])
-        },
-        "finish_error": {name: short(one["finish_error"]) for name, one in scores.items()},
-        "a_a": {name: short(one["a_a"]) for name, one in scores.items()},
+        "makespan_error": each("makespan_error"),
+        "error_as_dispatched": each("as_dispatched"),
+        "finish_error": each("finish_error"),
+        "a_a": each("a_a"),
         "simulated_range": {
             name: [short(one["simulated_least"]), short(one["simulated_most"])] for name, one in scores.items()
         },
@@ -282,10 +287,6 @@ def _result(
         "worst_error": short(max(one["makespan_error"] for one in scores.values())),
     }
     return report("validate_simulator", config, measured)
-
-
-def _parts(name: str, *, what: str, simulated: dict[str, list[Run]], paced: dict[str, list[Run]]) -> str:
-    return "/".join(f"{statistics.fmean(getattr(run, what) for run in runs[name]):.2f}" for runs in (paced, simulated))
 
 
 if __name__ == "__main__":

@@ -8,27 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engines.constraints import Count, check_fields
+from engines.constraints import Count
 from experiments import launch
 from experiments.comparison.machine import this_tier
-from experiments.comparison.results import check_folders, report
+from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.turns import table
 
 C = TypeVar("C", bound="BenchConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class BenchConfig(ResultOptions):
     """Options of all benches."""
 
     turns: Count = 5
     """Interleaved measurements of each variant; medians are reported."""
-    output: Path | None = None
-    """Also write the JSON result to this file."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "")
-        check_folders(self)
 
 
 def run(kind: type[C], measure: Callable[[C], dict[str, Any]]) -> None:

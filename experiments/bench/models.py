@@ -85,10 +85,10 @@ def random_prompts(count: int, length: int, vocab_size: int = 256, *, seed: int 
     return torch.randint(2, vocab_size, (count, length), generator=generator).tolist()
 
 
-def random_sequence(uid: int, *, num_tokens: int, length: int, sample_index: int = 0) -> SequenceState:
+def random_sequence(uid: int, *, num_tokens: int, length: int) -> SequenceState:
     """A sequence that generates `length` tokens. A uid always has the same prompt."""
     return SequenceState(
-        key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=sample_index),
+        key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
         group_id=uid,
         tokens=random_prompts(1, num_tokens, seed=uid)[0],
         num_prompt_tokens=num_tokens,

@@ -41,7 +41,6 @@ from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.comparison.machine import this_tier
-from experiments.comparison.results import check_figure
 from experiments.comparison.turns import Row, interleave, make_row, short
 from experiments.pat_cases import live_model
 
@@ -71,10 +70,6 @@ class SwitchBench(harness.BenchConfig):
     """Turns in which new processes are started, too."""
     figure: Path | None = None
     """Also draw the seconds by part (PAT, Fig. 12), and rank 0's memory during more switches, not timed (Fig. 13)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_figure(self.figure)
 
 
 class Resume(msgspec.Struct):

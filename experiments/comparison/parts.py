@@ -42,10 +42,14 @@ class PartsConfig:
     """auto: a run for each variant, by wandb's own settings and environment; offline if nobody is logged in."""
     output: Path | None = None
     """Also write the JSON result to this file."""
+    figure: Path | None = None
+    """Draw figures into this folder."""
 
     def __post_init__(self) -> None:
         check_fields(self, "")
         check_folders(self, ["output"])
+        if self.figure is not None and not self.figure.is_dir():
+            raise ValueError(f"figure={str(self.figure)!r}: there is no such folder; make it")
 
 
 C = TypeVar("C", bound=PartsConfig)

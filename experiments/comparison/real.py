@@ -27,7 +27,7 @@ from experiments.comparison.rollouts import Rollout, Tier, Variant, Workload, ma
 
 @dataclass(frozen=True, kw_only=True)
 class RealWorld:
-    """A `World` of this job's ranks. All of them make and call it together."""
+    """This job's ranks: tiers live, gpu and paced. All of them make and call it together."""
 
     model: str
     groups: GroupCache

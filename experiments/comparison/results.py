@@ -8,10 +8,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.constraints import check_fields
 from experiments.comparison.machine import machine
 from experiments.comparison.rollouts import Rollout, over_time
 from experiments.comparison.turns import AGAIN, short
@@ -45,6 +46,19 @@ def check_folders(config: Any, names: Items[str] = ("output", "figure"), *, fold
 def check_figure(path: Path | None) -> None:
     if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"figure={str(path)!r}: must end in .png, .pdf or .svg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """Options of all commands that `report`. A `figure` that one adds is a file."""
+
+    output: Path | None = None
+    """Also write the JSON result to this file."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        check_folders(self)
+        check_figure(getattr(self, "figure", None))
 
 
 def report(experiment: str, config: Any, measured: Mapping[str, Any], *, hidden: Items[str] = ()) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -101,15 +101,6 @@ class Rollout:
     def tokens_per_step(self) -> float:
         """Tokens that a sequence gains in a forward pass."""
         return sum(self.lengths.values()) / max(1, sum(step.num_running for step in self.steps))
-
-
-class World(Protocol):
-    """Where workloads are rolled out: `RealWorld` (tiers live, gpu and paced), `SimulatedWorld` (sim)."""
-
-    @property
-    def tier(self) -> Tier: ...
-
-    def roll_out(self, workload: Workload, variant: Variant) -> Rollout: ...
 
 
 def makespan(steps: Collection[StepRecord]) -> float:

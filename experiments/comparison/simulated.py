@@ -17,7 +17,7 @@ from research.simulator.drafts import DraftAcceptance
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedWorld:
-    """A `World` of simulated GPUs."""
+    """Simulated GPUs: tier sim."""
 
     pace: Pace
     options: Mapping[str, Any]

@@ -10,7 +10,7 @@ from engines.parallel.layout import nested_layout
 from engines.sequence import SamplingParams
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.comparison.real import RealWorld
-from experiments.comparison.rollouts import Rollout, Variant, Workload, World, hidden_lengths
+from experiments.comparison.rollouts import Rollout, Variant, Workload, hidden_lengths
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.validation_cells import InChunks, Widen
 from research.simulator.latency import profile
@@ -37,7 +37,7 @@ def roll_out_everywhere() -> list[Any]:
     work = Workload(prompts=random_prompts(4, 16), params=params, lengths=LENGTHS)
     options = {"dtype": "float64", "max_num_seqs": 3, "max_model_len": 128, "block_size": 4}
     with checkpoint("0.8m", max_positions=128, dtype="float64", world=groups.world) as model:
-        worlds: list[World] = [
+        worlds: list[RealWorld | SimulatedWorld] = [
             RealWorld(model=model, groups=groups, pace=None, options=options),
             RealWorld(model=model, groups=groups, pace=pace, options=options),
             SimulatedWorld(pace=pace, options=options),

@@ -113,8 +113,8 @@ def zip_columns(table: dict[str, dict[str, float]]) -> list[dict[str, float]]:
         (["--batches"], "batches=(): must be one or more batch sizes"),
         (["--widen", "1"], "widen=1: must be"),
         (["--parts", "servers"], "invalid choice"),
-        (["--server-groups", "0"], "server_groups=0: must be"),
-        (["--drift-steps", "1"], "drift_steps=1: must be an integer of at least 2"),
+        (["--server-groups", "0"], "--server-groups=0: must be"),
+        (["--drift-steps", "1"], "--drift-steps=1: must be an integer of at least 2"),
     ],
 )
 def test_what_it_refuses(options: list[str], message: str) -> None:

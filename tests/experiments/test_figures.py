@@ -14,7 +14,15 @@ import pytest
 
 from engines.rollout.telemetry import StepRecord
 from experiments import figures
-from experiments.figures import _reward, draw_drafting, draw_drafts, draw_instances, draw_run, draw_timelines
+from experiments.figures import (
+    _reward,
+    draw_drafting,
+    draw_drafts,
+    draw_instances,
+    draw_run,
+    draw_tasks,
+    draw_timelines,
+)
 from experiments.pat_figures import draw_profile, draw_switches, draw_throughput, draw_ways
 from research.pat.profile import Profile
 
@@ -135,6 +143,8 @@ def test_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row)[:-9])  # cut by a kill
     lines = [json.dumps({"training/global_step": 1, **asdict(step)}) for step in steps]
     (tmp_path / "rollout_steps.jsonl").write_text("\n".join([*lines, lines[0][:-9]]))
+    bars = {name: {"a task": [2.0, 1.0, 3.0], "another task": [1.0, 1.0, 1.0]} for name in ("static", "context")}
+    panels = [(f"Fig. {number}: a title", "seconds", bars) for number in range(5)]
     paths = draw_run(tmp_path, "live")
     paths += [
         draw_timelines(tmp_path / "timelines.png", rollouts, "paced"),
@@ -146,10 +156,12 @@ def test_titles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         draw_throughput(tmp_path / "b.png", rows),
         draw_profile(tmp_path / "c.png", profile, "gpu"),
+        draw_tasks(tmp_path / "tasks.png", "what tasks have", panels, "sim"),
         draw_ways(tmp_path / "d.png", ways, {"there": [(0.0, 1.0), (1.0, 2.0)]}, "live"),
     ]
     monkeypatch.undo()
-    assert len(paths) == len(drawn) == 14
+    assert len(paths) == len(drawn) == 15
+    assert [ax.title.get_text() for ax in drawn[-2].axes] == [f"Fig. {number}: a title (sim)" for number in range(5)]
     for path, figure in zip(paths, drawn, strict=True):
         assert figure._suptitle is not None and figure._suptitle.get_text().endswith(
             ("(live)", "(paced)", "(gpu)", "(sim)")

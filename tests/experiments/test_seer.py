@@ -181,7 +181,7 @@ def test_points_of_equal_time() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--chunk-tokens", "8"], "chunk_tokens=8: must be at least a block of KV"),
+        (["--chunk-tokens", "8"], "--chunk-tokens=8: must be at least a block of KV"),
         (["--chunk-tokens", "321"], "give a number from 16 to 320"),
         (
             ["--temperatures", "1", "1e9"],

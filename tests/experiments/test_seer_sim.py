@@ -16,7 +16,10 @@ SMALL = ["--seeds", "1", "--shrink", "16", "--token-scale", "256", "--processes"
 def test_every_variant_rolls_out_the_same_sequences(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     cases = ["moonlight", "kv for all"]
-    result = run_main("seer_sim", ["--cases", *cases, *SMALL, "--drafts", "--output", str(output)])
+    figure = tmp_path / "figure.png"
+    options = [*SMALL, "--drafts", "--output", str(output), "--figure", str(figure)]
+    result = run_main("seer_sim", ["--cases", *cases, *options])
+    assert figure.stat().st_size > 20_000
     assert output.is_file() and result["tier"] == "sim" and [row["case"] for row in result["rows"]] == cases
     for row in result["rows"]:
         variants = row["variants"]
@@ -61,18 +64,19 @@ def test_slow_links_make_replicas_wait_for_kv(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kv-bandwidth", "0"], "kv_bandwidth=0"),
+        (["--kv-bandwidth", "0"], "--kv-bandwidth=0"),
         (
             ["--chunk-tokens", "64"],
-            "chunk_tokens=64: must be from 256, a block of KV at token_scale=16, to 65536, what a sequence of",
+            "--chunk-tokens=64: must be from 256, a block of KV at token_scale=16, to 65536, what a sequence of",
         ),
         (
             ["--chunk-tokens", "99999"],
-            "chunk_tokens=99999: must be from 256, a block of KV at token_scale=16, to 65536",
+            "--chunk-tokens=99999: must be from 256, a block of KV at token_scale=16, to 65536",
         ),
-        (["--token-scale", "1025"], "token_scale=1025: a prompt has 1024 tokens, and needs one; give at most 1024"),
+        (["--token-scale", "1025"], "--token-scale=1025: a prompt has 1024 tokens, and needs one; give at most 1024"),
         (["--shrink", "9"], "shrink=9: the smallest case has 8 instances; give at most as many"),
         (["--output", "/nowhere/result.json"], "output='/nowhere/result.json': there is no folder '/nowhere'"),
+        (["--figure", "seer.foo"], "figure='seer.foo': must end in .png, .pdf or .svg"),
         (["--cases"], "cases=(): must be one or more cases"),
     ],
 )
