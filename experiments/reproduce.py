@@ -98,7 +98,7 @@ were set before anything was run. Tier *sim* is the simulator, *live* are real p
 names. Absolute times are never compared: models, lengths and GPUs are not the papers'.
 
 `python experiments/reproduce.py --markdown` prints this page from the results in `docs/results/`. `--run` repeats the
-measurements and overwrites the results: some minutes for most rows, an hour and more for those of `seer_sim.py`. Row
+measurements and overwrites the results: on two cores some minutes for each command, about ten for `seer_sim.py`. Row
 8 needs `python experiments/make_model.py runs/models/tiny --widen 8` first."""
 SEER = "experiments/seer_sim.py --cases moonlight qwen2-vl-72b kimi-k2 --drafts --seeds 2 --token-scale 128 --shrink 2"
 PROFILE = (
