@@ -34,7 +34,7 @@ from experiments import launch
 from experiments.chat_options import ChatOptions
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
 from experiments.grouped_help import print_help
-from experiments.policies import IN_CHUNKS, ChunkFields, own_class, schedule_policy
+from experiments.policies import IN_CHUNKS, ChunkFields, layout_controller, own_class, schedule_policy
 from research.pat.controller import PatOptions
 from research.seer.context_aware import ContextOptions
 
@@ -124,16 +124,17 @@ class TrainConfig(ChunkFields):
     """Processes to start; under torchrun, its number of processes applies instead."""
     tensor_parallel_size: int = 1
     """Ranks that hold one copy of the model in the rollout engine, in shards; the rest is data parallel. With
-    `--layout-policy pat` the policy chooses it."""
+    `--layout-policy` the policy chooses it."""
     dispatch: str = "auto"
     """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
     sequence i to replica i modulo their number. group-static: whole groups to random replicas. divided: in chunks that
     go on anywhere. seer: these with the longest groups first; a chunk has by default an eighth of
     `--rollout.max-tokens`, or a block. auto: on-demand for several replicas unless `--deterministic`. Or a class of
     your own as FILE.py:Class (docs/rollouts.md)."""
-    layout_policy: Literal["none", "pat"] = "none"
+    layout_policy: str = "none"
     """pat: the rollout begins in the tensor-parallel size that is expected to be the best for its batch, and changes to
-    larger ones while the batch shrinks (PAT). Needs `--pat-profile`, several ranks and dispatch on demand."""
+    larger ones while the batch shrinks (PAT). Or a class of your own as FILE.py:Class (docs/pat.md). Both need
+    `--pat-profile`, several ranks and dispatch on demand."""
     pat_profile: Path | None = None
     """What `experiments/pat_profile.py` has measured with the same model, engine options and ranks."""
     pat: PatOptions = field(default_factory=PatOptions)
@@ -229,9 +230,12 @@ class TrainConfig(ChunkFields):
             )
 
     def _check_layout_policy(self) -> None:
-        if (self.layout_policy == "pat") != (self.pat_profile is not None):
+        policy = self.layout_policy
+        if policy not in ("none", "pat"):
+            layout_controller("layout_policy", policy, ["none", "pat"])
+        if (policy != "none") != (self.pat_profile is not None):
             raise ValueError(
-                f"layout_policy={self.layout_policy!r}, pat_profile={self.pat_profile}: 'pat' decides by a profile; "
+                f"layout_policy={policy!r}, pat_profile={self.pat_profile}: a layout policy gets a profile; "
                 "give both, or neither"
             )
         engine, tp_size = self.rollout.engine, self.tensor_parallel_size
@@ -242,8 +246,8 @@ class TrainConfig(ChunkFields):
             ("tensor_parallel_size", tp_size, None if tp_size == 1 else tp_size, "leave it out: the policy chooses it"),
             ("rollout.kv_cache_mib", "auto", engine.kv_cache_bytes, "give a number, as the profile was made with"),
         ):
-            if self.layout_policy == "pat" and chosen == value:
-                raise ValueError(f"{name}={value!r}: does not go with layout_policy='pat'; {fix}")
+            if policy != "none" and chosen == value:
+                raise ValueError(f"{name}={value!r}: does not go with layout_policy={policy!r}; {fix}")
         if self.pat_profile is not None and not self.pat_profile.is_file():
             raise ValueError(f"pat_profile={str(self.pat_profile)!r}: is no file; experiments/pat_profile.py makes one")
 
@@ -257,7 +261,7 @@ class TrainConfig(ChunkFields):
         if self.dispatch not in ("auto", "static", "on-demand"):
             return self._schedule(self.dispatch)()
         is_on_demand = num_replicas > 1 and not self.deterministic and self.dispatch != "static"
-        return OnDemand() if is_on_demand or self.layout_policy == "pat" else None
+        return OnDemand() if is_on_demand or self.layout_policy != "none" else None
 
     def _schedule(self, name: str) -> Callable[[], SchedulePolicy]:
         chunks = self.chunk_options() if name in IN_CHUNKS else ContextOptions(seed=self.seed)

@@ -32,7 +32,7 @@ from experiments.comparison.rollouts import Variant
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, short
 from experiments.pat_cases import Batch, Case, changing, controller, on_each_host
-from experiments.policies import own_class
+from experiments.policies import layout_controller
 from experiments.processes import call_each
 from research.pat.controller import Estimator
 from research.pat.deployment import Deployment
@@ -183,9 +183,7 @@ def simulate(cell: Cell, num_seeds: int, also: tuple[str, ...] = ()) -> dict[str
 
 
 def _own(name: str) -> Callable[..., Any]:
-    methods = ("first_tp_size", "learn", "decide")
-    known = ["pat, paper and hindsight, which are always there"]
-    return own_class("also", name, known, methods, "research/pat/controller.py")
+    return layout_controller("also", name, ["pat, paper and hindsight, which are always there"])
 
 
 def _variants(deployment: Deployment, host: Deployment, batch: Batch, also: tuple[str, ...] = ()) -> dict[str, Variant]:

@@ -4,41 +4,59 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections import deque
 from pathlib import Path
 
 import numpy as np
 
 from algos.collect import Collector
 from engines.config import ModelConfig
+from engines.coordination.policies import named
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.rollout.telemetry import SwitchRecord
 from experiments import launch
 from experiments.config import TrainConfig
-from experiments.pat_measuring import deployment_here, deployment_with
+from experiments.pat_measuring import deployment_here, deployment_with, nested_layouts
+from experiments.policies import layout_controller
 from research.pat.controller import Considered, PatController
+from research.pat.deployment import Deployment
 from research.pat.lifetimes import lifetimes_of
 from research.pat.profile import Profile
 
 
 def load_profile(config: TrainConfig, model: ModelConfig) -> Profile | None:
-    """Returns the profile if the layout policy is PAT. Raises ValueError or FileNotFoundError, also for a profile of
+    """Returns the profile if there is a layout policy. Raises ValueError or FileNotFoundError, also for a profile of
     another deployment; only its transport is not known before the ranks have met."""
     if config.pat_profile is None:
         return None
     if launch.num_ranks() == 1:
-        raise ValueError("layout_policy='pat': one rank has only one layout; give --ranks 2 or more")
+        raise ValueError(
+            f"layout_policy={config.layout_policy!r}: one rank has only one layout; give --ranks 2 or more"
+        )
     profile = Profile.load(config.pat_profile)
     engine, transport = config.rollout.engine_config(config.seed), str(profile.subject.get("transport"))
-    deployment_with(profile, model, engine, launch.num_ranks(), transport)
+    _controller(config, deployment_with(profile, model, engine, launch.num_ranks(), transport))
     return profile
 
 
 def make_controller(config: TrainConfig, profile: Profile, folder: Path, groups: GroupCache) -> PatController:
     """Raises ValueError if the profile is of another deployment."""
     deployment = deployment_here(profile, folder, config.rollout.engine_config(config.seed), groups)
-    return PatController(deployment, config.pat)
+    return _controller(config, deployment)
+
+
+def _controller(config: TrainConfig, deployment: Deployment) -> PatController:
+    """Returns PAT's controller, or a user's own. Raises ValueError for one that cannot be made."""
+    if config.layout_policy == "pat":
+        return PatController(deployment, config.pat)
+    own = layout_controller("layout_policy", config.layout_policy, ["none", "pat"])
+    try:
+        controller: PatController = own(deployment, ended=())
+    except Exception as error:
+        told = f"cannot be made with (deployment, ended=()): {type(error).__name__}: {error}"
+        raise ValueError(f"layout_policy={config.layout_policy!r}: {told}") from error
+    return controller
 
 
 class RolloutLayouts:
@@ -46,8 +64,8 @@ class RolloutLayouts:
     learns lengths on rank 0, they change nothing."""
 
     def __init__(self, controller: PatController | None, collector: Collector) -> None:
-        self.log: Sequence[Considered] = () if controller is None else controller.log
-        """On rank 0 the decisions since `begin`, with the estimates that they rest on."""
+        self.log = controller.log if isinstance(controller, PatController) else deque[Considered]()
+        """On rank 0 PAT's decisions since `begin`, with the estimates that they rest on."""
         self._controller, self._collector = controller, collector
         self._first = self._num_before = 0
 
@@ -63,7 +81,7 @@ class RolloutLayouts:
         if self._controller is None:
             return 0.0
         start = time.perf_counter()
-        self._controller.log.clear()
+        self.log.clear()
         size = int(launch.on_rank_0(self._collector.group, lambda: str(self._first_size(index))))
         llm = self._collector.llm
         if size != llm.layout.replicas[0].tp_size:
@@ -78,7 +96,13 @@ class RolloutLayouts:
         prompts = [one.task.train_problem(index + place).prompt for place in range(one.prompts_per_step)]
         lengths = np.repeat([len(tokens) for tokens in one.llm.encode(prompts)], params.n)
         limits = np.clip(one.llm.max_model_len - lengths, 1, params.most_tokens)
-        return self._controller.first_tp_size(lengths.astype(float), limits.astype(float), params.n)
+        size = self._controller.first_tp_size(lengths.astype(float), limits.astype(float), params.n)
+        layouts = nested_layouts(one.group.size, one.llm.model_config)
+        if size not in (sizes := [layout.replicas[0].tp_size for layout in layouts]):
+            raise ValueError(
+                f"layout_policy {named(self._controller)}: first_tp_size gave {size!r}; give one of {sizes}"
+            )
+        return size
 
     def metrics(self) -> dict[str, float]:
         """Returns the TP sizes at both ends, the number of switches since `begin`, and their mean seconds."""

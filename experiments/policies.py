@@ -131,5 +131,11 @@ def own_class(option: str, name: str, names: list[str], methods: tuple[str, ...]
     return found
 
 
+def layout_controller(option: str, name: str, names: list[str]) -> Callable[..., Any]:
+    """Returns a class that is made and answers as PAT's controller; see `schedule_policy`."""
+    methods = ("first_tp_size", "learn", "decide")
+    return own_class(option, name, names, methods, "research/pat/controller.py")
+
+
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -354,7 +354,7 @@ class Run:
         if self.config.resume:
             self._resume()
         self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
-        for option in ("reward", "task", "algo", "dispatch"):
+        for option in ("reward", "task", "algo", "dispatch", "layout_policy"):
             if file := source_of(str(getattr(self.config, option))):
                 self.folder.copy(file, f"{CODE}/{option}-{file.name}")
         self.layouts.begin(self.state.data_index, keep_weights=False)

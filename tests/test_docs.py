@@ -26,7 +26,8 @@ BLOCKS = {
     if "import" in block
 }
 
-FILES = dict(re.findall(r"```python\n(?=# (\w+\.py))(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL))
+_OWN_CODE = "".join((ROOT / page).read_text() for page in ("docs/training.md", "docs/pat.md"))
+FILES = dict(re.findall(r"```python\n(?=# (\w+\.py))(.*?)```", _OWN_CODE, re.DOTALL))
 """The recipes: a block that begins with a file's name is that file."""
 
 

@@ -217,6 +217,21 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     assert max(lengths.values()) > 0
     row = metrics_of(other)[1]
     assert row["rollout/num_switches"] >= 1 and row["rollout/num_imported"] > 0 and row["rollout/num_drafted"] > 0
+    # By the controller of the docs.
+    (own,) = re.findall(r"```python\n(# widen.py.*?)```", (ROOT / "docs/pat.md").read_text(), re.DOTALL)
+    (tmp_path / "widen.py").write_text(own)
+    options = ["--name", "own", "--steps", "1", "--layout-policy", f"{tmp_path}/widen.py:Widen", *PAT[2:], str(path)]
+    folder = Path(run_main("train", small(model, tmp_path, *engine, *options), num_ranks=2)["run_dir"])
+    assert json.loads((folder / "lengths.jsonl").read_text().splitlines()[0])["digest"] == json.loads(first)["digest"]
+    row = metrics_of(folder)[1]
+    assert row["rollout/first_tp_size"] == 1 and row["rollout/last_tp_size"] == 2 and row["rollout/num_switches"] == 1
+    assert (folder / "code/layout_policy-widen.py").read_text() == own
+    (tmp_path / "widen.py").write_text(own.replace("return self.sizes[0]", "return 3"))
+    told = refused_by("train", small(model, tmp_path, *engine, *options[2:]), num_ranks=2)
+    assert f"Widen of {tmp_path}/widen.py: first_tp_size gave 3; give one of [1, 2]" in told
+    (tmp_path / "widen.py").write_text(own.replace("deployment, ended=()", ""))
+    told = refused_by("train", small(model, tmp_path, *engine, *options[2:]), num_ranks=2)
+    assert "widen.py:Widen': cannot be made with (deployment, ended=()): TypeError" in told
 
 
 LINE = r"step (\d)/3 reward (\d\.\d{3}) pass@1 (\d\.\d{3}) (\d+) tokens/s ETA (\d\d:\d\d)"
@@ -513,7 +528,11 @@ class TestBadInput:
             (["--rollout.batch-invariant", "--rollout.kernels", "torch"], "EngineConfig.batch_invariant=True: needs"),
             (
                 ["--layout-policy", "pat"],
-                "layout_policy='pat', pat_profile=None: 'pat' decides by a profile; give both",
+                "layout_policy='pat', pat_profile=None: a layout policy gets a profile; give both",
+            ),
+            (
+                ["--layout-policy", "tap"],
+                "layout_policy='tap': give none, pat, or a class of your own as FILE.py:Class",
             ),
             (["--pat-profile", "x.json"], "layout_policy='none', pat_profile=x.json"),
             ([*PAT, "x.json"], "pat_profile='x.json': is no file; experiments/pat_profile.py makes one"),

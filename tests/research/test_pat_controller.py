@@ -290,7 +290,10 @@ def test_a_sequence_that_has_no_room_for_its_limit_counts_with_its_room() -> Non
     [
         ({"estimator": "crystal ball"}, "estimator='crystal ball'"),
         ({"margin": -1}, "margin=-1"),
+        ({"margin": 1.5}, "margin=1.5: must be at least 0, at most 1"),
         ({"rung": -1}, "rung=-1"),
+        ({"rung": 20}, "rung=20: must be at least 0, at most 1"),
+        ({"dwell_s": float("inf")}, "dwell_s=inf"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
