@@ -27,6 +27,8 @@ from research.pat.switch_cost import moves_kv
 
 _MOST_LOGGED = 10_000
 _STEPS_OF_PAPER = 64
+_FEWEST_STEPS = 16
+"""Of each replica, before a plan that came out otherwise is made anew."""
 Estimator = Literal["lookahead", "paper"]
 
 
@@ -44,7 +46,7 @@ class PatOptions:
     """Shortest time between two switches."""
     rung: Fraction = 0.2
     """Share of the unfinished sequences that must end before `lookahead` decides again; fewer where it has planned a
-    switch."""
+    switch, and none where the time has passed in which that, or the end, was expected."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -90,6 +92,8 @@ class PatController:
         """TP size in which the rollout began."""
         self._last_count = self._next_count = 0
         """Unfinished sequences at the last decision, and at which the next one is due."""
+        self._next_time = np.inf
+        """When one is due, whatever their number."""
         self._num_asked = 0
         """Calls since the last decision: one for each step of a replica."""
         self._last_switch = -np.inf
@@ -131,8 +135,9 @@ class PatController:
         self._last_count, self._num_asked = max(view.num_unfinished, len(sequences)), 0
         if not sequences:  # as of a host's window, which counts its share of those that wait
             return None
-        considered, means = self._consider(view, sequences, tp_size, has_more=has_more)
+        considered, means, stage_seconds = self._consider(view, sequences, tp_size, has_more=has_more)
         self.log.append(considered)
+        self._next_time = view.now + stage_seconds
         planned = next((fewer for fewer, size in considered.stages if size != considered.chosen), 0)
         count = view.num_unfinished
         self._next_count = min(count - 1, max(planned, int(count * (1 - self._options.rung))))
@@ -150,12 +155,14 @@ class PatController:
         if self._options.estimator == "paper":
             return count != self._last_count or self._num_asked >= _STEPS_OF_PAPER * len(view.layout.replicas)
         has_more = count > self._last_count
-        return has_more or (count <= self._next_count and tp_size < max(self._deployment.steps))
+        is_late = view.now >= self._next_time and self._num_asked >= _FEWEST_STEPS * len(view.layout.replicas)
+        return has_more or ((count <= self._next_count or is_late) and tp_size < max(self._deployment.steps))
 
     def _consider(
         self, view: LayoutView, sequences: Sequence[SequenceView], tp_size: int, *, has_more: bool
-    ) -> tuple[Considered, dict[SequenceId, float]]:
-        """Returns the decision, and the tokens that each sequence is expected to generate, where they are estimated."""
+    ) -> tuple[Considered, dict[SequenceId, float], float]:
+        """Returns the decision, the tokens that each sequence is expected to generate, where they are estimated, and
+        `Plan.stage_seconds`."""
         generated = np.array([one.num_generated for one in sequences], float)
         contexts = generated + [one.num_prompt_tokens for one in sequences]
         longest = self._deployment.max_model_len
@@ -184,7 +191,7 @@ class PatController:
             stages=plan.stages,
             with_kv=moves_kv(self._deployment, tp_size, chosen, contexts),
         )
-        return considered, means
+        return considered, means, plan.stage_seconds
 
 
 def _prompts(sequences: Sequence[SequenceView]) -> Prompts:

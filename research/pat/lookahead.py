@@ -30,6 +30,8 @@ class Plan:
     """Until the last sequence has ended, with the switches."""
     kept_seconds: float
     """The same without a switch; infinite if there is no present TP size."""
+    stage_seconds: float = np.inf
+    """Until the next stage begins, or the last sequence has ended."""
 
 
 def make_plan(
@@ -72,11 +74,13 @@ def make_plan(
         choices = found[places[0]][1]
     for choice in choices[1:]:
         places.append(int(choice[places[-1]]))
+    num_rungs = next((rung for rung, place in enumerate(places) if place != places[0]), len(places))
+    stage_seconds = float(costs[:num_rungs, places[0]].sum())
     stages: list[tuple[int, int]] = []
     for count, place in zip(work.num_unfinished.tolist(), places, strict=True):
         if not stages or stages[-1][1] != sizes[place]:
             stages.append((count, sizes[place]))
-    return Plan(stages=tuple(stages), seconds=seconds, kept_seconds=kept)
+    return Plan(stages=tuple(stages), seconds=seconds, kept_seconds=kept, stage_seconds=stage_seconds)
 
 
 def _descend(

@@ -196,6 +196,21 @@ def test_the_way_back_is_to_the_first_layout_of_the_rollout() -> None:
     assert policy.decide(view_of(few, size=4, phase=1, now=2.0)) is None, "another rollout, which began in TP4"
 
 
+def test_a_plan_is_made_anew_where_fewer_end_than_it_expected() -> None:
+    """Twelve sequences are expected to end with the next token, for which no switch pays. Ten go on: more than the
+    number at which the next decision is due."""
+    one = replace(deployment(), switch_seconds=lambda before, after, tokens: 0.5)
+    policy = PatController(one, ended=[(15, False)] * 970 + [(1200, False)] * 30)
+    assert policy.decide(view_of([14] * 12, size=1)) is None
+    found = []
+    for step in range(1, 40):
+        view = view_of([14 + step] * 10, size=1, now=0.02 * step)
+        found += [(step, change) for _ in range(NUM_RANKS) if (change := policy.decide(view)) is not None]
+    step, change = found[0]
+    assert 8 < step <= 16 and change.layout.replicas[0].tp_size == 4
+    assert len(policy.log) < 1 + 40 / 16 + len(found)
+
+
 def test_nothing_is_left_to_decide_in_the_widest_replicas() -> None:
     """Beside steps that run, a decision takes time of the rank that makes it."""
     policy = PatController(deployment(), ended=HISTORY)
