@@ -27,6 +27,7 @@ from experiments import launch
 from experiments.config import parse
 from experiments.run_folder import lock_folder
 from experiments.training import MAY_CHANGE
+from tests.test_docs import FILES
 from tests.worlds import ROOT, refused_by, run_main
 
 TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
@@ -164,7 +165,7 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     engine = ["--rollout.max-num-seqs", "16", "--rollout.max-tokens", "400", "--rollout.kv-cache-mib", "32"]
     engine += ["--rollout.dtype", "float64"]
     run = small(model, tmp_path, *engine, "--name", "pat", "--steps", "2", "--eval-every", "2", *PAT, str(path))
-    assert "error: layout_policy='pat': one rank has only one layout" in refused_by("train", run)
+    assert "error: --layout-policy='pat': one rank has only one layout" in refused_by("train", run)
     assert "error: profile: its points of TP size 1 reach 16 sequences" in refused_by("train", run, num_ranks=2)
     # Refused before the embedded model is warm-started.
     other = small(Path("tiny"), tmp_path / "runs", *engine, *PAT, str(path))
@@ -218,7 +219,7 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     row = metrics_of(other)[1]
     assert row["rollout/num_switches"] >= 1 and row["rollout/num_imported"] > 0 and row["rollout/num_drafted"] > 0
     # By the controller of the docs.
-    (own,) = re.findall(r"```python\n(# widen.py.*?)```", (ROOT / "docs/pat.md").read_text(), re.DOTALL)
+    own = FILES["widen.py"]
     (tmp_path / "widen.py").write_text(own)
     options = ["--name", "own", "--steps", "1", "--layout-policy", f"{tmp_path}/widen.py:Widen", *PAT[2:], str(path)]
     folder = Path(run_main("train", small(model, tmp_path, *engine, *options), num_ranks=2)["run_dir"])
