@@ -30,9 +30,9 @@ COMPANION_FILES = (
 def check_folder(path: Path) -> None:
     """Raises ValueError for a folder that is no checkpoint, or an adapter."""
     if is_adapter(path):
-        raise ValueError(f"model_path={str(path)!r}: is an adapter, which training does not go on from; {MERGE}")
+        raise ValueError(f"model={str(path)!r}: is an adapter, which training does not go on from; {MERGE}")
     if not (path / "config.json").is_file():
-        raise ValueError(f"model_path={str(path)!r}: holds no config.json; give a Hugging Face checkpoint directory")
+        raise ValueError(f"model={str(path)!r}: holds no config.json; give a Hugging Face checkpoint directory")
 
 
 def load_model(
@@ -64,7 +64,7 @@ def load_model(
     )
     del zero3
     if missing := sorted(info["missing_keys"]):  # transformers has initialised them at random
-        raise ValueError(f"model_path={str(path)!r}: weights {missing[:3]} are missing; copy the checkpoint again")
+        raise ValueError(f"model={str(path)!r}: weights {missing[:3]} are missing; copy the checkpoint again")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if resolved.zero_stage < 3:

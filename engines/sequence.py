@@ -27,7 +27,13 @@ Detokenize = Callable[[Sequence[int]], str]
 """Token ids to text."""
 StopString = Annotated[str, Meta(min_length=1, description="text that is not empty")]
 Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number from -2 to 2")]
-Bias = Annotated[float, Meta(ge=-1e30, le=1e30, description="a number from -1e30 to 1e30")]
+Bias = Annotated[float, Meta(ge=-1e30, le=1e30)]
+Biases = Annotated[
+    tuple[tuple[Int64, Bias], ...],
+    Meta(
+        description="a dictionary like {53: -2.0}: keys are token ids, integers; values are numbers from -1e30 to 1e30"
+    ),
+]
 NumLogprobs = Annotated[int, Meta(ge=-1, lt=2**31, description="-1 (all tokens), or an integer of at least 0")]
 Ranked = tuple[int, float, int]
 """A token, its log-prob, and its rank: 1 + the number of tokens that are more likely."""
@@ -108,7 +114,7 @@ class SamplingParams:
     """Subtracted from the logits of tokens that the completion has, as often as it has them."""
     repetition_penalty: Positive = 1.0
     """Divides positive logits, and multiplies others, of tokens that the prompt or the completion has."""
-    logit_bias: tuple[tuple[Int64, Bias], ...] = ()
+    logit_bias: Biases = ()
     """Added to the logits of single tokens: a dictionary, or pairs of a token id and a number."""
     bad_words: tuple[StopString, ...] = ()
     """Words that are not generated: a token that would complete one in the completion is forbidden. A word counts as it

@@ -192,8 +192,8 @@ class TrainConfig(ChunkFields):
             object.__setattr__(self, "task_options", replace(self.task_options, seed=self.seed))
         if self.reward is None and self.task_options.reward is None:
             raise ValueError(
-                f"task={self.task!r}: has no reward of its own; give --reward FILE.py:function, or to jsonl "
-                "--answer-column, by which completions are compared with answers"
+                f"task={self.task!r}: has no reward of its own; give --reward FILE.py:function, or (with --task jsonl) "
+                "--answer-column, the column of the right answers"
             )
         engine, free = self.rollout.engine, "how much memory and disk is free"
         for name, value, depends_on, chosen, fix in (

@@ -63,7 +63,7 @@ class JsonlTask:
         prompt = column(row, self.prompt_column, "--prompt-column")
         where = f"{row.place}: column {self.prompt_column!r}"
         if not isinstance(prompt, str | list):
-            raise ValueError(f"{where} must hold text or a list of messages, not {str(prompt)[:80]!r}")
+            raise ValueError(f"{where} must hold text or a list of messages, not {repr(prompt)[:80]}")
         if isinstance(prompt, list):
             check_messages(prompt, where)
         return prompt

@@ -265,7 +265,7 @@ class TestJsonl:
             ('{"prompt": "x", "best": 1}', {"answer_column": "gold"}, "no column 'gold', only ['prompt', 'best']"),
             ('{"prompt": "x", "gold": [1]}', {"answer_column": "gold"}, "column 'gold' holds a list; it must be text"),
             ('{"prompt": "x", "gold": true}', {"answer_column": "gold"}, "column 'gold' holds true or false"),
-            ('{"prompt": 7, "gold": 1}', {}, "column 'prompt' must hold text or a list of messages, not '7'"),
+            ('{"prompt": 7, "gold": 1}', {}, "column 'prompt' must hold text or a list of messages, not 7"),
             ('{"prompt": [{"role": "user"}]}', {}, "column 'prompt': message 0 (user) needs `content`"),
             ('{"prompt": [{"role": "user", "content": "x"}]}', {}, "column 'prompt' is of another type than"),
             ('{"prompt": "x", "gold": 1}', {"prompt_template": "{prompt} {level}"}, "has no column 'level', only"),

@@ -136,7 +136,7 @@ def test_bad_words_are_not_generated(llm: LLM) -> None:
         ({"guided_decoding": 1}, r"SamplingParams.guided_decoding=1.*grammar"),
         ({"max_token": 1}, r"SamplingParams.max_token=1.*there are temperature, top_k"),
         ({"logprobs": -2}, "SamplingParams.logprobs=-2: must be -1"),
-        ({"logit_bias": {"a": 1}}, "SamplingParams.logit_bias="),
+        ({"logit_bias": {"53": 1}}, r"SamplingParams.logit_bias=.*a dictionary like .* keys are token ids, integers"),
         ({"logit_bias": {3: float("nan")}}, "SamplingParams.logit_bias="),
         ({"presence_penalty": 3}, "SamplingParams.presence_penalty=3"),
         ({"repetition_penalty": 0}, "SamplingParams.repetition_penalty=0: must be above 0"),

@@ -77,7 +77,7 @@ def test_generate_gives_the_tokens_of_the_merged_model(adapter: Path, tmp_path: 
 
 def test_what_does_not_go_with_an_adapter_is_refused(arguments: list[str], adapter: Path, tmp_path: Path) -> None:
     said = refused_by("train", [*arguments, "--model", str(adapter)], 2)
-    assert f"model_path='{adapter}': is an adapter, which training does not go on from; merge it" in said
+    assert f"--model='{adapter}': is an adapter, which training does not go on from; merge it" in said
     said = refused_by("generate", [str(adapter), "1+2=", "--base-model", str(tmp_path)], 1)
     assert f"is an adapter of base_model_name_or_path='{tmp_path}', where there is no checkpoint" in said
 
