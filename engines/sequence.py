@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
-from engines.constraints import Count, Fraction, Int64, Positive, Share, WholeNumber, check_fields
+from engines.constraints import Count, Fraction, Int64, Share, WholeNumber, check_fields
 from engines.decoding import from_msgpack
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -112,7 +112,7 @@ class SamplingParams:
     """Subtracted from the logits of tokens that the completion has."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens that the completion has, as often as it has them."""
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100, description="a number from 0.01 to 100")] = 1.0
     """Divides positive logits, and multiplies others, of tokens that the prompt or the completion has."""
     logit_bias: Biases = ()
     """Added to the logits of single tokens: a dictionary, or pairs of a token id and a number."""
@@ -168,6 +168,8 @@ class SamplingParams:
                 )
         if 0 < self.temperature < 1e-6:
             raise ValueError(f"SamplingParams.temperature={self.temperature!r}: must be 0 (greedy), or in [1e-6, 1e6]")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise ValueError(f"SamplingParams.logit_bias={self.logit_bias!r}: a token id repeats; give each one once")
         if self.top_k == 0:
             object.__setattr__(self, "top_k", -1)
         if not all(map(str.strip, self.bad_words)):

@@ -134,6 +134,16 @@ def test_a_row_without_edits_keeps_its_bits_and_all_are_processed_after_them() -
     assert torch.equal(whole.tokens, torch.cat([one.tokens for one in parts]))
 
 
+@pytest.mark.parametrize("bias", [1e30, -1e30])
+def test_the_largest_edits_leave_float32_finite(bias: float) -> None:
+    from engines.sampling.sampler import sample
+
+    params = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), bias), repetition_penalty=0.01 if bias > 0 else 100)
+    state = make_state(0, list(range(VOCAB)), params)
+    batch = replace(columns(1, temperature=1e-6), edits=[EDITOR.edit(state)])
+    assert sample(some_logits()[:1], batch).logprobs.isfinite().all()
+
+
 # -- in the engine: the state is a function of the sequence's tokens
 
 EDITS = SamplingParams(
