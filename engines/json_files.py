@@ -24,9 +24,15 @@ def read_json(path: Path, kind: type[T]) -> T:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of the whole lines: the last line is cut short while it is written, or when its writer was
-    killed. Empty if there is no file."""
+    killed. Empty if there is no file. Raises ValueError for another line that is damaged."""
     lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not valid JSON ({error}); the file is damaged; restore it") from None
+    return rows
 
 
 def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -79,4 +79,7 @@ def test_a_browser_shows_the_curves(runs: list[str], tmp_path: Path) -> None:
 def test_what_is_no_run(tmp_path: Path) -> None:
     told = refused_by("compare_runs", [str(tmp_path / "none"), "--output", str(tmp_path / "page.html")])
     assert "there is no step in" in told and "give a run's folder" in told
+    (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n{"training/\n{"training/global_step": 3}\n')
+    told = refused_by("compare_runs", [str(tmp_path), "--output", str(tmp_path / "page.html")])
+    assert "metrics.jsonl:2: not valid JSON" in told
     assert "give the folder of at least one run" in refused_by("compare_runs", [])
