@@ -111,7 +111,7 @@ def test_a_row_that_cannot_be_rendered_is_named_before_the_weights_are_read(tmp_
     ("options", "told"),
     [
         (["--chat-template-kwargs", "enable_thinking=false"], "is no JSON"),
-        (["--chat-template-kwargs", "[1]"], "chat_template_kwargs=[1]: must be a dictionary"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs=[1]: must be a dictionary"),
         (["--chat-template-kwargs", '{"tokenize": false}'], "'tokenize' is no argument for a template"),
     ],
 )
