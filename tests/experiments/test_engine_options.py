@@ -159,7 +159,7 @@ def test_a_run_may_go_on_with_another_dispatch(tmp_path: Path) -> None:
 def test_chunks_need_sequences_of_a_block() -> None:
     refusal = refused_by("train", ["--dispatch", "seer", "--rollout.max-tokens", "8"])
     assert (
-        "rollout.max_tokens=8: --dispatch seer divides into chunks of at least a block of KV, which has 16" in refusal
+        "--rollout.max-tokens=8: --dispatch seer divides into chunks of at least a block of KV, which has 16" in refusal
     )
 
 
