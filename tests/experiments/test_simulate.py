@@ -81,7 +81,7 @@ def test_with_pat_each_host_changes_its_tp_size(tmp_path: Path) -> None:
     policies = run_main("simulate", [*SMALL, *OFF, *sizes, *lengths, "--policies", *names])["policies"]
     assert {name for name, one in policies.items() if one["switches"]} == {*names[1:]}
     assert policies["on-demand+pat"]["makespan"] < policies["on-demand"]["makespan"]
-    stays = run_main("simulate", [*SMALL, *OFF, *sizes, *lengths, "--pat.margin", "9", "--policies", "on-demand+pat"])
+    stays = run_main("simulate", [*SMALL, *OFF, *sizes, *lengths, "--pat.margin", "1", "--policies", "on-demand+pat"])
     assert stays["policies"]["on-demand+pat"]["switches"] == 0
 
 
@@ -94,11 +94,11 @@ def test_the_lengths_of_a_run_are_replayed(tmp_path: Path) -> None:
     config = SimulateConfig(lengths=path, cap=600, history=4, group_size=4, median=9.0)
     assert simulate._earlier(config) == [600, 500, 600, 600], "the last ones before, whatever the median"
     assert simulate._earlier(replace(config, history=0)) == []
-    assert "group_size=3: does not divide the 8 lengths of" in refused_by("simulate", [*replay, "--group-size", "3"])
+    assert "--group-size=3: does not divide the 8 lengths of" in refused_by("simulate", [*replay, "--group-size", "3"])
     for lengths in ("[]", "[3, 0]", "[1, true]", "[1e999]", "{}"):
         path.write_text(f'{{"lengths": {lengths}}}')
         assert "is no lengths.jsonl of train.py" in refused_by("simulate", replay), lengths
-    assert "lengths='nowhere': is no file" in refused_by("simulate", [*SMALL, *OFF, "--lengths", "nowhere"])
+    assert "--lengths='nowhere': is no file" in refused_by("simulate", [*SMALL, *OFF, "--lengths", "nowhere"])
 
 
 def test_replicas_of_several_gpus_lie_within_a_host() -> None:
