@@ -197,7 +197,7 @@ def test_bad_sequences_are_refused_before_the_phase(qwen3: str, alone: dict[int,
         "leave no room in max_model_len=100": [changed(good[0], tokens=[5] * 200, num_prompt_tokens=200)],
         "can reach 90 tokens, the KV cache holds 64": [changed(good[0], tokens=[5] * 60, num_prompt_tokens=60)],
         "sequence (0, 0, 0): is finished": [changed(good[0], tokens=[5] * 31, num_prompt_tokens=1)],
-        "stop strings need a tokenizer": [changed(good[0], params=SamplingParams(stop=("a",)))],
+        "stop=('a',): strings need a tokenizer": [changed(good[0], params=SamplingParams(stop=("a",)))],
         "use Python's own numbers": [changed(good[0], tokens=[5.5], num_prompt_tokens=1)],
     }
     with Fleet(qwen3, num_replicas=1, max_model_len=100, **SMALL) as fleet:
