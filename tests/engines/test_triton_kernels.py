@@ -65,7 +65,7 @@ def test_the_same_tokens(dtype: torch.dtype, vocab: int) -> None:
     logits[9, : vocab // 2] = -torch.inf
     logits, batch = logits.to(dtype)[:, :vocab], batch_of(temperatures)
     check(sample(logits, batch, draw_in_triton), logits, batch)
-    assert [len(column) for column in sample(logits[:0], batch.rows(slice(0)), draw_in_triton)] == [0, 0]
+    assert [len(column) for column in sample(logits[:0], batch.rows(slice(0)), draw_in_triton)[:2]] == [0, 0]
 
 
 def test_the_same_tokens_of_processed_rows() -> None:
