@@ -188,7 +188,9 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     steps = [json.loads(line) for line in (folder / "rollout_steps.jsonl").read_text().splitlines()]
     for number in (1, 2):
         mine = [step for step in steps if step["training/global_step"] == number]
-        assert {(step["tp_size"], step["replica_id"]) for step in mine} == {(1, 0), (1, 1), (2, 0)}
+        # A rank that is held up may take no step of its own before the switch.
+        replicas = {(step["tp_size"], step["replica_id"]) for step in mine}
+        assert {(2, 0)} < replicas <= {(1, 0), (1, 1), (2, 0)}
         # A decision to widen comes between the steps of the narrow replicas and those of the wide one, on one clock.
         wide = min(step["start"] for step in mine if step["tp_size"] == 2)
         (now,) = [one["now"] for one in decisions if one["training/global_step"] == number and one["chosen"] == 2]
