@@ -69,21 +69,24 @@ class Dispatcher:
         return self._books.views()[replica.spec.id].has_room(num_tokens)
 
     def _check_dispatch(self, dispatch: Dispatch) -> tuple[SequenceRecord, ReplicaRecord]:
-        who = f"schedule policy {named(self._policy)}: {dispatch!r}"
         if not isinstance(dispatch, Dispatch):
-            raise RuntimeError(f"{who} is no Dispatch and not None")
+            raise self._refusal(dispatch, "is no Dispatch and not None")
         if dispatch.sequence_id not in self._books.waiting:
-            raise RuntimeError(f"{who}: the sequence is not waiting")
+            raise self._refusal(dispatch, "the sequence is not waiting")
         sequence = self._books.sequences[dispatch.sequence_id]
         replica = self._books.replicas.get(dispatch.replica_id)
         if replica is None or not self._books.views()[replica.spec.id].accepts:
-            raise RuntimeError(f"{who}: there is no such replica that accepts sequences")
+            raise self._refusal(dispatch, "there is no such replica that accepts sequences")
         bound = dispatch.max_new_tokens
         if bound is not None and (type(bound) is not int or bound < 1):
-            raise RuntimeError(f"{who}: max_new_tokens must be at least 1 and an integer, or None")
+            raise self._refusal(dispatch, "max_new_tokens must be at least 1 and an integer, or None")
         if not dispatch.queued and not self._has_room(replica, sequence, dispatch.max_new_tokens):
-            raise RuntimeError(f"{who}: {replica} has no room for it")
+            raise self._refusal(dispatch, f"{replica} has no room for it")
         return sequence, replica
+
+    def _refusal(self, dispatch: object, why: str) -> RuntimeError:
+        """Returns the error to raise. Its text is made only here, since every dispatch is checked."""
+        return RuntimeError(f"schedule policy {named(self._policy)}: {dispatch!r}: {why}")
 
     def _assign(
         self,
