@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from algos import losses
 from algos.advantages import group_advantages
+from algos.algorithm import Algorithm
 from algos.experience import LossInputs, LossOutput
 from engines.constraints import Count, Fraction, NonNegative, Positive, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class DAPO:
+class DAPO(Algorithm):
     """Hyperparameters of DAPO; the methods are its equations."""
 
     ratio_clip_low: Share = 0.2
@@ -48,10 +49,6 @@ class DAPO:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @property
-    def needs_reference(self) -> bool:
-        return False
 
     def keep_group(self, rewards: Sequence[float]) -> bool:
         """Eq. 11, 0 < |{correct}| < G, for any reward: True if rewards differ, as equal ones have zero advantages."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 from algos import losses
 from algos.advantages import group_advantages
+from algos.algorithm import Algorithm
 from algos.experience import LossInputs, LossOutput
 from engines.constraints import Count, NonNegative, Positive, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO:
+class GRPO(Algorithm):
     """Hyperparameters of GRPO; the methods are its equations."""
 
     ratio_clip_low: Share = 0.2
@@ -47,27 +48,12 @@ class GRPO:
         check_fields(self)
 
     @property
-    def max_sampling_rounds(self) -> int:
-        return 1
-
-    @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
-
-    def keep_group(self, rewards: Sequence[float]) -> bool:
-        return True
-
-    def shape_rewards(
-        self, rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], max_tokens: int
-    ) -> list[float]:
-        return list(rewards)
 
     def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         """§4.1.2: A_i = (r_i - mean(r)) / std(r), the same for every token of o_i."""
         return [group_advantages(rewards, normalise_std=self.normalise_std) for rewards in groups]
-
-    def loss_mask(self, length: int, truncated: bool) -> bool:
-        return True
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Eq. 3: -1/G sum_i 1/|o_i| sum_t [min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta KL(policy || ref)]."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from algos import losses
 from algos.advantages import group_advantages
+from algos.algorithm import Algorithm
 from algos.experience import LossInputs, LossOutput
 from engines.constraints import Count, Positive, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO:
+class GSPO(Algorithm):
     """Hyperparameters of GSPO; the methods are its equations."""
 
     ratio_clip_low: Share = 3e-4
@@ -28,25 +29,6 @@ class GSPO:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @property
-    def max_sampling_rounds(self) -> int:
-        return 1
-
-    @property
-    def needs_reference(self) -> bool:
-        return False
-
-    def keep_group(self, rewards: Sequence[float]) -> bool:
-        return True
-
-    def shape_rewards(
-        self, rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], max_tokens: int
-    ) -> list[float]:
-        return list(rewards)
-
-    def loss_mask(self, length: int, truncated: bool) -> bool:
-        return True
 
     def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         """Eq. 6: A_i = (r_i - mean(r)) / std(r)."""

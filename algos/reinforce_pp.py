@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from algos import losses
 from algos.advantages import batch_advantages
+from algos.algorithm import Algorithm
 from algos.experience import LossInputs, LossOutput
 from engines.constraints import Count, NonNegative, Positive, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforcePlusPlus:
+class ReinforcePlusPlus(Algorithm):
     """Hyperparameters of REINFORCE++; the methods are its equations."""
 
     ratio_clip_low: Share = 0.2
@@ -40,23 +41,8 @@ class ReinforcePlusPlus:
         check_fields(self)
 
     @property
-    def max_sampling_rounds(self) -> int:
-        return 1
-
-    @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
-
-    def keep_group(self, rewards: Sequence[float]) -> bool:
-        return True
-
-    def shape_rewards(
-        self, rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], max_tokens: int
-    ) -> list[float]:
-        return list(rewards)
-
-    def loss_mask(self, length: int, truncated: bool) -> bool:
-        return True
 
     def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         """Eq. 6 and 7, or Eq. 5. Each completion counts once in the means, however many tokens it has."""

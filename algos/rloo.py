@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from algos import losses
 from algos.advantages import leave_one_out_advantages
+from algos.algorithm import Algorithm
 from algos.experience import LossInputs, LossOutput
 from engines.constraints import Count, Positive, Share, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOO:
+class RLOO(Algorithm):
     """Hyperparameters of RLOO; the methods are its equations."""
 
     ratio_clip_low: Share = 0.2
@@ -34,25 +35,6 @@ class RLOO:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @property
-    def max_sampling_rounds(self) -> int:
-        return 1
-
-    @property
-    def needs_reference(self) -> bool:
-        return False
-
-    def keep_group(self, rewards: Sequence[float]) -> bool:
-        return True
-
-    def shape_rewards(
-        self, rewards: Sequence[float], lengths: Sequence[int], truncated: Sequence[bool], max_tokens: int
-    ) -> list[float]:
-        return list(rewards)
-
-    def loss_mask(self, length: int, truncated: bool) -> bool:
-        return True
 
     def advantages(self, groups: Sequence[Sequence[float]]) -> list[list[float]]:
         """A_i = r_i - 1/(k - 1) sum_{j != i} r_j."""

@@ -13,14 +13,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from engines.json_files import read_jsonl
 from engines.rollout.telemetry import StepRecord
-from experiments.time_bins import spread
+from experiments.comparison.rollouts import makespan, over_time
 
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 Bars = Mapping[Any, Sequence[float]]
@@ -80,39 +79,40 @@ def draw_timelines(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tie
     return save(figure, path, "Steps of each replica", tier)
 
 
+def draw_over_time(
+    axes: Mapping[str, Axes], rollouts: Mapping[str, Sequence[StepRecord]], span: tuple[float, float] | None = None
+) -> None:
+    """Draws the means of each hundredth of the time, by the names of `over_time`: a line per rollout, each from its
+    first step on, or in the same `span`."""
+    for name, steps in rollouts.items():
+        points = over_time(steps, 100, span)
+        seconds = [0.0, *(point["second"] for point in points)]
+        for key, ax in axes.items():
+            ax.stairs([point[key] for point in points], seconds, label=name, baseline=None)
+            ax.set_ylabel(key)
+
+
 def draw_instances(
     path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tails: Mapping[str, float], tier: str
 ) -> Path:
     """Draws, a column per rollout and a line per replica, KV use, running sequences, preemptions so far (Seer, Figs. 3
-    and 9) and tokens per step, the mean of 50 steps (Fig. 12), over time. The time from `tails` on, on the clock of the
-    steps, is shaded."""
+    and 9) and tokens per step (Fig. 12) over time. The time from `tails` on, on the clock of the steps, is shaded."""
+    keys = ("kv use", "running sequences", "preemptions", "tokens per sequence and step")
     figure, axes = plt.subplots(
         4, len(rollouts), figsize=(3 * len(rollouts), 8), sharex=True, sharey="row", squeeze=False, layout="constrained"
     )
     for column, (name, steps) in zip(axes.T, rollouts.items(), strict=True):
         origin = min(step.start for step in steps)
-        end = max(step.start + step.seconds for step in steps)
-        for replica_id in sorted({step.replica_id for step in steps}):
-            mine = sorted((step for step in steps if step.replica_id == replica_id), key=lambda step: step.start)
-            starts = [step.start - origin for step in mine]
-            preempted = np.cumsum([step.num_preempted for step in mine]).tolist()
-            gained = np.cumsum([0, *(step.num_running + step.num_accepted for step in mine)])
-            passed = np.cumsum([0, *(step.num_running for step in mine)])
-            first = np.maximum(np.arange(1, len(mine) + 1) - 50, 0)
-            per_step = (gained[1:] - gained[first]) / np.maximum(passed[1:] - passed[first], 1)
-            rows = [[step.kv_use for step in mine], [step.num_running for step in mine], preempted, per_step.tolist()]
-            for ax, values in zip(column, rows, strict=True):
-                ax.step(starts, values, where="post", linewidth=0.8)
+        span = origin, origin + makespan(steps)
+        ids = sorted({step.replica_id for step in steps})
+        replicas = {f"replica {id_}": [step for step in steps if step.replica_id == id_] for id_ in ids}
+        draw_over_time(dict(zip(keys, column, strict=True)), replicas, span)
+        column[0].set_ylabel("share of KV in use")
         for ax in column:
-            ax.axvspan(tails[name] - origin, end - origin, color="grey", alpha=0.2, linewidth=0)
+            ax.axvspan(tails[name] - origin, span[1] - origin, color="grey", alpha=0.2, linewidth=0)
+            ax.label_outer()
         column[0].set_title(textwrap.fill(name, 20))
         column[3].set_xlabel("seconds")
-    for ax, label in zip(
-        axes[:, 0],
-        ("share of KV in use", "running sequences", "preemptions so far", "tokens per\nsequence and step"),
-        strict=True,
-    ):
-        ax.set_ylabel(label)
     return save(figure, path, "Replicas over time, the tail shaded", tier)
 
 
@@ -168,21 +168,13 @@ def draw_drafts(path: Path, rollouts: Mapping[str, Sequence[StepRecord]], tier: 
     """Draws, a line per rollout, the tokens per sequence and step and the running sequences over time (Seer, Fig. 12),
     and the share of draft tokens that was accepted by their place in the draft."""
     figure, (tokens, running, places) = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
-    for name, steps in rollouts.items():
-        seconds, counts, accepted = np.array([(step.seconds, step.num_running, step.num_accepted) for step in steps]).T
-        start, end = min(step.start for step in steps), max(step.start + step.seconds for step in steps)
-        edges = np.linspace(start, end, 51)
-        passed, yielded, busy = spread(
-            steps, np.array([counts, counts + accepted, counts * seconds]).T.astype(float), edges
-        ).T
-        times = (edges[:-1] + edges[1:]) / 2 - edges[0]
-        tokens.plot(times[passed > 0], yielded[passed > 0] / passed[passed > 0], label=name)
-        running.plot(times, busy / np.diff(edges))
+    draw_over_time({"tokens per sequence and step": tokens, "running sequences": running}, rollouts)
+    for steps in rollouts.values():
         drafted, right = (_by_place([getattr(step, field) for step in steps]) for field in ("drafted", "accepted"))
         shares = [part / whole for whole, part in zip_longest(drafted, right, fillvalue=0)]
         places.plot(range(1, 1 + len(shares)), shares, marker="o")
-    tokens.set(xlabel="seconds", ylabel="tokens per sequence and step", ylim=0)
-    running.set(xlabel="seconds", ylabel="running sequences", ylim=0)
+    tokens.set(xlabel="seconds", ylim=0)
+    running.set(xlabel="seconds", ylim=0)
     places.set(xlabel="place in the draft", ylabel="share accepted", ylim=(0, 1))
     places.xaxis.set_major_locator(MaxNLocator(integer=True))
     tokens.legend()

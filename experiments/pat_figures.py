@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.patches import Patch
 
 from engines.rollout.telemetry import StepRecord
-from experiments.comparison.rollouts import over_time
-from experiments.figures import plt, save
+from experiments.comparison.rollouts import makespan
+from experiments.figures import draw_over_time, plt, save
 from research.pat.profile import Profile
 
 
@@ -24,22 +24,18 @@ def draw_switches(
     Times count from each rollout's first step. The first rollout's `switches`, on its clock, are dotted lines.
     """
     figure, axes = plt.subplots(3, 1, figsize=(7, 6), sharex=True, layout="constrained")
+    draw_over_time({"running sequences": axes[0], "tokens per second": axes[2]}, rollouts)
     for name, steps in rollouts.items():
         ordered = sorted(steps, key=lambda step: step.start)
         origin = ordered[0].start
-        points = over_time(steps, 100)
-        seconds = [0.0, *(point["second"] for point in points)]
-        for ax, key in ((axes[0], "running sequences"), (axes[2], "tokens per second")):
-            ax.stairs([point[key] for point in points], seconds, label=name, baseline=None)
-        times = [*(step.start - origin for step in ordered), seconds[-1]]
+        times = [*(step.start - origin for step in ordered), makespan(steps)]
         axes[1].step(times, [step.tp_size for step in [*ordered, ordered[-1]]], where="post")
         if name == next(iter(rollouts)):
             for ax, moment in itertools.product(axes, switches):
                 ax.axvline(moment - origin, color="grey", linestyle=":", linewidth=0.8)
-    for ax, label in zip(axes, ("running sequences", "TP size", "tokens per second"), strict=True):
-        ax.set_ylabel(label)
     axes[0].set_yscale("log")
     axes[1].set_yscale("log", base=2)
+    axes[1].set_ylabel("TP size")
     axes[1].yaxis.set_major_formatter("{x:g}")
     axes[0].legend()
     axes[-1].set_xlabel("seconds")

@@ -125,8 +125,8 @@ def own_class(option: str, name: str, names: list[str], methods: tuple[str, ...]
         found = load(name, "class")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{option}={name!r}: {_told(error)}") from error
-    declared = getattr(found, "__dataclass_fields__", {})  # without a default a field is no attribute of the class
-    if missing := [method for method in methods if not hasattr(found, method) and method not in declared]:
+    has = {*dir(found), *getattr(found, "__dataclass_fields__", ())}  # a field without a default is no attribute
+    if missing := [method for method in methods if method not in has - getattr(found, "__abstractmethods__", set())]:
         raise ValueError(f"{option}={name!r}: has no method {missing[0]!r}; see {where}")
     return found
 

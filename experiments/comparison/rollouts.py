@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy
 from engines.parallel.layout import Layout
@@ -15,9 +16,9 @@ from engines.replica.kv_moves import KVMoves
 from engines.rollout.generation import make_states
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SamplingParams, SequenceId, SequenceState
-from experiments.time_bins import spread
 
 Tier = Literal["live", "gpu", "paced", "sim"]
+Floats = NDArray[np.float64]
 
 
 def hidden_lengths(groups: Items[Items[int]]) -> dict[SequenceId, int]:
@@ -107,27 +108,37 @@ def makespan(steps: Collection[StepRecord]) -> float:
     return max(step.start + step.seconds for step in steps) - min(step.start for step in steps)
 
 
-def over_time(steps: Collection[StepRecord], num_points: int) -> list[dict[str, float]]:
-    """Returns points at equal distances in time, each with the means since the point before, over all replicas: running
-    sequences, KV use, tokens per second; and the preemptions since the start."""
-    start, seconds = min(step.start for step in steps), makespan(steps)
-    edges = start + np.linspace(0, seconds, num_points + 1)
-    amounts = np.array(
-        [
-            (step.num_running * step.seconds, step.num_running + step.num_accepted, step.kv_use * step.seconds)
-            for step in steps
-        ]
-    )
-    running, tokens, kv_use = spread(steps, amounts, edges).T * num_points / seconds
-    busy = spread(steps, np.array([step.seconds for step in steps]), edges) * num_points / seconds
+def over_time(
+    steps: Collection[StepRecord], num_points: int, span: tuple[float, float] | None = None
+) -> list[dict[str, float]]:
+    """Returns points at equal distances in time, each with the means since the point before, over all replicas of these
+    steps: running sequences, KV use, tokens per second, tokens that a sequence gains in a step; and the preemptions
+    since the start. `span`: from when to when on the clock of the steps, by default from the first to the last."""
+    start = min(step.start for step in steps)
+    start, end = span or (start, start + makespan(steps))
+    edges, width = np.linspace(start, end, num_points + 1), (end - start) / num_points
+    counts, accepted, kv_use, seconds = np.array(
+        [(step.num_running, step.num_accepted, step.kv_use, step.seconds) for step in steps], float
+    ).T
+    amounts = np.array([counts * seconds, counts + accepted, counts, kv_use * seconds, seconds])
+    running, tokens, passed, kv_seconds, busy = _spread(steps, amounts.T, edges).T
     moments = np.sort([step.start for step in steps for _ in range(step.num_preempted)])
     return [
         {
             "second": float(edges[place + 1] - start),
-            "running sequences": float(running[place]),
-            "tokens per second": float(tokens[place]),
-            "kv use": float(kv_use[place] / busy[place]) if busy[place] else 0.0,
+            "running sequences": float(running[place] / width),
+            "tokens per second": float(tokens[place] / width),
+            "tokens per sequence and step": float(tokens[place] / passed[place]) if passed[place] else np.nan,
+            "kv use": float(kv_seconds[place] / busy[place]) if busy[place] else 0.0,
             "preemptions": int(np.searchsorted(moments, edges[place + 1])),
         }
         for place in range(num_points)
     ]
+
+
+def _spread(steps: Collection[StepRecord], amounts: Floats, edges: Floats) -> Floats:
+    """Returns the amounts of the steps, [steps, ...], by bins of time, [bins, ...]: of each step, every bin gets the
+    share that it has of the step's time. `edges`: rising, on the clock of the steps."""
+    starts, seconds = np.array([(step.start, step.seconds) for step in steps], float).T
+    done = np.clip((edges[:, None] - starts) / np.maximum(seconds, 1e-12), 0.0, 1.0)
+    return np.diff(done, axis=0) @ amounts

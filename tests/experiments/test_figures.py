@@ -63,12 +63,13 @@ def test_drafts_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]
     path = draw_drafts(tmp_path / "drafts.png", {"some": steps, "again": steps, "none": steps[:16]}, "live")
     monkeypatch.undo()
-    tokens, running, places = [[line.get_xydata() for line in ax.lines] for ax in drawn[0].axes]
+    tokens, running = [[line.get_data().values for line in ax.patches] for ax in drawn[0].axes[:2]]
+    places = [line.get_xydata() for line in drawn[0].axes[2].lines]
     plt.close(drawn[0])
     assert path.stat().st_size > 5000
     assert len(tokens) == len(running) == len(places) == 3
-    assert tokens[0][:, 1] == pytest.approx(25 * [1.0] + 25 * [2.5])
-    assert running[0][:, 1] == pytest.approx(25 * [4.0] + 25 * [2.0]), "a step covers more than one point"
+    assert tokens[0] == pytest.approx(50 * [1.0] + 50 * [2.5])
+    assert running[0] == pytest.approx(50 * [4.0] + 50 * [2.0]), "a step covers more than one point"
     assert places[0].tolist() == [[1, 1.0], [2, 0.5]] and not len(places[2])
 
 

@@ -67,7 +67,8 @@ def test_a_task_without_held_out_problems_says_so(text_model: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("found", "replaced", "option", "message"),
     [
-        ("def keep_group", "def keep", "--algo plain.py:Plain", "--algo='plain.py:Plain': has no method 'keep_group'"),
+        ("def loss(", "def lose(", "--algo plain.py:Plain", "--algo='plain.py:Plain': has no method 'loss'"),
+        ("(Algorithm)", "", "--algo plain.py:Plain", "--algo='plain.py:Plain': has no method 'num_epochs'"),
         ("@dataclass(frozen=True, kw_only=True)", "", "--algo plain.py:Plain", "is no dataclass; put @dataclass"),
         ("    bonus:", "    steps: int = 1\n    bonus:", "--algo plain.py:Plain", "its field 'steps' is an option of"),
         ("held_out_problems", "held_out", "--task reverse.py:Reverse", "has no method 'held_out_problems'"),

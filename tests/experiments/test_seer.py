@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -167,9 +168,27 @@ def test_points_of_equal_time() -> None:
         step(1, 10.0, 2, kv_use=0.3, accepted=(1, 1)),
     ]
     assert over_time(steps, 2) == [
-        {"second": 1.0, "running sequences": 6.0, "tokens per second": 8.0, "kv use": 0.4, "preemptions": 0},
-        {"second": 2.0, "running sequences": 2.0, "tokens per second": 2.0, "kv use": 0.1, "preemptions": 1},
+        {
+            "second": 1.0,
+            "running sequences": 6.0,
+            "tokens per second": 8.0,
+            "tokens per sequence and step": 8 / 6,
+            "kv use": 0.4,
+            "preemptions": 0,
+        },
+        {
+            "second": 2.0,
+            "running sequences": 2.0,
+            "tokens per second": 2.0,
+            "tokens per sequence and step": 1.0,
+            "kv use": 0.1,
+            "preemptions": 1,
+        },
     ]
+    one_replica = over_time(steps[2:], 2, (10.0, 12.0))
+    assert [point["running sequences"] for point in one_replica] == [2.0, 0.0]
+    assert one_replica[0]["tokens per sequence and step"] == 2.0
+    assert math.isnan(one_replica[1]["tokens per sequence and step"]), "it had no step then"
     finer = over_time(steps, 40)  # a step covers 20 of them
     assert [point["running sequences"] for point in finer] == pytest.approx(20 * [6.0] + 20 * [2.0])
     assert [point["tokens per second"] for point in finer] == pytest.approx(20 * [8.0] + 20 * [2.0])
