@@ -94,6 +94,7 @@ def test_no_command_is_the_library_of_another() -> None:
         "engines.control.messages",
         "engines.coordination.core",
         "engines.rollout.coordinator",
+        "engines.rollout.environment",
         "engines.rollout.worker_core",
         "engines.fleet.launcher",
         "engines.coordination.policies",
