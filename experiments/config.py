@@ -20,7 +20,7 @@ from algos.deepspeed_config import TrainerConfig
 from algos.grpo import GRPO
 from algos.gspo import GSPO
 from algos.reinforce_pp import ReinforcePlusPlus
-from algos.rewards.runner import Finite, RewardConfig
+from algos.rewards.runner import RewardConfig
 from algos.rloo import RLOO
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.tasks.gsm8k import Gsm8kTask
@@ -28,7 +28,7 @@ from algos.tasks.jsonl import JsonlTask
 from algos.tasks.task import Task
 from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
-from engines.constraints import Count, Positive, WholeNumber, check_fields
+from engines.constraints import Count, Finite, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from experiments import launch
 from experiments.chat_options import ChatOptions

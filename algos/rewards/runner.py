@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
-from algos.rewards.process import WorkerError, WorkerProcess
-from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
-from engines.constraints import Count, check_fields
+from algos.rewards.protocol import Batch, Part, Ready, Result
+from algos.workers.messages import receive, send
+from algos.workers.process import WorkerError, WorkerProcess
+from engines.constraints import Count, Finite, Seconds, check_fields
 from engines.decoding import DecodeError
 
 FailureKind = Literal["raised", "timed_out", "invalid"]
 """raised: the function raised, returned a wrong number of rewards, or ended its process. timed_out: a call took longer
 than `timeout_s`, the process did not start again, or no more calls are made (`max_failures`). invalid: the reward was
 not a finite number (None, TRL's "does not apply", included)."""
-Seconds = Annotated[float, Meta(gt=0, le=1e6, description="above 0, and at most 1e+06 (seconds)")]
-"""Sockets and timers do not accept much longer times."""
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")]
 _GRACE = 0.2
 """An async function is cancelled at `timeout_s`; if it goes on, its process is killed this share of the limit later."""
 
@@ -81,7 +77,7 @@ class RewardRunner:
         self.closed = False
         # Absolute, since the worker may have to be started again after a change of directory.
         self._target = f"{Path(module).absolute()}:{function}" if module.endswith(".py") else spec
-        self._worker: WorkerProcess | None = None
+        self._worker: WorkerProcess[Ready] | None = None
         self._ready: Ready | None = None
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
@@ -188,7 +184,7 @@ class RewardRunner:
         if self._worker is not None and self._worker.has_ended():
             self._stop_worker()
         if self._worker is None:
-            self._worker = WorkerProcess(self._target, self.config.start_timeout_s)
+            self._worker = WorkerProcess("algos.rewards.worker", [self._target], Ready, self.config.start_timeout_s)
         return self._worker
 
     def _stop_worker(self) -> str:

@@ -1,4 +1,4 @@
-"""The process that runs a reward function: `python -m algos.rewards.worker SPEC SOCKET_FD SYS_PATH`.
+"""The process that runs a reward function: `python -m algos.rewards.worker`, which process.py starts.
 
 It runs arbitrary user code on a model's output, so it must be safe to kill: all processes that it starts die with it,
 and it dies as soon as the runner does (`guard.py`). Output of user code goes to stderr.
@@ -10,35 +10,26 @@ import asyncio
 import contextlib
 import inspect
 import itertools
-import json
 import math
 import os
 import socket
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 from algos.own_code import load
-from algos.rewards.guard import fork_worker, guard
-from algos.rewards.protocol import Batch, Part, Ready, Result, receive, send
+from algos.rewards.protocol import Batch, Part, Ready, Result
+from algos.workers.messages import receive, send
+from algos.workers.user_code import describe_error, end_forks, keyword_arguments, start_worker
 
 RewardFunction = Callable[..., Any]
 
 
 def describe_function(function: RewardFunction) -> Ready:
     """The function's arguments. Raises `ValueError` when it cannot be called with keyword arguments alone."""
-    given = inspect.signature(function).parameters.values()
-    for one in given:
-        if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
-            raise ValueError(f"parameter {one.name!r} is positional-only; reward functions get keyword arguments")
-    named = [one for one in given if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in given)
+    accepted, required = keyword_arguments(function)
     # An object with an `async def __call__` is as good as a coroutine function.
     is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-    required = [one.name for one in named if one.default is one.empty]
-    return Ready(is_async=is_async, accepted=None if takes_any else [one.name for one in named], required=required)
+    return Ready(is_async=is_async, accepted=accepted, required=required)
 
 
 def score_part(
@@ -93,45 +84,6 @@ def _finite(item: Any) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def describe_error(error: BaseException) -> str:
-    """One line: type, message and where user code raised it; at most 500 characters."""
-    text = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
-    frames = traceback.extract_tb(error.__traceback__)
-    place = (frames[-1].filename, frames[-1].lineno) if frames else None
-    if isinstance(error, SyntaxError) and error.filename:  # raised by the importer; the error itself names the line
-        place = error.filename, error.lineno
-    where = f" ({Path(place[0]).name}:{place[1]})" if place and place[0] != __file__ else ""
-    return text[:450] + where[:50]
-
-
-@contextlib.contextmanager
-def end_forks(worker: int) -> Iterator[None]:
-    """Surrounds user code in the process `worker`. A process that the code has forked exits at the end of this context,
-    as at the end of a program, so that it does not answer in the worker's place."""
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        if os.getpid() != worker:
-            _exit_after(error)
-
-
-def _exit_after(error: BaseException | None) -> NoReturn:
-    status = int(error is not None)
-    try:
-        if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-            status = (error.code or 0) & 0xFF
-        elif error is not None:
-            traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)  # a normal exit of the interpreter would close the worker's event loop
-
-
 def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker: int) -> None:
     """Answers batches until the runner closes the connection."""
     loop = asyncio.new_event_loop()
@@ -154,18 +106,8 @@ def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker:
 
 
 def main() -> None:
-    spec, sock, sys_path = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), json.loads(sys.argv[3])
-    if child := fork_worker():
-        sock.close()
-        guard(child, lifeline=0)
+    sock, (spec,) = start_worker()
     worker = os.getpid()
-    # Processes that user code starts must inherit neither the socket to the runner nor the lifeline.
-    sock.set_inheritable(False)
-    os.register_at_fork(after_in_child=sock.close)
-    with open(os.devnull, "rb") as devnull:
-        os.dup2(devnull.fileno(), 0)
-    sys.path[:] = sys_path
-    sys.argv[1:] = []
     try:
         with end_forks(worker):
             function = load(spec)

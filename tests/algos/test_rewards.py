@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from algos.rewards.pool import Item, RewardPool
-from algos.rewards.process import environment
 from algos.rewards.runner import FailureKind, RewardConfig, RewardRunner
+from algos.workers.process import environment
 from tests.algos.conftest import FUNCTIONS
 
 
@@ -273,7 +273,7 @@ def test_a_hang_is_killed_and_the_worker_restarted(
     make: Callable[..., RewardRunner], culprit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if culprit == "daemon, stop guard often":
-        monkeypatch.setattr("algos.rewards.process._END_S", 0.5)
+        monkeypatch.setattr("algos.workers.process._END_S", 0.5)
     log = tmp_path / "log"
     is_hang = culprit not in ("close", "daemon, os._exit", "daemon, kill guard")  # these are found out at once
     runner = make("misbehaves", chunk_size=2, timeout_s=0.8 if is_hang else 60.0)
@@ -293,12 +293,12 @@ def test_a_process_that_starts_a_program_is_not_taken_for_one_without_the_mark(t
     again = tmp_path / "again"
     again.write_text('#!/bin/sh\nexec "$0"\n')
     again.chmod(0o755)
-    with subprocess.Popen([again], env={**os.environ, "CURTAIL_REWARD": "mark"}) as process:
+    with subprocess.Popen([again], env={**os.environ, "CURTAIL_WORKER": "mark"}) as process:
         wait_until(lambda: b"again" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), "the script to start")
         wait_until(lambda: environment(Path(f"/proc/{process.pid}")) is None, "a moment in which it starts again")
         read = [environment(Path(f"/proc/{process.pid}")) for _ in range(3000)]
         process.kill()
-    assert all(one is None or b"CURTAIL_REWARD=mark" in one for one in read)
+    assert all(one is None or b"CURTAIL_WORKER=mark" in one for one in read)
     with subprocess.Popen(["sleep", "1000"], env={}) as process:
         wait_until(lambda: environment(Path(f"/proc/{process.pid}")) == b"", "a process without an environment")
         process.kill()

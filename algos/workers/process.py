@@ -1,4 +1,4 @@
-"""The runner's side of the process that runs a reward function: starts it, connects to it, kills it."""
+"""The run's side of a process that runs user code: starts it, connects to it, kills it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-from algos.rewards.protocol import Ready, receive
+from algos.workers.messages import receive
 from engines.decoding import DecodeError
 
 _END_S = 10.0
@@ -25,15 +27,40 @@ class WorkerError(Exception):
     """The worker could not be started; the message says why."""
 
 
-class WorkerProcess:
+class Loaded(Protocol):
+    """A worker's first message."""
+
+    @property
+    def error(self) -> str:
+        """Why user code could not be loaded, or nothing."""
+        ...
+
+
+Ready = TypeVar("Ready", bound=Loaded)
+
+
+class WorkerProcess(Generic[Ready]):
     """The worker and its guard, the connection to the worker, and the guard's lifeline, a pipe on its stdin (guard.py).
 
     All processes that they start inherit a random mark in their environment. If user code has killed or stopped the
     guard, `kill` ends the processes that carry the mark.
     """
 
-    def __init__(self, target: str, timeout_s: float) -> None:
-        """Raises `WorkerError` when the process is not ready after `timeout_s` or cannot load the function."""
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        ready: type[Ready],
+        timeout_s: float,
+        *,
+        environ: Mapping[str, str] = os.environ,
+        folder: str = "",
+    ) -> None:
+        """Runs `python -m module`, which calls `start_worker` (user_code.py) and sends a `ready`. `folder`: where it
+        works, removed at its end.
+
+        Raises `WorkerError` when the process is not ready after `timeout_s` or cannot load the user's code.
+        """
         self._mark = secrets.token_hex(16)
         deadline = time.monotonic() + timeout_s
         root = str(Path(__file__).resolve().parents[2])
@@ -42,15 +69,16 @@ class WorkerProcess:
         self.sock, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "algos.rewards.worker", target, str(theirs.fileno()), sys_path],
+                [sys.executable, "-m", module, str(theirs.fileno()), sys_path, folder, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=2,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, "CURTAIL_REWARD": self._mark},
+                env={**environ, "PYTHONPATH": path, "CURTAIL_WORKER": self._mark},
+                cwd=folder or None,
             )
         try:
-            self.ready = receive(self.sock, Ready, deadline=deadline)
+            self.ready = receive(self.sock, ready, deadline=deadline)
         except TimeoutError:
             self.kill()
             raise WorkerError(f"its imports took more than start_timeout_s={timeout_s:g} s") from None

@@ -1,10 +1,10 @@
-"""The parent of the process that runs a reward function: it kills all processes that the function has started.
+"""The parent of a process that runs user code: it kills all processes that the code has started.
 
 The guard runs no user code. It is the "child subreaper" (prctl(2)) of its descendants: a process whose parent has ended
 becomes the guard's child, even a daemon in its own session. Processes with another user's rights, or started by another
-service (a container's, systemd), survive. User code may also stop or kill the guard. Then the run, if it is still
-alive, kills the processes that have the worker's mark in their environment (`process.py`); processes that were started
-with another environment survive.
+service (a container's, systemd), survive. User code may also stop or kill the guard, where the kernel lets it
+(`sandbox.py`). Then the run, if it is still alive, kills the processes that have the worker's mark in their environment
+(`process.py`); processes that were started with another environment survive.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 from pathlib import Path
-from typing import NoReturn
 
 from engines.lifetime import adopt_orphans, die_with
 
@@ -30,9 +30,10 @@ def fork_worker() -> int:
     return worker
 
 
-def guard(worker: int, lifeline: int) -> NoReturn:
+def guard(worker: int, lifeline: int, folder: str = "") -> int:
     """Waits until the worker ends, the pipe `lifeline` is readable or closed, or the parent is gone. Then kills all
-    remaining processes, and exits with the worker's status, or 128 + signal if it was killed, as a shell does."""
+    remaining processes, removes their folder, if they have one, and returns the worker's status, or 128 + signal if it
+    was killed, as a shell does."""
     parent = os.getppid()  # checked because another process that the run forked may hold the pipe open
     poller = select.poll()
     poller.register(lifeline, select.POLLIN)
@@ -44,7 +45,9 @@ def guard(worker: int, lifeline: int) -> NoReturn:
     os.kill(worker, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     _end_orphans()
-    os._exit(code if code >= 0 else 128 - code)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code if code >= 0 else 128 - code
 
 
 def _reap_orphans(worker: int) -> None:
