@@ -18,6 +18,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -96,23 +97,26 @@ def compare(
     rolls = [partial(bench.roll_out, batch.workload(prompts)) for batch in batches]
     probes = {one: rolls[0](statics[one]) for one in tqdm(statics, desc=f"{name}, static", disable=launch.rank() > 0)}
     best = min(probes, key=lambda one: probes[one].seconds)
-    runs = {one: [probe] for one, probe in probes.items() if one != best}
-    near = [one for one, (probe,) in runs.items() if probe.seconds < FAR_BEHIND * probes[best].seconds]
     size = sizes[list(statics).index(best)]
     informed = [pat_cases.informed(deployment, batch, size) if with_hindsight else {} for batch in batches]
-    found: dict[str, list[Rollout]] = {}
-    for turn, (batch, roll) in enumerate(zip(batches, rolls, strict=True)):
-        others = {PAT: pat_cases.adaptive(deployment, batch), **(informed[turn] if all(informed) else {})}
-        others |= {NO_HISTORY: pat_cases.adaptive(deployment, batch, with_history=False)}
-        if with_hindsight:
-            others["paper"] = pat_cases.adaptive(deployment, batch, "paper")
-        if turn:
-            others |= {one: statics[one] for one in near}
-        ordered = {best: statics[best], **dict([*others.items()][:: -1 if turn % 2 else 1])}
-        calls = {one: partial(roll, variant) for one, variant in ordered.items()}
-        for one, some in interleave(calls, 1, name=f"{name}, batch {turn + 1}", warm_up=False).items():
-            (runs if one in runs else found).setdefault(one, []).extend(some)
-    return found | runs
+    variants = [
+        {
+            best: statics[best],
+            PAT: pat_cases.adaptive(deployment, batch),
+            **(by_lengths if all(informed) else {}),
+            NO_HISTORY: pat_cases.adaptive(deployment, batch, with_history=False),
+            **({"paper": pat_cases.adaptive(deployment, batch, "paper")} if with_hindsight else {}),
+        }
+        for batch, by_lengths in zip(batches, informed, strict=True)
+    ]
+    calls: dict[str, list[Callable[[], Rollout]]] = {
+        one: [partial(roll, of_batch[one]) for roll, of_batch in zip(rolls, variants, strict=True)]
+        for one in variants[0]
+    }
+    for one in probes.keys() - {best}:
+        is_near = probes[one].seconds < FAR_BEHIND * probes[best].seconds
+        calls[one] = [partial(probes.__getitem__, one), *(partial(roll, statics[one]) for roll in rolls[1:] if is_near)]
+    return interleave(calls, len(batches), name=name, warm_up=False)
 
 
 def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -> dict[str, Any]:
@@ -122,14 +126,14 @@ def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -
         for one, some in runs.items()
         if not one.endswith(AGAIN)
     }
+    seconds = {one: [run.seconds for run in some] for one, some in runs.items()}
     row = make_row(
         name,
-        {one: [run.seconds for run in some] for one, some in runs.items()},
+        seconds,
         history=f"{PAT} knows {pat_cases.HISTORY} lengths of the batch's own distribution, {NO_HISTORY!r} none",
         **{f"way back of {one}, in its time": f"{1e3 * took:.4g} ms" for one, took in ways_back.items() if took},
     )
     print(table([row]), file=sys.stderr, flush=True)
-    seconds = {one: [run.seconds for run in some] for one, some in runs.items()}
     base = next(iter(runs))
 
     def over(one: str, other: str) -> list[float]:
@@ -243,7 +247,7 @@ def _case(
     sizes = case.num_kv_tokens(num_ranks)
     runs = compare(bench, case.title, batches, deployment, sizes, with_hindsight=True)
     late = longer_than_paced(case.title, (run for some in runs.values() for run in some))
-    without = [size for size in case.profiles if size not in sizes and num_ranks % size == 0]
+    without = [size for size in pace.profiles if size not in sizes and num_ranks % size == 0]
     return runs, {"workload": case.workload, "scale": pace.scale, "no_room": without, **late}
 
 

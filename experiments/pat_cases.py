@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from engines.coordination.policies import LayoutPolicy
 from engines.parallel.layout import Layout, nested_layout, nested_on_hosts
-from engines.sequence import SamplingParams
-from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
+from experiments.comparison.rollouts import Variant, Workload
 from research.pat.controller import Estimator, PatController, PatOptions
 from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
@@ -20,7 +19,6 @@ from research.pat.lifetimes import Lifetime
 from research.pat.lookahead import make_plan
 from research.pat.per_host import PerHost
 from research.pat.profile import deployment_of
-from research.simulator.latency import TP_SIZES, LatencyProfile, profile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import DecoderShape
@@ -56,10 +54,8 @@ class Batch:
         return np.full(len(self.lengths), float(self.num_prompt_tokens))
 
     def workload(self, prompts: list[list[int]] | None = None) -> Workload:
-        """Without prompts, each has a token of its own, which is enough for a simulation."""
-        prompts = prompts or [[uid] * self.num_prompt_tokens for uid in range(len(self.lengths))]
-        params = SamplingParams(max_tokens=self.longest, ignore_eos=True)
-        return Workload(prompts=prompts, params=params, lengths=hidden_lengths([[one] for one in self.lengths]))
+        groups = [[one] for one in self.lengths]
+        return Workload.forced(groups, num_prompt_tokens=self.num_prompt_tokens, most=self.longest, prompts=prompts)
 
 
 def long_tailed(
@@ -100,11 +96,6 @@ class Case:
     def title(self) -> str:
         return f"{self.name}: {self.workload}"
 
-    @cached_property
-    def profiles(self) -> dict[int, LatencyProfile]:
-        """By TP size."""
-        return {size: profile(f"{self.gpus}-tp{size}") for size in TP_SIZES}
-
     def draw(self, seed: int, shrink: int = 1) -> Batch:
         return long_tailed(
             max(1, self.batch // shrink),
@@ -116,14 +107,12 @@ class Case:
         )
 
     def pace(self, scale: float = 1.0) -> ProfilePace:
-        one = self.profiles[1]
-        return ProfilePace(device=one.device, shape=one.shape, scale=self.scale * scale, token_scale=self.token_scale)
+        return ProfilePace.of(f"{self.gpus}-tp1", scale=self.scale * scale, token_scale=self.token_scale)
 
     def num_kv_tokens(self, num_ranks: int) -> dict[int, int]:
         """Tokens here that a replica's KV cache holds, by the TP sizes in which a sequence of any length fits."""
-        tokens = {size: one.kv_tokens_capacity() // self.token_scale for size, one in self.profiles.items()}
         longest = self.num_prompt_tokens + self.cap // self.token_scale + self.block_size
-        return {size: count for size, count in tokens.items() if count >= longest and num_ranks % size == 0}
+        return {size: count for size, count in self.pace().num_kv_tokens(longest).items() if num_ranks % size == 0}
 
     def deployment(self, pace: ProfilePace, num_ranks: int, max_num_seqs: int, max_model_len: int) -> Deployment:
         """A rank's KV pool stays as it is in the narrowest replicas while the TP size changes."""
@@ -194,7 +183,7 @@ def on_each_host(
     share = contexts[::num_hosts]
     first = make().first_tp_size(share, np.full(len(share), float(longest)), -(-group_size // num_hosts))
     layout = nested_on_hosts(hosts, [first] * num_hosts)
-    return changing(host, layout, lambda: PerHost(hosts, [make() for _ in hosts]))
+    return changing(host, layout, make if num_hosts == 1 else lambda: PerHost(hosts, [make() for _ in hosts]))
 
 
 def controller(
@@ -210,8 +199,7 @@ def adaptive(
 ) -> Variant:
     """PAT's controller, which also names the first layout."""
     make = partial(controller, deployment, batch, estimator, with_history=with_history)
-    first = make().first_tp_size(batch.contexts, np.full(len(batch.lengths), float(batch.longest)))
-    return changing(deployment, nested_layout(range(deployment.num_ranks), first), make)
+    return on_each_host(deployment, 1, make, batch.contexts, batch.longest)
 
 
 def informed(deployment: Deployment, batch: Batch, best: int) -> dict[str, Variant]:

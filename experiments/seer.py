@@ -55,7 +55,6 @@ from experiments.seer_variants import (
 )
 from experiments.trained import dtype, encode, make_model, prompts
 from research.seer.context_aware import ContextAware
-from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace, WideReplica
 
 if TYPE_CHECKING:
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
 
 TASK = "qwen2-vl-72b"
 """Of the paper: the one whose GPUs and model the paced ranks stand for."""
+PROFILE = "h800-72b-tp8"
 Negative = Literal["independent", "chunk of mean", "kv for all"]
 NEGATIVES: tuple[Negative, ...] = get_args(Negative)
 
@@ -118,8 +118,7 @@ def live(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
 
 def stand_in(scale: float) -> WideReplica:
     """Eight GPUs, with a token for 128."""
-    one = profile("h800-72b-tp8")
-    return WideReplica(ProfilePace(device=one.device, shape=one.shape, scale=scale, token_scale=128), one.tp_size)
+    return WideReplica(ProfilePace.of(PROFILE, scale=scale, token_scale=128), 8)
 
 
 def lose_a_replica(config: SeerConfig) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
         preemption="recompute",
         others=OTHERS if config.full else OTHERS[:6],
         pace=wide,
-        facts={"profile": "h800-72b-tp8", "scale": wide.pace.scale, "token_scale": wide.pace.token_scale},
+        facts={"profile": PROFILE, "scale": wide.pace.scale, "token_scale": wide.pace.token_scale},
     )
     return {"paced": {"tier": "paced", **measure(config, setting, world)}}
 

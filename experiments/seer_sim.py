@@ -30,7 +30,7 @@ from engines.constraints import Count, Positive
 from engines.coordination.policies import SchedulePolicy
 from engines.parallel.layout import ReplicaSpec, contiguous_layout
 from engines.rollout.pace import Path as KVPath
-from engines.sequence import SamplingParams, SequenceId
+from engines.sequence import SequenceId
 from experiments import launch, seer_baseline, seer_paper
 from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.rollouts import Variant, Workload, hidden_lengths
@@ -319,7 +319,8 @@ def _simulate(config: SeerSimConfig, run: _Run) -> dict[str, float]:
     alone = LogNormalLengths(median=case.cap / 4 / scale, sigma=0.8, cap=cap)
     num_groups = case.groups * num_instances // case.instances
     grouped = GroupedLengths(lengths=alone, correlation=case.correlation)
-    lengths = hidden_lengths(grouped.draw(num_groups, case.group_size, run.seed))
+    groups = grouped.draw(num_groups, case.group_size, run.seed)
+    workload, lengths = Workload.forced(groups, num_prompt_tokens=prompt, most=cap), hidden_lengths(groups)
     schedule: Callable[[], SchedulePolicy]
     if run.name in BOUND:
         schedule = partial(seer_baseline.policy, run.name, ASSIGNMENTS * run.seed + run.assignment)
@@ -348,10 +349,8 @@ def _simulate(config: SeerSimConfig, run: _Run) -> dict[str, float]:
     drafts["draft_lengths"] = "fixed" if run.name == FIXED else "adaptive"
     layout = contiguous_layout(range(num_instances * case.tp_size), case.tp_size)
     variant = Variant(layout=layout, schedule=schedule, options=drafts if run.name in DRAFTED else {})
-    prompts = [[uid * prompt + place for place in range(prompt)] for uid in range(num_groups)]
-    params = SamplingParams(max_tokens=cap, n=case.group_size)
     start = time.perf_counter()
-    done = world.roll_out(Workload(prompts=prompts, params=params, lengths=lengths), variant)
+    done = world.roll_out(workload, variant)
     return {
         "seconds": done.seconds * scale,
         "tokens_per_second": sum(lengths.values()) / done.seconds,

@@ -165,7 +165,6 @@ def roll_out(config: SeerConfig, setting: Setting, bench: RealWorld, workload: W
         tuned = convert(
             launch.on_rank_0(world, partial(simulation.tune, baselines, SLOTS, config.seed)), dict[BoundName, Tuned]
         )
-        once[STATIC + AGAIN] = 1  # a pace leaves little noise
     divided = setting.variants(config, num_ranks, first.lengths)
     variants = {name: [one] * config.turns for name, one in divided.items()}
     for name, one in tuned.items():
@@ -173,11 +172,10 @@ def roll_out(config: SeerConfig, setting: Setting, bench: RealWorld, workload: W
         variants[name] = [bound(plain, Trial(name, one.tuning, number)) for number in picked]
     trial = Trial(STATIC, tuned[STATIC].tuning, *evenly(tuned[STATIC].assignments, 1))
     variants[BOUND_DRAFTS] = [bound(plain, trial, **DRAFTS)]
-    order = {name: iter(variants[name]) for name in names}
-    agains = once.get(STATIC + AGAIN, config.turns)
-    order[STATIC] = iter([one for turn, one in enumerate(variants[STATIC]) for _ in range(1 + (turn < agains))])
-    calls = {name: lambda turns=turns: call(next(turns)) for name, turns in order.items()}
-    runs = interleave(calls, config.turns, name=setting.name, warm_up=False, most_turns=once)
+    calls = {name: [partial(call, one) for one in variants[name][: once.get(name, config.turns)]] for name in names}
+    if simulation is not None:
+        calls[STATIC + AGAIN] = calls[STATIC][:1]  # a pace leaves little noise
+    runs = interleave(calls, config.turns, name=setting.name, warm_up=False)
     done = Done(runs=runs, tuned=tuned, lengths=first.lengths)
     if simulation is None or world.rank:
         return done

@@ -13,7 +13,6 @@ docs/simulator.md explains what is simulated, and how far to trust it.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -31,10 +30,9 @@ from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, W
 from engines.decoding import from_json
 from engines.parallel.layout import contiguous_layout
 from engines.rollout.telemetry import StepRecord, draft_metrics, write_chrome_trace
-from engines.sequence import SamplingParams
 from experiments import launch
 from experiments.comparison.results import check_figure, check_folders
-from experiments.comparison.rollouts import Rollout, Variant, Workload, hidden_lengths
+from experiments.comparison.rollouts import Rollout, Variant, Workload
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns
 from experiments.engine_options import DRAFT_POLICIES, DraftPolicyName
@@ -46,7 +44,7 @@ from research.seer.context_aware import ContextOptions
 from research.simulator.cluster import Overheads
 from research.simulator.drafts import SEER_TABLE_2, DraftAcceptance
 from research.simulator.hindsight import floor_seconds
-from research.simulator.latency import TP_SIZES, LatencyProfile, profile
+from research.simulator.latency import LatencyProfile, profile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
 
@@ -173,19 +171,12 @@ class SimulateConfig(ChunkFields):
         return self.prompt + self.cap
 
     def pace(self) -> ProfilePace:
-        one = self.profile()
-        return ProfilePace(device=one.device, shape=one.shape)
+        return ProfilePace.of(self.profile().name)
 
     def num_kv_tokens(self) -> dict[int, int]:
         """Of a replica, in whole blocks, by the TP sizes that hold the longest sequence."""
-        one = self.profile()
-        found = {}
-        for size in sorted({*TP_SIZES, self.tensor_parallel_size}):
-            with contextlib.suppress(ValueError):  # the weights do not fit
-                count = replace(one, tp_size=size).kv_tokens_capacity() // BLOCK_SIZE * BLOCK_SIZE
-                if count >= self.max_model_len:
-                    found[size] = count
-        return found
+        longest = -(-self.max_model_len // BLOCK_SIZE) * BLOCK_SIZE
+        return {size: count // BLOCK_SIZE * BLOCK_SIZE for size, count in self.pace().num_kv_tokens(longest).items()}
 
     def options(self) -> dict[str, Any]:
         """Of the engine."""
@@ -245,12 +236,7 @@ def main() -> dict[str, Any]:
 
 
 def _workload(config: SimulateConfig) -> Workload:
-    groups = _lengths(config)
-    return Workload(
-        prompts=[list(range(uid * config.prompt, (uid + 1) * config.prompt)) for uid in range(len(groups))],
-        params=SamplingParams(max_tokens=config.cap, n=config.group_size),
-        lengths=hidden_lengths(groups),
-    )
+    return Workload.forced(_lengths(config), num_prompt_tokens=config.prompt, most=config.cap)
 
 
 class _Recorded(msgspec.Struct):

@@ -61,7 +61,6 @@ from experiments.validation_cells import (
     score,
 )
 from research.simulator.cluster import Overheads, SimulatedRollout
-from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
 from research.simulator.replay import play, recording
 
@@ -189,8 +188,7 @@ def main() -> dict[str, Any] | None:
     torch.set_num_threads(1)
     layouts = [nested_layout(range(num_ranks), size, epoch=size - 1) for size in TP_SIZES]
     groups = GroupCache(world, layouts)
-    one = profile(PROFILE)
-    pace = ProfilePace(device=one.device, shape=one.shape, scale=config.scale, token_scale=TOKEN_SCALE)
+    pace = ProfilePace.of(PROFILE, scale=config.scale, token_scale=TOKEN_SCALE)
     calibration = Cell(kind="on demand", room=1.5, num_prompts=config.batch, median=60.0)
     chosen = cells(config.kinds, config.rooms, config.batch)
     paced: dict[str, list[Run]] = {}

@@ -16,7 +16,7 @@ from engines.coordination.views import Dispatch, LayoutChange, LayoutView, Sched
 from engines.parallel.layout import nested_layout
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
-from engines.sequence import SamplingParams, SequenceId
+from engines.sequence import SequenceId
 from experiments.bench.models import random_prompts
 from experiments.comparison.rollouts import Workload
 from research.pat.controller import PatController
@@ -124,10 +124,8 @@ class Cell:
     def regroups(self) -> bool:
         return self.kind in ("regroup", "pat")
 
-    def lengths(self) -> dict[SequenceId, int]:
-        drawn = LogNormalLengths(median=self.median, sigma=0.8, cap=self.cap).draw(self.num_sequences, seed=1)
-        ids = itertools.product([0], range(self.num_prompts), range(self.group_size))
-        return dict(zip(ids, drawn, strict=True))
+    def lengths(self) -> list[int]:
+        return LogNormalLengths(median=self.median, sigma=0.8, cap=self.cap).draw(self.num_sequences, seed=1)
 
     @property
     def num_sequences(self) -> int:
@@ -136,16 +134,15 @@ class Cell:
     @property
     def num_kv_tokens(self) -> int:
         """Tokens of KV of a replica of one rank: at least those of the longest sequence."""
-        demand = SLOTS * (self.num_prompt_tokens + statistics.fmean(self.lengths().values()))
+        demand = SLOTS * (self.num_prompt_tokens + statistics.fmean(self.lengths()))
         longest = self.num_prompt_tokens + self.cap
         return -(-max(round(self.room * demand), longest) // BLOCK_SIZE) * BLOCK_SIZE
 
     def workload(self) -> Workload:
-        return Workload(
-            prompts=random_prompts(self.num_prompts, self.num_prompt_tokens),
-            params=SamplingParams(max_tokens=self.cap, ignore_eos=True, n=self.group_size),
-            lengths=self.lengths(),
-        )
+        lengths, size = self.lengths(), self.group_size
+        groups = [lengths[first : first + size] for first in range(0, len(lengths), size)]
+        prompts = random_prompts(self.num_prompts, self.num_prompt_tokens)
+        return Workload.forced(groups, num_prompt_tokens=self.num_prompt_tokens, most=self.cap, prompts=prompts)
 
     def schedule_policy(self) -> SchedulePolicy:
         kinds: dict[Kind, Callable[[], SchedulePolicy]] = {

@@ -143,9 +143,9 @@ def _compare(
             call()
         else:  # minutes in a long tail: a short warm-up
             generate(prompts, [min(8, length) for length in lengths])
-        calls[side] = partial(_with_threads, threads[side], call)
-    few = dict.fromkeys(("hf", "hf_cb"), config.hf_turns)
-    seconds = interleave(calls, config.turns, name=name, warm_up=False, most_turns=few)
+        turns = config.hf_turns if side.startswith("hf") else config.turns
+        calls[side] = [partial(_with_threads, threads[side], call)] * turns
+    seconds = interleave(calls, config.turns, name=name, warm_up=False)
     steps = max(lengths)
     per_step = {side: [time / steps for time in times] for side, times in seconds.items()}
     return make_row(name, per_step, steps=steps, tokens=sum(lengths), threads=threads)

@@ -98,8 +98,9 @@ def measure(config: SwitchBench) -> dict[str, Any]:
         ways = {**there, "rebuild": ranks.rebuild, "restart": ranks.restart}
         for way in there.values():
             ranks.both(way, states)  # warms up; the first call prefills
-        variants = {name: partial(ranks.both, way, states) for name, way in ways.items()}
-        turns = interleave(variants, config.turns, warm_up=False, most_turns={"restart": config.restarts})
+        often = {"restart": config.restarts}
+        calls = {name: [partial(ranks.both, way, states)] * often.get(name, config.turns) for name, way in ways.items()}
+        turns = interleave(calls, config.turns, warm_up=False)
         memory: dict[str, list[tuple[float, float]]] = {}
         if config.figure is not None:
             for name in [*there, "rebuild"]:

@@ -36,6 +36,19 @@ class Workload:
     """What each sequence will generate, which the policies do not know; None where sequences end by themselves, as they
     do in no simulation."""
 
+    @classmethod
+    def forced(
+        cls, groups: Items[Items[int]], *, num_prompt_tokens: int, most: int, prompts: list[list[int]] | None = None
+    ) -> Workload:
+        """Groups of sequences that generate so many tokens, of which policies know only the `most`. Without `prompts`,
+        each has tokens of its own, which is enough for a simulation."""
+        firsts = range(0, len(groups) * num_prompt_tokens, num_prompt_tokens)
+        return cls(
+            prompts=prompts or [[*range(first, first + num_prompt_tokens)] for first in firsts],
+            params=SamplingParams(max_tokens=most, ignore_eos=True, n=len(groups[0])),
+            lengths=hidden_lengths(groups),
+        )
+
     def states(self) -> list[SequenceState]:
         params = [self.params] * len(self.prompts)
         return make_states(self.prompts, params, range(len(self.prompts)), run_seed=0, policy_step=0)

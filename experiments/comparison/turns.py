@@ -24,28 +24,29 @@ T = TypeVar("T")
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], T]],
+    variants: Mapping[str, Callable[[], T] | Items[Callable[[], T]]],
     turns: int,
     *,
     name: str = "",
     warm_up: bool = True,
-    most_turns: Mapping[str, int] | None = None,
 ) -> dict[str, list[T]]:
     """Returns each variant's results, one per turn; the baseline's second runs are under its name and `AGAIN`.
 
-    `most_turns` limits the turns of slow variants. Results of the warm-up are discarded. In a world all ranks call this
-    together, with the same variants.
+    Where turns differ, or a slow variant has fewer, there is a call for each of its turns. Results of the warm-up are
+    discarded. In a world all ranks call this together, with the same variants.
     """
     base = next(iter(variants))
-    order = {**variants, base + AGAIN: variants[base]}
+    again = {base + AGAIN: variants[base]}
+    order = {one: [some] * turns if callable(some) else some for one, some in {**again, **variants}.items()}
+    order[base + AGAIN] = order.pop(base + AGAIN)  # behind all others
     if warm_up:
-        for call in variants.values():
-            call()
+        for one in variants:
+            order[one][0]()
     results: dict[str, list[T]] = {one: [] for one in order}
     for turn in tqdm(range(turns), desc=name, unit="turn", disable=launch.rank() > 0):
         for one in reversed(order) if turn % 2 else order:
-            if turn < (most_turns or {}).get(one, turns):
-                results[one].append(order[one]())
+            if turn < len(order[one]):
+                results[one].append(order[one][turn]())
     return results
 
 

@@ -13,7 +13,7 @@ from engines.constraints import NonNegative, Positive, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec, share_lacked
 from engines.rollout.pace import Path
 from research.simulator.datasheets import BYTES_PER_ELEMENT, Device, ModelShape
-from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile
+from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile, profile
 from research.simulator.links import HostLinks
 
 if TYPE_CHECKING:
@@ -44,6 +44,12 @@ class ProfilePace:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @classmethod
+    def of(cls, name: str, *, scale: float = 1.0, token_scale: float = 1.0) -> ProfilePace:
+        """That of the latency profile of this name, as "h100-8b-tp1". Raises ValueError as `latency.profile`."""
+        one = profile(name)
+        return cls(device=one.device, shape=one.shape, scale=scale, token_scale=token_scale)
+
     @cached_property
     def profiles(self) -> dict[int, LatencyProfile]:
         """By TP size, those into which the model's heads can be split."""
@@ -54,6 +60,11 @@ class ProfilePace:
             for tp_size in TP_SIZES
             if self.shape.splits_into(tp_size)
         }
+
+    def num_kv_tokens(self, longest: int) -> dict[int, int]:
+        """Tokens here that a replica's KV cache holds, by the TP sizes in which a sequence of `longest` tokens fits."""
+        sizes = {size: int(one.kv_tokens_capacity() // self.token_scale) for size, one in self.profiles.items()}
+        return {size: count for size, count in sizes.items() if count >= longest}
 
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
         seconds = self.profiles[spec.tp_size].step_seconds(

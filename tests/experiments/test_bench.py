@@ -62,7 +62,7 @@ def test_variants_take_turns_and_ratios_are_those_of_one_turn() -> None:
         return next(clock[name])
 
     variants = {name: (lambda name=name: variant(name)) for name in clock}
-    seconds = interleave(variants, 3, most_turns={"slow": 1})
+    seconds = interleave({**variants, "slow": [variants["slow"]]}, 3)
     assert heard[:3] == ["base", "other", "slow"], "the warm-up"
     assert heard[3:] == ["base", "other", "slow", "base", "base", "other", "base", "base", "other", "base"]
     # Every second turn is in the reverse order, and so the second run of the baseline comes first in it.
