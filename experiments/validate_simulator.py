@@ -18,7 +18,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,14 +35,11 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.rollout import world as rollout_world
 from engines.rollout.pace import Pace
-from engines.rollout.worker_core import REPORT_EVERY_S
-from engines.sequence import Finished, SequenceId
 from experiments import launch
 from experiments.bench.models import checkpoint
 from experiments.comparison.machine import busy
 from experiments.comparison.real import RealWorld
 from experiments.comparison.results import ResultOptions, report
-from experiments.comparison.rollouts import Variant
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, short
 from experiments.validation_cells import (
@@ -118,30 +114,21 @@ class Paced:
         """Commands that fresh cores returned again."""
 
     def roll_out(self, cell: Cell, policy: SchedulePolicy, *, is_paced: bool = True) -> Run:
-        world, workload = self._groups.world, cell.workload()
-        recorded = Recorded(policy)
-        options = {"dtype": "float32", "preemption": cell.preemption, **OPTIONS}
+        world, recorded = self._groups.world, Recorded(policy)
         bench = RealWorld(
-            model=self._model, groups=self._groups, pace=self._pace if is_paced else None, options=options
+            model=self._model,
+            groups=self._groups,
+            pace=self._pace if is_paced else None,
+            options={"dtype": "float32", **OPTIONS},
         )
-        layout = nested_layout(range(world.size), 1)
-        variant = Variant(layout=layout, num_kv_tokens=cell.num_kv_tokens, schedule=lambda: recorded)
+        variant = cell.variant(world.size, self._pace, recorded)
         with recording(rollout_world):
-            llm = bench.start(workload, variant, cell.layout_policy(world.size, self._pace))
-        ends: dict[SequenceId, float] = {}
-
-        def hear(finished: Finished) -> None:
-            ends[finished.state.sequence_id] = time.monotonic()
-
-        time.sleep(2 * REPORT_EVERY_S)  # a world is mostly older than that when a rollout begins
-        _, steps = bench.generate(llm, workload, on_finished=hear)
-        self._replay(llm, cell)
-        llm.close()
-        heard = launch.on_rank_0(world, lambda: list(ends.items()))
-        run = describe(steps, {tuple(id_): end for id_, end in heard}, world.size)
+            done = bench.roll_out(cell.workload(), variant, on_end=partial(self._replay, cell))
+        ends = launch.on_rank_0(world, lambda: list(done.finish_times.items()))
+        run = describe(done.steps, {tuple(id_): end for id_, end in ends}, world.size)
         return replace(run, dispatches=tuple(recorded.dispatches))
 
-    def _replay(self, llm: LLM, cell: Cell) -> None:
+    def _replay(self, cell: Cell, llm: LLM) -> None:
         """Plays the log of the rollout to a fresh core and policies; AssertionError where they decide otherwise."""
         assert llm.rollout is not None
         if llm.rollout.coordinator is None:
@@ -163,19 +150,8 @@ class Paced:
 def simulate(
     cell: Cell, policy: SchedulePolicy, pace: Pace, overheads: Overheads, num_ranks: int
 ) -> tuple[Run, SimulatedRollout]:
-    world = SimulatedWorld(
-        pace=pace,
-        options={"preemption": cell.preemption, **OPTIONS},
-        num_kv_tokens=cell.replica_tokens(),
-        cluster={"overheads": overheads},
-    )
-    variant = Variant(
-        layout=nested_layout(range(num_ranks), 1),
-        schedule=lambda: policy,
-        layout_policy=lambda: cell.layout_policy(num_ranks, pace),
-    )
-    workload = cell.workload()
-    done = world.start(workload, variant)[0].roll_out(workload.states())
+    world, workload = SimulatedWorld(pace=pace, options=OPTIONS, cluster={"overheads": overheads}), cell.workload()
+    done = world.start(workload, cell.variant(num_ranks, pace, policy))[0].roll_out(workload.states())
     return describe(done.steps, done.finish_times, num_ranks), done
 
 

@@ -8,9 +8,9 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
-from engines.config import Preemption
 from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy, Static
 from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
 from engines.parallel.layout import nested_layout
@@ -18,7 +18,7 @@ from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SequenceId
 from experiments.bench.models import random_prompts
-from experiments.comparison.rollouts import Workload
+from experiments.comparison.rollouts import Variant, Workload
 from research.pat.controller import PatController
 from research.pat.profile import deployment_of
 from research.seer.context_aware import ContextAware, ContextOptions
@@ -117,10 +117,6 @@ class Cell:
         return f"{self.kind} {self.room:g}x"
 
     @property
-    def preemption(self) -> Preemption:
-        return "swap" if self.regroups else "recompute"
-
-    @property
     def regroups(self) -> bool:
         return self.kind in ("regroup", "pat")
 
@@ -162,15 +158,20 @@ class Cell:
             deployment_of(
                 pace,
                 num_ranks=num_ranks,
-                num_kv_tokens=self.replica_tokens(),
+                num_kv_tokens={tp_size: tp_size * self.num_kv_tokens for tp_size in TP_SIZES},
                 max_num_seqs=SLOTS,
                 max_model_len=MAX_MODEL_LEN,
             )
         )
 
-    def replica_tokens(self) -> dict[int, int]:
-        """By TP size, the tokens that a replica's KV cache holds."""
-        return {tp_size: tp_size * self.num_kv_tokens for tp_size in TP_SIZES}
+    def variant(self, num_ranks: int, pace: Pace, policy: SchedulePolicy) -> Variant:
+        return Variant(
+            layout=nested_layout(range(num_ranks), 1),
+            num_kv_tokens=self.num_kv_tokens,
+            schedule=lambda: policy,
+            layout_policy=partial(self.layout_policy, num_ranks, pace),
+            options={"preemption": "swap" if self.regroups else "recompute"},
+        )
 
 
 def cells(kinds: tuple[Kind, ...], rooms: tuple[float, ...], batch: int) -> list[Cell]:

@@ -19,6 +19,7 @@ from engines.parallel.layout import Layout
 from engines.replica.kv_moves import KVMoves
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
+from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
 from experiments.comparison.machine import this_tier
@@ -45,24 +46,31 @@ class RealWorld:
         return ModelConfig.from_pretrained(self.model).kv_bytes_per_token(dtype.itemsize)
 
     def roll_out(
-        self, workload: Workload, variant: Variant, on_finished: Callable[[Finished], object] = lambda _: None
+        self,
+        workload: Workload,
+        variant: Variant,
+        on_finished: Callable[[Finished], object] = lambda _: None,
+        on_end: Callable[[LLM], object] = lambda _: None,
     ) -> Rollout:
-        """`on_finished` is called on rank 0, by another thread."""
+        """`on_finished` is called on rank 0, by another thread; `on_end` on all ranks, with the engine, before it is
+        closed."""
         layout_policy = variant.layout_policy()
-        llm = self.start(workload, variant, layout_policy)
+        llm = self._start(workload, variant, layout_policy)
+        time.sleep(2 * REPORT_EVERY_S)  # so that the first step is reported, as by a world that has stood for a while
         finish_times: dict[SequenceId, float] = {}
 
         def hear(finished: Finished) -> None:
             finish_times[finished.state.sequence_id] = time.monotonic()
             on_finished(finished)
 
-        tokens, steps = self.generate(llm, workload, hear)
+        tokens, steps = self._generate(llm, workload, hear)
         lengths = {(0, uid, index): len(one) for uid, samples in enumerate(tokens) for index, one in enumerate(samples)}
         assert workload.lengths in (None, lengths)
         assert llm.rollout is not None
         mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
         marks = launch.on_rank_0(self.groups.world, lambda: mine)
         kv_moves = launch.gather(self.groups.world, llm.replica.kv_moves, KVMoves)
+        on_end(llm)
         way_back_s = self._go_back(llm, variant.layout)
         llm.close()
         return Rollout(
@@ -86,7 +94,7 @@ class RealWorld:
         llm.regroup(replace(first, epoch=llm.layout.epoch + 1))
         return float(max(launch.gather(self.groups.world, time.monotonic() - start)))
 
-    def start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> LLM:
+    def _start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> LLM:
         lengths = workload.lengths
 
         def has_ended(state: SequenceState) -> bool:
@@ -105,8 +113,8 @@ class RealWorld:
         }
         return LLM(self.model, **options)
 
-    def generate(
-        self, llm: LLM, workload: Workload, on_finished: Callable[[Finished], None] | None = None
+    def _generate(
+        self, llm: LLM, workload: Workload, on_finished: Callable[[Finished], None]
     ) -> tuple[list[list[list[int]]], list[StepRecord]]:
         """Returns the tokens of each prompt's samples, and the steps of all replicas, each's from its first rank."""
         uids = range(len(workload.prompts))
