@@ -11,7 +11,6 @@ of the transport's cost. Tier: sim.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from engines.coordination.requests import BeginPhase, SubmitSequences
 from engines.parallel.layout import contiguous_layout
 from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceKey, SequenceState, Work
 from experiments.bench import harness
-from experiments.comparison.turns import interleave, make_row, short
+from experiments.comparison.turns import interleave, make_row, short, timed
 from research.seer.context_aware import ContextAware, ContextOptions
 
 EVENTS = ("finished", "released", "reported", "submitted")
@@ -101,18 +100,17 @@ class _Driver:
         self.num_events[replica] += 1
         return {"replica_id": replica, "rank": replica, "epoch": 0, "phase": 0, "seq": self.num_events[replica] - 1}
 
-    def say(self, event: Event | SubmitSequences, timed: str = "") -> None:
-        start = time.perf_counter()
-        output = self.core.on_event(event, 0.0)
-        seconds = time.perf_counter() - start
-        if timed:
-            self.seconds[timed].append(seconds)
+    def say(self, event: Event | SubmitSequences, kind: str = "") -> None:
+        """The seconds of an event of a `kind` are kept."""
+        seconds, output = timed(lambda: self.core.on_event(event, 0.0))
+        if kind:
+            self.seconds[kind].append(seconds)
         for item in output:
             if isinstance(item, SubmitWork):
                 assert item.replica_id is not None
                 self.running[item.replica_id] += [work.state for work in item.works]
 
-    def submit(self, num_states: int, timed: str = "") -> None:
+    def submit(self, num_states: int, kind: str = "") -> None:
         params = SamplingParams(max_tokens=1 << 20)
         states = []
         for uid in range(self.num_states, self.num_states + num_states):
@@ -120,7 +118,7 @@ class _Driver:
             key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=group, sample_index=index)
             states.append(SequenceState(key=key, group_id=group, tokens=[1], num_prompt_tokens=1, params=params))
         self.num_states += num_states
-        self.say(SubmitSequences(states=tuple(states)), timed)
+        self.say(SubmitSequences(states=tuple(states)), kind)
 
     def grow(self, replica: int) -> SequenceState:
         """Takes out the first running sequence, with more tokens."""

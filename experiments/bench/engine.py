@@ -11,7 +11,6 @@ step of the longest sequence. The floor is the time to read the weights and the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, floor_seconds, random_prompts
 from experiments.bench.peers import ContinuousBatchingPeer, HuggingFacePeer, Side, vllm_peer
-from experiments.comparison.turns import Row, interleave, make_row, short
+from experiments.comparison.turns import Row, interleave, make_row, short, timed
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import SHAPES
 
@@ -120,9 +119,7 @@ class OurSide:
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> float:
         self._lengths = lengths
-        start = time.perf_counter()
-        outputs = self.llm.generate(prompts, self._params, prompt_uids=range(len(prompts)))
-        seconds = time.perf_counter() - start
+        seconds, outputs = timed(lambda: self.llm.generate(prompts, self._params, prompt_uids=range(len(prompts))))
         assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
         return seconds
 

@@ -30,7 +30,7 @@ from engines.sequence import KVHandle
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import Shape, checkpoint, random_sequence
-from experiments.comparison.turns import Row, interleave, make_row, short
+from experiments.comparison.turns import Row, interleave, make_row, short, timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,7 @@ class Pool:
         return handle
 
     def write(self, store: Callable[[], KVHandle]) -> float:
-        start = time.perf_counter()
-        handle = store()
-        seconds = time.perf_counter() - start
+        seconds, handle = timed(store)
         self.mover.drop(handle)
         return seconds
 
@@ -90,9 +88,7 @@ class Pool:
         sequence = Sequence(
             state=self._state, max_len=length, release_len=length, blocks=self._blocks, num_computed=tokens
         )
-        start = time.perf_counter()
-        is_behind = self.mover.store_later(sequence, 0)
-        seconds = time.perf_counter() - start
+        seconds, is_behind = timed(lambda: self.mover.store_later(sequence, 0))
         ((_, handle),) = self.mover.stored(waits=True)
         assert is_behind and handle is not None
         self.mover.drop(handle)
@@ -102,9 +98,7 @@ class Pool:
         """Seconds to load all KV into the cache."""
         length = self.num_tokens + 2
         sequence = Sequence(state=self._state, max_len=length, release_len=length, kv=store(), blocks=self._blocks)
-        start = time.perf_counter()
-        ((num_tokens, handle),) = self.mover.load([sequence], 0)
-        seconds = time.perf_counter() - start
+        seconds, ((num_tokens, handle),) = timed(lambda: self.mover.load([sequence], 0))
         assert num_tokens == self.num_tokens
         self.mover.drop(handle)
         return seconds
@@ -137,9 +131,9 @@ def _tier(pool: Pool, config: PoolBench, name: str) -> Row:
     pool.mover.drop(handle)
     data = torch.ones(num_bytes, dtype=torch.uint8)
     path = (DEV_SHM if name == "host" else config.disk_folder) / f"curtail-bench-{time.time_ns()}"
-    ways = {
-        "copy in memory": partial(_timed, data.clone),
-        "plain file": partial(_timed, lambda: path.write_bytes(data.numpy().data)),
+    ways: dict[str, Callable[[], float]] = {
+        "copy in memory": lambda: timed(data.clone)[0],
+        "plain file": lambda: timed(lambda: path.write_bytes(data.numpy().data))[0],
         "write": partial(pool.write, store),
         "read": partial(pool.read, store),
     }
@@ -148,12 +142,6 @@ def _tier(pool: Pool, config: PoolBench, name: str) -> Row:
     finally:
         path.unlink(missing_ok=True)
     return make_row(f"{name} tier", seconds, MiB=short(num_bytes / 2**20))
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _chunks(pool: Pool, config: PoolBench) -> list[Row]:

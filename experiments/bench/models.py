@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from engines import LLM, SamplingParams, SequenceKey, SequenceState
 from engines.models.parameters import logical_shapes
 from engines.parallel.collectives import Communicator, SingleRank
+from experiments.comparison.turns import timed
 from research.workloads.shapes import SHAPES, DecoderShape
 
 Shape = Literal["0.8m", "25m", "200m", "8b"]
@@ -102,10 +102,6 @@ def floor_seconds(shape: DecoderShape, dtype: str, *, steps: int, context_tokens
     item = getattr(torch, dtype).itemsize
     weights = shape.num_matrix_parameters * item
     data = torch.ones(min(weights, 2**32) // 8, dtype=torch.int64, device=device)
-    took = []
-    for _ in range(9):
-        start = time.perf_counter()
-        data.sum().item()
-        took.append(time.perf_counter() - start)
+    took = [timed(lambda: data.sum().item())[0] for _ in range(9)]
     num_bytes = steps * weights + context_tokens * shape.kv_elements_per_token * item
     return statistics.median(took) * num_bytes / data.nbytes

@@ -41,7 +41,7 @@ from experiments.bench import harness
 from experiments.bench.blank_kv import submit_decodes
 from experiments.bench.models import Shape, floor_seconds, random_weights, save_config
 from experiments.comparison.machine import busy
-from experiments.comparison.turns import Row, interleave, make_row, short
+from experiments.comparison.turns import Row, interleave, make_row, short, timed
 from research.workloads.shapes import SHAPES
 
 PARTS = ("schedule", "build", "forward", "sample")
@@ -182,12 +182,7 @@ def _turn(llm: LLM, num_steps: int, settle: bool, neighbours: int = 0) -> float:
         end = time.monotonic() + SETTLE_S * settle
         while time.monotonic() < end:
             torch.ones(64, 512) @ torch.ones(512, 64)
-        seconds = []
-        for _ in range(num_steps):
-            start = time.perf_counter()
-            llm.replica.step()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+        return statistics.median(timed(llm.replica.step)[0] for _ in range(num_steps))
 
 
 def _watch_parts(llm: LLM) -> dict[str, list[float]]:

@@ -10,8 +10,6 @@ pattern from the middle of one, which is searched from the root.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ from numpy.typing import NDArray
 from engines.constraints import Count
 from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, batch_speculate
 from experiments.bench import harness
-from experiments.comparison.turns import interleave, make_row, short
+from experiments.comparison.turns import interleave, make_row, short, timed
 
 PATTERN = 24
 """Tokens of a foreign pattern."""
@@ -94,19 +92,19 @@ def _turn(config: SuffixTreeBench, stream: NDArray[np.int32]) -> dict[str, float
         for paths in (1, 4)
     )
     seconds, tree = {}, SuffixTree(max_depth=config.max_depth)
-    seconds["append, per token"] = _timed(lambda: _fill(config, tree, sequences)) / len(stream)
+    seconds["append, per token"] = timed(lambda: _fill(config, tree, sequences))[0] / len(stream)
     own = [index % config.sequences for index in range(config.calls)]
-    seconds["draft, own"] = _timed(lambda: [tree.speculate(one, request_id=index) for index in own]) / config.calls
+    seconds["draft, own"] = timed(lambda: [tree.speculate(one, request_id=index) for index in own])[0] / config.calls
     for name, args in (("draft, foreign", one), ("4 paths, foreign", four)):
-        seconds[name] = _timed(partial(_draft_all, tree, args, foreign)) / config.calls
+        seconds[name] = timed(partial(_draft_all, tree, args, foreign))[0] / config.calls
     ids, starts = np.arange(config.batch) % config.sequences, PATTERN * (np.arange(config.batch) % config.calls)
     drafts = DraftBuffers.empty(config.batch, 1, config.draft)
     batch = partial(batch_speculate, [tree] * config.batch, ids, [one] * config.batch, drafts)
-    seconds["batch, own"] = _timed(batch) / config.batch
+    seconds["batch, own"] = timed(batch)[0] / config.batch
     found = partial(batch, patterns=foreign, starts=starts, stops=starts + PATTERN)
-    seconds["batch, foreign"] = _timed(found) / config.batch
-    seconds["append, one token a call"] = _timed(partial(_append_all, tree, own, stream)) / config.calls
-    seconds["remove a sequence"] = _timed(lambda: tree.remove(0))
+    seconds["batch, foreign"] = timed(found)[0] / config.batch
+    seconds["append, one token a call"] = timed(partial(_append_all, tree, own, stream))[0] / config.calls
+    seconds["remove a sequence"] = timed(lambda: tree.remove(0))[0]
     return seconds
 
 
@@ -125,12 +123,6 @@ def _append_all(tree: SuffixTree, request_ids: list[int], stream: NDArray[np.int
 def _draft_all(tree: SuffixTree, args: SpeculationArgs, patterns: NDArray[np.int32]) -> None:
     for pattern in patterns:
         tree.speculate(args, pattern=pattern)
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _memory(config: SuffixTreeBench, stream: NDArray[np.int64], kept: list[SuffixTree]) -> dict[str, float]:

@@ -13,7 +13,6 @@ checksums are compared.
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,7 +34,7 @@ from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint
-from experiments.comparison.turns import Row, interleave, make_row, short
+from experiments.comparison.turns import Row, interleave, make_row, short, timed
 from research.workloads.shapes import DecoderShape
 
 
@@ -105,10 +104,8 @@ def _update(llm: LLM, trainer: Trainer, world: TorchGroup) -> tuple[float, int, 
     """Returns the largest seconds and extra bytes of all ranks, and the checksum."""
     world.barrier()
     before = _reset_peak()
-    start = time.perf_counter()
-    checksum = llm.update_weights(trainer.named_weights(), version=0)
-    mine = time.perf_counter() - start, _status("VmHWM") - before
-    seconds, extra = zip(*launch.gather(world, mine), strict=True)
+    took, checksum = timed(lambda: llm.update_weights(trainer.named_weights(), version=0))
+    seconds, extra = zip(*launch.gather(world, (took, _status("VmHWM") - before)), strict=True)
     return max(seconds), max(extra), checksum
 
 
@@ -129,9 +126,7 @@ def _copy_bandwidth(world: TorchGroup) -> float:
     rates = []
     for _ in range(7):
         world.barrier()
-        start = time.perf_counter()
-        target.copy_(source)
-        rates.append(2 * source.nbytes / (time.perf_counter() - start))
+        rates.append(2 * source.nbytes / timed(lambda: target.copy_(source))[0])
     return min(launch.gather(world, statistics.median(rates)))
 
 

@@ -8,6 +8,7 @@ variant is the baseline. It runs twice in a turn: its ratio to itself (A/A) show
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, TypeVar
@@ -48,6 +49,13 @@ def interleave(
             if turn < len(order[one]):
                 results[one].append(order[one][turn]())
     return results
+
+
+def timed(call: Callable[[], T]) -> tuple[float, T]:
+    """Returns the seconds that a call took, and its result."""
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
 
 
 def make_row(name: str, seconds: Mapping[str, Items[float]], **facts: object) -> Row:
