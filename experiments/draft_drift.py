@@ -5,9 +5,7 @@ The runs generate the same tokens, since drafts change none: in float64, where n
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,6 +14,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from engines.json_files import read_jsonl
+from experiments import launch
 from experiments.comparison.turns import short
 
 FEW = 5
@@ -31,17 +31,19 @@ def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]]) -> d
     """{drafter: the share of its drafted tokens that were drawn, by step}, how the ends differ, and whether all runs
     have drawn the same tokens.
 
-    `drafters` are the options of `train.py` that choose each one, by its name.
+    `drafters` are the options of `train.py` that choose each one, by its name. Raises ValueError if training fails; its
+    own error is then on stderr.
     """
     found: dict[str, list[float]] = {}
     digests: list[list[str]] = []
     with tempfile.TemporaryDirectory() as runs:
         for drafter, options in tqdm(drafters.items(), desc="drift", unit="run"):
-            folder = train(model, steps, Path(runs) / drafter, options)
-            metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            command = [str(Path(__file__).with_name("train.py")), *OPTIONS, "--steps", str(steps)]
+            command += ["--model", str(model), "--runs", runs, "--name", drafter, *options]
+            folder = Path(launch.result_of(command)["run_dir"])
+            metrics = read_jsonl(folder / "metrics.jsonl")
             found[drafter] = [short(one["rollout/draft_acceptance"]) for one in metrics[1:]]
-            lengths = (folder / "lengths.jsonl").read_text().splitlines()
-            digests.append([json.loads(line)["digest"] for line in lengths])
+            digests.append([one["digest"] for one in read_jsonl(folder / "lengths.jsonl")])
     change = {
         drafter: {
             "first": short(statistics.fmean(shares[:FEW])),
@@ -53,11 +55,3 @@ def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]]) -> d
     print(*(f"{drafter}: {one}" for drafter, one in change.items()), sep="\n", file=sys.stderr)
     equal = all(one == digests[0] for one in digests)
     return {"drift": {"acceptance": found, "change": change, "tokens_equal": equal}}
-
-
-def train(model: Path, steps: int, folder: Path, options: Sequence[str]) -> Path:
-    """Returns the run's folder. Raises CalledProcessError if training fails; its error is on stderr."""
-    command = [sys.executable, str(Path(__file__).with_name("train.py")), *OPTIONS, "--steps", str(steps)]
-    command += ["--model", str(model), "--runs", str(folder.parent), "--name", folder.name, *options]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return folder

@@ -34,7 +34,8 @@ from engines.config import DraftNoise, EngineConfig, ModelConfig
 from engines.constraints import Count
 from engines.models.hugging_face import read_checkpoint
 from engines.parallel.collectives import SingleRank
-from engines.sequence import SequenceKey, SequenceState, Work
+from engines.rollout.generation import make_states
+from engines.sequence import SequenceState, Work
 from engines.speculation.choose import choose_drafter
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import AdaptedDrafter
@@ -53,8 +54,8 @@ NOISES: tuple[DraftNoise, ...] = ("target", "own")
 REFERENCES, PATHS, PATH_TOKENS = (0, 1, 5, 15), (1, 2, 4), 8
 GROUP = 16
 _MAX_LEN = 512
-Tokens = dict[tuple[int, int], list[int]]
-"""(prompt, sample) -> the tokens that it generated."""
+Tokens = list[list[list[int]]]
+"""Those that each sample of each prompt has generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def main() -> dict[str, Any] | None:
 
 def generate(llm: LLM, texts: list[str], params: SamplingParams) -> Tokens:
     outputs = llm.generate(texts, params, prompt_uids=range(len(texts)))
-    return {(uid, one.index): one.token_ids for uid, output in enumerate(outputs) for one in output.outputs}
+    return [[one.token_ids for one in output.outputs] for output in outputs]
 
 
 # -- the same tokens
@@ -179,10 +180,9 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for temperature in config.temperatures:
         llm = LLM(make_model(config.models), max_num_seqs=64, seed=config.seed)
-        tokens = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP, temperature=temperature))
+        groups = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP, temperature=temperature))
         ids = llm.encode(texts)
         llm.close()
-        groups = [[tokens[uid, sample] for sample in range(GROUP)] for uid in range(len(texts))]
         table: dict[int, dict[int, float]] = {}
         for count in tqdm(REFERENCES, desc=f"acceptance, T={temperature:g}", unit="row"):
             table[count] = {}
@@ -312,19 +312,18 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
 
 def time_last_samples(bench: Bench, variant: Variant, ids: list[list[int]], tokens: Tokens) -> Timed:
     """Times the last sample of each prompt; a drafter knows the other samples of its group."""
-    known = [(uid, sample) for uid in range(len(ids)) for sample in range(GROUP - 1)]
-    bench.use(variant, [_state(uid, sample, ids[uid], tokens[uid, sample]) for uid, sample in known])
-    return bench.roll_out(_state(uid, GROUP - 1, prompt, []) for uid, prompt in enumerate(ids))
+    states = samples(ids, GROUP)
+    siblings = [state for state in states if state.key.sample_index < GROUP - 1]
+    for state in siblings:
+        state.tokens += tokens[state.key.prompt_uid][state.key.sample_index]
+    bench.use(variant, siblings)
+    return bench.roll_out(state for state in states if state.key.sample_index == GROUP - 1)
 
 
-def _state(uid: int, sample: int, prompt: list[int], generated: list[int], *, seed: int = 0) -> SequenceState:
-    return SequenceState(
-        key=SequenceKey(run_seed=seed, policy_step=0, prompt_uid=uid, sample_index=sample),
-        group_id=uid,
-        tokens=prompt + generated,
-        num_prompt_tokens=len(prompt),
-        params=SamplingParams(max_tokens=320),
-    )
+def samples(ids: list[list[int]], count: int, *, seed: int = 0) -> list[SequenceState]:
+    """`count` of each prompt."""
+    params = [SamplingParams(max_tokens=320, n=count)] * len(ids)
+    return make_states(ids, params, range(len(ids)), run_seed=seed, policy_step=0)
 
 
 # -- speedup of a rollout
@@ -351,7 +350,7 @@ def rollout_speedup(config: DraftingConfig) -> dict[str, Any]:
 def time_rollout(bench: Bench, variant: Variant, ids: list[list[int]]) -> float:
     """Seconds of 8 samples of each prompt. Group drafts take sample 0 of all prompts first, as `LLM.generate` does."""
     bench.use(variant)
-    states = [_state(uid, sample, prompt, []) for uid, prompt in enumerate(ids) for sample in range(8)]
+    states = samples(ids, 8)
     if variant == GROUPED:
         states.sort(key=lambda state: state.key.sample_index)
     return bench.roll_out(states).seconds
@@ -390,17 +389,15 @@ def guess_singly(llm: LLM, texts: list[str], *, seed: int) -> tuple[list[tuple[l
     """Runs four samples of each prompt one after the other. Returns each one's tokens with the positions of its
     guesses, and the number of guesses that were drawn."""
     places, num_drawn = [], 0
-    for uid, prompt in enumerate(tqdm(llm.encode(texts), desc="agreement", unit="prompt")):
-        for sample in range(4):
-            state = _state(uid, sample, prompt, [], seed=seed)
-            llm.replica.submit(Work(state=state))
-            positions: list[int] = []
-            while llm.replica.has_work:
-                length = len(state.tokens)
-                output = llm.replica.step()
-                positions += [length] * output.num_drafted
-                num_drawn += output.num_accepted
-            places.append((state.tokens, positions))
+    for state in tqdm(samples(llm.encode(texts), 4, seed=seed), desc="agreement", unit="sample"):
+        llm.replica.submit(Work(state=state))
+        positions: list[int] = []
+        while llm.replica.has_work:
+            length = len(state.tokens)
+            output = llm.replica.step()
+            positions += [length] * output.num_drafted
+            num_drawn += output.num_accepted
+        places.append((state.tokens, positions))
     return places, num_drawn
 
 
