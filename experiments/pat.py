@@ -191,7 +191,9 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
             switch_tokens=count * batch.num_prompt_tokens,
             engine=options,
         )
-        deployment = pat_measuring.deployment_here(pat_measuring.measure(asked, model, groups), model, options, groups)
+        profile, sizes = pat_measuring.measure(asked, model, groups), ModelConfig.from_pretrained(model)
+        transport = pat_measuring.transport_of(groups)
+        deployment = pat_measuring.deployment_with(profile, sizes, options, world.size, transport)
         switch_seconds = deployment.switch_seconds
         deployment = replace(deployment, way_back_seconds=lambda end, start: switch_seconds(end, start, 0.0))
         bench = RealWorld(model=model, groups=groups, pace=None, options=asdict(options))

@@ -96,7 +96,7 @@ def nested_layouts(num_ranks: int, model: ModelConfig | None = None) -> list[Lay
     return [one for one in layouts if model is None or is_shardable(model, one.replicas[0].tp_size)]
 
 
-def _transport_of(groups: GroupCache | None) -> str:
+def transport_of(groups: GroupCache | None) -> str:
     """Returns how all ranks together exchange tensors."""
     return groups.get(tuple(range(groups.world.size))).name if groups is not None else "single"
 
@@ -114,16 +114,10 @@ def _subject_of(model: ModelConfig, dtype: str, num_ranks: int, transport: str) 
     }
 
 
-def deployment_here(profile: Profile, folder: str | Path, engine: EngineConfig, groups: GroupCache) -> Deployment:
-    """Returns the profile's times for this run. Raises ValueError if it is of another deployment."""
-    model = ModelConfig.from_pretrained(folder)
-    return deployment_with(profile, model, engine, groups.world.size, _transport_of(groups))
-
-
 def deployment_with(
     profile: Profile, model: ModelConfig, engine: EngineConfig, num_ranks: int, transport: str
 ) -> Deployment:
-    """As `deployment_here`, without groups of ranks."""
+    """Returns the profile's times for a run. Raises ValueError if it is of another deployment."""
     sizes = [layout.replicas[0].tp_size for layout in nested_layouts(num_ranks, model)]
     return profile.deployment(
         _subject_of(model, engine.dtype, num_ranks, transport),
@@ -159,7 +153,7 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
             switches = _time_switches(config, folder, groups, sizes, fastest)
     return Profile(
         format=1,
-        subject=_subject_of(model, config.engine.dtype, world.size, _transport_of(groups)),
+        subject=_subject_of(model, config.engine.dtype, world.size, transport_of(groups)),
         torch=str(torch.__version__),
         decodes=tuple(decodes),
         prefills=tuple(prefills),

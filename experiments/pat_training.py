@@ -12,15 +12,13 @@ import numpy as np
 from algos.collect import Collector
 from engines.config import ModelConfig
 from engines.coordination.policies import named
-from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.rollout.telemetry import SwitchRecord
 from experiments import launch
 from experiments.config import TrainConfig
-from experiments.pat_measuring import deployment_here, deployment_with, nested_layouts
+from experiments.pat_measuring import deployment_with, nested_layouts
 from experiments.policies import layout_controller
 from research.pat.controller import Considered, PatController
-from research.pat.deployment import Deployment
 from research.pat.lifetimes import lifetimes_of
 from research.pat.profile import Profile
 
@@ -35,19 +33,15 @@ def load_profile(config: TrainConfig, model: ModelConfig) -> Profile | None:
             f"layout_policy={config.layout_policy!r}: one rank has only one layout; give --ranks 2 or more"
         )
     profile = Profile.load(config.pat_profile)
-    engine, transport = config.rollout.engine_config(config.seed), str(profile.subject.get("transport"))
-    _controller(config, deployment_with(profile, model, engine, launch.num_ranks(), transport))
+    make_controller(config, profile, model, str(profile.subject.get("transport")))
     return profile
 
 
-def make_controller(config: TrainConfig, profile: Profile, folder: Path, groups: GroupCache) -> PatController:
-    """Raises ValueError if the profile is of another deployment."""
-    deployment = deployment_here(profile, folder, config.rollout.engine_config(config.seed), groups)
-    return _controller(config, deployment)
-
-
-def _controller(config: TrainConfig, deployment: Deployment) -> PatController:
-    """Returns PAT's controller, or a user's own. Raises ValueError for one that cannot be made."""
+def make_controller(config: TrainConfig, profile: Profile, model: ModelConfig, transport: str) -> PatController:
+    """Returns PAT's controller, or a user's own. Raises ValueError for one that cannot be made, or a profile of
+    another deployment."""
+    engine = config.rollout.engine_config(config.seed)
+    deployment = deployment_with(profile, model, engine, launch.num_ranks(), transport)
     if config.layout_policy == "pat":
         return PatController(deployment, config.pat)
     own = layout_controller("layout_policy", config.layout_policy, ["none", "pat"])

@@ -50,7 +50,7 @@ from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig
 from experiments.engine_options import DRAFT_POLICIES
-from experiments.pat_measuring import nested_layouts
+from experiments.pat_measuring import nested_layouts, transport_of
 from experiments.pat_training import RolloutLayouts, load_profile, make_controller
 from experiments.policies import Logged
 from experiments.run_folder import (
@@ -129,7 +129,7 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         world = TorchGroup(timeout_s=config.rank_timeout_s)
         layouts = [layout] if profile is None else nested_layouts(world.size)
         groups = GroupCache(world, layouts, timeout_s=config.rank_timeout_s, device=device)
-        controller = None if profile is None else make_controller(config, profile, model, groups)
+        controller = None if profile is None else make_controller(config, profile, sizes, transport_of(groups))
         run = stack.enter_context(
             contextlib.closing(Run(config, task, model, device, groups, reward, judge, controller))
         )

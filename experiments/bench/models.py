@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from engines import LLM, SamplingParams, SequenceKey, SequenceState
+from engines import LLM, SamplingParams, SequenceState
 from engines.models.parameters import logical_shapes
 from engines.parallel.collectives import Communicator, SingleRank
+from engines.rollout.generation import make_states
 from experiments.comparison.turns import timed
 from research.workloads.shapes import SHAPES, DecoderShape
 
@@ -87,13 +88,8 @@ def random_prompts(count: int, length: int, vocab_size: int = 256, *, seed: int 
 
 def random_sequence(uid: int, *, num_tokens: int, length: int) -> SequenceState:
     """A sequence that generates `length` tokens. A uid always has the same prompt."""
-    return SequenceState(
-        key=SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0),
-        group_id=uid,
-        tokens=random_prompts(1, num_tokens, seed=uid)[0],
-        num_prompt_tokens=num_tokens,
-        params=SamplingParams(max_tokens=length, ignore_eos=True),
-    )
+    params = SamplingParams(max_tokens=length, ignore_eos=True)
+    return make_states(random_prompts(1, num_tokens, seed=uid), [params], [uid], run_seed=0, policy_step=0)[0]
 
 
 def floor_seconds(shape: DecoderShape, dtype: str, *, steps: int, context_tokens: int, device: torch.device) -> float:
