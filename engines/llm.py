@@ -24,9 +24,11 @@ from engines.models.tokenizer import Prompt
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
+from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine
-from engines.replica.replica import HiddenStop, Replica
+from engines.replica.replica import Replica
 from engines.rollout.drafts import DraftSharing
+from engines.rollout.environment import Environments
 from engines.rollout.generation import (
     as_prompts,
     check_same_states,
@@ -40,6 +42,7 @@ from engines.rollout.pace import Pace
 from engines.rollout.placement import Arguments, Placement
 from engines.rollout.steps import roll_out_static
 from engines.rollout.telemetry import StepRecord, draft_metrics
+from engines.rollout.turns import Turns
 from engines.rollout.world import RolloutWorld
 from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64
 from engines.speculation.marginal_gain import MarginalGain
@@ -204,6 +207,9 @@ class LLM:
         prompt_uids: Items[int] | None = None,
         on_finished: Callable[[Finished], None] | None = None,
         journal: CompletionStore | None = None,
+        environment: Environments | None = None,
+        columns: Items[Mapping[str, Any]] | None = None,
+        in_rounds: bool = False,
     ) -> list[RequestOutput]:
         """Completes every prompt `n` times; returns the outputs in the order of the prompts.
 
@@ -216,6 +222,11 @@ class LLM:
         policy, on rank 0 for all sequences, by another thread. A `journal` stores each sequence as `on_finished` gets
         it. Sequences found in the journal are not generated again; `on_finished` gets them first, as if just ended.
 
+        With an `environment`, each completion is a trajectory: a stop ends its turn, and what the environment observes
+        follows, until that ends it (docs/trajectories.md). `columns` are for its `reset`, one mapping per prompt. Rank
+        0 calls it; several ranks need a `schedule`. With `in_rounds`, trajectories go on together, when none runs: with
+        `Static` no batch then depends on how long a call takes.
+
         Raises ValueError before anything runs; its message begins with `prompts[3]` if that prompt cannot run here.
         Raises RuntimeError while another call runs. After an error or an interrupt the LLM holds no sequence of the
         call. With several ranks, an error that not all of them raise ends the call on all, and they need a new LLM.
@@ -223,17 +234,28 @@ class LLM:
         with together(self._world, "generate"):
             self._check_ready()
             prompts = as_prompts(prompts)
-            token_lists = self.encode(prompts)
+            token_lists = [
+                self.chat_template.encode(prompt, f"prompts[{index}]", add_generation_prompt=environment is None)
+                for index, prompt in enumerate(prompts)
+            ]
             params = [
                 replace(one, max_tokens=max(1, self.max_model_len - len(tokens))) if one.max_tokens is None else one
                 for one, tokens in zip(one_per_prompt(sampling_params, len(prompts)), token_lists, strict=True)
             ]
             uids = range(self._next_uid, self._next_uid + len(prompts)) if prompt_uids is None else prompt_uids
-            states = make_states(token_lists, params, uids, run_seed=self.config.seed, policy_step=self.policy_version)
+            states = make_states(
+                token_lists,
+                params,
+                uids,
+                run_seed=self.config.seed,
+                policy_step=self.policy_version,
+                in_turns=environment is not None,
+            )
             if self.config.drafter == "grouped_suffix":
                 states.sort(key=lambda state: state.key.sample_index)  # a group in lockstep has nothing to copy
             for index, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
                 self.replica.check(tokens, one, f"prompts[{index}]")
+            turns = None if environment is None else self._turns(environment, prompts, uids, params, columns, in_rounds)
         if prompt_uids is None:
             self._next_uid += len(prompts)
         if self._world.size > 1:
@@ -251,11 +273,43 @@ class LLM:
                 on_finished(finished)
 
         with bar:
-            completions = self._roll_out(states, done, hear)
+            completions = self._roll_out(states, done, hear, turns)
         decode = None if self.tokenizer is None else self.tokenizer.decode
         groups = ([completions[uid, index] for index in range(one.n)] for uid, one in zip(uids, params, strict=True))
         rows = zip(uids, prompts, token_lists, params, groups, strict=True)
         return [request_output(*row, decode) for row in rows]
+
+    def _turns(
+        self,
+        environment: Environments,
+        prompts: list[Any],
+        uids: Items[int],
+        params: list[SamplingParams],
+        columns: Items[Mapping[str, Any]] | None,
+        in_rounds: bool,
+    ) -> Turns:
+        """Raises ValueError if this LLM, or one of the prompts, cannot have an environment."""
+        if self.rollout is None and self._world.size > 1:
+            raise ValueError("environment: several ranks need LLM(schedule=OnDemand()), or another schedule policy")
+        if self.tokenizer is None or not all(one.detokenize for one in params):
+            raise ValueError("environment: reads the text of turns; give a model with a tokenizer, and detokenize=True")
+        given = [{}] * len(prompts) if columns is None else list(columns)
+        if len(given) != len(prompts):
+            raise ValueError(f"columns: {len(given)} for {len(prompts)} prompts; give a mapping for each")
+        rendered = {uid: self.chat_template.is_rendered(prompt) for uid, prompt in zip(uids, prompts, strict=True)}
+        if any(rendered.values()):
+            for said in ([], [0]):
+                self.chat_template.observe("An observation.", "user", said, is_rendered=True)
+        return Turns(
+            environment,
+            columns=dict(zip(uids, given, strict=True)),
+            encode=lambda uid, answer, said: self.chat_template.observe(
+                answer.text, answer.role, said, is_rendered=rendered[uid]
+            ),
+            endings=self.replica.endings,
+            max_model_len=self.max_model_len,
+            in_rounds=in_rounds,
+        )
 
     def get_tokenizer(self) -> Any:
         """Returns the checkpoint's tokenizer, or None."""
@@ -316,13 +370,19 @@ class LLM:
             raise RuntimeError("LLM: the replica has sequences; pause() or abort() them first, or clear() it")
 
     def _roll_out(
-        self, states: list[SequenceState], done: Mapping[SequenceId, Completion], hear: Callable[[Finished], None]
+        self,
+        states: list[SequenceState],
+        done: Mapping[SequenceId, Completion],
+        hear: Callable[[Finished], None],
+        turns: Turns | None,
     ) -> dict[tuple[int, int], Completion]:
         """Returns all completions, by (prompt uid, sample index)."""
         if self.rollout is None:
             self.step_records = []
             try:
-                pairs = roll_out_static(self._engine, self.layout, self._world, states, done, hear, self.step_records)
+                pairs = roll_out_static(
+                    self._engine, self.layout, self._world, states, done, hear, self.step_records, turns
+                )
             except BaseException:
                 if self._kv_store is not None:
                     self._kv_store.close()
@@ -333,7 +393,7 @@ class LLM:
             for one in known:
                 hear(one)
         try:
-            finished = self.rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear)
+            finished = self.rollout.roll_out(left, policy_version=self.policy_version, on_finished=hear, turns=turns)
         finally:
             self.layout = self.rollout.layout  # during the rollout, a regroup reaches only the ranks that it moves
         self.step_records = self.rollout.step_records

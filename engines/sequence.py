@@ -37,6 +37,10 @@ Biases = Annotated[
 NumLogprobs = Annotated[int, Meta(ge=-1, lt=2**31, description="-1 (all tokens), or an integer of at least 0")]
 Ranked = tuple[int, float, int]
 """A token, its log-prob, and its rank: 1 + the number of tokens that are more likely."""
+Span = tuple[int, int]
+"""The first place, and the one behind the last."""
+NOT_GENERATED = -1
+"""The `policy_version` of an observed token, whose log-prob is 0."""
 
 
 class Tokenizer(Protocol):
@@ -122,7 +126,9 @@ class SamplingParams:
     n: Count = 1
     """Completions per prompt."""
     max_tokens: Count | None = 16
-    """Most tokens generated per completion; None: as many as `max_model_len` leaves."""
+    """Most tokens of a completion, observed ones included; None: as many as `max_model_len` leaves."""
+    max_turns: Count | None = None
+    """Most turns of a trajectory (`LLM.generate` with an environment); None: as many as the environment takes."""
     min_tokens: WholeNumber = 0
     """Tokens before which `stop`, `stop_token_ids` and end-of-sequence ids end no completion; the ids are forbidden."""
     stop_token_ids: tuple[Int64, ...] = ()
@@ -224,8 +230,11 @@ class SequenceKey:
 class SequenceState:
     """A sequence between two steps: enough to resume it in any process. It grows as tokens are generated.
 
-    `logprobs` and `versions` have one entry per generated token, `tokens[num_prompt_tokens:]`; so has `top_logprobs`
-    where `params.logprobs` asks for it.
+    `logprobs` and `versions` have one entry per token of the response, `tokens[num_prompt_tokens:]`; so has
+    `top_logprobs` where `params.logprobs` asks for it.
+
+    A trajectory is a sequence `in_turns`: a stop ends only its turn. Then it is parked until an observation follows
+    (`observe`) or its end. Heddle, §2.1.
     """
 
     key: SequenceKey
@@ -238,6 +247,9 @@ class SequenceState:
     top_logprobs: list[list[Ranked]] = field(default_factory=list)
     prompt_logprobs: list[list[Ranked]] = field(default_factory=list)
     """As far as the prompt has been computed: an entry per token from the second one on."""
+    in_turns: bool = False
+    observed: list[Span] = field(default_factory=list)
+    """The places in `tokens` of each observation; one without tokens has a place, too."""
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -246,15 +258,42 @@ class SequenceState:
         return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
-    def num_generated(self) -> int:
+    def num_response_tokens(self) -> int:
+        """Tokens behind the prompt, observed ones included."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_response_tokens - sum(end - start for start, end in self.observed)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that have begun. An observation right behind the prompt comes before the first one."""
+        num_before = sum(start > self.num_prompt_tokens for start, _ in self.observed)
+        return num_before + (len(self.tokens) > self.turn_start)
+
+    @property
+    def turn_start(self) -> int:
+        """The place in `tokens` where the present turn begins."""
+        return self.observed[-1][1] if self.observed else self.num_prompt_tokens
 
     @property
     def sequence_id(self) -> SequenceId:
         return (self.key.policy_step, self.key.prompt_uid, self.key.sample_index)
 
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Appends an observation, behind which the next turn begins."""
+        start = len(self.tokens)
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [NOT_GENERATED] * len(tokens)
+        if self.params.logprobs is not None:
+            self.top_logprobs += [[] for _ in tokens]
+        self.observed.append((start, len(self.tokens)))
+
     def cut(self, length: int) -> None:
-        """Removes generated tokens until `length` tokens are left, prompt included."""
+        """Removes tokens until `length` tokens are left, prompt included."""
+        self.observed = [span for span in self.observed if span[1] <= length]
         del self.tokens[length:]
         del self.logprobs[length - self.num_prompt_tokens :]
         del self.versions[length - self.num_prompt_tokens :]
@@ -280,17 +319,17 @@ class Logprob:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished (or aborted) completion: lists with one entry per generated token."""
+    """One finished (or aborted) completion: lists with one entry per token."""
 
     index: int
     """Sample index within the group."""
     token_ids: list[int]
-    """Generated tokens; the stop token, when one ended the completion, included."""
+    """Generated tokens, the stop token included that ended the completion; of a trajectory, observed ones, too."""
     logprobs: list[float]
     """Log-probability of each token under the processed distribution. With `SamplingParams.logprobs`, `LLM.generate`
     returns vLLM's form instead: for each token a dictionary {token id: `Logprob`}, the token itself first."""
     versions: list[int]
-    """`policy_version` of the weights that sampled each token."""
+    """`policy_version` of the weights that sampled each token; -1 for an observed one."""
     finish_reason: FinishReason
     text: str = ""
     """Decoded without special tokens, cut before a stop string; empty when the engine has no tokenizer."""
@@ -302,6 +341,41 @@ class Completion:
     """With `SamplingParams.prompt_logprobs`, in sample 0: the same for the prompt's tokens from the second one on."""
     cumulative_logprob: float | None = None
     """As in vLLM, `LLM.generate` gives it with `SamplingParams.logprobs`."""
+    observed: list[Span] = field(default_factory=list)
+    """Of a trajectory: the places in `token_ids` of each observation."""
+    reward: float | None = None
+    """Of a trajectory: what its environment's `get_reward` returned."""
+
+    @staticmethod
+    def of(
+        state: SequenceState, reason: FinishReason, text: str = "", stop_reason: int | str | None = None
+    ) -> Completion:
+        """Returns the completion of a sequence that has ended so."""
+        first = state.num_prompt_tokens
+        return Completion(
+            index=state.key.sample_index,
+            token_ids=state.tokens[first:],
+            logprobs=list(state.logprobs),
+            versions=list(state.versions),
+            finish_reason=reason,
+            text=text,
+            stop_reason=stop_reason,
+            top_logprobs=list(state.top_logprobs),
+            prompt_logprobs=list(state.prompt_logprobs),
+            observed=[(start - first, end - first) for start, end in state.observed],
+        )
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """Which tokens were generated."""
+        mask = [True] * len(self.token_ids)
+        for start, end in self.observed:
+            mask[start:end] = [False] * (end - start)
+        return mask
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - sum(end - start for start, end in self.observed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,12 +436,14 @@ class KVHandle:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A sequence for a replica to continue, for `max_new_tokens` tokens, or to its end when None."""
+    """A sequence for a replica to continue, for `max_new_tokens` tokens, or to its end when None. Or one comes back."""
 
     state: SequenceState
     max_new_tokens: int | None = None
     kv: KVHandle | None = None
     """Stored KV of its first tokens; the KV of the other tokens is recomputed."""
+    turn: str | None = None
+    """Of a trajectory that comes back since its turn has ended: the turn's text."""
 
 
 @dataclass(frozen=True, kw_only=True)

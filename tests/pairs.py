@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-from engines.control.ends import Received
+from engines.control.ends import Received, Woken
 
 
 class _End:
@@ -32,6 +32,9 @@ class QueueServer(_End):
 
     def peers(self) -> list[str]:
         return [self.name]
+
+    def wake(self) -> None:
+        self._inbox.put(Woken())
 
 
 class QueueClient(_End):

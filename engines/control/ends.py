@@ -32,7 +32,12 @@ class Lost:
     reason: str
 
 
-Notice = Received | Joined | Lost
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Woken:
+    """`Server.wake` was called, so that whoever awaits a notice looks at what else has come."""
+
+
+Notice = Received | Joined | Lost | Woken
 
 
 class Inbox(Generic[Item]):

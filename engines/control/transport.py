@@ -16,7 +16,7 @@ from typing import Final
 
 import zmq
 
-from engines.control.ends import Inbox, Joined, Lost, Notice, Received
+from engines.control.ends import Inbox, Joined, Lost, Notice, Received, Woken
 from engines.control.loop import Loop, bind, open_socket
 from engines.control.sealing import (
     BEAT,
@@ -55,10 +55,11 @@ class _Peer:
 class Server:
     """The coordinator's end of all control connections, on `host`:`port` (0: any free one; see `address`).
 
-    Only one thread may use it; `peers` are those that `receive` has returned to this thread. Sends a heartbeat every
-    `interval_s` seconds, and drops a peer that was silent for `patience_s`. Each client makes a session when it joins,
-    and the MAC covers the session: nobody without the token can send under a peer's name. The inbox is unbounded, as
-    all holders of the token are trusted. Raises OSError when the port is in use, ValueError for invalid settings.
+    Only one thread may use it, but for `wake`; `peers` are those that `receive` has returned to this thread. Sends a
+    heartbeat every `interval_s` seconds, and drops a peer that was silent for `patience_s`. Each client makes a session
+    when it joins, and the MAC covers the session: nobody without the token can send under a peer's name. The inbox is
+    unbounded, as all holders of the token are trusted. Raises OSError when the port is in use, ValueError for invalid
+    settings.
     """
 
     def __init__(
@@ -119,6 +120,10 @@ class Server:
             here = ", ".join(self._here) or "nobody"
             raise ConnectionError(f"peer: {peer!r} {what}; here: {here}; send after its Joined and before its Lost")
         self._loop.put((self._here[peer], payload))
+
+    def wake(self) -> None:
+        """Makes `receive` return `Woken`. Any thread may call it."""
+        self._inbox.put((Woken(), b""))
 
     def peers(self) -> list[str]:
         return list(self._here)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from types import MappingProxyType
 
 from engines.control.messages import StepReported
 from engines.coordination.outbox import Outbox
 from engines.coordination.records import PhaseRecord, ReplicaRecord, SequenceRecord
-from engines.coordination.requests import Deliver, DiscardKV, Failed, RequestRefused
+from engines.coordination.requests import Deliver, DiscardKV, Failed, RequestRefused, TurnEnded
 from engines.coordination.views import Decision, EndedView, ReplicaView, SequenceView
 from engines.parallel.layout import Layout
-from engines.sequence import Finished, SequenceId, SequenceState, Work
+from engines.sequence import Finished, FinishReason, SequenceId, SequenceState, Work
 
 MAX_DECISIONS = 100_000
 """Only the latest decisions are kept."""
@@ -38,7 +39,8 @@ class _Unfinished(Mapping[SequenceId, SequenceView]):
 
 
 class Books:
-    """An unfinished sequence is in exactly one place: waiting for any replica, waiting for one, or assigned to one.
+    """An unfinished sequence is in exactly one place: waiting for any replica, waiting for one, assigned to one, or
+    parked: a trajectory between two turns, which no replica has and no policy dispatches.
 
     Results for the caller that follow from a change here go to the outbox.
     """
@@ -58,6 +60,8 @@ class Books:
         """Ids of all replicas that were ever added outside the world."""
         self.sequences: dict[SequenceId, SequenceRecord] = {}
         """Sequences that were submitted and not yet delivered."""
+        self.parked: dict[SequenceId, SequenceRecord] = {}
+        """Trajectories that wait for an observation."""
         self.delivered: set[SequenceId] = set()
         # An OrderedDict: a plain dict whose first entries were removed gets slow at finding the next one.
         self._waiting: OrderedDict[SequenceId, SequenceView] = OrderedDict()
@@ -91,7 +95,10 @@ class Books:
         sequence = SequenceRecord(state=state, index=self._num_submitted, num_tokens=len(state.tokens))
         self._num_submitted += 1
         self.sequences[sequence.id] = sequence
-        self.wait(sequence)
+        if state.in_turns and not state.observed:
+            self.park(sequence)
+        else:
+            self.wait(sequence)
 
     def find(self, sequence_id: SequenceId, what: str) -> SequenceRecord | None:
         """Returns the unfinished sequence; None, counted, if delivered. Raises RequestRefused if not submitted."""
@@ -118,9 +125,17 @@ class Books:
         self._waiting[sequence.id] = view
         self._entered.append(view)
 
+    def park(self, sequence: SequenceRecord) -> None:
+        """Keeps a trajectory that is in no place until an observation comes."""
+        self.parked[sequence.id] = sequence
+        sequence.is_parked = True
+
     def unqueue(self, sequence: SequenceRecord) -> None:
-        """Takes a waiting sequence out of its queue."""
+        """Takes a waiting or parked sequence out of its place."""
         self._waiting.pop(sequence.id, None)
+        if sequence.is_parked:
+            del self.parked[sequence.id]
+            sequence.is_parked = False
         if sequence.pin is not None:
             sequence.pin.pinned_waiting.pop(sequence.id, None)
 
@@ -131,6 +146,21 @@ class Books:
         sequence.pin = replica
         if replica is not None:
             replica.pins[sequence.id] = sequence
+
+    def repin(self, sequence: SequenceRecord, replica: ReplicaRecord | None) -> None:
+        """Pins a sequence that is on no replica; one that waits then waits for that replica, or for any."""
+        if sequence.is_parked:
+            self.pin(sequence, replica)
+            return
+        self.unqueue(sequence)
+        self.pin(sequence, replica)
+        self.wait(sequence)
+
+    def observe(self, sequence: SequenceRecord, observation: Items[int]) -> None:
+        """Takes a parked sequence out of its place, and adds what it has observed."""
+        self.unqueue(sequence)
+        sequence.state.observe(observation)
+        sequence.num_tokens = len(sequence.state.tokens)
 
     def assign(self, sequence: SequenceRecord, replica: ReplicaRecord, max_new_tokens: int | None) -> None:
         self.unqueue(sequence)
@@ -153,16 +183,24 @@ class Books:
             if sequence := self.find_assigned(work.state.sequence_id, replica):
                 replica.give_up(sequence)
                 sequence.take_back(work.state, work.kv)
-                self.send_on(sequence)
+                if work.turn is None or sequence.aborting:
+                    self.send_on(sequence)
+                else:
+                    self.park(sequence)
+                    self._outbox.tell(TurnEnded(state=sequence.state, text=work.turn))
 
     def send_on(self, sequence: SequenceRecord) -> None:
         """Queues a sequence that is on no replica; delivers it if it is being aborted."""
-        if not sequence.aborting:
+        if sequence.aborting:
+            self.end(sequence, "abort")
+        else:
             self.wait(sequence)
-            return
+
+    def end(self, sequence: SequenceRecord, reason: FinishReason, text: str = "") -> None:
+        """Delivers a sequence that is on no replica."""
         if sequence.kv is not None:
             self._outbox.tell(DiscardKV(kv=sequence.kv))
-        self.deliver(sequence, sequence.aborted())
+        self.deliver(sequence, sequence.ended(reason, text))
 
     def deliver(self, sequence: SequenceRecord, finished: Finished) -> None:
         self.unqueue(sequence)
@@ -178,6 +216,7 @@ class Books:
             group_id=state.group_id,
             num_prompt_tokens=state.num_prompt_tokens,
             num_generated=state.num_generated,
+            num_observed=state.num_response_tokens - state.num_generated,
             finish_reason=finished.completion.finish_reason,
         )
         for ended in self._ended:
@@ -197,11 +236,10 @@ class Books:
         self._views.pop(replica.spec.id, None)
         self._changed.pop(replica, None)
         for sequence in list(replica.pins.values()):
-            waits = sequence.id in replica.pinned_waiting
-            self.unqueue(sequence)
-            self.pin(sequence, None)
-            if waits:
-                self.wait(sequence)
+            if sequence.id in replica.pinned_waiting:
+                self.repin(sequence, None)
+            else:
+                self.pin(sequence, None)
 
     def touch(self, replica: ReplicaRecord) -> None:
         """Marks the replica's view as out of date."""
@@ -256,7 +294,7 @@ class Books:
 
     def check_integrity(self) -> None:
         """Asserts that every unfinished sequence is in exactly one place, and that the replicas' sums are right."""
-        places = list(self._waiting)
+        places = [*self._waiting, *self.parked]
         for replica in [*self.replicas.values(), *self.forming]:
             places += [*replica.assigned, *replica.pinned_waiting]
             assert all(sequence.replica is replica for sequence in replica.assigned.values())
@@ -265,4 +303,5 @@ class Books:
             assert replica.num_tokens == sum(sequence.num_tokens for sequence in replica.assigned.values())
             assert replica.num_reserved_blocks == sum(sequence.num_blocks for sequence in replica.assigned.values())
         assert sorted(places) == sorted(self.sequences), "a sequence is nowhere, or in two places"
+        assert all(sequence.is_parked == (id_ in self.parked) for id_, sequence in self.sequences.items())
         assert not self.delivered & set(self.sequences), "a delivered sequence is still here"

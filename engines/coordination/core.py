@@ -7,6 +7,7 @@ caller. The same events at the same times give the same output.
     sequence   submitted -> waiting -> assigned -> delivered
                               ^           |  released, paused (move, regroup), replica lost
                               +-----------+
+    trajectory submitted -> parked -> waiting -> assigned -> parked (its turn has ended) -> waiting ... -> delivered
     replica    formed or launched -> ready -> (weights loaded) -> accepts -> closed -> gone
     regroup    pause changed replicas -> all paused: Regroup -> new replicas ready: resume
     phase      begun -> ending -> nothing unfinished: EndPhase -> all acknowledged: complete
@@ -124,6 +125,11 @@ class RolloutCore:
         return len(self._books.sequences)
 
     @property
+    def num_parked(self) -> int:
+        """Unfinished trajectories between two turns."""
+        return len(self._books.parked)
+
+    @property
     def num_waiting(self) -> int:
         """Unfinished sequences that wait for any replica."""
         return len(self._books.waiting)
@@ -165,6 +171,9 @@ class RolloutCore:
             case requests.RequestMove():
                 self._require_phase(request)
                 self._dispatcher.move(request)
+            case requests.AnswerTurns():
+                self._require_phase(request)
+                self._dispatcher.answer(request.answers)
             case requests.RequestAbort():
                 self._require_phase(request)
                 self._dispatcher.abort(request.sequence_ids)
@@ -226,7 +235,7 @@ class RolloutCore:
             id_ = state.sequence_id
             if id_ in self._books.sequences or id_ in self._books.delivered or id_ in ids:
                 raise RequestRefused(f"SubmitSequences: sequence {id_} is there already; give each its own key")
-            if state.num_generated >= state.params.most_tokens:
+            if state.num_response_tokens >= state.params.most_tokens:
                 raise RequestRefused(f"SubmitSequences: sequence {id_} has its max_tokens={state.params.max_tokens}")
             ids.add(id_)
         for state in request.states:

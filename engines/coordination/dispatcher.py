@@ -9,7 +9,7 @@ from engines.coordination.books import Books
 from engines.coordination.outbox import Outbox
 from engines.coordination.policies import SchedulePolicy, mistake, named
 from engines.coordination.records import ReplicaRecord, SequenceRecord
-from engines.coordination.requests import RequestMove, RequestRefused
+from engines.coordination.requests import ContinueTurn, EndTrajectory, RequestMove, RequestRefused
 from engines.coordination.views import Dispatch, ScheduleView, num_reserved_tokens
 from engines.sequence import SequenceId, Work
 
@@ -113,9 +113,7 @@ class Dispatcher:
         books.decide("move", [sequence.id], target)
         replica = sequence.replica
         if replica is None:
-            books.unqueue(sequence)
-            books.pin(sequence, target)
-            books.wait(sequence)
+            books.repin(sequence, target)
         elif replica is target and sequence.pause_seq < 0:
             books.pin(sequence, None)
         else:
@@ -137,6 +135,23 @@ class Dispatcher:
         for sequence in replica.assigned.values() if only is None else [only]:
             if sequence.pause_seq < 0:
                 sequence.pause_seq = seq
+
+    def answer(self, answers: Iterable[ContinueTurn | EndTrajectory]) -> None:
+        """Lets parked trajectories go on, or ends them. Raises RequestRefused, before any does, for an unknown one."""
+        books = self._books
+        found = [(books.find(answer.sequence_id, type(answer).__name__), answer) for answer in answers]
+        for sequence, answer in found:
+            if sequence is None:
+                continue
+            if not sequence.is_parked or answer.turn != len(sequence.state.observed):
+                books.ignored["an answer to a turn that is over"] += 1
+            elif isinstance(answer, EndTrajectory):
+                if answer.observation:
+                    books.observe(sequence, answer.observation)
+                books.end(sequence, answer.reason, answer.text)
+            else:
+                books.observe(sequence, answer.observation)
+                books.wait(sequence)
 
     def abort(self, sequence_ids: Iterable[SequenceId]) -> None:
         running: dict[ReplicaRecord, list[SequenceId]] = {}

@@ -44,7 +44,10 @@ def mistake(policy: object, method: str, error: Exception) -> RuntimeError:
 
 
 class OnDemand:
-    """First come, first served: the earliest submitted goes to the least loaded replica that has room for it."""
+    """First come, first served: the earliest submitted goes to the least loaded replica that has room for it.
+
+    A trajectory goes on where its last turn ran, while there is room, since its KV may still be there.
+    """
 
     def __init__(self) -> None:
         self._order: list[tuple[int, SequenceId]] = []
@@ -60,7 +63,8 @@ class OnDemand:
         roomy = [replica for replica in view.replicas.values() if replica.room_for(first)]
         if not roomy:
             return None  # later sequences that would fit wait too, so that none starves
-        best = min(roomy, key=lambda replica: (replica.num_assigned, replica.num_tokens, replica.spec.id))
+        home = first.last_replica_id if first.num_turns else None
+        best = min(roomy, key=lambda one: (one.spec.id != home, one.num_assigned, one.num_tokens, one.spec.id))
         return Dispatch(sequence_id=first.sequence_id, replica_id=best.spec.id)
 
 

@@ -10,7 +10,7 @@ import msgspec
 from engines.control.messages import ReplicaReady, StepReported
 from engines.coordination.views import ReplicaView, SequenceView, num_reserved_tokens
 from engines.parallel.layout import ReplicaSpec
-from engines.sequence import Completion, Finished, KVHandle, SequenceId, SequenceState
+from engines.sequence import Completion, Finished, FinishReason, KVHandle, SequenceId, SequenceState
 
 
 @dataclass(eq=False, kw_only=True)
@@ -50,6 +50,8 @@ class SequenceRecord:
     """The only replica to which it may be dispatched next; None for any."""
     pause_seq: int = -1
     """`seq` of the command that pauses it on its replica; -1 if there is none."""
+    is_parked: bool = False
+    """Whether it is a trajectory that waits for an observation."""
     aborting: bool = False
     last_replica_id: int | None = None
 
@@ -73,30 +75,25 @@ class SequenceRecord:
         self.pause_seq = -1
 
     def view(self) -> SequenceView:
+        observed = self.state.observed
+        num_observed = sum(end - start for start, end in observed) if observed else 0
         return SequenceView(
             sequence_id=self.id,
             index=self.index,
             group_id=self.state.group_id,
             num_prompt_tokens=self.state.num_prompt_tokens,
-            num_generated=self.num_tokens - self.state.num_prompt_tokens,
+            num_generated=self.num_tokens - self.state.num_prompt_tokens - num_observed,
             max_tokens=self.state.params.most_tokens,
             last_replica_id=self.last_replica_id,
             has_kv=self.kv is not None,
+            num_observed=num_observed,
+            num_turns=max(0, len(observed) - (not self.is_parked)),
+            is_parked=self.is_parked,
         )
 
-    def aborted(self) -> Finished:
-        """Returns the last known state as an aborted completion without text."""
-        state = self.state
-        completion = Completion(
-            index=state.key.sample_index,
-            token_ids=state.tokens[state.num_prompt_tokens :],
-            logprobs=list(state.logprobs),
-            versions=list(state.versions),
-            finish_reason="abort",
-            top_logprobs=list(state.top_logprobs),
-            prompt_logprobs=list(state.prompt_logprobs),
-        )
-        return Finished(state=state, completion=completion)
+    def ended(self, reason: FinishReason, text: str = "") -> Finished:
+        """Returns the last known state as a completion that ended so."""
+        return Finished(state=self.state, completion=Completion.of(self.state, reason, text))
 
 
 @dataclass(eq=False, kw_only=True)

@@ -130,9 +130,7 @@ class Regrouper:
             if sequence is None or sequence.aborting:
                 continue
             if sequence.replica is None:
-                self._books.unqueue(sequence)
-                self._books.pin(sequence, replica)
-                self._books.wait(sequence)
+                self._books.repin(sequence, replica)
             elif sequence.replica in leaving:
                 self._books.pin(sequence, replica)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engines.parallel.layout import Layout, ReplicaSpec
-from engines.sequence import Finished, KVHandle, SequenceId, SequenceState
+from engines.sequence import Finished, FinishReason, KVHandle, SequenceId, SequenceState
 
 
 class RequestRefused(RuntimeError):
@@ -34,6 +34,36 @@ class SubmitSequences:
     """Sequences to roll out in this phase, new or partly generated; the core keeps the states."""
 
     states: tuple[SequenceState, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinueTurn:
+    """A trajectory goes on behind these observed tokens, if it is parked after this turn."""
+
+    sequence_id: SequenceId
+    turn: int
+    """Observations before this one: 0 before the first turn."""
+    observation: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndTrajectory:
+    """A trajectory is delivered as it is, if it is parked after this turn, as in `ContinueTurn`."""
+
+    sequence_id: SequenceId
+    turn: int
+    reason: FinishReason
+    observation: tuple[int, ...] = ()
+    """Observed tokens behind the last turn."""
+    text: str = ""
+    """Of its completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerTurns:
+    """How parked trajectories go on. An answer to another turn than the last, or to a delivered one, has no effect."""
+
+    answers: tuple[ContinueTurn | EndTrajectory, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +126,7 @@ class Tick:
 Request = (
     BeginPhase
     | SubmitSequences
+    | AnswerTurns
     | RequestMove
     | RequestAbort
     | RequestRegroup
@@ -114,6 +145,15 @@ class Deliver:
     """A sequence that has ended, reported exactly once. A sequence aborted while on no replica has no `text`."""
 
     finished: Finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEnded:
+    """A trajectory is parked until `ContinueTurn` or `EndTrajectory`. Its state changes when it continues."""
+
+    state: SequenceState
+    text: str
+    """Of the turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,4 +190,4 @@ class Failed:
     reason: str
 
 
-Result = Deliver | DiscardKV | ReplicaDropped | RegroupComplete | PhaseComplete | Failed
+Result = Deliver | TurnEnded | DiscardKV | ReplicaDropped | RegroupComplete | PhaseComplete | Failed

@@ -25,11 +25,26 @@ class SequenceView:
     num_prompt_tokens: int
     num_generated: int
     max_tokens: int
-    """The cap on generated tokens that its sampling parameters set."""
+    """The cap on the tokens behind the prompt that its sampling parameters set."""
     last_replica_id: int | None
     """The last replica that it was assigned to; None if there was none in this phase."""
     has_kv: bool
     """Whether its KV was exported, so that any replica can import it."""
+    num_observed: int = 0
+    """Of a trajectory: the tokens behind the prompt that were not generated."""
+    num_turns: int = 0
+    """Of a trajectory: the turns that it has ended."""
+    is_parked: bool = False
+    """Whether it waits for an observation, so that nothing runs it."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_generated + self.num_observed
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that may still be added to it."""
+        return self.max_tokens - self.num_generated - self.num_observed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +56,7 @@ class EndedView:
     num_prompt_tokens: int
     num_generated: int
     finish_reason: FinishReason
+    num_observed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +106,7 @@ class ReplicaView:
         """Whether a dispatch of the sequence here would be valid; see `num_reserved_tokens`."""
         return self.has_room(
             num_reserved_tokens(
-                sequence.num_prompt_tokens + sequence.num_generated,
+                sequence.num_tokens,
                 sequence.num_prompt_tokens + sequence.max_tokens,
                 max_new_tokens or self.block_size,
             )

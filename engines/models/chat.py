@@ -64,6 +64,8 @@ class ChatTemplate:
     """Arguments for each rendering, as {"enable_thinking": False}."""
     system_prompt: str | None = None
     """The system message of a conversation that begins without one."""
+    tools: Tools | None = None
+    """What the model may call, where a rendering names no others."""
     renders_text: bool = False
     """Whether text is a user's message, too, and not encoded as it stands."""
     _whole: set[tuple[str, ...]] = field(default_factory=set, init=False, compare=False, repr=False)
@@ -72,15 +74,19 @@ class ChatTemplate:
     def __post_init__(self) -> None:
         check_template_kwargs(self.kwargs)
 
-    def encode(self, prompt: Prompt | Messages, where: str) -> list[int]:
-        """Returns the token ids of text, token ids or messages; the latter with the opening of an answer.
+    def is_rendered(self, prompt: Prompt | Messages) -> bool:
+        """Whether the template renders this prompt."""
+        return is_conversation(prompt) or (isinstance(prompt, str) and self.renders_text)
+
+    def encode(self, prompt: Prompt | Messages, where: str, *, add_generation_prompt: bool = True) -> list[int]:
+        """Returns the token ids of text, token ids or messages; the latter with the opening of an answer, unless
+        `observe` adds it.
 
         Raises ValueError, whose message begins with `where`, for an invalid prompt.
         """
-        if isinstance(prompt, str) and self.renders_text:
-            return self.render([{"role": "user", "content": prompt}], where=where)
-        if is_conversation(prompt):
-            return self.render(prompt, where=where)  # type: ignore[arg-type]
+        if self.is_rendered(prompt):
+            messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            return self.render(messages, where=where, add_generation_prompt=add_generation_prompt)
         return encode_prompt(self.tokenizer, prompt, where)  # type: ignore[arg-type]
 
     def render(
@@ -99,7 +105,8 @@ class ChatTemplate:
         check_messages(messages, where)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        options = {**self.kwargs, **kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        options = {**self.kwargs, **kwargs, "tools": tools or self.tools}
+        options["add_generation_prompt"] = add_generation_prompt
         tokens: list[int] = self._apply(messages, where, options, tokenize=True)
         self._check_whole(messages, where, options)
         return tokens
@@ -121,7 +128,7 @@ class ChatTemplate:
         """
         check_messages(observation, where)
         begin = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}]
-        options = {**self.kwargs, **kwargs, "tools": tools}
+        options = {**self.kwargs, **kwargs, "tools": tools or self.tools}
         first = self._apply(begin, where, {**options, "add_generation_prompt": False}, tokenize=False)
         both, options = [*begin, *observation], {**options, "add_generation_prompt": True}
         head, _, rest = self._apply(both, where, options, tokenize=False).partition(_ANSWER)
@@ -138,6 +145,33 @@ class ChatTemplate:
         most = min(len(after), len(self._encode(end)))
         known = next((k for k in range(most, 0, -1) if list(after[-k:]) == added[:k]), 0)
         return added[known:]
+
+    def render_first(self, observation: Messages, *, where: str = "observation") -> list[int]:
+        """Returns the token ids behind a prompt that was rendered without the opening of an answer: those of the
+        observation, which may be empty, and the opening. Raises ValueError as `render_next` does."""
+        begin = [{"role": "user", "content": "A question."}]
+        options = {**self.kwargs, "tools": self.tools}
+        first: list[int] = self._apply(begin, where, {**options, "add_generation_prompt": False}, tokenize=True)
+        both: list[int] = self._apply(
+            [*begin, *observation], where, {**options, "add_generation_prompt": True}, tokenize=True
+        )
+        if both[: len(first)] != first:
+            raise ValueError(
+                f"{where}: the model's chat template writes a question otherwise when a message follows, so that "
+                "nothing can be observed behind a prompt; use another chat_template.jinja"
+            )
+        return both[len(first) :]
+
+    def observe(self, text: str | None, role: str, after: Sequence[int], *, is_rendered: bool) -> list[int]:
+        """Returns the token ids of what a trajectory observes behind these sampled tokens, or, without any, behind its
+        prompt: of a prompt that `is_rendered`, one without the opening of an answer. Raises ValueError as
+        `render_next` does, or for text that cannot be encoded."""
+        if text is not None and not is_unicode(text):
+            raise ValueError("observation: holds half a surrogate pair, which is no text")
+        if not is_rendered:
+            return self._encode(text or "")
+        observation = [] if text is None else [{"role": role, "content": text}]
+        return self.render_next(observation, after=after) if after else self.render_first(observation)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -24,10 +24,11 @@ from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
+from engines.replica.endings import HiddenStop
 from engines.replica.model_drafter import ModelDrafter
 from engines.replica.mover import KVMover
 from engines.replica.regroup import Joint
-from engines.replica.replica import HiddenStop, Replica
+from engines.replica.replica import Replica
 from engines.replica.row_times import RowTimes
 from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler

@@ -6,20 +6,17 @@ Torch-free: only the runner and the mover handle tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Protocol
 
+from engines.replica.endings import Endings, HiddenStop
 from engines.replica.kv_moves import KVMoves, Mover
 from engines.replica.schedule import Drawn, Scheduled, Sequence
 from engines.replica.scheduler import Scheduler
 from engines.replica.sequence_limits import SequenceLimits
-from engines.replica.stop_strings import StopSearch, cut_at_stop
 from engines.sequence import (
-    Completion,
-    Detokenize,
     Finished,
     FinishReason,
     SamplingParams,
@@ -30,8 +27,6 @@ from engines.sequence import (
 )
 from engines.speculation.drafter import Drafter
 from engines.speculation.verify import num_accepted
-
-HiddenStop = Callable[[SequenceState], bool]
 
 
 @dataclass(kw_only=True)
@@ -64,7 +59,8 @@ class StepOutput:
     """Share of the KV blocks that sequences held after the forward pass."""
     finished: list[Finished] = field(default_factory=list)
     released: list[Work] = field(default_factory=list)
-    """Unfinished sequences that used up their `max_new_tokens` here; with their KV where the replica has a store."""
+    """Unfinished sequences that used up their `max_new_tokens` here, or whose turn has ended; with their KV where the
+    replica has a store."""
 
     @property
     def num_drafted(self) -> int:
@@ -118,9 +114,7 @@ class Replica:
             num_kv_tokens=max_kv_tokens or blocks.num_blocks * blocks.block_size,
             has_tokenizer=detokenize is not None,
         )
-        self._eos = frozenset(eos_token_ids)
-        self._detokenize = detokenize
-        self._hidden_stop = hidden_stop
+        self.endings = Endings(eos_token_ids=eos_token_ids, detokenize=detokenize, hidden_stop=hidden_stop)
         self.drafter = drafter
         """May be exchanged while there are no sequences; a pass has memory for the drafts of the engine's options."""
         self.kept: dict[SequenceId, list[bytes]] = {}
@@ -129,7 +123,7 @@ class Replica:
         self._fetching: dict[Sequence, None] = {}
         """Sequences whose stored KV is being read; then they wait in the scheduler's queue."""
         self._leaving: dict[Sequence, None] = {}
-        """Sequences that have used up their tokens here; they leave when their KV has been stored."""
+        """Sequences that have used up their tokens or ended a turn here; they leave when their KV has been stored."""
         self.policy_version = 0
 
     @property
@@ -210,16 +204,19 @@ class Replica:
                 sum_pairs += num_tokens * context - num_tokens * (num_tokens - 1) // 2
                 if context >= length:  # as `Scheduled.samples` before the pass
                     if draft:
-                        finished = self._verify(item, drawn)
+                        reason = self._verify(item, drawn)
                         for fork in forks:
                             num_rows, context = length + len(fork.draft) - fork.start, length + len(fork.draft)
                             sum_tokens += num_rows
                             sum_context += context
                             sum_pairs += num_rows * context - num_rows * (num_rows - 1) // 2
                     else:
-                        finished = self._append(sequence, next(drawn))
-                    if finished is not None:
-                        output.finished.append(finished)
+                        reason = self._append(sequence, next(drawn))
+                    if reason == "stop" and sequence.state.in_turns:
+                        sequence.turn = self.endings.turn(sequence.state)
+                        leaving.append(sequence)
+                    elif reason is not None:
+                        output.finished.append(self._finished(sequence, reason))
                         ended.append(sequence)
                     elif len(sequence.state.tokens) >= sequence.release_len:
                         leaving.append(sequence)
@@ -244,6 +241,8 @@ class Replica:
         except BaseException:
             for item, length in zip(scheduled, lengths, strict=False):
                 item.sequence.state.cut(length)
+            for sequence in leaving:
+                sequence.turn = None
             self._restart([*ended, *leaving], stored)
             raise
 
@@ -271,9 +270,9 @@ class Replica:
             self.scheduler.add_drafts(schedule, self.drafter)
         return schedule.batch
 
-    def _verify(self, item: Scheduled, drawn: Iterator[Drawn]) -> Finished | None:
-        """Takes the item's draws; appends those behind accepted draft tokens, up to the one that ends the sequence."""
-        sequence, finished, taken = item.sequence, None, None
+    def _verify(self, item: Scheduled, drawn: Iterator[Drawn]) -> FinishReason | None:
+        """Takes the item's draws; appends those behind accepted draft tokens, up to one that ends sequence or turn."""
+        sequence, reason, taken = item.sequence, None, None
         draws = first = list(islice(drawn, 1 + len(item.draft)))
         count = num_accepted(item.draft, [draw[0] for draw in draws])
         last = len(sequence.state.tokens) - 1
@@ -283,12 +282,12 @@ class Replica:
             if accepted > count:
                 draws, count, taken = own, accepted, fork
         for draw in draws[: 1 + count]:
-            finished = self._append(sequence, draw)
-            if finished is not None:
+            reason = self._append(sequence, draw)
+            if reason is not None:
                 break
         sequence.num_computed = len(sequence.state.tokens) - 1
         self.scheduler.settle(item, taken)
-        return finished
+        return reason
 
     @staticmethod
     def _observe(drafter: Drafter, scheduled: list[Scheduled], lengths: list[int], output: StepOutput) -> None:
@@ -337,67 +336,15 @@ class Replica:
             self._leaving.clear()
             self.scheduler.restart(())
 
-    def _append(self, sequence: Sequence, draw: Drawn) -> Finished | None:
+    def _append(self, sequence: Sequence, draw: Drawn) -> FinishReason | None:
+        """Appends a drawn token; returns why the sequence, or its turn, ends with it."""
         state = sequence.state
         state.tokens.append(draw[0])
         state.logprobs.append(draw[1])
         state.versions.append(self.policy_version)
         if len(draw) > 2:
             state.top_logprobs += draw[2:]
-        reason = self._finish_reason(sequence, draw[0])
-        if reason is None:
-            return None
-        return Finished(state=state, completion=self._completion(state, reason))
-
-    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        state = sequence.state
-        params = state.params
-        if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
-            return "stop"
-        if params.stop and state.num_generated > params.min_tokens and self._hits_stop_string(sequence):
-            return "stop"
-        if self._hidden_stop is not None and self._hidden_stop(state):
-            return "stop"
-        return "length" if len(state.tokens) >= sequence.max_len else None
-
-    def _hits_stop_string(self, sequence: Sequence) -> bool:
-        state = sequence.state
-        if sequence.stop_search is None:
-            before = state.tokens[state.num_prompt_tokens : -1]
-            sequence.stop_search = StopSearch(
-                state.params.stop, self._detokenize_as(state.params), before, num_free=state.params.min_tokens
-            )
-        return sequence.stop_search.hits(state.tokens, state.num_prompt_tokens)
-
-    def _detokenize_as(self, params: SamplingParams) -> Detokenize:
-        assert self._detokenize is not None
-        return partial(self._detokenize, skip_special_tokens=params.skip_special_tokens)
-
-    def _completion(self, state: SequenceState, reason: FinishReason) -> Completion:
-        params, generated = state.params, state.tokens[state.num_prompt_tokens :]
-        stop_reason: int | str | None = None
-        text = ""
-        last = generated[-1] if reason == "stop" else None
-        is_eos = last in self._eos and not params.ignore_eos
-        if last in params.stop_token_ids and not is_eos:
-            stop_reason = last
-        if self._detokenize is not None and params.detokenize:
-            detokenize = self._detokenize_as(params)
-            ends = (is_eos or stop_reason is not None) and not params.include_stop_str_in_output
-            text = detokenize(generated[:-1] if ends else generated)
-            if reason == "stop" and stop_reason is None and not is_eos:
-                text, stop_reason = cut_at_stop(text, params, detokenize(generated[: params.min_tokens]))
-        return Completion(
-            index=state.key.sample_index,
-            token_ids=generated,
-            logprobs=list(state.logprobs),
-            versions=list(state.versions),
-            finish_reason=reason,
-            text=text,
-            stop_reason=stop_reason,
-            top_logprobs=list(state.top_logprobs),
-            prompt_logprobs=list(state.prompt_logprobs),
-        )
+        return self.endings.reason(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         if self.drafter is not None:
@@ -424,7 +371,10 @@ class Replica:
         sequence = self._sequences[sequence_id]
         self._leave(sequence)
         self.mover.drop(sequence.kv)
-        return Finished(state=sequence.state, completion=self._completion(sequence.state, "abort"))
+        return self._finished(sequence, "abort")
+
+    def _finished(self, sequence: Sequence, reason: FinishReason) -> Finished:
+        return Finished(state=sequence.state, completion=self.endings.completion(sequence.state, reason))
 
     def pause(
         self,
@@ -488,6 +438,7 @@ class Replica:
                     state=sequence.state,
                     max_new_tokens=budget if budget and sequence.release_len < sequence.max_len else None,
                     kv=sequence.kv,
+                    turn=sequence.turn,
                 )
             )
             self._leave(sequence)

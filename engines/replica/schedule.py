@@ -58,6 +58,8 @@ class Sequence:
     """Leading blocks that have been published since the sequence was admitted."""
     num_kept_free: int = 0
     """Free blocks that no other sequence is admitted to, while it is running."""
+    turn: str | None = None
+    """The text of its turn, where that has ended, so that it leaves."""
     stop_search: StopSearch | None = None
     """State of the search for stop strings since the sequence was admitted."""
 

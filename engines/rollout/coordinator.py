@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engines.control import messages
-from engines.control.ends import Lost, Notice, Received
+from engines.control.ends import Lost, Notice, Received, Woken
 from engines.control.transport import Server
 from engines.coordination import requests
 from engines.coordination.core import RolloutCore
 from engines.coordination.requests import Request, RequestRefused, Result
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout.telemetry import Mark
+from engines.rollout.turns import Turns
 from engines.sequence import Finished, KVPart, SequenceState
 
 POLL_S = 0.02
@@ -103,6 +104,7 @@ class Coordinator:
         self._failure: str | None = None
         """The error that ended the last rollout."""
         self._on_finished: Callable[[Finished], None] | None = None
+        self._turns: Turns | None = None
         self._finished: list[Finished] = []
         self._complete = False
         self._began = 0.0
@@ -114,10 +116,11 @@ class Coordinator:
         A move, an abort or a regroup may not be possible any more when it is processed: see `refused`.
         """
         self._posted.put(request)
+        self._server.wake()
 
     def add_replica(self, spec: ReplicaSpec) -> None:
         """Adds a replica outside the world that was launched; it takes part once it has joined and has the weights."""
-        self._posted.put(requests.AddReplica(spec=spec))
+        self.post(requests.AddReplica(spec=spec))
 
     def stop(self) -> None:
         """Makes a running `roll_out` raise, because rank 0, for which it waits, does not go on."""
@@ -141,8 +144,11 @@ class Coordinator:
         policy_version: int,
         weights_source: str | None = None,
         on_finished: Callable[[Finished], None] | None = None,
+        turns: Turns | None = None,
     ) -> list[Finished]:
         """Completes the sequences on the present replicas; returns them in the order in which they ended.
+
+        `turns` answers between the turns of trajectories, and is needed where there are any.
 
         `weights_source` is the folder from which replicas outside the world load `policy_version`. `on_finished` is
         called for each sequence when it ends. Raises ValueError, before anything has begun, for repeated sequences or
@@ -156,12 +162,15 @@ class Coordinator:
         if self._is_running:
             raise RuntimeError("coordinator: a rollout is running; start the next one after it, not in on_finished")
         states = tuple(states)
-        self._check(states)
+        self._check(states, turns)
         self._is_running = True
         self._failure = None
         try:
             self._end_abandoned()  # if a second interrupt has left a phase open
             self._on_finished, self._finished, self._complete = on_finished, [], False
+            self._turns = turns
+            if turns is not None:
+                turns.wake = self._server.wake
             self.pump(0.0)  # events since the last phase
             self._began = self._now()
             self._take(requests.BeginPhase(phase=phase, policy_version=policy_version, weights_source=weights_source))
@@ -174,10 +183,14 @@ class Coordinator:
             raise
         finally:
             self._is_running = False
-            self._on_finished = None
+            self._on_finished = self._turns = None
+            if turns is not None:
+                turns.close()
 
-    def _check(self, states: Iterable[SequenceState]) -> None:
+    def _check(self, states: Iterable[SequenceState], turns: Turns | None) -> None:
         for index, state in enumerate(states):
+            if state.in_turns and turns is None:
+                raise ValueError(f"states[{index}]: is a trajectory (in_turns), and nothing answers it; give turns")
             try:
                 self._check_state(state)
             except ValueError as error:
@@ -192,12 +205,31 @@ class Coordinator:
             if self._stopped:
                 raise RuntimeError("coordinator: was stopped, since rank 0 does not go on")
             self._take_posted()
-            if not ended and self.core.num_unfinished == 0 and not self.core.regrouping:
+            self._take_turns()
+            if not ended and self.core.num_unfinished == 0 and not self.core.regrouping and not self._num_open:
                 ended = True
                 self._take(requests.RequestEndPhase())
                 continue
             self.pump(POLL_S)
         return self._finished
+
+    @property
+    def _num_open(self) -> int:
+        return 0 if self._turns is None else self._turns.num_open
+
+    def _take_turns(self) -> None:
+        if self._turns is None:
+            return
+        is_running = self.core.num_unfinished > self.core.num_parked
+        if answers := self._turns.take(is_running=is_running):
+            self._take(requests.AnswerTurns(answers=answers))
+        for finished in self._turns.take_finished():
+            self._deliver(finished)
+
+    def _deliver(self, finished: Finished) -> None:
+        self._finished.append(finished)
+        if self._on_finished is not None:
+            self._on_finished(finished)
 
     def _abandon(self, error: BaseException) -> None:
         """Aborts the open phase's sequences and ends the phase. A problem with that is added to `error` as a note."""
@@ -283,7 +315,7 @@ class Coordinator:
                 continue
             try:
                 if isinstance(request, requests.SubmitSequences):
-                    self._check(request.states)
+                    self._check(request.states, self._turns)
                 self._take(request)
             except RequestRefused as error:
                 if not isinstance(request, _MAY_COME_LATE):
@@ -291,6 +323,8 @@ class Coordinator:
                 self.refused.append(str(error))
 
     def _on_notice(self, notice: Notice) -> None:
+        if isinstance(notice, Woken):
+            return
         spec = next((spec for spec in self.outside.values() if peer_of(spec.ranks[0]) == notice.peer), None)
         if isinstance(notice, Received):
             try:
@@ -324,12 +358,19 @@ class Coordinator:
 
     def _take(self, event: Request | messages.Event) -> None:
         self._outputs.extend(self.core.on_event(event, self._now()))
+        if isinstance(event, requests.SubmitSequences) and self._turns is not None:
+            for state in event.states:
+                if state.in_turns and not state.observed:
+                    self._turns.begin(state)
         while self._outputs:
             match output := self._outputs.popleft():
+                case requests.Deliver() if output.finished.state.in_turns and self._turns is not None:
+                    self._turns.end(output.finished)
                 case requests.Deliver():
-                    self._finished.append(output.finished)
-                    if self._on_finished is not None:
-                        self._on_finished(output.finished)
+                    self._deliver(output.finished)
+                case requests.TurnEnded():
+                    assert self._turns is not None
+                    self._turns.step(output.state, output.text)
                 case requests.DiscardKV():
                     for part in output.kv.parts:
                         self._drop_kv(part)

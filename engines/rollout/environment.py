@@ -82,7 +82,8 @@ class Environments(Protocol):
         """Gives the environment the text of a turn."""
         ...
 
-    def end(self, sequence_id: SequenceId) -> None:
-        """The trajectory was delivered or aborted. If its call still runs, it was aborted: the answer is dropped and
-        the environment is closed. Otherwise `get_reward` is called first."""
+    def end(self, sequence_id: SequenceId, reward: Callable[[float | None], None] | None) -> None:
+        """The trajectory is over: closes its environment. `reward` is called, once, by another thread, with what
+        `get_reward` returns first, or None without one. Without `reward` the trajectory was aborted: nothing is asked,
+        and the answer to a call that still runs is dropped."""
         ...

@@ -78,7 +78,13 @@ def request_output(
 
 
 def make_states(
-    token_lists: list[list[int]], params: list[SamplingParams], uids: Sequence[int], *, run_seed: int, policy_step: int
+    token_lists: list[list[int]],
+    params: list[SamplingParams],
+    uids: Sequence[int],
+    *,
+    run_seed: int,
+    policy_step: int,
+    in_turns: bool = False,
 ) -> list[SequenceState]:
     """Returns one state per completion. Raises ValueError unless uids are distinct 64-bit integers, one per prompt."""
     wrong = [uid for uid in uids if not is_int64(uid)]
@@ -93,6 +99,7 @@ def make_states(
             tokens=list(tokens),
             num_prompt_tokens=len(tokens),
             params=one,
+            in_turns=in_turns,
         )
         for tokens, one, uid in zip(token_lists, params, uids, strict=True)
         for index in range(one.n)
@@ -128,6 +135,7 @@ def split_done(
                 versions=completion.versions,
                 top_logprobs=completion.top_logprobs,
                 prompt_logprobs=completion.prompt_logprobs,
+                observed=[(len(state.tokens) + start, len(state.tokens) + end) for start, end in completion.observed],
             )
             known.append(Finished(state=ended, completion=completion))
     return known, [state for state in states if state.sequence_id not in done]

@@ -27,10 +27,10 @@ from engines.parallel.layout import Layout, joint_groups, nested_layout
 from engines.parallel.owned_files import at_end
 from engines.parallel.sharding import check_shardable, is_shardable
 from engines.replica.capacity import Capacity
+from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.regroup import Joint
-from engines.replica.replica import HiddenStop
 from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace, of_pace
 from engines.sequence import SequenceId

@@ -15,6 +15,7 @@ from engines.replica.replica import StepOutput
 from engines.rollout.generation import split_done
 from engines.rollout.pace import Pace, paced_step_s
 from engines.rollout.telemetry import StepRecord
+from engines.rollout.turns import Parked, Turns
 from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
 
 
@@ -50,31 +51,54 @@ class Stepper:
         return output, StepRecord.of(spec, self._epoch, start, time.monotonic() - start, output, paced_s)
 
     def complete(
-        self, states: list[SequenceState], hear: Callable[[Finished], None] | None, records: list[StepRecord]
+        self,
+        states: list[SequenceState],
+        hear: Callable[[Finished], None] | None,
+        records: list[StepRecord],
+        turns: Turns | None = None,
     ) -> list[Finished]:
         """Steps until these sequences have ended; returns them in that order, and adds to `records`.
 
-        `hear` is called for each sequence when it ends. After an error or an interrupt the replica holds no sequence.
+        `hear` is called for each sequence when it ends. `turns` answers between the turns of trajectories. After an
+        error or an interrupt the replica holds no sequence.
         """
         replica = self._engine.replica
         done: list[Finished] = []
+        parked = Parked(turns, self._engine.mover.drop)
+
+        def end(finished: Finished) -> None:
+            done.append(finished)
+            if hear is not None:
+                hear(finished)
+
         try:
-            for state in states:
-                replica.submit(Work(state=state))
-            while replica.has_work:
+            for work in [Work(state=state) for state in states]:
+                if not parked.begin(work):
+                    replica.submit(work)
+            while replica.has_work or parked.num_open:
+                for work in parked.take(is_running=replica.has_work):
+                    replica.submit(work)
+                for finished in parked.take_finished():
+                    end(finished)
+                if not replica.has_work:
+                    continue
                 output, record = self.step()
                 records.append(record)
+                for work in output.released:
+                    parked.add(work)
                 for finished in output.finished:
-                    done.append(finished)
-                    if hear is not None:
-                        hear(finished)
-                if len(done) + replica.num_sequences < len(states):
+                    if not parked.end(finished):
+                        end(finished)
+                if len(done) + parked.num_open + replica.num_sequences < len(states):
                     raise RuntimeError(
                         "generate: on_finished has paused or aborted sequences; do that between two calls only"
                     )
         except BaseException:
             replica.clear()
             raise
+        finally:
+            if turns is not None:
+                turns.close()
         return done
 
 
@@ -91,10 +115,11 @@ def roll_out_static(
     done: Mapping[SequenceId, Completion],
     hear: Callable[[Finished], None],
     records: list[StepRecord],
+    turns: Turns | None = None,
 ) -> list[tuple[int, Completion]]:
     """Runs sequence i on replica i mod dp: a dispatch that does not depend on time.
 
-    Returns all completions, also those in `done`, with their prompt uids, on every rank.
+    Returns all completions, also those in `done`, with their prompt uids, on every rank. `turns` are for one rank.
     """
     is_first = engine.tensor_parallel.rank == 0
     position = layout.replicas.index(engine.spec)
@@ -102,7 +127,7 @@ def roll_out_static(
     if is_first:
         for one in known:
             hear(one)
-    ended = Stepper(engine, layout.epoch).complete(left, hear if is_first else None, records)
+    ended = Stepper(engine, layout.epoch).complete(left, hear if is_first else None, records, turns)
     mine = [(one.state.key.prompt_uid, one.completion) for one in known + ended]
     if world.size == 1:
         return mine

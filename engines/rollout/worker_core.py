@@ -80,7 +80,7 @@ class WorkerCore:
         for work in command.works:
             try:
                 self._here.submit(work)
-                self._lengths[work.state.sequence_id] = work.state.num_generated
+                self._lengths[work.state.sequence_id] = len(work.state.tokens)
             except ValueError as error:
                 fields = {"sequence_id": work.state.sequence_id, "reason": str(error)}
                 events.append(self.event(m.WorkRejected, **fields))
@@ -105,8 +105,8 @@ class WorkerCore:
         return events
 
     def _report(self, now: float) -> m.Event:
-        lengths = {state.sequence_id: state.num_generated for state in self._here.states()}
-        grown = [(id_, length - self._lengths.get(id_, 0)) for id_, length in lengths.items()]
+        lengths = {state.sequence_id: len(state.tokens) for state in self._here.states()}
+        grown = [(id_, length - self._lengths[id_]) for id_, length in lengths.items()]
         seconds, self._seconds = self._seconds, 0.0
         self._lengths, self._reported = lengths, now
         scheduler = self._here.scheduler

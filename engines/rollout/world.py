@@ -22,6 +22,7 @@ from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import Coordinator, peer_of
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import Mark, StepRecord, SwitchRecord
+from engines.rollout.turns import Turns
 from engines.rollout.worker import RegroupEngine, Worker
 from engines.sequence import Finished, SequenceId, SequenceState
 
@@ -162,11 +163,13 @@ class RolloutWorld:
         *,
         policy_version: int,
         on_finished: Callable[[Finished], None] | None = None,
+        turns: Turns | None = None,
     ) -> list[Finished]:
         """Completes the sequences, the same on all ranks; returns all on every rank, in the order in which they ended.
 
-        The coordinating thread on rank 0 calls `on_finished` for each sequence when it ends. Raises ValueError, on
-        every rank, for an invalid layout of the layout policy; the unfinished sequences have then been aborted.
+        The coordinating thread on rank 0 calls `on_finished` for each sequence when it ends, and uses `turns`. Raises
+        ValueError, on every rank, for an invalid layout of the layout policy; the unfinished sequences have then been
+        aborted.
         """
         self._phase += 1
         finished: list[Finished] = []
@@ -176,7 +179,11 @@ class RolloutWorld:
             try:
                 finished.extend(
                     coordinator.roll_out(
-                        states, phase=self._phase, policy_version=policy_version, on_finished=on_finished
+                        states,
+                        phase=self._phase,
+                        policy_version=policy_version,
+                        on_finished=on_finished,
+                        turns=turns,
                     )
                 )
             except BaseException as error:

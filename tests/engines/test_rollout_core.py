@@ -45,35 +45,58 @@ def token_at(key: SequenceKey, position: int) -> int:
     return hash((key.policy_step, key.prompt_uid, key.sample_index, position)) % 8
 
 
-def make_state(uid: int, phase: int = 0, num_prompt: int = 3, max_tokens: int = 12) -> SequenceState:
+def make_state(
+    uid: int, phase: int = 0, num_prompt: int = 3, max_tokens: int = 12, *, in_turns: bool = False
+) -> SequenceState:
     key = SequenceKey(run_seed=0, policy_step=phase, prompt_uid=uid, sample_index=0)
-    params = SamplingParams(max_tokens=max_tokens)
-    return SequenceState(key=key, group_id=uid, tokens=[9] * num_prompt, num_prompt_tokens=num_prompt, params=params)
+    return SequenceState(
+        key=key,
+        group_id=uid,
+        tokens=[9] * num_prompt,
+        num_prompt_tokens=num_prompt,
+        params=SamplingParams(max_tokens=max_tokens),
+        in_turns=in_turns,
+    )
+
+
+def answer_to(state: SequenceState) -> r.ContinueTurn | r.EndTrajectory:
+    """What a trajectory's environment answers: a pure function of the key and the turn."""
+    turn = len(state.observed)
+    observation = (9,) * (hash((state.key.prompt_uid, turn)) % 4)
+    is_over = turn > 0 and hash((turn, state.key.prompt_uid)) % 5 == 0
+    if is_over or len(state.tokens) + len(observation) >= state.num_prompt_tokens + state.params.most_tokens:
+        reason = "stop" if is_over else "length"
+        return r.EndTrajectory(sequence_id=state.sequence_id, turn=turn, reason=reason, text=str(turn))
+    return r.ContinueTurn(sequence_id=state.sequence_id, turn=turn, observation=observation)
 
 
 def expected_tokens(state: SequenceState) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < state.params.max_tokens and (not tokens or tokens[-1] != STOP_TOKEN):
-        tokens.append(token_at(state.key, state.num_prompt_tokens + len(tokens)))
-    return tokens
+    """What a sequence has at its end, beside its prompt: played through without a core."""
+    if not state.in_turns:
+        tokens: list[int] = []
+        while len(tokens) < state.params.max_tokens and (not tokens or tokens[-1] != STOP_TOKEN):
+            tokens.append(token_at(state.key, state.num_prompt_tokens + len(tokens)))
+        return tokens
+    state = SequenceState.from_bytes(state.to_bytes())
+    while isinstance(answer := answer_to(state), r.ContinueTurn):
+        state.observe(answer.observation)
+        while not is_finished(state):
+            state.tokens.append(token_at(state.key, len(state.tokens)))
+            if state.tokens[-1] == STOP_TOKEN:
+                break
+        if is_finished(state):
+            break
+    return state.tokens[state.num_prompt_tokens :]
 
 
 def is_finished(state: SequenceState) -> bool:
-    return state.num_generated >= state.params.max_tokens or (state.num_generated > 0 and state.tokens[-1] == 0)
+    if state.num_response_tokens >= state.params.max_tokens and not (state.in_turns and state.tokens[-1] == STOP_TOKEN):
+        return True
+    return not state.in_turns and state.num_generated > 0 and state.tokens[-1] == STOP_TOKEN
 
 
 def completion_of(state: SequenceState, reason: Any) -> Finished:
-    generated = state.tokens[state.num_prompt_tokens :]
-    return Finished(
-        state=state,
-        completion=Completion(
-            index=0,
-            token_ids=generated,
-            logprobs=list(state.logprobs),
-            versions=list(state.versions),
-            finish_reason=reason,
-        ),
-    )
+    return Finished(state=state, completion=Completion.of(state, reason))
 
 
 class ModelReplica:
@@ -119,7 +142,8 @@ class ModelReplica:
                 for work in command.works:
                     state = work.state
                     assert state.sequence_id not in self.works
-                    assert not is_finished(state)
+                    assert not is_finished(state) and work.turn is None
+                    assert not state.in_turns or state.observed, "a trajectory that has not begun"
                     stop = None if work.max_new_tokens is None else len(state.tokens) + work.max_new_tokens
                     self.works[state.sequence_id] = (state, stop)
                     self.reported[state.sequence_id] = len(state.tokens)
@@ -155,6 +179,10 @@ class ModelReplica:
             if is_finished(state):
                 reason = "stop" if state.tokens[-1] == STOP_TOKEN else "length"
                 finished.append(completion_of(state, reason))
+                del self.works[id_]
+            elif state.in_turns and state.tokens[-1] == STOP_TOKEN:
+                turn = f"turn {len(state.observed)}"
+                released.append(Work(state=state, kv=self.kv(state, True), turn=turn))
                 del self.works[id_]
             elif stop is not None and len(state.tokens) >= stop:
                 released.append(Work(state=state, kv=self.kv(state, True)))
@@ -228,6 +256,10 @@ class World:
         self.submitted: dict[SequenceId, SequenceState] = {}
         self.aborted: set[SequenceId] = set()
         self.given: dict[tuple[int, int], dict[SequenceId, int]] = {}
+        self.asked: dict[SequenceId, SequenceState] = {}
+        """Trajectories whose environment has not answered: their states then."""
+        self.heard: set[tuple[SequenceId, int]] = set()
+        self.answers: list[r.ContinueTurn | r.EndTrajectory] = []
         self.phase_complete = False
         self.num_outside = 0
         self.counts: dict[str, int] = {}
@@ -279,6 +311,10 @@ class World:
                 self.delivered[id_] = item.finished
                 for given in self.given.values():
                     given.pop(id_, None)
+            case r.TurnEnded():
+                self.count("turns")
+                assert item.text == f"turn {len(item.state.observed)}"
+                self.ask(item.state)
             case r.PhaseComplete():
                 assert item.phase == self.phase and not self.phase_complete
                 self.phase_complete = True
@@ -322,6 +358,24 @@ class World:
             assert not given or sum(given.values()) + -(-len(work.state.tokens) // BLOCK) <= replica.num_blocks
             given[id_] = -(-len(work.state.tokens) // BLOCK)
             assert len(given) <= replica.slots, "more sequences than slots"
+
+    # --- environments
+
+    def ask(self, state: SequenceState) -> None:
+        call = state.sequence_id, len(state.observed)
+        assert call not in self.heard, "an environment hears a turn twice"
+        self.heard.add(call)
+        self.asked[state.sequence_id] = SequenceState.from_bytes(state.to_bytes())
+
+    def answer(self) -> None:
+        """Some environments answer, perhaps after their trajectory's end; some answers come again."""
+        ids = self.rng.sample(list(self.asked), min(len(self.asked), self.rng.randint(1, 3)))
+        answers = [answer_to(self.asked.pop(id_)) for id_ in ids]
+        if self.answers and self.rng.random() < 0.2:
+            answers.append(self.rng.choice(self.answers))
+            self.count("answers again")
+        self.answers += answers
+        self.say(r.AnswerTurns(answers=tuple(answers)))
 
     # --- the wires
 
@@ -436,9 +490,13 @@ class World:
         states = []
         for _ in range(number):
             num_prompt = self.rng.randint(1, 8)
-            states.append(make_state(len(self.submitted), self.phase, num_prompt, self.rng.randint(1, 16)))
+            uid, most, in_turns = len(self.submitted), self.rng.randint(1, 16), self.rng.random() < 0.4
+            states.append(make_state(uid, self.phase, num_prompt, most, in_turns=in_turns))
             self.submitted[states[-1].sequence_id] = SequenceState.from_bytes(states[-1].to_bytes())
         self.say(r.SubmitSequences(states=tuple(states)))
+        for state in states:
+            if state.in_turns:
+                self.ask(state)
 
     def turn(self) -> None:
         """Somebody, chosen at random, does something: this is what reorders events of different replicas."""
@@ -449,6 +507,8 @@ class World:
         for rank in list(self.idle):
             if rng.random() < 0.5:
                 self.take_idle(rank)
+        if self.asked and self.core.phase is not None and not self.core.ending and rng.random() < 0.2:
+            self.answer()
         if not keys:
             return
         key = rng.choice(keys)
@@ -465,6 +525,7 @@ class World:
     def run_phase(self) -> None:
         rng = self.rng
         self.submitted, self.delivered, self.aborted, self.phase_complete = {}, {}, set(), False
+        self.asked, self.answers = {}, []
         self.say(r.BeginPhase(phase=self.phase, policy_version=self.version, weights_source="somewhere"))
         for (id_, _), replica in self.replicas.items():
             if id_ < 100:
@@ -505,7 +566,11 @@ class World:
                 want = want[: len(completion.token_ids)]
             assert completion.token_ids == want
             assert finished.state.tokens == self.submitted[id_].tokens + want
-            assert len(completion.logprobs) == len(want) and completion.versions == [self.version] * len(want)
+            assert len(completion.logprobs) == len(want) == len(completion.versions)
+            assert all(
+                version == (self.version if kept else -1)
+                for version, kept in zip(completion.versions, completion.loss_mask, strict=True)
+            )
 
 
 class RandomLayouts:
@@ -540,6 +605,7 @@ def replay(seed: int, keeps_log: bool = False, policy: SchedulePolicy | None = N
 
 
 NUM_CASES, NUM_PARTS = 10_000, 20
+KINDS = ("regroups", "moves", "lost", "repeated", "kv", "discarded", "turns", "answers again")
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -549,7 +615,7 @@ def test_every_sequence_is_delivered_once_whatever_happens(part: int) -> None:
         world = replay(seed)
         for what, number in world.counts.items():
             counts[what] = counts.get(what, 0) + number
-    assert min(counts[what] for what in ("regroups", "moves", "lost", "repeated", "kv", "discarded")) > 30
+    assert min(counts[what] for what in KINDS) > 30
 
 
 def test_the_same_events_give_the_same_commands() -> None:
@@ -557,7 +623,7 @@ def test_the_same_events_give_the_same_commands() -> None:
         world = replay(seed, keeps_log=True)
         if world.policy_kind == "on_demand" and world.layout_policy is None and world.counts.get("lost"):
             core = World(seed).core  # as it was at the start
-            assert [core.on_event(event, now) for event, now in world.log] == world.outputs
+            assert [copy.deepcopy(core.on_event(event, now)) for event, now in world.log] == world.outputs
             assert core.decisions == world.core.decisions and core.decisions
             return
     raise AssertionError("no seed with a policy that draws nothing, and a loss; choose others")
@@ -854,7 +920,7 @@ def test_policies_hear_once_of_each_sequence_that_has_ended() -> None:
             assert len({one.sequence_id for one in policy.ended}) == len(policy.ended)
             for one in policy.ended:
                 if finished := world.delivered.get(one.sequence_id):  # of the last phase
-                    assert one.num_generated == len(finished.completion.token_ids) == finished.state.num_generated
+                    assert one.num_generated == finished.completion.num_generated == finished.state.num_generated
                     assert one.num_prompt_tokens == finished.state.num_prompt_tokens
                     assert (one.group_id, one.finish_reason) == (
                         finished.state.group_id,

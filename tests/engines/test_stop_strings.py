@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
 from engines import LLM, SamplingParams
 from engines.models.tokenizer import detokenizer
-from engines.replica.replica import Replica
+from engines.replica.endings import Endings
 from engines.replica.schedule import Sequence
 from engines.replica.stop_strings import StopSearch
 from engines.sequence import Completion
@@ -84,23 +84,15 @@ def test_against_decoding_everything_after_each_token(kind: str, data: st.DataOb
             break
 
 
-def replica_with(tokenizer: Any) -> Any:
-    """What of a replica makes completions."""
-    replica = Replica.__new__(Replica)
-    replica._detokenize = detokenizer(tokenizer)
-    replica._eos, replica._hidden_stop, replica.policy_version = frozenset([EOS_TOKEN_ID]), None, 0
-    return replica
-
-
 def complete(tokens: list[int], max_tokens: int = 1000, **params: Any) -> Completion | None:
     """As a replica would, these tokens being drawn one after the other."""
     state = make_state(0, [65], SamplingParams(ignore_eos=True, **params))
     sequence = Sequence(state=state, max_len=1 + max_tokens, release_len=1 + max_tokens)
-    replica = replica_with(TOKENIZERS["byte level"])
+    endings = Endings(eos_token_ids=(EOS_TOKEN_ID,), detokenize=detokenizer(TOKENIZERS["byte level"]))
     for token in tokens:
-        finished = replica._append(sequence, (token, 0.0))
-        if finished is not None:
-            return finished.completion
+        state.tokens.append(token)
+        if (reason := endings.reason(sequence)) is not None:
+            return endings.completion(state, reason)
     return None
 
 
