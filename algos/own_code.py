@@ -17,16 +17,25 @@ def load(spec: str, kind: str = "function") -> Callable[..., Any]:
 
     Raises the errors of the import, and `ValueError` when there is no such name, or it cannot be called.
     """
-    module_name, _, attribute = spec.rpartition(":")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    try:
-        found = functools.reduce(getattr, attribute.split("."), module)
-    except AttributeError:
-        name = Path(module_name).name if module_name.endswith(".py") else module_name
-        raise ValueError(f"{name} has no {kind} {attribute!r}; check the name after the colon") from None
-    if not callable(found):
-        raise ValueError(f"{attribute!r} is a {type(found).__name__}, not a {kind}")
+    (found,) = load_all(spec, kind)
     return found
+
+
+def load_all(spec: str, kind: str = "function") -> list[Callable[..., Any]]:
+    """The same for several names of one module, "path/to/file.py:one,two"."""
+    module_name, _, names = spec.rpartition(":")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    everything: list[Callable[..., Any]] = []
+    for attribute in map(str.strip, names.split(",")):
+        try:
+            found = functools.reduce(getattr, attribute.split("."), module)
+        except AttributeError:
+            name = Path(module_name).name if module_name.endswith(".py") else module_name
+            raise ValueError(f"{name} has no {kind} {attribute!r}; check the name after the colon") from None
+        if not callable(found):
+            raise ValueError(f"{attribute!r} is a {type(found).__name__}, not a {kind}")
+        everything.append(found)
+    return everything
 
 
 def source_of(spec: str) -> Path | None:

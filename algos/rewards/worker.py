@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 import itertools
-import math
 import os
 import socket
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 from algos.own_code import load
 from algos.rewards.protocol import Batch, Part, Ready, Result
 from algos.workers.messages import receive, send
-from algos.workers.user_code import describe_error, end_forks, keyword_arguments, start_worker
+from algos.workers.user_code import describe_error, end_forks, finite, keyword_arguments, start_worker
 
 RewardFunction = Callable[..., Any]
 
@@ -68,20 +67,10 @@ def read_values(number: int, returned: Any, num_items: int) -> Result:
     if len(items) != num_items:
         got = "more" if len(items) > num_items else str(len(items))
         raise ValueError(f"returned {got} rewards for {num_items} completions: must be one each")
-    values = [_finite(item) for item in items]
+    values = [finite(item) for item in items]
     bad = [repr(item)[:100] for item, value in zip(items, values, strict=True) if value is None]
     error = f"returned {bad[0]}: must be a finite number" if bad else ""
     return Result(part=number, kind="ok", values=values, error=error)
-
-
-def _finite(item: Any) -> float | None:
-    if isinstance(item, (str, bytes)):
-        return None
-    try:
-        value = float(item)  # NumPy scalars and 0-d tensors are numbers too
-    except Exception:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def serve(function: RewardFunction, is_async: bool, sock: socket.socket, worker: int) -> None:

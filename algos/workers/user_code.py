@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import math
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from algos.workers.guard import fork_worker, guard
+
+T = TypeVar("T")
 
 
 def start_worker() -> tuple[socket.socket, list[str]]:
@@ -46,6 +49,27 @@ def keyword_arguments(function: Callable[..., Any]) -> tuple[list[str] | None, l
     takes_any = any(one.kind is one.VAR_KEYWORD for one in given)
     required = [one.name for one in named if one.default is one.empty]
     return None if takes_any else [one.name for one in named], required
+
+
+def finite(item: Any) -> float | None:
+    """Returns a finite number as a float, None for anything else."""
+    if isinstance(item, (str, bytes)):
+        return None
+    try:
+        value = float(item)  # NumPy scalars and 0-d tensors are numbers too
+    except Exception:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine that awaits nothing, without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    raise AssertionError("the coroutine waits")
 
 
 def describe_error(error: BaseException) -> str:
