@@ -6,18 +6,20 @@ import math
 from collections.abc import Sequence
 
 ADVANTAGE_EPS = 1e-6
+MAX_REWARD = 1e30
+"""Sums and squares of larger ones overflow, as does float32."""
 
 
 def group_advantages(rewards: Sequence[float], *, normalise_std: bool = True) -> list[float]:
-    """Returns one advantage per completion of a group. Raises ValueError on a reward that is not finite.
+    """Returns one advantage per completion of a group. Raises ValueError on a reward that is not finite, or too large.
 
     GRPO (DeepSeekMath, arXiv:2402.03300, §4.1.2): A_i = (r_i - mean(r)) / (std(r) + 1e-6). The paper does not name the
     estimator of std; this is the sample standard deviation (n - 1), as in TRL and verl.
     `normalise_std=False` is Dr. GRPO (arXiv:2503.20783, §3.2): A_i = r_i - mean(r). Groups that are nearly solved or
     nearly hopeless then weigh no more than others. A group of one, or of equal rewards, has zero advantages.
     """
-    if not all(map(math.isfinite, rewards)):
-        raise ValueError(f"rewards={list(rewards)}: must be finite; check the reward function")
+    if not all(abs(reward) <= MAX_REWARD for reward in rewards):
+        raise ValueError(f"rewards={list(rewards)}: must be from -1e30 to 1e30; check the reward function")
     if len(set(rewards)) <= 1:  # exactly zero: 1 / ADVANTAGE_EPS would amplify the rounding error of the mean
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)

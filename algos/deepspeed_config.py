@@ -76,7 +76,9 @@ class TrainerConfig:
                 f"TrainerConfig.total_steps={self.total_steps}: must be above warmup_steps={self.warmup_steps} with "
                 f"lr_schedule={self.lr_schedule!r}; give the run's number of optimizer steps"
             )
-
+        for name in ("lora_alpha", "lora_targets") if not self.lora_rank else ():
+            if (value := getattr(self, name)) != getattr(TrainerConfig, name):
+                raise ValueError(f"TrainerConfig.{name}={value!r}: is for LoRA; give lora_rank, too, or leave it out")
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise ValueError(f"TrainerConfig.lora_rank={self.lora_rank}: needs peft; pip install peft, or leave it out")
 

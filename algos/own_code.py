@@ -48,14 +48,15 @@ def source_of(spec: str) -> Path | None:
 
 
 def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(path)!r}")
     # The file may import its neighbours. Their folder comes last, so that a neighbour called math.py shadows nothing.
     sys.path.append(str(path.parent))
     found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
     if found and found.origin and Path(found.origin).resolve() == path.resolve():
         return importlib.import_module(path.stem)  # processes of a "spawn" or "forkserver" pool can do so, too
     module_spec = importlib.util.spec_from_file_location(f"own_file_{path.stem}", path)
-    if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"{path} is not a Python file")
+    assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and typing look their module up
     module_spec.loader.exec_module(module)

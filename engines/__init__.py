@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engines.config import EngineConfig, ModelConfig
     from engines.llm import LLM
+    from engines.parallel.groups import GroupCache
     from engines.sequence import Completion, RequestOutput, SamplingParams, SequenceKey, SequenceState
 
 _HOME = {
     "LLM": "engines.llm",
     "EngineConfig": "engines.config",
+    "GroupCache": "engines.parallel.groups",
     "ModelConfig": "engines.config",
     "Completion": "engines.sequence",
     "RequestOutput": "engines.sequence",
@@ -25,6 +27,7 @@ __all__ = [
     "LLM",
     "Completion",
     "EngineConfig",
+    "GroupCache",
     "ModelConfig",
     "RequestOutput",
     "SamplingParams",

@@ -1,7 +1,9 @@
-"""adapter_config.json of a LoRA adapter in peft's format, and the folder of the model that it adapts. Torch-free."""
+"""Folders of checkpoints: by a name of the hub; of a LoRA adapter's base; adapter_config.json. Torch-free."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from engines.json_files import read_json
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MERGE = "merge it with its base by peft (docs/training.md, LoRA), and give the merged model"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 class AdapterConfig(Struct, frozen=True, kw_only=True):
@@ -66,9 +70,41 @@ def base_folder(directory: str | Path, base_model: str | Path | None = None) -> 
             raise ValueError(f"base_model={str(base_model)!r}: {str(directory)!r} is no adapter; leave it out")
         return Path(directory)
     base = base_model or read_adapter(directory).base_model_name_or_path
-    if base is None or not (Path(base) / "config.json").is_file():
-        raise FileNotFoundError(
-            f"model={str(directory)!r}: is an adapter of base_model_name_or_path={str(base)!r}, where there is no "
-            "checkpoint; give the folder of its base as base_model"
-        )
-    return Path(base)
+    named = f"model={str(directory)!r}: is an adapter of base_model_name_or_path"
+    fix = "give the folder of its base as base_model"
+    try:
+        if base is not None and ((folder := checkpoint_folder(base, named)) / "config.json").is_file():
+            return folder
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{named}={str(base)[:80]!r}...: {error.strerror}; {fix}") from None
+    raise FileNotFoundError(f"{named}={str(base)!r}, where there is no checkpoint; {fix}")
+
+
+def checkpoint_folder(model: str | Path, field: str = "model") -> Path:
+    """Returns the folder of a checkpoint: `model`, or what the Hugging Face hub has under that name.
+
+    A name like "Qwen/Qwen3-0.6B", which is no path here, is looked up in the local cache of the hub, and downloaded if
+    the cache has no weights of it. Raises FileNotFoundError, which says where was searched, and begins with `field`.
+    """
+    name = str(model)
+    if Path(name).exists() or not _HUB_NAME.fullmatch(name):
+        return Path(name)
+    from huggingface_hub import constants, snapshot_download
+
+    reason = ""
+    for is_local in (True, False):
+        try:
+            folder = Path(snapshot_download(name, local_files_only=is_local, allow_patterns=_FILES))
+        except Exception as error:  # what is raised depends on where the way to the hub is broken
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        else:
+            if any(folder.glob("*.safetensors")):
+                return folder
+            reason = "it has no weights in safetensors"
+    raise FileNotFoundError(
+        f"{field}={name!r}: there is no folder {os.path.abspath(name)!r}; as a name of the hub it is not in the cache "
+        f"{constants.HF_HUB_CACHE}, and could not be downloaded ({reason}); check the folder's path, or run "
+        f"`hf download {name}` where there is a network"
+    )

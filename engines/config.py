@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
-from engines.adapter_config import base_folder
+from engines.adapter_config import base_folder, checkpoint_folder
 from engines.constraints import Count, Int64, Positive, Share, WholeNumber, check_fields
 from engines.json_files import read_json
 
 DType = Literal["float64", "float32", "bfloat16"]
 Kernels = Literal["auto", "torch", "native", "triton"]
 Exchange = Literal["all_to_all", "all_gather"]
+Transport = Literal["auto", "shared memory", "gloo"]
 Preemption = Literal["auto", "swap", "recompute"]
 DraftBytes = Annotated[int, Meta(ge=2**16, le=2**40, description="at least 65536")]
 DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix", "model"]
@@ -295,6 +296,8 @@ class EngineConfig:
             if (path := getattr(self, name)) is not None:
                 if not path or "\0" in path:
                     raise ValueError(f"EngineConfig.{name}={path!r}: must be a path")
+                if name == "draft_model":
+                    path = checkpoint_folder(path, "EngineConfig.draft_model")
                 # Absolute: replicas outside the world have other working directories.
                 object.__setattr__(self, name, os.path.abspath(path))
         self._check_tiers()

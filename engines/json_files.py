@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{path}:{number}: not valid JSON ({error}); the file is damaged; restore it") from None
     return rows
+
+
+def loads_finite(text: str | bytes) -> Any:
+    """As `json.loads`. Raises ValueError also for NaN, Infinity and what rounds to it, which are no JSON."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return value
 
 
 def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:

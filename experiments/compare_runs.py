@@ -45,15 +45,20 @@ class CompareConfig:
 
 def read_run(folder: Path) -> dict[str, Any]:
     """Returns the run's options, each metric as [step, value] pairs, and how far it is. Raises ValueError if it has no
-    step."""
-    rows = read_jsonl(folder / "metrics.jsonl")
+    step, or if one of its two files is missing or damaged."""
+    path, config = folder / "metrics.jsonl", folder / "config.json"
+    rows = read_jsonl(path)
     if not rows:
-        raise ValueError(f"runs={str(folder)!r}: there is no step in {folder / 'metrics.jsonl'}; give a run's folder")
-    options = flat(read_json(folder / "config.json", dict[str, Any]))
+        raise ValueError(f"runs={str(folder)!r}: there is no step in {path}; give a run's folder")
+    if not config.is_file():
+        raise ValueError(f"runs={str(folder)!r}: {config} is missing; restore it, or leave the run out")
+    options = flat(read_json(config, dict[str, Any]))
     curves: dict[str, list[tuple[int, float]]] = {}
     step = 0
-    for row in rows:
-        step = int(row.pop("training/global_step"))
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or not isinstance(row.get("training/global_step"), int):
+            raise ValueError(f"runs={str(folder)!r}: {path}:{number} has no `training/global_step`; restore the file")
+        step = row.pop("training/global_step")
         for metric, value in row.items():
             curves.setdefault(metric, []).append((step, value))
     return {"step": step, "steps": options.get("steps"), "options": options, "curves": curves}

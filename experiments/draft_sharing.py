@@ -17,15 +17,13 @@ from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+import engines
 from engines.coordination.views import Dispatch, ScheduleView
-from engines.parallel.collectives import TorchGroup
-from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
-from engines.rollout import drafts
 from engines.sequence import Finished, SamplingParams, SequenceId
 from engines.speculation.client import DraftClient, DraftTimes
 from engines.speculation.mirror import Grown
@@ -35,6 +33,9 @@ from experiments.comparison.real import RealWorld
 from experiments.comparison.rollouts import Rollout, Variant, Workload
 from experiments.comparison.turns import short
 from experiments.trained import encode
+
+if TYPE_CHECKING:
+    from engines.parallel.collectives import TorchGroup
 
 APPEND_TOKENS, FETCH_S = (1, 16, 64), (0.02, 0.1, 0.5)
 NUM_REPLICAS, GROUP, AT_A_TIME = 2, 16, 4
@@ -67,6 +68,8 @@ class Sharing:
 
     @contextmanager
     def used(self) -> Iterator[None]:
+        from engines.rollout import drafts
+
         plain = drafts.DraftServer, drafts.DraftClient
         drafts.DraftServer, drafts.DraftClient = self._serve, self._connect  # type: ignore[assignment, misc]
         try:
@@ -98,7 +101,9 @@ class Sharing:
 def measure(model: str, texts: list[str], seed: int, world: TorchGroup) -> dict[str, Any]:
     """The result of the part, which docs/drafting.md explains; empty but on rank 0. All ranks call it together."""
     options = {"dtype": "float64", "kv_cache_bytes": 2**26, "max_num_seqs": AT_A_TIME, "max_model_len": 512}
-    bench = RealWorld(model=model, groups=GroupCache(world, [LAYOUT]), pace=None, options={**options, "seed": seed})
+    bench = RealWorld(
+        model=model, groups=engines.GroupCache(world, [LAYOUT]), pace=None, options={**options, "seed": seed}
+    )
     params = SamplingParams(max_tokens=320, n=GROUP)
     workload = Workload(prompts=encode(Path(model), texts), params=params)
     own: dict[str, Any] = {"drafter": "grouped_suffix", "draft_lengths": "fixed"}

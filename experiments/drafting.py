@@ -28,14 +28,13 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 from tqdm import tqdm
 
+import engines
 from algos.warmstart_config import ModelSize
-from engines import LLM, SamplingParams
 from engines.config import DraftNoise, EngineConfig, ModelConfig
 from engines.constraints import Count
 from engines.models.hugging_face import read_checkpoint
-from engines.parallel.collectives import SingleRank
 from engines.rollout.generation import make_states
-from engines.sequence import SequenceState, Work
+from engines.sequence import SamplingParams, SequenceState, Work
 from engines.speculation.choose import choose_drafter
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import AdaptedDrafter
@@ -130,7 +129,7 @@ def main() -> dict[str, Any] | None:
     return result
 
 
-def generate(llm: LLM, texts: list[str], params: SamplingParams) -> Tokens:
+def generate(llm: engines.LLM, texts: list[str], params: SamplingParams) -> Tokens:
     outputs = llm.generate(texts, params, prompt_uids=range(len(texts)))
     return [[one.token_ids for one in output.outputs] for output in outputs]
 
@@ -160,7 +159,7 @@ def tokens_equal(config: DraftingConfig) -> dict[str, Any]:
         for drafter, chosen in drafters.items():
             for name, num_bytes in (("", 64 * 2**20), (", preempted", 4 * 2**20)):
                 options = {"kv_cache_bytes": num_bytes, "preemption": "recompute", "seed": config.seed, **chosen}
-                llm = LLM(folder, dtype="float64", max_num_seqs=16, max_model_len=320, **options)
+                llm = engines.LLM(folder, dtype="float64", max_num_seqs=16, max_model_len=320, **options)
                 tokens = generate(llm, texts, params)
                 llm.close()
                 plain = plain or tokens
@@ -179,7 +178,7 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
     texts = prompts(config.groups)
     found: dict[str, Any] = {}
     for temperature in config.temperatures:
-        llm = LLM(make_model(config.models), max_num_seqs=64, seed=config.seed)
+        llm = engines.LLM(make_model(config.models), max_num_seqs=64, seed=config.seed)
         groups = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP, temperature=temperature))
         ids = llm.encode(texts)
         llm.close()
@@ -235,7 +234,7 @@ class Bench:
         """Plans for the largest drafts of the variants."""
         self._models, self._model, self._max_num_seqs = folder.parent, ModelConfig.from_pretrained(folder), max_num_seqs
         largest = self._config(GROUPED | {"draft_paths": max(PATHS)})
-        self._llm = LLM(folder, **asdict(largest))
+        self._llm = engines.LLM(folder, **asdict(largest))
         self._engine = self._llm._engine
         self.replica = self._engine.replica
 
@@ -261,6 +260,8 @@ class Bench:
         model = self._engine.make_model_drafter(config, self._model, _MAX_LEN)
         if model is not None:
             model.load()
+        from engines.parallel.collectives import SingleRank
+
         drafter = choose_drafter(config, policy, row_times, SingleRank(), model=model)
         assert drafter is not None
         if config.drafter == "grouped_suffix":
@@ -288,7 +289,7 @@ def speedup(config: DraftingConfig) -> dict[str, Any]:
     Small batches run one after the other, until some sequences have ended.
     """
     texts = prompts(max(*config.batches, FEWEST))
-    llm = LLM(make_model(config.models), dtype=dtype(), max_num_seqs=64, seed=config.seed)
+    llm = engines.LLM(make_model(config.models), dtype=dtype(), max_num_seqs=64, seed=config.seed)
     tokens = generate(llm, texts, SamplingParams(max_tokens=320, n=GROUP))
     ids = llm.encode(texts)
     llm.close()
@@ -370,7 +371,9 @@ def agreement(config: DraftingConfig) -> dict[str, Any]:
     for size, noise in itertools.product(DRAFT_MODELS, NOISES):
         folder, draft_model = make_model(config.models), trained(config.models, size)
         options: dict[str, Any] = {"draft_noise": noise, "max_draft_tokens": 1, "draft_lengths": "fixed"}
-        llm = LLM(folder, drafter="model", draft_model=draft_model, kv_cache_bytes=2**24, max_num_seqs=1, **options)
+        llm = engines.LLM(
+            folder, drafter="model", draft_model=draft_model, kv_cache_bytes=2**24, max_num_seqs=1, **options
+        )
         places, num_drawn = guess_singly(llm, prompts(config.groups), seed=config.seed)
         llm.close()
         shares = expected_agreement(folder, draft_model, noise, places)
@@ -385,7 +388,7 @@ def agreement(config: DraftingConfig) -> dict[str, Any]:
     return {"agreement": found}
 
 
-def guess_singly(llm: LLM, texts: list[str], *, seed: int) -> tuple[list[tuple[list[int], list[int]]], int]:
+def guess_singly(llm: engines.LLM, texts: list[str], *, seed: int) -> tuple[list[tuple[list[int], list[int]]], int]:
     """Runs four samples of each prompt one after the other. Returns each one's tokens with the positions of its
     guesses, and the number of guesses that were drawn."""
     places, num_drawn = [], 0

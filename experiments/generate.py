@@ -36,11 +36,12 @@ class GenerateConfig:
     """Complete prompts with a Hugging Face checkpoint (Llama, Qwen2/2.5, Qwen3)."""
 
     model: Annotated[Path, tyro.conf.Positional]
-    """Folder of the checkpoint, or of a LoRA adapter in peft's format."""
+    """Folder of the checkpoint, or of a LoRA adapter in peft's format, or a name of the hub (Qwen/Qwen3-0.6B: from its
+    local cache, or downloaded)."""
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Prompts as text; without any, and without --input, JSONL is read from stdin."""
     base_model: Path | None = None
-    """Folder of an adapter's base; by default the one that the adapter names."""
+    """Folder of an adapter's base, or a name of the hub; by default what the adapter names."""
     input: Path | None = None
     """JSONL file of prompts."""
     output: Path | None = None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from engines import LLM, Completion, ModelConfig, RequestOutput, SamplingParams
-from engines.adapter_config import base_folder
+from engines.adapter_config import base_folder, checkpoint_folder
 from engines.models.tokenizer import load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup, together
 from engines.parallel.groups import GroupCache
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 def generate(config: GenerateConfig) -> dict[str, Any]:
+    config = replace(config, model=checkpoint_folder(config.model))
     _check_model(config.model)
     launch.share_cores()
     device = torch.device("cpu")

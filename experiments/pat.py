@@ -24,16 +24,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from msgspec import Meta
 from tqdm import tqdm
 
-from engines.config import ModelConfig
+import engines
+from engines.config import ModelConfig, Transport
 from engines.constraints import Count
-from engines.parallel.collectives import TorchGroup
-from engines.parallel.groups import GroupCache, Transport
 from experiments import launch, pat_cases, pat_measuring
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.comparison.parts import PartsConfig, run_parts
@@ -44,6 +42,9 @@ from experiments.comparison.turns import AGAIN, interleave, make_row, short, tab
 from experiments.engine_options import EngineOptions
 from experiments.pat_cases import BLOCK_SIZE, CASES, Batch, Case, CaseName
 from research.pat.deployment import Deployment
+
+if TYPE_CHECKING:
+    from engines.parallel.collectives import TorchGroup
 
 PAT, NO_HISTORY = "pat", "no history"
 FAR_BEHIND = 1.3
@@ -167,7 +168,7 @@ def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -
 
 def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
     layouts = pat_measuring.nested_layouts(world.size)
-    groups = GroupCache(world, layouts, transport=config.transport)
+    groups = engines.GroupCache(world, layouts, transport=config.transport)
     batches = [pat_cases.live_batch(config.seed + turn, config.shrink) for turn in range(config.turns)]
     batch = batches[0]
     count, longest = len(batch.lengths), batch.max_model_len
@@ -222,8 +223,10 @@ def live(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
 
 def paced_part(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
     """Results of all cases: for each name, those of each case."""
+    import torch
+
     torch.set_num_threads(1)
-    groups = GroupCache(world, pat_measuring.nested_layouts(world.size))
+    groups = engines.GroupCache(world, pat_measuring.nested_layouts(world.size))
     found: dict[str, dict[str, Any]] = {}
     with checkpoint(pat_cases.PACED_MODEL, max_positions=512, dtype="float64", world=world) as model:
         for case in (one for one in CASES if one.name in config.cases):
@@ -239,7 +242,7 @@ def paced_part(config: PatConfig, world: TorchGroup) -> dict[str, Any]:
 
 
 def _case(
-    config: PatConfig, case: Case, model: str, groups: GroupCache
+    config: PatConfig, case: Case, model: str, groups: engines.GroupCache
 ) -> tuple[dict[str, list[Rollout]], dict[str, Any]]:
     batches = [case.draw(config.seed + turn, config.shrink) for turn in range(config.turns)]
     batch, pace, num_ranks = batches[0], case.pace(config.scale), groups.world.size

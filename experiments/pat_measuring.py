@@ -9,24 +9,20 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 import tyro
 from tqdm import tqdm
 
-from engines import LLM, SamplingParams
-from engines.config import EngineConfig, ModelConfig, longest_sequence
+import engines
+from engines.config import EngineConfig, ModelConfig, Transport, longest_sequence
 from engines.constraints import Count, Counts, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand
 from engines.coordination.views import LayoutChange, LayoutView
-from engines.parallel.collectives import Communicator, SingleRank
-from engines.parallel.groups import GroupCache, Transport
 from engines.parallel.layout import Layout, nested_layout
 from engines.parallel.sharding import is_shardable
-from engines.replica.engine import kv_capacity
-from engines.sequence import Work
+from engines.sequence import SamplingParams, Work
 from experiments import launch
 from experiments.bench.blank_kv import submit_decodes
 from experiments.bench.models import random_sequence
@@ -39,6 +35,9 @@ from research.pat.predictor import Point, StepPredictor
 from research.pat.profile import BATCHES, CONTEXTS, Profile, Subject, SwitchTime
 from research.pat.redistribute import redistribute
 from research.workloads.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from engines.parallel.collectives import Communicator
 
 WARM_UP = 2
 PREFILL_BATCHES = (1, 4)
@@ -96,7 +95,7 @@ def nested_layouts(num_ranks: int, model: ModelConfig | None = None) -> list[Lay
     return [one for one in layouts if model is None or is_shardable(model, one.replicas[0].tp_size)]
 
 
-def transport_of(groups: GroupCache | None) -> str:
+def transport_of(groups: engines.GroupCache | None) -> str:
     """Returns how all ranks together exchange tensors."""
     return groups.get(tuple(range(groups.world.size))).name if groups is not None else "single"
 
@@ -118,6 +117,8 @@ def deployment_with(
     profile: Profile, model: ModelConfig, engine: EngineConfig, num_ranks: int, transport: str
 ) -> Deployment:
     """Returns the profile's times for a run. Raises ValueError if it is of another deployment."""
+    from engines.replica.engine import kv_capacity
+
     sizes = [layout.replicas[0].tp_size for layout in nested_layouts(num_ranks, model)]
     return profile.deployment(
         _subject_of(model, engine.dtype, num_ranks, transport),
@@ -127,7 +128,11 @@ def deployment_with(
     )
 
 
-def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) -> Profile:
+def measure(config: PatProfileConfig, folder: str, groups: engines.GroupCache | None) -> Profile:
+    import torch
+
+    from engines.parallel.collectives import SingleRank
+
     world: Communicator = groups.world if groups is not None else SingleRank()
     model = ModelConfig.from_pretrained(folder)
     sizes = [layout.replicas[0].tp_size for layout in nested_layouts(world.size, model)]
@@ -135,7 +140,7 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
     decodes, prefills, switches, checks = [], [], [], []
     with tqdm(desc="profile", total=len(sizes) * config.turns, unit="turn", disable=world.rank > 0) as bar:
         for size in sizes:
-            llm = LLM(folder, world=groups, tensor_parallel_size=size, **options)
+            llm = engines.LLM(folder, world=groups, tensor_parallel_size=size, **options)
             launch.tell_engine(llm)
             timed = _time_passes(config, Passes(llm, world, config.steps), bar)
             llm.close()
@@ -168,7 +173,9 @@ def measure(config: PatProfileConfig, folder: str, groups: GroupCache | None) ->
 class Passes:
     """Times passes of this rank's replica, while the other replicas do the same."""
 
-    def __init__(self, llm: LLM, world: Communicator, num_steps: int) -> None:
+    def __init__(self, llm: engines.LLM, world: Communicator, num_steps: int) -> None:
+        from engines.replica.engine import kv_capacity
+
         self._llm, self._world, self._num_steps = llm, world, num_steps
         self._uids = itertools.count()
         self.num_kv_tokens = kv_capacity(llm.model_config, llm.config, llm.layout.replicas[0].tp_size)
@@ -291,14 +298,14 @@ class _OneSwitch:
 def _time_switches(
     config: PatProfileConfig,
     folder: str,
-    groups: GroupCache,
+    groups: engines.GroupCache,
     sizes: list[int],
     fastest_s: dict[int, float],
 ) -> list[SwitchTime]:
     """Between each two sizes, both ways, with few and with many tokens. Switches that come too late in their rollout
     are left out."""
     policy = _OneSwitch()
-    llm = LLM(
+    llm = engines.LLM(
         folder,
         world=groups,
         tensor_parallel_size=sizes[0],
@@ -330,8 +337,10 @@ def _time_switches(
     return times
 
 
-def _time_switch(llm: LLM, world: Communicator, count: int, context: int, length: int) -> float | None:
+def _time_switch(llm: engines.LLM, world: Communicator, count: int, context: int, length: int) -> float | None:
     """Seconds of a switch on the rank that took longest, with its waits for the others; None if there was none."""
+    import torch
+
     vocab_size = llm.model_config.vocab_size
     prompts = launch.on_rank_0(world, lambda: torch.randint(2, vocab_size, (count + 1, context)).tolist())
     # The first sequence ends early, which starts the switch.

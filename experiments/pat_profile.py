@@ -16,8 +16,7 @@ import sys
 import time
 from typing import Any
 
-from engines.parallel.collectives import Communicator, SingleRank
-from engines.parallel.groups import GroupCache
+import engines
 from experiments import launch
 from experiments.bench.models import checkpoint
 from experiments.comparison.machine import machine, this_tier
@@ -34,12 +33,12 @@ def main() -> dict[str, Any]:
     groups = None
     if config.ranks > 1 or launch.num_ranks() > 1:
         all_ranks = launch.join_world(config.ranks, on_cuda=True)
-        groups = GroupCache(all_ranks, nested_layouts(all_ranks.size), transport=config.transport)
-    world: Communicator = groups.world if groups is not None else SingleRank()
+        groups = engines.GroupCache(all_ranks, nested_layouts(all_ranks.size), transport=config.transport)
+    world = None if groups is None else groups.world
     positions = config.engine.max_model_len or SHAPE_POSITIONS
     with checkpoint(config.model, max_positions=positions, dtype=config.engine.dtype, world=world) as folder:
         profile = measure(config, folder, groups)
-    if world.rank == 0:
+    if launch.rank() == 0:
         profile.save(config.output)
         if config.figure is not None:
             from experiments.pat_figures import draw_profile

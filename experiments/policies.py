@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from algos.own_code import load
@@ -119,8 +118,6 @@ def own_class(option: str, name: str, names: list[str], methods: tuple[str, ...]
     path, colon, _ = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise ValueError(f"{option}={name!r}: give {', '.join(names)}, or a class of your own as FILE.py:Class")
-    if not Path(path).is_file():
-        raise ValueError(f"{option}={name!r}: there is no file {path!r}")
     try:
         found = load(name, "class")
     except (Exception, SystemExit) as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from engines.json_files import loads_finite
 from engines.models.chat import check_messages
 
 Records = list[dict[str, Any]]
@@ -31,7 +31,7 @@ def read_prompts(data: bytes, source: str) -> tuple[Records, list[str]]:
 
 def _read_record(line: bytes, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode())
+        record = loads_finite(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: is not UTF-8 ({error})") from None
     except (ValueError, RecursionError) as error:  # no JSON, or more digits or brackets than Python reads
@@ -45,6 +45,8 @@ def _read_record(line: bytes, place: str) -> dict[str, Any]:
     is_text = ids is None and isinstance(record, dict) and isinstance(record.get("prompt"), str)
     if not (is_ids or is_chat or is_text):
         raise ValueError(f"{place}: needs `prompt`, a string, `messages`, or `prompt_token_ids`, integers")
+    if is_text and not record["prompt"]:
+        raise ValueError(f"{place}: `prompt` is empty; give some text")
     if is_text and any("\ud800" <= character <= "\udfff" for character in record["prompt"]):
         raise ValueError(f"{place}: `prompt` holds half a surrogate pair, which is no text")
     if taken := [name for name in ANSWERED + ASKED_FOR if name in record]:

@@ -24,16 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import torch
 from msgspec import Meta
 
-from engines import SamplingParams
+import engines
 from engines.config import ModelConfig
 from engines.constraints import Count
-from engines.fleet.fleet import Fleet
-from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
-from engines.sequence import Finished, SequenceId
+from engines.sequence import Finished, SamplingParams, SequenceId
 from experiments import launch
 from experiments.comparison.parts import PartsConfig, run_parts
 from experiments.comparison.real import RealWorld
@@ -142,6 +139,8 @@ def lose_a_replica(config: SeerConfig) -> dict[str, Any]:
             if is_killed and len(ended) == len(states) // 4:
                 os.kill(fleet.launcher.pids()[min(fleet.coordinator.standing_by)], signal.SIGKILL)
 
+        from engines.fleet.fleet import Fleet
+
         with Fleet(
             model,
             num_replicas=4,
@@ -168,6 +167,8 @@ def lose_a_replica(config: SeerConfig) -> dict[str, Any]:
 
 
 def paced_part(config: SeerConfig, world: TorchGroup) -> dict[str, Any]:
+    import torch
+
     torch.set_num_threads(1)
     wide = stand_in(PACED_SCALE * config.scale)
     setting = Setting(
@@ -194,7 +195,7 @@ def measure(config: SeerConfig, setting: Setting, world: TorchGroup) -> dict[str
     """Returns, for the first temperature and under `T=...` for the others, what `describe` does."""
     model = Path(launch.on_rank_0(world, lambda: str(make_model(config.models, setting.widen))))
     asked = encode(model, prompts(setting.groups))
-    groups = GroupCache(world, [nested_layout(range(world.size), 1)])
+    groups = engines.GroupCache(world, [nested_layout(range(world.size), 1)])
     bench, found = setting.bench(model, groups), dict[str, Any]()
     usual: tuple[Workload, dict[SequenceId, int]] | None = None
     for temperature in config.temperatures or ((1.0, 0.6) if config.full else (1.0,)):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from msgspec import convert
 
+import engines
 from engines.config import DType, Preemption
 from engines.coordination.policies import SchedulePolicy
-from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
 from engines.sequence import SequenceId
 from experiments import launch
@@ -96,7 +96,7 @@ class Setting:
     pace: WideReplica | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def bench(self, model: Path, groups: GroupCache) -> RealWorld:
+    def bench(self, model: Path, groups: engines.GroupCache) -> RealWorld:
         return RealWorld(
             model=str(model),
             groups=groups,

@@ -34,9 +34,9 @@ from algos.trainer import Trainer
 from algos.warmstart import new_config, tokenizer_of, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
+from engines.adapter_config import checkpoint_folder
 from engines.config import ModelConfig, longest_sequence
 from engines.json_files import flat, read_json
-from engines.models.hugging_face import checkpoint_folder
 from engines.models.tokenizer import load_tokenizer
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, TorchGroup

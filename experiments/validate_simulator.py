@@ -23,17 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from msgspec import Meta
 from tqdm import tqdm
 
-from engines import LLM
+import engines
 from engines.constraints import Count, NonNegative, Positive
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
-from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
-from engines.rollout import world as rollout_world
 from engines.rollout.pace import Pace
 from experiments import launch
 from experiments.bench.models import checkpoint
@@ -108,12 +105,14 @@ class ValidateConfig(ResultOptions):
 class Paced:
     """Rolls cells out with real processes. All ranks make and call it together."""
 
-    def __init__(self, model: str, groups: GroupCache, pace: Pace) -> None:
+    def __init__(self, model: str, groups: engines.GroupCache, pace: Pace) -> None:
         self._model, self._groups, self._pace = model, groups, pace
         self.num_replayed = 0
         """Commands that fresh cores returned again."""
 
     def roll_out(self, cell: Cell, policy: SchedulePolicy, *, is_paced: bool = True) -> Run:
+        from engines.rollout import world as rollout_world
+
         world, recorded = self._groups.world, Recorded(policy)
         bench = RealWorld(
             model=self._model,
@@ -128,7 +127,7 @@ class Paced:
         run = describe(done.steps, {tuple(id_): end for id_, end in ends}, world.size)
         return replace(run, dispatches=tuple(recorded.dispatches))
 
-    def _replay(self, cell: Cell, llm: LLM) -> None:
+    def _replay(self, cell: Cell, llm: engines.LLM) -> None:
         """Plays the log of the rollout to a fresh core and policies; AssertionError where they decide otherwise."""
         assert llm.rollout is not None
         if llm.rollout.coordinator is None:
@@ -161,9 +160,11 @@ def main() -> dict[str, Any] | None:
     num_ranks = world.size
     if num_ranks % 2:
         raise ValueError(f"ranks={num_ranks}: must be even: a regroup makes replicas of two; give 4")
+    import torch
+
     torch.set_num_threads(1)
     layouts = [nested_layout(range(num_ranks), size, epoch=size - 1) for size in TP_SIZES]
-    groups = GroupCache(world, layouts)
+    groups = engines.GroupCache(world, layouts)
     pace = ProfilePace.of(PROFILE, scale=config.scale, token_scale=TOKEN_SCALE)
     calibration = Cell(kind="on demand", room=1.5, num_prompts=config.batch, median=60.0)
     chosen = cells(config.kinds, config.rooms, config.batch)

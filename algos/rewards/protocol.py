@@ -42,6 +42,6 @@ class Result:
     part: int
     kind: Literal["ok", "raised", "timed_out"]
     values: list[float | None] = field(default_factory=list)
-    """One per item when `kind` is "ok"; None stands for a value that is not a finite number."""
+    """One per item when `kind` is "ok"; None stands for what is no number, or too large."""
     error: str = ""
-    """What was raised, or the first value that is not a finite number."""
+    """What was raised, or the first value that is no reward."""

@@ -22,7 +22,7 @@ from engines.decoding import DecodeError
 FailureKind = Literal["raised", "timed_out", "invalid"]
 """raised: the function raised, returned a wrong number of rewards, or ended its process. timed_out: a call took longer
 than `timeout_s`, the process did not start again, or no more calls are made (`max_failures`). invalid: the reward was
-not a finite number (None, TRL's "does not apply", included)."""
+no number from -1e30 to 1e30 (None, TRL's "does not apply", included)."""
 _GRACE = 0.2
 """An async function is cancelled at `timeout_s`; if it goes on, its process is killed this share of the limit later."""
 

@@ -69,7 +69,7 @@ def read_values(number: int, returned: Any, num_items: int) -> Result:
         raise ValueError(f"returned {got} rewards for {num_items} completions: must be one each")
     values = [finite(item) for item in items]
     bad = [repr(item)[:100] for item, value in zip(items, values, strict=True) if value is None]
-    error = f"returned {bad[0]}: must be a finite number" if bad else ""
+    error = f"returned {bad[0]}: must be a number from -1e30 to 1e30" if bad else ""
     return Result(part=number, kind="ok", values=values, error=error)
 
 

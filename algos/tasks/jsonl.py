@@ -58,9 +58,10 @@ class JsonlTask:
         return Problem(uid=uid, prompt=self._prompt(row), columns=columns)
 
     def _prompt(self, row: Row) -> str | Messages:
-        if self.prompt_template is not None:
-            return fill(self.prompt_template, row)
-        prompt = column(row, self.prompt_column, "--prompt-column")
+        given = self.prompt_template
+        prompt = column(row, self.prompt_column, "--prompt-column") if given is None else fill(given, row)
+        if prompt == "":
+            raise ValueError(f"{row.place}: the prompt is empty; give some text, or leave the row out")
         where = f"{row.place}: column {self.prompt_column!r}"
         if not isinstance(prompt, str | list):
             raise ValueError(f"{where} must hold text or a list of messages, not {repr(prompt)[:80]}")

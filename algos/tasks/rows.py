@@ -6,7 +6,6 @@ JSONL is read here, so that an error names the line; the other two need the libr
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -15,6 +14,8 @@ from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+
+from engines.json_files import loads_finite
 
 T = TypeVar("T")
 _PLACE = re.compile(r"\\n|\\t|\\\\|\{\{|\}\}|\{([^{}]+)\}")
@@ -48,7 +49,7 @@ def read_rows(option: str, path: str) -> list[Row]:
 
 def _parse(line: bytes, place: str) -> Row:
     try:
-        values = json.loads(line)
+        values = loads_finite(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not valid JSON ({error}); the file may be truncated") from None
     if not isinstance(values, dict):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import math
 import os
 import socket
 import sys
@@ -14,6 +13,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from algos.advantages import MAX_REWARD
+from algos.own_code import load
 from algos.workers.guard import fork_worker, guard
 
 T = TypeVar("T")
@@ -52,14 +53,14 @@ def keyword_arguments(function: Callable[..., Any]) -> tuple[list[str] | None, l
 
 
 def finite(item: Any) -> float | None:
-    """Returns a finite number as a float, None for anything else."""
+    """Returns a number as a float, None for anything else and what is larger than any reward may be."""
     if isinstance(item, (str, bytes)):
         return None
     try:
         value = float(item)  # NumPy scalars and 0-d tensors are numbers too
     except Exception:
         return None
-    return value if math.isfinite(value) else None
+    return value if abs(value) <= MAX_REWARD else None
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -75,12 +76,13 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 def describe_error(error: BaseException) -> str:
     """One line: type, message and where user code raised it; at most 500 characters."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
-    frames = traceback.extract_tb(error.__traceback__)
+    ours = (getattr(sys.modules["__main__"], "__file__", None), load.__code__.co_filename)
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in found if frame.filename not in ours and "importlib" not in frame.filename]
     place = (frames[-1].filename, frames[-1].lineno) if frames else None
     if isinstance(error, SyntaxError) and error.filename:  # raised by the importer; the error itself names the line
         place = error.filename, error.lineno
-    worker = getattr(sys.modules["__main__"], "__file__", None)
-    where = f" ({Path(place[0]).name}:{place[1]})" if place and place[0] != worker else ""
+    where = f" ({Path(place[0]).name}:{place[1]})" if place else ""
     return (text[:450] + where[:50]).encode(errors="replace").decode()  # half a surrogate cannot be sent
 
 

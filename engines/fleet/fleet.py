@@ -26,7 +26,7 @@ from engines.fleet.weights import PublishedWeights
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.models.loader import check_adapter
-from engines.models.tokenizer import check_draft_tokenizer, load_tokenizer
+from engines.models.tokenizer import check_draft_tokenizer, load_tokenizer, with_end_token
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.capacity import Capacity
 from engines.replica.engine import kv_capacity
@@ -276,6 +276,7 @@ def _plan(
         vocab_size=sizes.vocab_size,
         max_model_len=longest_sequence(config, sizes),
         num_kv_tokens=kv_capacity(sizes, capacity.config, 1),
+        eos_token_ids=with_end_token(sizes, tokenizer).eos_token_ids,
         has_tokenizer=tokenizer is not None,
     )
     capacity.check(nested_layout(range(num_replicas), 1))

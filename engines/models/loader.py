@@ -71,7 +71,10 @@ def check_adapter(directory: str | Path, base_model: str | Path | None = None) -
             match = _FACTOR.fullmatch(key)
             if match is None:
                 raise ValueError(f"{path}: {key!r} is no factor A or B of LoRA, others are not supported; {MERGE}")
-            factors.setdefault(f"{match[1]}.weight", {})[match[2]] = file.get_slice(key).get_shape()
+            factor = file.get_slice(key)
+            if (dtype := factor.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+                raise ValueError(f"{path}: {key!r} holds {dtype}; save the adapter in float32, float16 or bfloat16")
+            factors.setdefault(f"{match[1]}.weight", {})[match[2]] = factor.get_shape()
     if not factors:
         raise ValueError(f"{path}: has no tensors, so it adapts nothing; save the adapter again")
     for name, found in factors.items():

@@ -11,20 +11,18 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from engines.config import Transport
 from engines.decoding import from_msgpack
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup
 from engines.parallel.layout import Layout, contiguous_layout, joint_groups, nested_layout
 from engines.parallel.owned_files import reclaim
 from engines.parallel.segment import Segment
 from engines.parallel.shared_memory import SLOT_BYTES, SharedMemoryGroup, region_bytes, supported
-
-Transport = Literal["auto", "shared memory", "gloo"]
 
 
 def all_layouts(ranks: Sequence[int]) -> Iterator[Layout]:

@@ -112,6 +112,7 @@ class Replica:
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             num_kv_tokens=max_kv_tokens or blocks.num_blocks * blocks.block_size,
+            eos_token_ids=eos_token_ids,
             has_tokenizer=detokenize is not None,
         )
         self.endings = Endings(eos_token_ids=eos_token_ids, detokenize=detokenize, hidden_stop=hidden_stop)

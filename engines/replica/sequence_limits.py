@@ -17,6 +17,7 @@ class SequenceLimits:
     num_kv_tokens: int
     """Tokens that the KV cache holds in every layout that the run may have."""
     has_tokenizer: bool
+    eos_token_ids: tuple[int, ...]
 
     def check(self, tokens: list[int], params: SamplingParams, name: str = "prompt") -> int:
         """Returns the length in tokens, prompt included, at which the sequence must end.
@@ -40,6 +41,12 @@ class SequenceLimits:
             raise ValueError(
                 f"{name}: SamplingParams.logit_bias: token id {wrong[0]} is outside the model's vocabulary of "
                 f"{self.vocab_size}"
+            )
+        stops = {*params.stop_token_ids, *self.eos_token_ids} if params.min_tokens else set()
+        if len(stops) >= self.vocab_size and stops >= {*range(self.vocab_size)}:
+            raise ValueError(
+                f"{name}: SamplingParams.min_tokens={params.min_tokens} forbids all tokens: each is in "
+                "stop_token_ids, or an end-of-sequence id; give fewer stop_token_ids, or min_tokens=0"
             )
         max_len = min(len(tokens) + params.most_tokens, self.max_model_len)
         if max_len > self.num_kv_tokens:

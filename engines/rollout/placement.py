@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.adapter_config import base_folder
+from engines.adapter_config import base_folder, checkpoint_folder
 from engines.config import EngineConfig, ModelConfig, draft_model_config, engine_config, longest_sequence
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.files import FileKVStore
@@ -18,7 +18,6 @@ from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.memory.plan import MemoryPlan
-from engines.models.hugging_face import checkpoint_folder
 from engines.models.loader import check_adapter
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
 from engines.parallel.collectives import Communicator, SingleRank, together

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from engines import LLM, SamplingParams
-from engines.kvcache.store import KVContent, Tier
-from engines.replica.mover import KVMover
 from engines.rollout.generation import make_states
-from engines.sequence import KVHandle, KVPart, Work
+from engines.sequence import KVHandle, KVPart, SamplingParams, Work
 from experiments.bench.models import random_prompts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines import LLM
+    from engines.kvcache.store import KVContent, Tier
 
 
 class BlankKV:
@@ -24,6 +25,8 @@ class BlankKV:
         return None
 
     def load(self, part: KVPart, content: KVContent) -> Items[Tensor]:
+        import torch
+
         layer = torch.zeros(content.layer_shape, dtype=getattr(torch, content.dtype))
         return [layer] * content.num_layers
 
@@ -39,6 +42,8 @@ def submit_decodes(llm: LLM, *, num_sequences: int, context: int, length: int, f
 
     The next step computes only the last context token and samples the first new one.
     """
+    from engines.replica.mover import KVMover
+
     mover = llm.replica.mover
     assert isinstance(mover, KVMover)
     mover.use(BlankKV(), in_background=False)

@@ -16,20 +16,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from engines import LLM, SamplingParams, SequenceState
+import engines
 from engines.config import DType
 from engines.constraints import Count, WholeNumber
+from engines.sequence import SamplingParams, SequenceState
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, floor_seconds, random_prompts
-from experiments.bench.peers import ContinuousBatchingPeer, HuggingFacePeer, Side, vllm_peer
 from experiments.comparison.turns import Row, interleave, make_row, short, timed
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import SHAPES
+
+if TYPE_CHECKING:
+    import torch
+
+    from experiments.bench.peers import Side
 
 PROMPT_LENGTH = 16
 
@@ -74,6 +77,8 @@ class EngineBench(harness.BenchConfig):
 
 
 def measure(config: EngineBench) -> dict[str, Any]:
+    from experiments.bench.peers import ContinuousBatchingPeer, HuggingFacePeer, vllm_peer
+
     drawn = LogNormalLengths(median=100.0, sigma=1.0, cap=config.cap).draw(config.tail, seed=0)
     cells = {f"batch {size}": [config.length] * size for size in config.batches} | ({"tail": drawn} if drawn else {})
     prompts = random_prompts(max(map(len, cells.values())), PROMPT_LENGTH)
@@ -112,7 +117,7 @@ class OurSide:
     def __init__(self, folder: str, config: EngineBench) -> None:
         self._lengths: list[int] = []
         self._params = SamplingParams(max_tokens=config.cap, ignore_eos=True)
-        self.llm = LLM(folder, dtype=config.dtype, hidden_stop=self._stops, **_sizes(config))
+        self.llm = engines.LLM(folder, dtype=config.dtype, hidden_stop=self._stops, **_sizes(config))
 
     def _stops(self, state: SequenceState) -> bool:
         return state.num_generated >= self._lengths[state.key.prompt_uid]
@@ -149,6 +154,8 @@ def _compare(
 
 
 def _with_threads(threads: int, call: Callable[[], float]) -> float:
+    import torch
+
     torch.set_num_threads(threads)
     return call()
 

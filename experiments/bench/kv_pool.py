@@ -17,14 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from engines import LLM
+import engines
 from engines.config import DType
 from engines.constraints import Count
-from engines.kvcache.tiers import TieredKVStore
 from engines.parallel.owned_files import DEV_SHM
-from engines.replica.mover import KVMover
 from engines.replica.schedule import CachedKV, Sequence
 from engines.sequence import KVHandle
 from experiments import launch
@@ -52,7 +48,10 @@ class PoolBench(harness.BenchConfig):
 class Pool:
     """One sequence whose KV is in the cache, and the store beside it. The KV is of no tokens that were computed."""
 
-    def __init__(self, llm: LLM, config: PoolBench) -> None:
+    def __init__(self, llm: engines.LLM, config: PoolBench) -> None:
+        from engines.kvcache.tiers import TieredKVStore
+        from engines.replica.mover import KVMover
+
         assert isinstance(llm.replica.mover, KVMover) and isinstance(llm.replica.mover.store, TieredKVStore)
         self.mover, self.tiers = llm.replica.mover, llm.replica.mover.store
         self.num_tokens = config.chunk * config.chunks
@@ -114,7 +113,7 @@ def measure(config: PoolBench) -> dict[str, Any]:
     longest = config.chunk * config.chunks + 2
     tiers: dict[str, Any] = {"kv_host_bytes": 2**30, "kv_disk_bytes": 2**30, "kv_disk_folder": str(config.disk_folder)}
     with checkpoint(config.shape, max_positions=longest, dtype=config.dtype) as folder:
-        llm = LLM(folder, dtype=config.dtype, preemption="swap", **tiers)
+        llm = engines.LLM(folder, dtype=config.dtype, preemption="swap", **tiers)
     pool = Pool(llm, config)
     rows = [_tier(pool, config, name) for name in ("host", "disk")]
     pool.mover.use(pool.tiers)
@@ -124,6 +123,8 @@ def measure(config: PoolBench) -> dict[str, Any]:
 
 
 def _tier(pool: Pool, config: PoolBench, name: str) -> Row:
+    import torch
+
     pool.mover.use(getattr(pool.tiers, name))
     store = partial(pool.store, pool.num_tokens)
     handle = store()

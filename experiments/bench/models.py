@@ -7,18 +7,22 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
+import numpy as np
 
-from engines import LLM, SamplingParams, SequenceState
-from engines.models.parameters import logical_shapes
-from engines.parallel.collectives import Communicator, SingleRank
 from engines.rollout.generation import make_states
+from engines.sequence import SamplingParams, SequenceState
 from experiments.comparison.turns import timed
 from research.workloads.shapes import SHAPES, DecoderShape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import Qwen3Config
+
+    from engines import LLM
+    from engines.parallel.collectives import Communicator
 
 Shape = Literal["0.8m", "25m", "200m", "8b"]
 """Names in `SHAPES`."""
@@ -36,6 +40,8 @@ def checkpoint(
     if shape is None:
         yield str(model)
         return
+    from engines.parallel.collectives import SingleRank
+
     world = world or SingleRank()
     with tempfile.TemporaryDirectory(prefix="curtail-bench-") as mine:
         if world.rank == 0:
@@ -46,6 +52,9 @@ def checkpoint(
 
 def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, dtype: str = "float32") -> None:
     """Writes a Qwen3 of that shape with random weights, made on the GPU if there is one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     config = save_config(folder, shape, max_positions=max_positions)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -54,6 +63,8 @@ def save_random_model(folder: Path, shape: DecoderShape, *, max_positions: int, 
 
 def save_config(folder: Path, shape: DecoderShape, *, max_positions: int) -> Qwen3Config:
     """Writes the config of a Qwen3 of that shape, without weights."""
+    from transformers import Qwen3Config
+
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=shape.vocab,
@@ -75,6 +86,10 @@ def save_config(folder: Path, shape: DecoderShape, *, max_positions: int) -> Qwe
 
 def random_weights(llm: LLM) -> Iterator[tuple[str, Tensor]]:
     """Yields random weights for `update_weights`, made on the engine's device: no file is read."""
+    import torch
+
+    from engines.models.parameters import logical_shapes
+
     dtype = getattr(torch, llm.config.dtype)
     generator = torch.Generator(llm.device).manual_seed(0)
     for name, size in logical_shapes(llm.model_config).items():
@@ -82,8 +97,7 @@ def random_weights(llm: LLM) -> Iterator[tuple[str, Tensor]]:
 
 
 def random_prompts(count: int, length: int, vocab_size: int = 256, *, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, vocab_size, (count, length), generator=generator).tolist()
+    return np.random.default_rng(seed).integers(2, vocab_size, (count, length)).tolist()
 
 
 def random_sequence(uid: int, *, num_tokens: int, length: int) -> SequenceState:
@@ -95,6 +109,8 @@ def random_sequence(uid: int, *, num_tokens: int, length: int) -> SequenceState:
 def floor_seconds(shape: DecoderShape, dtype: str, *, steps: int, context_tokens: int, device: torch.device) -> float:
     """Seconds to read the weights `steps` times and the KV of `context_tokens` tokens once. The speed is measured here,
     on a plain read of as many bytes as the weights have, at most 4 GiB: from a cache if they fit in one."""
+    import torch
+
     item = getattr(torch, dtype).itemsize
     weights = shape.num_matrix_parameters * item
     data = torch.ones(min(weights, 2**32) // 8, dtype=torch.int64, device=device)

@@ -27,13 +27,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 from msgspec import Meta
 
-from engines import LLM
 from engines.config import Attention, DType
 from engines.constraints import Count, Counts, WholeNumber
 from experiments import launch
@@ -43,6 +41,9 @@ from experiments.bench.models import Shape, floor_seconds, random_weights, save_
 from experiments.comparison.machine import busy
 from experiments.comparison.turns import Row, interleave, make_row, short, timed
 from research.workloads.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from engines import LLM
 
 PARTS = ("schedule", "build", "forward", "sample")
 WARM_UP = 4
@@ -85,6 +86,8 @@ class StepBench(harness.BenchConfig):
 
 
 def measure(config: StepBench) -> dict[str, Any]:
+    import torch
+
     launch.share_cores()
     torch.set_num_threads(config.threads)
     cells = {"batch": [(size, size, 128) for size in config.batches], "context": [(n, 64, n) for n in config.contexts]}
@@ -153,6 +156,10 @@ def _engine(
     folder: str, config: StepBench, batch: int, context: int, dtype: DType, attention: Attention, **options: Any
 ) -> LLM:
     """An engine with room for `batch` sequences that decode from `context` tokens on, or that finish."""
+    import torch
+
+    from engines import LLM
+
     token_bytes = SHAPES[config.shape].kv_elements_per_token * getattr(torch, dtype).itemsize
     llm = LLM(
         folder,
@@ -178,6 +185,8 @@ def _finish(llm: LLM, count: int, at_once: int) -> None:
 
 def _turn(llm: LLM, num_steps: int, settle: bool, neighbours: int = 0) -> float:
     """Median seconds of a step, which ends when the sampled tokens are on the host."""
+    import torch
+
     with busy(neighbours):
         end = time.monotonic() + SETTLE_S * settle
         while time.monotonic() < end:
@@ -202,6 +211,8 @@ def _watch_parts(llm: LLM) -> dict[str, list[float]]:
 
 
 def _timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    import torch
+
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         if torch.cuda.is_available():

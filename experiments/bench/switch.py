@@ -28,15 +28,13 @@ from typing import Annotated, Any, get_args
 import msgspec
 from msgspec import Meta
 
-from engines import LLM, SamplingParams, SequenceState
-from engines.config import DType, Exchange
+import engines
+from engines.config import DType, Exchange, Transport
 from engines.constraints import Count
 from engines.decoding import from_msgpack
-from engines.models.loader import checkpoint_tensors
-from engines.parallel.groups import GroupCache, Transport
 from engines.parallel.layout import nested_layout
 from engines.rollout.generation import make_states
-from engines.sequence import Work
+from engines.sequence import SamplingParams, SequenceState, Work
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint, random_prompts
@@ -82,17 +80,17 @@ class Resume(msgspec.Struct):
 
 def measure(config: SwitchBench) -> dict[str, Any]:
     began = time.monotonic()
-    groups = GroupCache(launch.join_world(RANKS), LAYOUTS, transport=config.transport)
+    groups = engines.GroupCache(launch.join_world(RANKS), LAYOUTS, transport=config.transport)
     options: dict[str, Any] = {"world": groups, "dtype": config.dtype, "kv_cache_bytes": config.kv_mib << 20}
     if RESUME in os.environ:
         given = from_msgpack(Path(os.environ[RESUME]).read_bytes(), Resume)
-        ranks = Ranks(LLM(given.model, layout=LAYOUTS[given.epoch], **options), groups)
+        ranks = Ranks(engines.LLM(given.model, layout=LAYOUTS[given.epoch], **options), groups)
         loaded = time.monotonic()
         tokens = ranks.draw([Work(state=state) for state in given.states], given.epoch)
         return {"rows": [], "moments": [began, loaded, time.monotonic()], "tokens": tokens}
     shape = replace(live_model(config.hidden), layers=config.layers)
     with checkpoint(shape, max_positions=2**15, dtype=config.dtype, world=groups.world) as model:
-        llm = LLM(model, layout=LAYOUTS[0], **options)
+        llm = engines.LLM(model, layout=LAYOUTS[0], **options)
         ranks, states = Ranks(llm, groups), contexts(llm, config.sequences)
         there: dict[str, Way] = {how: partial(ranks.regroup, how) for how in get_args(Exchange)}
         ways = {**there, "rebuild": ranks.rebuild, "restart": ranks.restart}
@@ -115,7 +113,7 @@ def measure(config: SwitchBench) -> dict[str, Any]:
     return {"context_tokens": len(states[0].tokens), "rows": rows}
 
 
-def contexts(llm: LLM, num_sequences: int) -> list[SequenceState]:
+def contexts(llm: engines.LLM, num_sequences: int) -> list[SequenceState]:
     """Prompts that fill, with the three tokens drawn here, the cache of the TP1 replica with the most sequences."""
     blocks, per_replica = llm.replica.scheduler.blocks.num_blocks, -(-num_sequences // RANKS)
     length = blocks // per_replica * llm.config.block_size - 3
@@ -136,7 +134,7 @@ Way = Callable[[int], Taken]
 class Ranks:
     """This rank's side of the switches; both ranks call the same methods. Layouts are named by their epoch."""
 
-    def __init__(self, llm: LLM, groups: GroupCache) -> None:
+    def __init__(self, llm: engines.LLM, groups: engines.GroupCache) -> None:
         self._llm, self._groups, self._placement = llm, groups, llm._placement
 
     def both(
@@ -180,6 +178,8 @@ class Ranks:
         return works, {"pause": paused - start, **parts}, None
 
     def rebuild(self, epoch: int) -> Taken:
+        from engines.models.loader import checkpoint_tensors
+
         start = time.perf_counter()
         works = self._pause(with_kv=True)
         paused = time.perf_counter()
@@ -265,7 +265,7 @@ def _own_mib() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:"))
 
 
-def _held(groups: GroupCache) -> dict[str, int]:
+def _held(groups: engines.GroupCache) -> dict[str, int]:
     """What this process has of each kind."""
     children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
     return {

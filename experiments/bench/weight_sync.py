@@ -17,25 +17,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from msgspec import Meta
 
 from algos.deepspeed_config import TrainerConfig
-from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
 from algos.grpo import GRPO
-from algos.trainer import Trainer
-from engines import LLM
 from engines.constraints import Count
-from engines.models.loader import checkpoint_tensors
-from engines.parallel.collectives import TorchGroup
-from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
 from experiments.bench import harness
 from experiments.bench.models import checkpoint
 from experiments.comparison.turns import Row, interleave, make_row, short, timed
 from research.workloads.shapes import DecoderShape
+
+if TYPE_CHECKING:
+    from algos.trainer import Trainer
+    from engines import LLM
+    from engines.parallel.collectives import TorchGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,13 @@ class WeightSyncBench(harness.BenchConfig):
 
 def measure(config: WeightSyncBench) -> dict[str, Any]:
     launch.start_under_torchrun(config.ranks)
+    from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+    from algos.trainer import Trainer
+    from engines import LLM
+    from engines.models.loader import checkpoint_tensors
+    from engines.parallel.collectives import TorchGroup
+    from engines.parallel.groups import GroupCache, all_layouts
+
     launch.share_cores()
     start_deepspeed(timedelta(seconds=600))
     world = TorchGroup()
@@ -122,6 +127,8 @@ def _status(field: str) -> int:
 
 def _copy_bandwidth(world: TorchGroup) -> float:
     """Bytes read and written per second on the slowest rank, while all ranks copy; the median of several copies."""
+    import torch
+
     source, target = torch.zeros(2**24), torch.zeros(2**24)
     rates = []
     for _ in range(7):

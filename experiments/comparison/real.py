@@ -9,12 +9,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
-from engines import LLM
+import engines
 from engines.config import ModelConfig
 from engines.coordination.policies import LayoutPolicy
-from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.replica.kv_moves import KVMoves
 from engines.rollout.pace import Pace
@@ -31,7 +28,7 @@ class RealWorld:
     """This job's ranks: tiers live, gpu and paced. All of them make and call it together."""
 
     model: str
-    groups: GroupCache
+    groups: engines.GroupCache
     pace: Pace | None
     options: Mapping[str, Any]
     """Arguments of `LLM` for all variants, its dtype among them."""
@@ -42,6 +39,8 @@ class RealWorld:
 
     @cached_property
     def _kv_bytes_per_token(self) -> int:
+        import torch
+
         dtype: torch.dtype = getattr(torch, self.options["dtype"])
         return ModelConfig.from_pretrained(self.model).kv_bytes_per_token(dtype.itemsize)
 
@@ -50,7 +49,7 @@ class RealWorld:
         workload: Workload,
         variant: Variant,
         on_finished: Callable[[Finished], object] = lambda _: None,
-        on_end: Callable[[LLM], object] = lambda _: None,
+        on_end: Callable[[engines.LLM], object] = lambda _: None,
     ) -> Rollout:
         """`on_finished` is called on rank 0, by another thread; `on_end` on all ranks, with the engine, before it is
         closed."""
@@ -86,7 +85,7 @@ class RealWorld:
             way_back_s=way_back_s,
         )
 
-    def _go_back(self, llm: LLM, first: Layout) -> float:
+    def _go_back(self, llm: engines.LLM, first: Layout) -> float:
         """Regroups if the ranks are grouped otherwise than in `first`; returns the seconds of the slowest rank."""
         if {spec.ranks for spec in llm.layout.replicas} == {spec.ranks for spec in first.replicas}:
             return 0.0
@@ -94,7 +93,7 @@ class RealWorld:
         llm.regroup(replace(first, epoch=llm.layout.epoch + 1))
         return float(max(launch.gather(self.groups.world, time.monotonic() - start)))
 
-    def _start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> LLM:
+    def _start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> engines.LLM:
         lengths = workload.lengths
 
         def has_ended(state: SequenceState) -> bool:
@@ -111,10 +110,10 @@ class RealWorld:
             **self.options,
             **variant.options,
         }
-        return LLM(self.model, **options)
+        return engines.LLM(self.model, **options)
 
     def _generate(
-        self, llm: LLM, workload: Workload, on_finished: Callable[[Finished], None]
+        self, llm: engines.LLM, workload: Workload, on_finished: Callable[[Finished], None]
     ) -> tuple[list[list[list[int]]], list[StepRecord]]:
         """Returns the tokens of each prompt's samples, and the steps of all replicas, each's from its first rank."""
         uids = range(len(workload.prompts))

@@ -57,10 +57,12 @@ def test_equal_rewards_and_lone_completions_have_no_advantage(value: float) -> N
     assert group_advantages([value] * 3) == [0.0] * 3 and group_advantages([value]) == [0.0]
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 1e308])
 def test_rewards_must_be_finite(reward: float) -> None:
-    with pytest.raises(ValueError, match=r"rewards=\[0.0, 1.0, (nan|inf)\]: must be finite"):
+    with pytest.raises(ValueError, match=r"rewards=\[0.0, 1.0, (nan|inf|1e\+308)\]: must be from -1e30 to 1e30"):
         group_advantages([0.0, 1.0, reward])
+    large = [0.0, 1e30, -1e30, 1e30]
+    assert np.isfinite(np.float32([group_advantages(large), leave_one_out_advantages(large)])).all()
 
 
 def test_grpo_keeps_everything_as_it_is() -> None:

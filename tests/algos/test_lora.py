@@ -109,7 +109,7 @@ def resume_all_stages(model: str, folder: str) -> dict[str, Any]:
         results[f"bf16_{stage}"] = {"weights": weights_of(trainer), "adapter": adapter_of(trainer)}
     for name, other in {
         "rank": make_trainer(model, folder, 3, lora_rank=3),
-        "off": make_trainer(model, folder, 3, lora_rank=0),
+        "off": make_trainer(model, folder, 3, lora_rank=0, lora_alpha=32.0, lora_targets=TrainerConfig.lora_targets),
         "base": make_trainer(f"{folder}/other", folder, 3),
     }.items():
         results[name] = error_of(lambda other=other: other.load_checkpoint(f"{folder}/checkpoint_3"))
@@ -253,6 +253,13 @@ def test_bf16_trains_alike_at_every_stage(resumed: dict[str, Any], tiny_model: s
 )
 def test_options_are_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"TrainerConfig\.lora_\w+=.*: must be"):
+        TrainerConfig(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"lora_alpha": 16.0}, {"lora_targets": ("q_proj",)}])
+def test_options_of_lora_without_a_rank_are_refused(changes: dict[str, Any]) -> None:
+    message = rf"TrainerConfig\.{next(iter(changes))}=.*give lora_rank, too, or leave it out"
+    with pytest.raises(ValueError, match=message):
         TrainerConfig(**changes)
 
 

@@ -272,6 +272,15 @@ class TestJsonl:
             ('"x"', {}, "holds text; give an object"),
             ('{"prompt": "x"', {}, "not valid JSON"),
             ('{"prompt": "x", "gold": 36893488147419103232}', {}, "holds no plain text and numbers of 64 bits"),
+            ('{"prompt": "x", "gold": NaN}', {}, "not valid JSON (NaN is no finite number)"),
+            ('{"prompt": "x", "gold": -Infinity}', {}, "not valid JSON (-Infinity is no finite number)"),
+            ('{"prompt": "x", "gold": 1e999}', {}, "not valid JSON (1e999 is no finite number)"),
+            ('{"prompt": "", "gold": 1}', {}, "the prompt is empty; give some text, or leave the row out"),
+            (
+                '{"prompt": ""}',
+                {"prompt_column": "gold", "prompt_template": "{prompt}"},
+                "the prompt is empty; give some text",
+            ),
             ('{"prompt": "half a pair: \\ud83d"}', {}, "holds no plain text and numbers of 64 bits"),
         ],
     )

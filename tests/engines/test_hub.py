@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
-from engines import LLM, SamplingParams
-from engines.models.hugging_face import checkpoint_folder
+from engines import LLM, EngineConfig, SamplingParams
+from engines.adapter_config import base_folder, checkpoint_folder
+from tests.worlds import ROOT
 
 SNAPSHOT = "models--Own--model-0.6B/snapshots/0123456789abcdef0123456789abcdef01234567"
 
@@ -55,6 +61,38 @@ def test_what_is_no_name_of_the_hub_stays_a_path(cache: Path, name: str) -> None
 def test_without_a_network_the_error_names_the_cache(cache: Path, text_model: str, has_config: bool) -> None:
     if has_config:  # as transformers' AutoConfig leaves it: no weights yet
         (put_model(cache, text_model) / "model.safetensors").unlink()
-    message = rf"model='Own/model-0.6B': is no folder here, nor in the hub's cache {cache}, and could not be downloaded"
-    with pytest.raises(FileNotFoundError, match=message):
+    told = f"='Own/model-0.6B': there is no folder '{cache.parent}/Own/model-0.6B'; as a name of the hub it is not in "
+    told += f"the cache {cache}, and could not be downloaded"
+    with pytest.raises(FileNotFoundError, match=f"^model{told}"):
         LLM("Own/model-0.6B")
+    with pytest.raises(FileNotFoundError, match=rf"^EngineConfig\.draft_model{told}"):
+        EngineConfig(drafter="model", draft_model="Own/model-0.6B")
+    adapter = make_adapter(cache.parent / "adapter")
+    with pytest.raises(FileNotFoundError, match=f"is an adapter of base_model_name_or_path{told}"):
+        LLM(adapter)
+
+
+def make_adapter(folder: Path) -> Path:
+    """Writes an adapter's description, without weights."""
+    folder.mkdir()
+    named = {"peft_type": "LORA", "lora_alpha": 1, "base_model_name_or_path": "Own/model-0.6B"}
+    (folder / "adapter_config.json").write_text(json.dumps(named))
+    return folder
+
+
+def test_a_draft_model_and_an_adapters_base_may_be_names_of_the_hub(cache: Path, text_model: str) -> None:
+    folder = put_model(cache, text_model)
+    config = EngineConfig(drafter="model", draft_model="Own/model-0.6B")
+    assert config.draft_model == str(folder)
+    assert base_folder(make_adapter(cache.parent / "adapter")) == folder
+    assert base_folder(cache.parent / "adapter", "Own/model-0.6B") == folder
+
+
+def test_generate_takes_a_name_of_the_hub(cache: Path, text_model: str) -> None:
+    put_model(cache, text_model)
+    command = [sys.executable, str(ROOT / "experiments/generate.py"), "Own/model-0.6B", "1+2=", "--max-tokens", "4"]
+    draft = ["--drafter", "model", "--draft-model", "Own/model-0.6B", "--kv-cache-mib", "4"]
+    options: dict[str, Any] = {"env": {**os.environ, "HF_HUB_CACHE": str(cache)}, "cwd": cache.parent, "timeout": 120}
+    done = subprocess.run([*command, *draft], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1])["tokens"] > 0

@@ -161,6 +161,14 @@ def test_params_that_a_model_refuses(llm: LLM, qwen3: str) -> None:
         llm.generate("a", SamplingParams(logit_bias={99999: 1}))
     with pytest.raises(ValueError, match=r"bad_words.*strings need a tokenizer"):
         LLM(qwen3).generate([[5]], SamplingParams(bad_words=["a"]))
+    every = range(llm.model_config.vocab_size)
+    with pytest.raises(
+        ValueError, match=r"prompts\[0\]: SamplingParams.min_tokens=2 forbids all tokens.*stop_token_ids"
+    ):
+        llm.generate("a", SamplingParams(min_tokens=2, stop_token_ids=[*every, 99999]))
+    but_one = [*every[:-1], *every[:-1]]
+    (output,) = llm.generate("a", SamplingParams(min_tokens=2, stop_token_ids=but_one))
+    assert output.outputs[0].token_ids[:2] == [every[-1]] * 2
 
 
 # -- options of the engine

@@ -63,11 +63,18 @@ def test_the_options_of_training_are_in_groups(capsys: pytest.CaptureFixture[str
         assert {*names} <= {*found[group]}, group
 
 
-HEAVY = {"torch", "transformers", "deepspeed", "wandb", "matplotlib"}
+HEAVY = {"torch", "transformers", "deepspeed", "wandb", "matplotlib", "peft", "datasets", "huggingface_hub"}
+COMMANDS = {
+    str(path.relative_to(ROOT / "experiments"))
+    for path in (ROOT / "experiments").rglob("*.py")
+    if '__name__ == "__main__"' in path.read_text()
+} - {"bench/vllm_peer.py"}  # which a bench starts, with options as JSON
 
 
-@pytest.mark.parametrize("script", ["train.py", "generate.py", "make_model.py"])
-@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--no-such-option", 2)])
+@pytest.mark.parametrize(
+    ("script", "argument", "code"),
+    [(script, "--help", 0) for script in sorted(COMMANDS)] + [("train.py", "--no-such-option", 2)],
+)
 def test_help_and_a_typo_wait_for_no_heavy_import(script: str, argument: str, code: int) -> None:
     """Modules that `--help` shows import torch for type checkers only, or where they use it."""
     command = [sys.executable, "-X", "importtime", str(ROOT / "experiments" / script), argument]

@@ -82,4 +82,15 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n{"training/\n{"training/global_step": 3}\n')
     told = refused_by("compare_runs", [str(tmp_path), "--output", str(tmp_path / "page.html")])
     assert "metrics.jsonl:2: not valid JSON" in told
+    (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n')
+    told = refused_by("compare_runs", [str(tmp_path), "--output", str(tmp_path / "page.html")])
+    assert f"error: runs='{tmp_path}': {tmp_path}/config.json is missing; restore it" in told
+    (tmp_path / "config.json").write_text('{"steps": ')
+    told = refused_by("compare_runs", [str(tmp_path), "--output", str(tmp_path / "page.html")])
+    assert f"{tmp_path}/config.json: not valid JSON" in told
+    (tmp_path / "config.json").write_text("{}")
+    for row in ('{"critic/rewards/mean": 1}', "[1]", '{"training/global_step": null}'):
+        (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n' + row + "\n")
+        told = refused_by("compare_runs", [str(tmp_path), "--output", str(tmp_path / "page.html")])
+        assert f"error: runs='{tmp_path}': {tmp_path}/metrics.jsonl:2 has no `training/global_step`; restore" in told
     assert "give the folder of at least one run" in refused_by("compare_runs", [])

@@ -580,8 +580,9 @@ class TestBadInput:
     def test_missing_model(self) -> None:
         assert "error: --model='/nowhere': no such folder" in refused_by("train", ["--model", "/nowhere"])
         errors = refused_by("train", ["--model", "Qwen/Qwen3-0.6B"])
-        assert "error: --model='Qwen/Qwen3-0.6B': is no folder here, nor in the hub's cache /" in errors
-        assert "; give a folder, or run `hf download Qwen/Qwen3-0.6B`" in errors
+        assert "error: --model='Qwen/Qwen3-0.6B': there is no folder '/" in errors
+        assert "; as a name of the hub it is not in the cache /" in errors
+        assert "; check the folder's path, or run `hf download Qwen/Qwen3-0.6B`" in errors
 
     def test_what_the_engine_cannot_have(self, tmp_path: Path) -> None:
         errors = refused_by("train", ["--rollout.attention", "flash_attn", "--runs", str(tmp_path)])
