@@ -1,18 +1,16 @@
-"""The main job behind `train.py`'s command line: the checks before it, and the run, step by step."""
+"""The main job behind `train.py`'s command line: a run, step by step."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shlex
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,31 +19,21 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from algos.collect import Collector, Group, NothingScoredError, PromptLimit, Rollout, fit_prompt
+from algos.collect import Collector, NothingScoredError, PromptLimit, Rollout, fit_prompt
 from algos.deepspeed_config import resolve
 from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
 from algos.evaluation import evaluate
 from algos.own_code import source_of
-from algos.pretrained import check_folder
-from algos.publish import read_record, save_tensors
+from algos.publish import save_tensors
 from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
 from algos.trainer import Trainer
-from algos.warmstart import new_config, tokenizer_of, warm_start
-from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines import LLM, SamplingParams
-from engines.adapter_config import checkpoint_folder
-from engines.config import ModelConfig, longest_sequence
-from engines.json_files import flat, read_json
-from engines.models.tokenizer import load_tokenizer
-from engines.native.wait_policy import watch_cores
+from engines.json_files import read_json
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
-from engines.parallel.sharding import check_shardable
-from engines.replica.preflight import check_engine, usable_device
 from engines.rollout.journal import Journal
-from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig
@@ -53,6 +41,7 @@ from experiments.engine_options import DRAFT_POLICIES
 from experiments.pat_measuring import nested_layouts, transport_of
 from experiments.pat_training import RolloutLayouts, load_profile, make_controller
 from experiments.policies import Logged
+from experiments.rollout_record import STEP_FILES, RolloutRecord
 from experiments.run_folder import (
     AFRESH,
     RunFolder,
@@ -63,29 +52,8 @@ from experiments.run_folder import (
     newest_run,
 )
 from experiments.tracking import CODE, Tracker, check_environment
+from experiments.training_checks import as_json, check_prompts, check_rollouts, check_same_run, prepare_model
 from research.pat.controller import PatController
-
-STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "rollout_steps.jsonl", "decisions.jsonl")
-SAMPLES_PER_STEP = 4
-KV_MOVES = (
-    *("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes"),
-    *("num_imported", "stored_bytes", "stored_tokens", "loaded_tokens", "fetched_tokens"),
-)
-MAY_CHANGE = (
-    *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "reward_limits"),
-    *("wandb", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags"),
-    *(
-        "rank_timeout_s",
-        "dispatch",
-        "chunk_tokens",
-        "follow_ups",
-        "spread",
-        "order",
-        "layout_policy",
-        "pat_profile",
-        "pat",
-    ),
-)
 
 
 def train(config: TrainConfig, start: float) -> dict[str, Any]:
@@ -107,11 +75,11 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         config = replace(config, name=newest_run(config.runs, config.stem))
     check_run_folder(config.runs, config.name, resume=config.resume)
     if config.resume:
-        _check_same_run(config)
+        check_same_run(config)
     layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
-    sizes = _check_engine(config)
+    sizes = check_rollouts(config)
     profile = load_profile(config, sizes)
-    _check_prompts(config, task, sizes)
+    check_prompts(config, task, sizes)
     limits = config.reward_limits
     if config.deterministic:
         limits = replace(limits, beside_rollout=False)
@@ -124,7 +92,7 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         for problem in task.held_out_problems(1) if config.eval_every else []:
             judge.check(problem.columns)
             reward.check(problem.columns)
-        model = _prepare_model(config, threads)
+        model = prepare_model(config, threads)
         device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
         world = TorchGroup(timeout_s=config.rank_timeout_s)
         layouts = [layout] if profile is None else nested_layouts(world.size)
@@ -136,95 +104,6 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         result = run.train(start)
     stop_deepspeed()
     return result
-
-
-def _check_same_run(config: TrainConfig) -> None:
-    """Raises ValueError if a resumed run has other options than when it was started, except those in MAY_CHANGE."""
-    assert config.name is not None
-    path = config.runs / config.name / "config.json"
-    # An option that did not exist when the run was started counts as its present default.
-    before = flat(_as_json(replace(TrainConfig(), algorithm=config.algorithm))) | {
-        f"{owner}.{one.name}": one.default
-        for owner in ("algorithm", "task_options")
-        for one in fields(getattr(config, owner))
-        if one.default is not MISSING
-    }
-    before |= flat(read_json(path, dict[str, Any]))
-    differ = [
-        f"{name}={value} now, {before.get(name)} in {path}"
-        for name, value in flat(_as_json(config)).items()
-        if name.split(".")[0] not in MAY_CHANGE and value != before.get(name)
-    ]
-    if differ:
-        raise ValueError(
-            f"resume: {'; '.join(differ)}; go on with the same options (only {', '.join(MAY_CHANGE)} may change)"
-        )
-
-
-def _as_json(config: TrainConfig) -> dict[str, Any]:
-    options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
-    del options["rollout"]["engine"]
-    options["rollout"] |= config.rollout.engine.as_given()
-    return options | {"ranks": launch.num_ranks()}
-
-
-def _check_engine(config: TrainConfig) -> ModelConfig:
-    """Returns the model's sizes. Raises ValueError for options that the rollout engine would refuse, before a model is
-    warm-started."""
-    model = checkpoint_folder(config.model)
-    with tempfile.TemporaryDirectory() as folder:
-        if config.is_embedded_model:
-            model = Path(folder)
-            new_config(config.model).save_pretrained(model)  # type: ignore[arg-type]
-        elif not model.is_dir():
-            raise FileNotFoundError(
-                f"model={config.model!r}: no such folder; give one, a name of the hub as Qwen/Qwen3-0.6B, or one of "
-                f"{list(MODEL_SIZES)}"
-            )
-        else:
-            check_folder(model)
-        sizes = ModelConfig.from_pretrained(model)
-    check_shardable(sizes, config.tensor_parallel_size)
-    device = torch.device("cuda", launch.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    options = config.rollout.engine_config(config.seed, deterministic=config.deterministic)
-    check_engine(options, sizes, usable_device("train", device))
-    longest = longest_sequence(options, sizes)
-    if config.rollout.max_tokens >= longest and launch.rank() == 0:
-        warnings.warn(
-            f"--rollout.max-tokens {config.rollout.max_tokens}: the model's context has {longest} tokens, prompt "
-            "included, so completions end there",
-            stacklevel=2,
-        )
-    return sizes
-
-
-def _check_prompts(config: TrainConfig, task: Task, sizes: ModelConfig) -> None:
-    """Raises ValueError if the first prompts cannot be rendered with the model's chat template."""
-    if config.is_embedded_model:
-        tokenizer = tokenizer_of(config.model)  # type: ignore[arg-type]
-    else:
-        tokenizer = load_tokenizer(checkpoint_folder(config.model), sizes)
-    template = config.conversation.template(tokenizer)
-    for problem in [task.train_problem(0), *task.held_out_problems(1)]:
-        template.encode(problem.prompt, f"problem {problem.uid}")
-
-
-def _prepare_model(config: TrainConfig, threads: int) -> Path:
-    """The policy's checkpoint, warm-started when it is an embedded one."""
-    model = checkpoint_folder(config.model)
-    if config.is_embedded_model:
-        model = config.runs / "models" / config.model
-        recipe = WarmStartConfig(size=config.model)  # type: ignore[arg-type]
-        record = read_record(model)
-        if record is not None and record.get("warm_start") != asdict(recipe):
-            raise ValueError(
-                f"model={config.model!r}: {model} was made with another recipe; use it by --model {model}, or remove it"
-            )
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # the host's other ranks wait for the first
-        watch_cores()
-        warm_start(model, recipe)
-        torch.set_num_threads(threads)
-    return model
 
 
 def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
@@ -273,15 +152,15 @@ class Run:
             temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
         )
         schedule = config.schedule(group.size // config.tensor_parallel_size)
-        self.dispatches = None
+        dispatches = None
         if schedule is not None and config.dispatch not in ("auto", "on-demand", "static"):
-            self.dispatches = Logged(schedule)
+            dispatches = Logged(schedule)
         self.llm = LLM(
             model,
             device=device,
             world=groups,
             tensor_parallel_size=config.tensor_parallel_size,
-            schedule=self.dispatches or schedule,
+            schedule=dispatches or schedule,
             layout_policy=controller,
             draft_policy=DRAFT_POLICIES[rollout.draft_policy],
             load=False,
@@ -313,6 +192,7 @@ class Run:
             journal=self.journal,
         )
         self.layouts = RolloutLayouts(controller, self.collector)
+        self.record = RolloutRecord(self.folder, self.collector, self.layouts, dispatches)
 
     def _last_words(self) -> str:
         """The message for an interrupt now: whether and how the run can be resumed."""
@@ -353,7 +233,7 @@ class Run:
     def train(self, start: float) -> dict[str, Any]:
         if self.config.resume:
             self._resume()
-        self.folder.replace("config.json", json.dumps(_as_json(self.config), indent=2) + "\n")
+        self.folder.replace("config.json", json.dumps(as_json(self.config), indent=2) + "\n")
         for option in ("reward", "task", "algo", "dispatch", "layout_policy"):
             if file := source_of(str(getattr(self.config, option))):
                 self.folder.copy(file, f"{CODE}/{option}-{file.name}")
@@ -394,15 +274,10 @@ class Run:
         began = time.perf_counter()
         regroup_s = self.layouts.begin(self.state.data_index, keep_weights=True)  # after evaluations
         num_found = self.journal.num_found
-        moves = self._moves()
-        if self.dispatches is not None:
-            self.dispatches.log.clear()  # those of an evaluation
-        rollout_began = time.monotonic()
+        self.record.begin()
         rollout = self._roll_out()
         updated = time.perf_counter()
-        moves = {name: count - moves[name] for name, count in self._moves().items()}
-        heard, steps = self._hear_replicas(rollout, moves)
-        metrics = rollout.metrics | heard
+        metrics = rollout.metrics | self.record.metrics(rollout)
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
@@ -411,8 +286,7 @@ class Run:
         metrics["timing_s/update_actor"] = time.perf_counter() - updated
         self.state.step += 1
         self.state.data_index = rollout.next_index
-        samples = [_sample(one) for one in rollout.groups[:SAMPLES_PER_STEP]]
-        self._write_rollout(rollout, samples, steps, rollout_began)
+        samples = self.record.write(self.state.step, rollout)
         regroup_s += self.layouts.begin(self.state.data_index, keep_weights=False)
         synced = time.perf_counter()
         self._sync_weights()
@@ -459,25 +333,6 @@ class Run:
 
             yield show
 
-    def _moves(self) -> dict[str, int]:
-        """This rank's counts of KV moves and preemptions since the run's start."""
-        replica = self.llm.replica
-        counts = {f"rollout/{name}": getattr(replica.kv_moves, name) for name in KV_MOVES}
-        return counts | {"rollout/num_preemptions": replica.scheduler.num_preemptions}
-
-    def _hear_replicas(self, rollout: Rollout, moves: dict[str, int]) -> tuple[dict[str, float], list[StepRecord]]:
-        """Returns metrics, `moves` summed over the replicas' first ranks among them, and the steps of all replicas."""
-        leads = any(replica.ranks[0] == self.group.rank for replica in self.llm.layout.replicas)
-        # In all nested layouts the first rank of replica i is rank i.
-        led = [step for step in rollout.steps if step.replica_id == self.group.rank]
-        mine = (moves if leads else dict.fromkeys(moves, 0), led)
-        everyone = launch.gather(self.group, mine, tuple[dict[str, int], list[StepRecord]])
-        steps = [step for _, part in everyone for step in part]
-        metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
-        if self.llm.config.drafter != "none":
-            metrics |= {f"rollout/{name}": value for name, value in draft_metrics(steps).items()}
-        return metrics | self.layouts.metrics(), steps
-
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""
         checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.state.step)
@@ -506,29 +361,6 @@ class Run:
         return metrics
 
     # -- files
-
-    def _write_rollout(
-        self, rollout: Rollout, samples: list[dict[str, Any]], steps: list[StepRecord], began: float
-    ) -> None:
-        """Times in the files are seconds (in the timeline: microseconds) since `began`, a time of `time.monotonic`."""
-        if not self.folder.is_writer:
-            return
-        step = {"training/global_step": self.state.step}
-        everyone = [one for group in rollout.groups for one in group.completions]
-        lengths = {
-            "lengths": [len(one.token_ids) for one in everyone],
-            "finish_reasons": [one.finish_reason for one in everyone],
-        }
-        self.folder.append("lengths.jsonl", {**step, **lengths, "digest": _digest(rollout)})
-        self.folder.append("samples.jsonl", *({**step, **sample} for sample in samples))
-        rows = ({**step, **asdict(one), "start": one.start - began} for one in steps)
-        self.folder.append("rollout_steps.jsonl", *rows)
-        self.folder.replace("timeline.json", json.dumps(chrome_trace(steps, rollout.marks, origin=began)))
-        if self.llm.rollout is not None and (coordinator := self.llm.rollout.coordinator) is not None:
-            clock = coordinator.monotonic_time
-            log = [*self.layouts.log, *(self.dispatches.log if self.dispatches else ())]
-            rows = ({**step, **asdict(one), "now": clock(one.now) - began} for one in log)
-            self.folder.append("decisions.jsonl", *rows)
 
     def _save(self) -> None:
         """Publishes a resume point together with a Hugging Face checkpoint."""
@@ -582,20 +414,3 @@ class Run:
 
 def _is_due(every: int, step: int, is_last: bool) -> bool:
     return every > 0 and (is_last or step % every == 0)
-
-
-def _digest(rollout: Rollout) -> str:
-    """Digest of all tokens sampled in the step: equal digests mean equal rollouts."""
-    tokens = [completion.token_ids for group in rollout.groups for completion in group.completions]
-    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
-
-
-def _sample(group: Group) -> dict[str, Any]:
-    completion = group.completions[0]
-    return {
-        **group.problem.columns,
-        "prompt": group.problem.prompt,
-        "completion": completion.text,
-        "finish_reason": completion.finish_reason,
-        "reward": group.rewards[0],
-    }

@@ -16,7 +16,7 @@ import tyro
 from engines.config import EngineConfig
 from experiments.config import RolloutConfig, parse
 from experiments.generate import GenerateConfig
-from experiments.training import _as_json, _check_same_run
+from experiments.training_checks import as_json, check_same_run
 from tests.worlds import refused_by
 
 GIVEN: dict[str, tuple[list[str], Any]] = {
@@ -124,13 +124,13 @@ def test_sizes_that_are_none(option: str, value: str, message: str, capsys: pyte
 def test_a_resumed_run_keeps_to_them(tmp_path: Path) -> None:
     same = ["--runs", str(tmp_path), "--name", "a", "--rollout.block-size", "32"]
     (tmp_path / "a").mkdir()
-    written = _as_json(parse(same))
+    written = as_json(parse(same))
     (tmp_path / "a/config.json").write_text(json.dumps(written))
     assert written["rollout"]["block_size"] == 32 and written["rollout"]["kv_cache_mib"] == 256
     assert not {"seed", "engine"} & {*written["rollout"]}
-    _check_same_run(parse([*same, "--resume"]))
+    check_same_run(parse([*same, "--resume"]))
     with pytest.raises(ValueError, match=r"resume: rollout\.attention=sdpa now, auto in .*config.json; go on with"):
-        _check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
+        check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
 
 
 def test_micro_batches_of_a_device_are_kept_by_a_resumed_run(tmp_path: Path) -> None:
@@ -138,10 +138,10 @@ def test_micro_batches_of_a_device_are_kept_by_a_resumed_run(tmp_path: Path) -> 
     config = parse(["--runs", str(tmp_path), "--name", "a"])
     (tmp_path / "a").mkdir()
     cpu, cuda = (replace(config, trainer=config.trainer.on(device)) for device in ("cpu", "cuda"))
-    (tmp_path / "a/config.json").write_text(json.dumps(_as_json(cpu)))
-    _check_same_run(cpu)
+    (tmp_path / "a/config.json").write_text(json.dumps(as_json(cpu)))
+    check_same_run(cpu)
     with pytest.raises(ValueError, match=r"resume: trainer\.micro_batch_tokens=16384 now, 1024 in .*config.json"):
-        _check_same_run(cuda)
+        check_same_run(cuda)
     given = replace(config.trainer, micro_batch_tokens=77)
     assert given.on("cpu") == given.on("cuda") == given
 
@@ -152,8 +152,8 @@ def test_a_run_may_go_on_with_another_dispatch(tmp_path: Path) -> None:
     same = ["--runs", str(tmp_path), "--name", "a"]
     (tmp_path / "a").mkdir()
     for before, after in ((seer, static), (static, seer)):
-        (tmp_path / "a/config.json").write_text(json.dumps(_as_json(parse([*same, *before]))))
-        _check_same_run(parse([*same, *after, "--resume"]))
+        (tmp_path / "a/config.json").write_text(json.dumps(as_json(parse([*same, *before]))))
+        check_same_run(parse([*same, *after, "--resume"]))
 
 
 def test_chunks_need_sequences_of_a_block() -> None:
@@ -167,13 +167,13 @@ def test_a_run_of_before_an_option_goes_on(tmp_path: Path) -> None:
     """Its folder does not name it: the default held."""
     same = ["--runs", str(tmp_path), "--name", "a", "--algo", "dapo", "--rollout.kv-cache-mib", "8"]
     (tmp_path / "a").mkdir()
-    written = _as_json(parse(same))
+    written = as_json(parse(same))
     for name in ("attention", "block_size", "memory_utilization"):
         del written["rollout"][name]
     del written["rank_timeout_s"], written["trainer"]["zero_stage"]
     (tmp_path / "a/config.json").write_text(json.dumps(written))
-    _check_same_run(parse([*same, "--resume"]))
+    check_same_run(parse([*same, "--resume"]))
     with pytest.raises(ValueError, match=r"resume: rollout\.attention=sdpa now, auto in .*config.json; go on with"):
-        _check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
+        check_same_run(parse([*same, "--resume", "--rollout.attention", "sdpa"]))
     with pytest.raises(ValueError, match=r"resume: rollout\.kv_cache_mib=9 now, 8 in .*config.json; go on with"):
-        _check_same_run(parse([*same, "--resume", "--rollout.kv-cache-mib", "9"]))
+        check_same_run(parse([*same, "--resume", "--rollout.kv-cache-mib", "9"]))

@@ -26,7 +26,7 @@ import torch
 from experiments import launch
 from experiments.config import parse
 from experiments.run_folder import lock_folder
-from experiments.training import MAY_CHANGE
+from experiments.training_checks import MAY_CHANGE
 from tests.test_docs import FILES
 from tests.worlds import ROOT, refused_by, run_main
 
