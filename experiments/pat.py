@@ -114,9 +114,10 @@ def compare(
         one: [partial(roll, of_batch[one]) for roll, of_batch in zip(rolls, variants, strict=True)]
         for one in variants[0]
     }
-    for one in probes.keys() - {best}:
-        is_near = probes[one].seconds < FAR_BEHIND * probes[best].seconds
-        calls[one] = [partial(probes.__getitem__, one), *(partial(roll, statics[one]) for roll in rolls[1:] if is_near)]
+    for one, variant in statics.items():
+        if one != best:
+            later = rolls[1:] if probes[one].seconds < FAR_BEHIND * probes[best].seconds else []
+            calls[one] = [partial(probes.__getitem__, one), *(partial(roll, variant) for roll in later)]
     return interleave(calls, len(batches), name=name, warm_up=False)
 
 
@@ -140,7 +141,8 @@ def describe(name: str, runs: dict[str, list[Rollout]], facts: dict[str, Any]) -
     def over(one: str, other: str) -> list[float]:
         return [its / mine for its, mine in zip(seconds[one], seconds[other], strict=False)]
 
-    statics = [one for one in runs if one.startswith("static") and not one.endswith(AGAIN)]
+    named = [one for one in runs if one.startswith("static") and not one.endswith(AGAIN)]
+    statics = [one for one in named if len(runs[one]) == len(runs[base])]  # those that are far behind were run once
     best = min(statics, key=lambda one: statistics.median(over(one, base)))
     bounds = [min(turn) for turn in zip(seconds[best], seconds.get("hindsight", seconds[best]), strict=True)]
     regret = statistics.median(mine / least - 1 for mine, least in zip(seconds[PAT], bounds, strict=True))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+from experiments.comparison.rollouts import Rollout
+from experiments.pat import describe
 from tests.worlds import refused_by, run_main
 
 SMALL = ["--shrink", "8", "--turns", "2", "--ranks", "4", "--hidden", "256", "--scale", "0.1"]
@@ -36,6 +40,17 @@ def test_both_parts(tmp_path: Path) -> None:
     assert {"tp_size", "chosen", "seconds", "kept_seconds", "stages"} <= paced["decisions"]["uniform"][0].keys()
     assert {path.stem for path in tmp_path.glob("*.png")} == CASES | {"live"}
     assert (tmp_path / "result.json").is_file()
+
+
+def test_a_static_size_that_was_run_once_is_not_the_best_one() -> None:
+    """Its only turn may have been a lucky one, or the baseline's an unlucky one."""
+    seconds = {"static TP1": [4.0, 2.0], "pat": [2.0, 1.0], "no history": [2.0, 1.0], "static TP2": [2.5]}
+    seconds["static TP1 again"] = [4.0, 2.0]
+    policy = SimpleNamespace(log=[])
+    one = Rollout(steps=[], makespan_s=0.0, finish_times={}, lengths={}, num_preempted=0, layout_policy=policy)
+    runs = {name: [replace(one, makespan_s=took) for took in some] for name, some in seconds.items()}
+    found = describe("a case", runs, {})
+    assert found["vs_best_static_by_batch"] == [2.0, 2.0] and found["regret"] == -0.5
 
 
 def test_what_it_refuses() -> None:
