@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import time
 from typing import Any
 
 import pytest
 
 from engines import LLM, SamplingParams
-from engines.sequence import Completion
+from engines.coordination.policies import OnDemand, Static
+from engines.coordination.requests import RequestMove, RequestRegroup
+from engines.coordination.views import Dispatch, ScheduleView
+from engines.parallel.layout import nested_layout
+from engines.rollout.coordinator import Coordinator
+from engines.sequence import Completion, SequenceId
+from tests.checkpoints import save_text_checkpoint
 from tests.environments import Echo, Local
+from tests.worlds import join, run_world
 
 RNG = random.Random(3)
 PROMPTS = ["".join(chr(RNG.randrange(97, 123)) for _ in range(RNG.randint(1, 30))) for _ in range(6)]
@@ -140,3 +149,160 @@ def test_the_same_tokens_in_rounds(text_model: str, plain: Any) -> None:
     batches = [record.num_tokens for record in llm.step_records]
     check(roll_out(again := make(text_model, **options), delay_s=0.03, in_rounds=True), plain)
     assert [record.num_tokens for record in again.step_records] == batches
+
+
+class Meddling(Local):
+    """Between two turns, before the environment answers, something happens to the trajectory, which is parked."""
+
+    def __init__(self, kind: str, layouts: Any = ()) -> None:
+        super().__init__()
+        self._kind, self._layouts, self._num_steps = kind, list(layouts), 0
+        self._epoch = 0
+        self.coordinator: Coordinator | None = None
+
+    def step(self, sequence_id: SequenceId, text: str, answer: Any) -> None:
+        assert self.coordinator is not None
+        self._num_steps += 1
+        replicas = [spec.id for spec in self.coordinator.core.layout.replicas]
+        match self._kind:
+            case "moves":
+                target = replicas[self._num_steps % len(replicas)]
+                self.coordinator.post(RequestMove(sequence_id=sequence_id, replica_id=target))
+            case "moves to any":
+                self.coordinator.post(RequestMove(sequence_id=sequence_id, replica_id=None))
+            case "regroups" if self._layouts and self._is_settled():
+                layout = self._layouts.pop(0)
+                self._epoch = layout.epoch
+                self.coordinator.post(RequestRegroup(layout=layout))
+                answer = self._after_regroup(answer)
+        super().step(sequence_id, text, answer)
+
+    def _is_settled(self) -> bool:
+        assert self.coordinator is not None
+        core = self.coordinator.core
+        return core.layout.epoch == self._epoch and not core.regrouping
+
+    def _after_regroup(self, answer: Any) -> Any:
+        """The environment answers when the layout has come: until then the rollout cannot end."""
+
+        def wait(given: Any) -> None:
+            deadline = time.monotonic() + 60
+            while not self._is_settled() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            answer(given)
+
+        return wait
+
+
+class Elsewhere(OnDemand):
+    """Every turn, or chunk of one, goes to another replica than the last."""
+
+    def __init__(self, chunk: int | None = None) -> None:
+        super().__init__()
+        self._chunk = chunk
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        for sequence in view.waiting.values():
+            ids = [id_ for id_, one in view.replicas.items() if one.room_for(sequence, self._chunk)]
+            others = [id_ for id_ in ids if id_ != sequence.last_replica_id]
+            if others or (ids and len(view.replicas) == 1):
+                chosen = (others or ids)[0]
+                return Dispatch(sequence_id=sequence.sequence_id, replica_id=chosen, max_new_tokens=self._chunk)
+        return None
+
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "on demand": {"tp": 1},
+    "static": {"tp": 1, "schedule": Static, "in_rounds": True},
+    "tensor parallel": {"tp": 2},
+    "moves": {"tp": 1, "meddling": "moves"},
+    "moves to any": {"tp": 2, "meddling": "moves to any"},
+    "moves without stored KV": {"tp": 1, "meddling": "moves", "kv_host_bytes": 0, "preemption": "recompute"},
+    "elsewhere in each turn": {"tp": 1, "schedule": Elsewhere},
+    "chunks": {"tp": 1, "schedule": lambda: Elsewhere(5)},
+    "regroups": {"tp": 1, "meddling": "regroups"},
+    "drafts of a group": {"tp": 1, "drafter": "grouped_suffix", "draft_lengths": "fixed"},
+    "preemption, regroups": {
+        "tp": 1, "meddling": "regroups", "kv_cache_bytes": TIGHT_KV, "max_model_len": 140, "preemption": "swap",
+    },
+}  # fmt: skip
+
+
+def in_a_world(model: str, names: list[str]) -> list[Any]:
+    """On a rank: completions of each of these worlds as plain values, what environments heard, regroups."""
+    found = []
+    groups = join()
+    for name in names:
+        options = dict(WORLDS[name])
+        tp, in_rounds = options.pop("tp"), options.pop("in_rounds", False)
+        schedule = options.pop("schedule", OnDemand)()
+        layouts = [nested_layout(range(4), size, epoch=epoch) for epoch, size in enumerate((2, 1, 4, 2, 1), start=1)]
+        layout = nested_layout(range(4), tp)
+        with Meddling(options.pop("meddling", ""), layouts) as environments:
+            llm = make(model, world=groups, layout=layout, schedule=schedule, **options)
+            assert llm.rollout is not None
+            environments.coordinator = llm.rollout.coordinator
+            outputs = llm.generate(
+                PROMPTS,
+                PARAMS,
+                environment=environments,
+                columns=COLUMNS,
+                prompt_uids=range(len(PROMPTS)),
+                in_rounds=in_rounds,
+            )
+            completions = [[list(fact) for fact in group] for group in facts([one.outputs for one in outputs])]
+            rewards = [[one.reward for one in output.outputs] for output in outputs]
+            texts = [[list(id_), heard] for id_, heard in environments.texts().items()]
+            dispatches = [
+                [list(id_), one.replica_id]
+                for one in (environments.coordinator.core.decisions if environments.coordinator else ())
+                for id_ in one.sequence_ids
+                if one.action == "dispatch"
+            ]
+            found.append([completions, rewards, texts, llm.layout.epoch, dispatches])
+            llm.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("four-heads")
+    save_text_checkpoint(folder, num_heads=4)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def worlds(four_heads: str) -> list[Any]:
+    return run_world(in_a_world, 4, four_heads, list(WORLDS))
+
+
+@pytest.fixture(scope="module")
+def plain_four(four_heads: str) -> Any:
+    return one_turn_at_a_time(make(four_heads))
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_same_tokens_in_a_world(worlds: list[Any], plain_four: Any, name: str) -> None:
+    index = list(WORLDS).index(name)
+    for rank in worlds:
+        completions, rewards, *_ = rank[index]
+        for group, expected in zip(completions, plain_four[0], strict=True):
+            for (tokens, logprobs, observed, reason), oracle in zip(group, expected, strict=True):
+                assert tokens == oracle[0]
+                assert logprobs == pytest.approx(oracle[1], abs=1e-9)
+                assert ([tuple(span) for span in observed], reason) == (oracle[2], oracle[3])
+        assert rewards == [
+            [float(sum(map(len, plain_four[1][0, uid, index]))) for index in range(PARAMS.n)]
+            for uid in range(len(PROMPTS))
+        ]
+    texts, epoch, dispatches = worlds[0][index][2:]
+    assert {tuple(id_): heard for id_, heard in texts} == plain_four[1]
+    assert epoch >= 2 if "regroups" in name else epoch == 0
+    homes: dict[tuple[int, ...], list[int]] = {}
+    for id_, replica_id in dispatches:
+        homes.setdefault(tuple(id_), []).append(replica_id)
+    changes = sum(a != b for home in homes.values() for a, b in itertools.pairwise(home))
+    if name in ("moves", "moves without stored KV", "elsewhere in each turn", "chunks"):
+        assert changes > 20
+    if name in ("on demand", "static"):
+        assert changes == 0, "a turn goes on where the last one ran, as there is room"
