@@ -77,10 +77,9 @@ class ForkedWorker:
                 is_certain = len(self._running) == 1
                 self.kill()
                 await asyncio.shield(self.ended)
-                late = Result(object=call.object, failure="timed_out", error="", seconds=time.monotonic() - start)
-                raise LostError(
-                    replace(late, error=f"{call.method} was not done after {limit_s:g} s"), is_certain=is_certain
-                ) from None
+                error = f"{call.method} was not done after {limit_s:g} s"
+                late = Result(object=call.object, failure="timed_out", error=error, seconds=time.monotonic() - start)
+                raise LostError(late, is_certain=is_certain) from None
             return replace(result, seconds=time.monotonic() - start)
 
     def kill(self) -> None:
@@ -111,7 +110,7 @@ class ForkedWorker:
         self.kill()
 
     def _hear_guard(self) -> None:
-        """The guard sends its pidfd and, at the end, its worker's status."""
+        """The guard sends its pidfd and, when all else has ended, its worker's status."""
         data: bytes = b""
         fds: list[int] = []
         with contextlib.suppress(ConnectionError):
@@ -119,11 +118,11 @@ class ForkedWorker:
         if fds:
             self._guard, self.has_started = fds[0], True
             self.started.set_result(None)
-        elif data:
+            return
+        if data:
             name = next((one.name for one in signal.Signals if one == data[0] - 128), None)
             self._how = f"was killed by {name}" if name else f"exited with status {data[0]}"
-        else:
-            self._lose()
+        self._lose()
 
     def _give_up_start(self) -> None:
         if not self.has_started:

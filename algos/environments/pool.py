@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -36,7 +36,7 @@ _MOST_TRIES = 8
 @dataclass(eq=False, kw_only=True)
 class _Trajectory:
     number: int
-    calls: list[Call]
+    calls: list[Call] = field(default_factory=list)
     """All so far. An object that is made anew gets each of them once."""
     num_done: int = 0
     """Calls that the present object has had."""
@@ -127,16 +127,18 @@ class EnvironmentPool:
                 f"columns of {sequence_id}: cannot be sent to the environment ({error}): must be plain data (text, "
                 "numbers of 64 bits, lists, dicts)"
             ) from None
-        self._post(self._begin, sequence_id, call, answer)
+        one = self._trajectories[sequence_id] = _Trajectory(number=call.object)
+        self._post(self._ask, one, call, answer)
 
     def step(self, sequence_id: SequenceId, text: str, answer: Callable[[Answer], None]) -> None:
-        self._post(self._step, sequence_id, text, answer)
+        one = self._trajectories[sequence_id]
+        self._post(self._ask, one, Call(object=one.number, method="step", text=text), answer)
 
     def end(self, sequence_id: SequenceId) -> None:
-        reward: concurrent.futures.Future[float] | None = None
+        one, reward = self._trajectories.pop(sequence_id), None
         if "get_reward" in self.ready.methods:
             reward = self._rewards[sequence_id] = concurrent.futures.Future()
-        self._post(self._end, sequence_id, reward)
+        self._post(self._end, one, reward)
 
     def reward(self, sequence_id: SequenceId) -> float | None:
         """Returns, once, what `get_reward` said after `end`; None if the class has none. Waits for that call.
@@ -171,17 +173,11 @@ class EnvironmentPool:
 
     # What follows runs on the pool's thread.
 
-    def _begin(self, sequence_id: SequenceId, call: Call, answer: Callable[[Answer], None]) -> None:
-        self._trajectories[sequence_id] = one = _Trajectory(number=call.object, calls=[call])
+    def _ask(self, one: _Trajectory, call: Call, answer: Callable[[Answer], None]) -> None:
+        one.calls.append(call)
         one.task = self._spawn(self._answer(one, answer))
 
-    def _step(self, sequence_id: SequenceId, text: str, answer: Callable[[Answer], None]) -> None:
-        one = self._trajectories[sequence_id]
-        one.calls.append(Call(object=one.number, method="step", text=text))
-        one.task = self._spawn(self._answer(one, answer))
-
-    def _end(self, sequence_id: SequenceId, reward: concurrent.futures.Future[float] | None) -> None:
-        one = self._trajectories.pop(sequence_id)
+    def _end(self, one: _Trajectory, reward: concurrent.futures.Future[float] | None) -> None:
         one.is_ended = True
         self._spawn(self._finish(one, reward))
 
@@ -275,7 +271,7 @@ class EnvironmentPool:
     def _start_template(self) -> WorkerProcess[Ready]:
         os.makedirs(self._folder, exist_ok=True)
         config = replace(self.config, writable=tuple(map(os.path.abspath, self.config.writable)))
-        environ = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        environ = {name: os.environ[name] for name in (*_KEPT, *config.environ) if name in os.environ}
         template = WorkerProcess(
             "algos.environments.worker",
             [self._target, msgspec.json.encode(config).decode()],

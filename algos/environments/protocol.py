@@ -38,6 +38,8 @@ class EnvironmentConfig:
     """Processes and threads that environments may start, all workers together. It does not bind the user root."""
     network: bool = False
     """Whether environments may use the network."""
+    environ: tuple[str, ...] = ()
+    """Environment variables that they get from the run, by name, beside PATH, LD_LIBRARY_PATH, LANG and PYTHONPATH."""
     writable: tuple[str, ...] = ()
     """Folders that environments may write to, beside the worker's own, which is empty at first and removed at the end.
     Locks of multiprocessing want /dev/shm."""

@@ -13,6 +13,7 @@ import functools
 import gc
 import inspect
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -67,7 +68,7 @@ class Worker:
         del self._objects[call.object]
         return reward
 
-    async def _invoke(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def _invoke(self, number: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
         given = getattr(self._objects[number], method)(*args, **kwargs)
         return await given if _is_async(self._kind, method) else given
 
@@ -132,7 +133,8 @@ def run_worker(kind: type[Any], config: EnvironmentConfig, home: str, is_apart: 
         if child := fork_worker():
             channel.close()
             socket.send_fds(lifeline, [b"+"], [os.pidfd_open(os.getpid())])
-            lifeline.send(bytes([guard(child, lifeline.fileno(), folder)]))
+            lifeline.send(bytes([guard(child, lifeline.fileno())]))
+            shutil.rmtree(folder, ignore_errors=True)
         else:
             lifeline.close()
             os.register_at_fork(after_in_child=channel.close)

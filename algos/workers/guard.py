@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 from pathlib import Path
 
@@ -30,10 +29,9 @@ def fork_worker() -> int:
     return worker
 
 
-def guard(worker: int, lifeline: int, folder: str = "") -> int:
+def guard(worker: int, lifeline: int) -> int:
     """Waits until the worker ends, the pipe `lifeline` is readable or closed, or the parent is gone. Then kills all
-    remaining processes, removes their folder, if they have one, and returns the worker's status, or 128 + signal if it
-    was killed, as a shell does."""
+    remaining processes, and returns the worker's status, or 128 + signal if it was killed, as a shell does."""
     parent = os.getppid()  # checked because another process that the run forked may hold the pipe open
     poller = select.poll()
     poller.register(lifeline, select.POLLIN)
@@ -45,8 +43,6 @@ def guard(worker: int, lifeline: int, folder: str = "") -> int:
     os.kill(worker, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     _end_orphans()
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
 

@@ -65,7 +65,7 @@ class WorkerProcess(Generic[Ready]):
         deadline = time.monotonic() + timeout_s
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        sys_path = json.dumps([entry or os.getcwd() for entry in sys.path])  # the worker uses the run's import path
+        sys_path = json.dumps([*map(os.path.abspath, sys.path)])  # the worker uses the run's import path
         self.sock, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(

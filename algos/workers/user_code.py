@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import os
+import shutil
 import socket
 import sys
 import traceback
@@ -28,7 +29,10 @@ def start_worker() -> tuple[socket.socket, list[str]]:
     sock = socket.socket(fileno=int(fd))
     if child := fork_worker():
         sock.close()
-        os._exit(guard(child, lifeline=0, folder=folder))
+        code = guard(child, lifeline=0)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(code)
     # Processes that user code starts must inherit neither the socket to the run nor the lifeline.
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=sock.close)

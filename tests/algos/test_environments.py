@@ -550,3 +550,23 @@ def test_there_is_no_network_unless_it_is_asked_for(
         if any("network" in note for note in looking[0].pool.ready.notes):
             pytest.skip("this kernel refuses a namespace")
         assert looking[0].step(1, f"connect={port}").text == "OSError"
+
+
+def test_variables_are_passed_by_name(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CURTAIL_TEST_KEY", "key")
+    engine = make("Looks", workers=1, environ=("CURTAIL_TEST_KEY", "ABSENT"))
+    environ = json.loads(engine.begin(1).text or "")["environ"]
+    assert environ["CURTAIL_TEST_KEY"] == "key" and "ABSENT" not in environ
+
+
+def test_the_page_s_examples_run(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/trajectories.md").read_text()
+    files = dict(re.findall(r"```python\n(?=# (\w+\.py))(.*?)```", page, re.DOTALL))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with EnvironmentPool(f"{tmp_path}/guessing.py:Guess", EnvironmentConfig(workers=1)) as pool:
+        engine = Engine(pool)
+        assert engine.begin(1, number=3).text == "Guess a number from 1 to 9.\n"
+        assert engine.step(1, "4").text == "No. Again:\n" and engine.step(1, " 3\n").done and engine.end(1) == 1.0
+    with EnvironmentPool(f"{tmp_path}/my_tools.py:multiply", EnvironmentConfig(workers=1)) as pool:
+        assert pool.tools[0]["function"]["name"] == "multiply"
