@@ -100,7 +100,7 @@ class Misbehaves:
         if what == "fork itself":
             if os.fork() == 0:
                 return "from the child"
-            os.wait()
+            return f"its status is {os.wait()[1]}"
         if what == "flood":
             for _ in range(1000):
                 os.write(1, b"flood" * 200 + b"\n")

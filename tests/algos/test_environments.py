@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -379,6 +381,7 @@ def test_the_time_in_a_queue_does_not_count(misbehaving: Callable[..., Engine], 
     answer = behind()
     assert answer.text == "1 a" and answer.seconds < 0.7
     assert [one().failure for one in hangs] == ["timed_out"] * 2
+    assert Counter(text for texts in seen(log).values() for text in texts)["hang"] == 2, "each ran alone, once"
 
 
 def test_an_aborted_call_has_no_answer(misbehaving: Callable[..., Engine], log: Path, tmp_path: Path) -> None:
@@ -395,7 +398,7 @@ def test_an_aborted_call_has_no_answer(misbehaving: Callable[..., Engine], log: 
 def test_a_child_does_not_answer(misbehaving: Callable[..., Engine], log: Path) -> None:
     engine = misbehaving()
     engine.begin(1, log=str(log))
-    assert engine.step(1, "fork itself").text == "1 fork itself" and engine.step(1, "a").text == "2 a"
+    assert engine.step(1, "fork itself").text == "its status is 0" and engine.step(1, "a").text == "2 a"
 
 
 def test_output_goes_to_stderr(
@@ -475,8 +478,13 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("victim", ["guard", "stopped guard", "template", "guard of the template"])
-def test_others_may_be_killed_too(misbehaving: Callable[..., Engine], log: Path, victim: str) -> None:
+@pytest.mark.parametrize(
+    "victim", ["guard", "stopped guard", "guard stopped often", "template", "guard of the template"]
+)
+def test_others_may_be_killed_too(
+    misbehaving: Callable[..., Engine], log: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("algos.environments.forked.END_S", 0.5 if victim == "guard stopped often" else 1000.0)
     engine = misbehaving(workers=1, timeout_s=1.0)
     engine.begin(1, log=str(log))
     engine.begin(2, log=str(log))
@@ -484,9 +492,14 @@ def test_others_may_be_killed_too(misbehaving: Callable[..., Engine], log: Path,
     (worker,) = pids(log)
     guard = parent(worker)
     pid = {"template": parent(guard), "guard of the template": parent(parent(guard))}.get(victim, guard)
-    if victim == "stopped guard":
+    if "stopped" in victim:
         os.kill(pid, signal.SIGSTOP)
-        assert engine.step(2, "hang").failure == "timed_out"
+        hang, deadline = engine.start(2, "hang"), time.monotonic() + 20
+        while victim == "guard stopped often" and is_alive(worker):
+            assert time.monotonic() < deadline, "it cannot be killed"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        assert hang().failure == "timed_out"
     else:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not is_alive(worker), "the worker to end with it")
