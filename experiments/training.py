@@ -248,6 +248,7 @@ class Run:
             initial=first,
             desc=f"step {first}/{self.config.steps}",
             bar_format="{desc} {bar}",
+            mininterval=0,  # a step's line is shown, however soon it follows the last one
             disable=not (self.folder.is_writer and on_terminal),
         ) as progress:
             while self.state.step < self.config.steps:

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import tyro
 
 from tests.checkpoints import save_text_checkpoint
-from tests.worlds import ROOT
+from tests.worlds import ROOT, run_python
 
 BLOCKS = {
     f"{path.name}:{block[:60].splitlines()[0]}": block
@@ -40,10 +39,7 @@ def test_runs(name: str, tmp_path: Path) -> None:
     ranks = re.match(r"#.*torchrun .*--nproc-per-node (\d+)", BLOCKS[name])
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]] if ranks else []
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(script)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run_python([*torchrun, str(script)], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.worlds import ROOT, run_world
+from tests.worlds import Python, run_python, run_world
 
 
 def facts(offset: int) -> list[str | int]:
@@ -83,16 +85,52 @@ def hang(folder: str) -> None:
 
 def test_ranks_end_with_a_killed_pytest(tmp_path: Path) -> None:
     code = f"from tests.test_worlds import hang, run_world; run_world(hang, 2, {str(tmp_path)!r})"
-    starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    try:
+    with Python(["-c", code]):
         pids = [int(wait_for(tmp_path / f"rank_{rank}")) for rank in range(2)]
-    finally:
-        starter.kill()
-        starter.wait()
     deadline = time.monotonic() + 60
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, f"{pids} outlive the process that has started them"
         time.sleep(0.05)
+
+
+PROGRAMS = {
+    "ends": "import os, sys; print(sys.argv, sys.stdin.read(), os.getcwd(), os.environ['SEEN'], file=sys.stderr)",
+    "path": "import sys; print(__name__, len(sys.path), sys.path[0])",
+    "code": "import sys; sys.exit(7)",
+    "words": "import sys; sys.exit('no room')",
+    "error": "import threading; threading.Timer(0.1, print, ['later']).start(); raise OSError('disk on fire')",
+    "class": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))) is A)",
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "interrupted": "import os, signal, time\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(60)\n"
+    "except KeyboardInterrupt:\n    print('caught')",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("how", ["-c", "-m", "script"])
+def test_a_forked_command_does_what_python_does(tmp_path: Path, program: str, how: str) -> None:
+    (tmp_path / "module.py").write_text(PROGRAMS[program])
+    arguments = {"-c": ["-c", PROGRAMS[program]], "-m": ["-m", "module"], "script": ["module.py"]}[how]
+    given: dict[str, Any] = {"env": os.environ | {"SEEN": "here"}, "cwd": tmp_path}
+    mine = run_python([*arguments, "x", "-y"], stdin="given", **given)
+    real = subprocess.run(
+        [sys.executable, *arguments, "x", "-y"], input="given", capture_output=True, text=True, check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), **given,
+    )  # fmt: skip
+    assert (mine.returncode, mine.stdout) == (real.returncode, real.stdout)
+    assert mine.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
+
+
+def test_a_forked_command_is_killed_with_its_session() -> None:
+    code = "import os, time; os.fork(); print(os.getpid(), flush=True); time.sleep(600)"
+    deadline = time.monotonic() + 60
+    with Python(["-c", code]) as process:
+        while len(pids := process.stdout.split()) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+    while any(is_running(int(pid)) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def wait_for(path: Path) -> str:

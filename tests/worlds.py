@@ -1,8 +1,8 @@
-"""Starts worlds of real processes for tests, with the environment that torchrun gives them.
+"""Starts worlds of real processes for tests, with the environment that torchrun gives them, and commands.
 
-Ranks are forked from a process that has imported what they need, which takes a rank 3 to 6 seconds of its own. That
-process has one thread and makes no tensors, so a rank is as if just started, with these exceptions: variables that are
-read at import are those of the first world, and sets of strings have one order on all ranks.
+They are forked from a process that has imported what they need, which takes a process 2 to 7 seconds of its own. That
+process has one thread and makes no tensors, so they are as if just started, with these exceptions: variables that are
+read at import are those of the first world, and sets of strings have one order in all processes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import io
 import json
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -24,9 +25,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import pytest
 import torch
@@ -38,6 +40,10 @@ from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPORTS = (
+    *("engines.rollout.world", "experiments.training", "experiments.figures", "pytest"),
+    *("deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer"),
+)
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 
 
@@ -55,14 +61,11 @@ def run_world(
         folder = Path(name)
         torch.save(list(args), folder / "args.pt")
         source = str(Path(sys.modules[function.__module__].__file__ or "").resolve())
-        port = str(_free_port())
         ranks = []
-        for rank in range(num_ranks):
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            if as_torchrun:
-                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                env |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-            ranks.append(_Rank(source=source, function=function.__name__, folder=name, rank=rank, env=env))
+        for rank, env in enumerate(_environments(num_ranks) if as_torchrun else [{"OMP_NUM_THREADS": "1"}]):
+            with open(folder / f"output_{rank}.txt", "wb") as output:
+                call = {"source": source, "function": function.__name__, "folder": name, "rank": rank}
+                ranks.append(_Forked(os.devnull, output, output, env=os.environ | env, call=call))
         problem = _wait(ranks, timeout)
         if problem:
             ends = [f"--- rank {rank}\n{_tail(folder / f'output_{rank}.txt')}" for rank in range(num_ranks)]
@@ -110,6 +113,30 @@ def shared_files() -> int:
     return count
 
 
+def run_python(
+    arguments: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """What `python ARGUMENTS` has printed, and how it ended; see `Python`."""
+    with Python(arguments, stdin=stdin, env=env, cwd=cwd) as process:
+        code = process.wait(240)
+        return subprocess.CompletedProcess([*arguments], code, process.stdout, process.stderr)
+
+
+@contextlib.contextmanager
+def start_ranks(arguments: Sequence[str], num_ranks: int) -> Iterator[list[Python]]:
+    """`python ARGUMENTS` on so many ranks; those that are left at the end are killed."""
+    with contextlib.ExitStack() as stack:
+        environments = [os.environ | env for env in _environments(num_ranks)]
+        yield [stack.enter_context(Python(arguments, env=env)) for env in environments]
+
+
+def _environments(num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun gives the ranks of a new world."""
+    world = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    world |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
 def _main(script: str, arguments: list[str], stdin: str) -> Any:
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
     sys.argv = [str(ROOT / f"experiments/{script}.py"), *arguments]
@@ -118,17 +145,18 @@ def _main(script: str, arguments: list[str], stdin: str) -> Any:
     return results[0]
 
 
-class _Rank:
-    """A running rank: a child of the process that forks, which therefore has to be asked how it ended."""
+class _Forked:
+    """A running process: a child of the process that forks, which therefore has to be asked how it ended."""
 
-    def __init__(self, **start: Any) -> None:
-        self.pid = _ask(start)
-        self._code: int | None = None
+    def __init__(self, stdin: str, stdout: IO[bytes], stderr: IO[bytes], **start: Any) -> None:
+        outputs = [f"/proc/{os.getpid()}/fd/{one.fileno()}" for one in (stdout, stderr)]
+        self.pid = _ask({"stdio": [stdin, *outputs], **start})
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        if self._code is None:
-            self._code = _ask(self.pid)
-        return self._code
+        if self.returncode is None:
+            self.returncode = _ask(self.pid)
+        return self.returncode
 
     def kill(self) -> None:
         """With the processes of its session; returns once it has ended."""
@@ -138,7 +166,65 @@ class _Rank:
             time.sleep(0.01)
 
 
-def _wait(ranks: list[_Rank], timeout: float) -> str | None:
+class Python(_Forked):
+    """`python SCRIPT ...`, `python -c CODE ...` or `python -m MODULE ...`, which spares it its imports. In a session of
+    its own, with SIGINT as a terminal leaves it: a shell's background jobs ignore it.
+
+    `stdin` is what it reads, or the path of a file or pipe; `terminal` is what it has in the place of stderr.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        stdin: str | Path = "",
+        terminal: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
+        self._outputs = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115 - closed at its end
+        with tempfile.NamedTemporaryFile("w") as given:
+            given.write(stdin if isinstance(stdin, str) else "")
+            given.flush()
+            super().__init__(
+                given.name if isinstance(stdin, str) else str(stdin),
+                self._outputs[0],
+                terminal or self._outputs[1],
+                env=dict(os.environ if env is None else env),
+                python=[*arguments],
+                cwd=str(cwd),
+            )
+
+    @property
+    def stdout(self) -> str:
+        return self._printed(0)
+
+    @property
+    def stderr(self) -> str:
+        return self._printed(1)
+
+    def _printed(self, place: int) -> str:
+        file = self._outputs[place].fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("python", timeout, self.stdout, self.stderr)
+            time.sleep(0.01)
+        return code
+
+    def __enter__(self) -> Python:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for file in self._outputs:
+            file.close()
+
+
+def _wait(ranks: list[_Forked], timeout: float) -> str | None:
     """None once all have ended well; else what went wrong. None of them runs on return."""
     deadline = time.monotonic() + timeout
     try:
@@ -189,10 +275,10 @@ def _ask(request: Any) -> Any:
 
 
 def _serve() -> None:
-    """Answers a rank's start with its process id, and a process id with how it ended, None while it runs."""
+    """Answers a process's start with its id, and an id with how the process ended, None while it runs."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # for what imports print
-    for name in ("engines.rollout.world", "experiments.training", "deepspeed.ops", *MODELS, "pytest"):
+    for name in (*IMPORTS, *MODELS):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing after the fork, with what it has locked"
     parent = os.getpid()
@@ -202,10 +288,18 @@ def _serve() -> None:
         if isinstance(request, int):
             ended, status = os.waitpid(request, os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if ended else None
-        elif not (answer := os.fork()):
-            answers.close()
-            die_with(parent)
-            _end(functools.partial(_run_rank, **request))
+        else:
+            kinds = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
+            stdio = [os.open(path, os.O_NOCTTY | kind) for path, kind in zip(request.pop("stdio"), kinds, strict=True)]
+            if not (answer := os.fork()):
+                answers.close()
+                die_with(parent)
+                for number, descriptor in enumerate(stdio):
+                    os.dup2(descriptor, number)
+                    os.close(descriptor)
+                _end(functools.partial(_run, **request))
+            for descriptor in stdio:
+                os.close(descriptor)
         print(json.dumps(answer), file=answers, flush=True)
 
 
@@ -230,16 +324,39 @@ def _end(run: Callable[[], None]) -> NoReturn:
     os._exit(code or 0)
 
 
-def _run_rank(*, source: str, function: str, folder: str, rank: int, env: dict[str, str]) -> None:
-    """A rank's side: calls the function of the file `source`, and leaves what it returns."""
+def _run(
+    *, env: dict[str, str], call: dict[str, Any] | None = None, python: list[str] | None = None, cwd: str = "."
+) -> None:
+    """The side of a process that has been forked."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
-    output = os.open(f"{folder}/output_{rank}.txt", os.O_WRONLY | os.O_CREAT)
-    for descriptor, stands_for in ((os.open(os.devnull, os.O_RDONLY), (0,)), (output, (1, 2))):
-        for number in stands_for:
-            os.dup2(descriptor, number)
-        os.close(descriptor)
+    if call is not None:
+        _run_rank(**call)
+    if python is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(cwd)
+        _run_python(*python)
+
+
+def _run_python(first: str, *rest: str) -> None:
+    """As `python FIRST REST` does."""
+    sys.path[0] = {"-c": "", "-m": os.getcwd()}.get(first, str(Path(first).resolve().parent))
+    sys.argv = [first, *rest]
+    if first == "-m":
+        sys.argv = [*rest]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        code, *arguments = rest
+        sys.argv = ["-c", *arguments]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    else:
+        runpy.run_path(first, run_name="__main__")
+
+
+def _run_rank(*, source: str, function: str, folder: str, rank: int) -> None:
+    """Calls the function of the file `source`, and leaves what it returns."""
     spec = importlib.util.spec_from_file_location(Path(source).stem, source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence as Items
 
 
@@ -193,7 +193,8 @@ class BlockManager:
         free = [*self._free, *self._free_cached]
         assert sorted({*held, *free}) == list(range(self.num_blocks)), "a block is lost"
         assert len(free) == self.num_blocks - len(set(held)), "a block is free twice, or free and held"
-        assert [held.count(block) for block in range(self.num_blocks)] == self._num_holders, "holders are miscounted"
+        counts = Counter(held)
+        assert [counts[block] for block in range(self.num_blocks)] == self._num_holders, "holders are miscounted"
         assert all(len(set(table)) == len(table) > 0 for table in self._tables.values()), "a table is empty or a circle"
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "contents and blocks disagree"
         assert set(self._free_cached) == set(free) & set(self._key_of), "a free block's content is not kept track of"

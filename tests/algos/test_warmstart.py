@@ -2,8 +2,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +15,8 @@ from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
 from algos.warmstart import _accumulate_gradients, _example, new_model, train, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines.models.chat import ChatTemplate
+from tests.worlds import run_python
 
-ROOT = Path(__file__).parents[2]
 SMALL = WarmStartConfig(size="draft-1l", steps=3, batch_size=4, task=ArithmeticTask(seed=1, max_digits=4))
 
 
@@ -167,9 +165,10 @@ def test_a_bad_field_is_named(field):
 def test_the_command_line(tmp_path):
     tell = "print('yields cores:', 'watch-cores' in {one.name for one in threading.enumerate()}, file=sys.stderr)"
     run = f"import runpy, sys, threading; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__'); {tell}"
-    command = [sys.executable, "-c", run, "experiments/make_model.py", str(tmp_path / "m"), "--size", "draft-1l"]
+    command = ["-c", run, "experiments/make_model.py", str(tmp_path / "m"), "--size", "draft-1l"]
     command += ["--steps", "2", "--batch-size", "2", "--task.max-digits", "3", "--widen", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = run_python(command)
+    assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["model"] == str(tmp_path / "m-x2") and result["loss"] > 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "m-x2").num_parameters() == result["num_parameters"]

@@ -7,8 +7,6 @@ import dataclasses
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from engines.sequence import Completion, SequenceId, Work
 from experiments.config import RolloutConfig
 from tests.engines.test_kv_mover import Rollout, begun, least_tokens, make_replica
 from tests.engines.test_token_equality import LONG, PARAMS, PROMPTS, TIGHT_KV, make_states, tokens_of
-from tests.worlds import ROOT, run_world
+from tests.worlds import run_python, run_world
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float64", "kv_cache_bytes": TIGHT_KV, "max_model_len": 100, "preemption": "swap",
@@ -320,8 +318,8 @@ print(*before, sep="\\n")
 
 
 def test_a_forked_child_that_exits_leaves_its_parent_s_kv(qwen3: str, tmp_path: Path) -> None:
-    script = [sys.executable, "-c", _FORK, qwen3, str(tmp_path)]
-    done = subprocess.run(script, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    done = run_python(["-c", _FORK, qwen3, str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-2000:]
     paths = done.stdout.splitlines()
     assert len(paths) >= 3 and not [path for path in paths if os.path.exists(path)], "the parent's exit removes them"
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from experiments import launch
 from experiments.bench import harness
 from experiments.comparison.results import report
 from experiments.comparison.turns import interleave, make_row, table
-from tests.worlds import ROOT, run_world
+from tests.worlds import ROOT, run_python, run_world
 
 SMALLEST = {
     "engine": ["--models", "0.8m", "--batches", "1", "--length", "4", "--tail", "3", "--cap", "8"],
@@ -106,11 +105,8 @@ def test_runs_at_its_smallest(bench: str, tmp_path: Path) -> None:
 
 
 def test_a_step_beside_busy_processes(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "experiments/bench/step.py"), "--shape", "0.8m", "--batches", "1"]
-    done = subprocess.run(
-        [*command, "--neighbours", "1", "--turns", "1", "--output", "result.json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    command = [str(ROOT / "experiments/bench/step.py"), "--shape", "0.8m", "--batches", "1"]
+    done = run_python([*command, "--neighbours", "1", "--turns", "1", "--output", "result.json"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "result.json").read_text()) == result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -19,11 +18,10 @@ from engines.parallel.collectives import SingleRank
 from experiments.partial_output import PartialOutput
 from experiments.prompts import read_prompts
 from tests.checkpoints import save_text_checkpoint
-from tests.worlds import ROOT, refused_by, run_main
+from tests.worlds import ROOT, Python, refused_by, run_main, run_python
 
 SCRIPT = str(ROOT / "experiments/generate.py")
-TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", "--", SCRIPT]
-PYTHON = [sys.executable, SCRIPT]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--", SCRIPT]
 NUM_PROMPTS, NUM_SAMPLES = 60, 3
 # In float64 no rounding tells one batch from another: one sequence at a time, which takes a while, or all together.
 OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "200", "--ignore-eos"]
@@ -37,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_text_checkpoint(folder / "model")
     prompts = [{"prompt": f"{i}+{i}=", "id": i} for i in range(NUM_PROMPTS)]
     (folder / "in.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    subprocess.run([*PYTHON, *arguments(folder, folder / "whole.jsonl")], capture_output=True, timeout=120, check=True)
+    run_main("generate", arguments(folder, folder / "whole.jsonl"))
     whole = [json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()]
     assert [(row["id"], row["index"]) for row in whole] == [(i, j) for i in range(NUM_PROMPTS) for j in range(3)]
     return folder
@@ -58,29 +56,20 @@ def refused(folder: Path, output: Path, *more: str, num_ranks: int = 1) -> str:
     return refused_by("generate", [*arguments(folder, output), *more], num_ranks)
 
 
-def begin(command: list[str], **options: object) -> subprocess.Popen[str]:
-    """In a process group of its own, with SIGINT as a terminal leaves it: a shell's background jobs ignore it."""
-    return subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,  # type: ignore[call-overload]
-    )
+def begin(*arguments: str) -> Python:
+    return Python([SCRIPT, *arguments])
 
 
-def signal_when(process: subprocess.Popen[str], number: int, is_time: Callable[[], bool]) -> str:
+def signal_when(process: Python, number: int, is_time: Callable[[], bool]) -> str:
     """Sends the process and its children a signal, as a terminal does; returns what they said on stderr."""
-    try:
+    with process:
         while not is_time():
-            assert process.poll() is None, process.communicate()[1][-2000:]
+            assert process.poll() is None, process.stderr[-2000:]
             time.sleep(0.01)
         assert process.poll() is None
         os.killpg(process.pid, number)
-        return process.communicate(timeout=60)[1]
-    finally:
-        process.kill()
+        process.wait(60)
+        return process.stderr
 
 
 def partial_of(output: Path) -> Path:
@@ -96,7 +85,7 @@ def keeps(output: Path, num_completions: int) -> Callable[[], bool]:
 def test_what_had_ended_is_kept_and_gone_on_with(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
     output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     output.write_text("of an earlier run\n")
-    told = signal_when(process := begin([*PYTHON, *arguments(folder, output), *SLOW]), number, keeps(output, 7))
+    told = signal_when(process := begin(*arguments(folder, output), *SLOW), number, keeps(output, 7))
     num_kept = partial.read_bytes().count(b"\n") - 1
     assert 7 <= num_kept < NUM_PROMPTS * NUM_SAMPLES
     assert output.read_text() == "of an earlier run\n"
@@ -125,9 +114,8 @@ def test_what_had_ended_is_kept_and_gone_on_with(folder: Path, tmp_path: Path, n
 def test_two_ranks_keep_what_both_had_ended_and_others_go_on(folder: Path, tmp_path: Path) -> None:
     """Two replicas are interrupted; one replica of two ranks goes on."""
     output = tmp_path / "out.jsonl"
-    told = signal_when(
-        process := begin([*TORCHRUN, *arguments(folder, output), *SLOW]), signal.SIGINT, keeps(output, 20)
-    )
+    process = Python([*TORCHRUN, *arguments(folder, output), *SLOW])
+    told = signal_when(process, signal.SIGINT, keeps(output, 20))
     assert process.returncode != 0
     assert told.count("interrupted: ") == 1 and "[rank" not in told
     assert f"interrupted: '{partial_of(output)}' keeps " in told
@@ -144,7 +132,7 @@ def test_log_probs_of_other_tokens_are_kept_too_and_drafts_are_counted(folder: P
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     result = run_main("generate", [*arguments(folder, whole), *more])
     assert result["num_drafted"] > 0 and result["acceptance_length"] > 1
-    signal_when(begin([*PYTHON, *arguments(folder, output), *more, *SLOW]), signal.SIGINT, keeps(output, 7))
+    signal_when(begin(*arguments(folder, output), *more, *SLOW), signal.SIGINT, keeps(output, 7))
     assert run_main("generate", [*arguments(folder, output), *more, "--resume"])["resumed"] >= 7
     rows, again = ([json.loads(line) for line in path.read_text().splitlines()] for path in (whole, output))
     for row, other in zip(rows, again, strict=True):
@@ -161,7 +149,7 @@ def test_log_probs_of_other_tokens_are_kept_too_and_drafts_are_counted(folder: P
 
 def test_another_model_does_not_go_on(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    signal_when(begin([*PYTHON, *arguments(folder, output), *SLOW]), signal.SIGINT, keeps(output, 1))
+    signal_when(begin(*arguments(folder, output), *SLOW), signal.SIGINT, keeps(output, 1))
     kept = partial_of(output).read_bytes()
     save_text_checkpoint(tmp_path / "model", num_heads=4)
     (tmp_path / "in.jsonl").write_bytes((folder / "in.jsonl").read_bytes())
@@ -181,33 +169,32 @@ def test_interrupted_before_a_completion_ends_nothing_is_left(
         path = partial_of(output)
         return path.exists() and f":{path.stat().st_ino} " in Path("/proc/locks").read_text()
 
-    told = signal_when(process := begin([*PYTHON, *arguments(folder, output), *together]), number, is_locked)
+    told = signal_when(process := begin(*arguments(folder, output), *together), number, is_locked)
     assert told.splitlines()[-1] == "interrupted: no completion had ended, nothing is kept"
     assert "Traceback" not in told and process.returncode == 128 + number
     assert not [*tmp_path.iterdir()]
 
 
-def test_interrupted_while_it_waits_for_stdin(folder: Path) -> None:
-    process = begin([*PYTHON, str(folder / "model")], stdin=subprocess.PIPE)
+def test_interrupted_while_it_waits_for_stdin(folder: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "stdin"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDWR)):  # a writer that writes nothing
+        process = Python([SCRIPT, str(folder / "model")], stdin=pipe)
 
-    def catches_sigterm() -> bool:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
-        return bool(caught >> (signal.SIGTERM - 1) & 1)
+        def catches_sigterm() -> bool:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
+            return bool(caught >> (signal.SIGTERM - 1) & 1)
 
-    assert signal_when(process, signal.SIGTERM, catches_sigterm) == "\ninterrupted: nothing was generated\n"
+        assert signal_when(process, signal.SIGTERM, catches_sigterm) == "\ninterrupted: nothing was generated\n"
     assert process.returncode == 128 + signal.SIGTERM
 
 
 def test_a_full_disk_is_one_error_and_the_rest_is_kept(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    full = subprocess.run(
-        [*PYTHON, *arguments(folder, output)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )
+    limited = "import resource, runpy, sys; del sys.argv[0]; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2)"
+    code = f"{limited}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    full = run_python(["-c", code, SCRIPT, *arguments(folder, output)])
     assert full.returncode == 2 and "Traceback" not in full.stderr
     num_kept = partial_of(output).read_bytes().count(b"\n") - 1
     assert num_kept > 3 and partial_of(output).stat().st_size == 100_000, "the last line is torn"
@@ -236,13 +223,13 @@ def test_a_foreign_file_and_a_running_one_are_left_alone(folder: Path, tmp_path:
     def refused_now() -> bool:
         if not keeps(output, 0)():
             return False
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         told = refused(folder, output, "--resume")
-        process.send_signal(signal.SIGCONT)
+        os.kill(process.pid, signal.SIGCONT)
         assert f"another run is writing '{partial_of(output)}'" in told
         return True
 
-    signal_when(process := begin([*PYTHON, *arguments(folder, output), *SLOW]), signal.SIGINT, refused_now)
+    signal_when(process := begin(*arguments(folder, output), *SLOW), signal.SIGINT, refused_now)
 
 
 def partial_output(folder: Path, *, resume: bool = False) -> PartialOutput:
@@ -335,16 +322,21 @@ def test_a_damaged_line_costs_its_own_completion(tmp_path: Path, damage: dict[st
 
 def test_stdout_has_each_prompt_as_it_ends_and_its_reader_may_leave(folder: Path) -> None:
     options = ["--input", str(folder / "in.jsonl"), *OPTIONS, *SLOW]
-    process = begin([*PYTHON, str(folder / "model"), *options], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        first = [process.stdout.readline() for _ in range(NUM_SAMPLES)]
-        assert process.poll() is None, "the others take a while"
-        process.stdout.close()
-        process.stdout = None
-        told = process.communicate(timeout=60)[1]
-    finally:
-        process.kill()
+    with subprocess.Popen(
+        [sys.executable, SCRIPT, str(folder / "model"), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            first = [process.stdout.readline() for _ in range(NUM_SAMPLES)]
+            assert process.poll() is None, "the others take a while"
+            process.stdout.close()
+            process.stdout = None
+            told = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
     assert process.returncode == 128 + signal.SIGPIPE
     assert "Traceback" not in told and "error" not in told
     assert first == (folder / "whole.jsonl").read_text().splitlines(keepends=True)[:NUM_SAMPLES]

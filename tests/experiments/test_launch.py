@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from experiments import launch
+from tests.worlds import ROOT, Python, run_python
 
-ROOT = Path(__file__).parents[2]
 WAITS_IN_CPP = """
 from datetime import timedelta
 from torch.distributed import TCPStore
@@ -86,7 +86,19 @@ def main():
 
 launch.run(main)
 """
-TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+RANKS_FAIL = """
+import os, sys, time
+from experiments import launch
+
+def main():
+    launch.start_under_torchrun(2)
+    if os.environ["RANK"] in sys.argv[1:]:
+        raise ValueError("reward='x': cannot be read")
+    time.sleep(600)
+
+launch.run(main)
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def _hear_signals() -> None:
@@ -129,25 +141,42 @@ def test_no_file_outlives_an_end(
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("starter", [[sys.executable], TORCHRUN])
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "starter"),
+    [
+        *((number, []) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)),
+        *((number, TORCHRUN) for number in (signal.SIGHUP, signal.SIGKILL)),
+    ],
+)
 def test_ranks_end_with_what_has_started_them(number: signal.Signals, starter: list[str], tmp_path: Path) -> None:
     (script := tmp_path / "waits.py").write_text(RANKS_WAIT)
     (ranks := tmp_path / "ranks").mkdir()
-    command = [*starter, str(script), str(ranks)]
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while len(names := os.listdir(ranks)) < 2:
-                assert time.monotonic() < deadline and process.poll() is None, "the ranks have not begun"
-                time.sleep(0.05)
-            process.send_signal(number)
-            assert process.wait(timeout=60) != 0
-            while any(Path(f"/proc/{name}").exists() for name in names):
-                assert time.monotonic() < deadline, "a rank has outlived what has started it"
-                time.sleep(0.05)
-        finally:
-            process.kill()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with Python([*starter, str(script), str(ranks)], env=environment, cwd=tmp_path) as process:
+        deadline = time.monotonic() + 120
+        while len(names := os.listdir(ranks)) < 2:
+            assert time.monotonic() < deadline and process.poll() is None, "the ranks have not begun"
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        code = process.wait(60)
+        assert code == (-number if number == signal.SIGKILL else 128 + number) or (starter and code)
+        while any(Path(f"/proc/{name}").exists() for name in names):
+            assert time.monotonic() < deadline, "a rank has outlived what has started it"
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("starter", [[], TORCHRUN])
+@pytest.mark.parametrize("failing", [["0", "1"], ["1"]], ids=["all ranks", "one rank"])
+def test_an_error_of_ranks_is_told_last_and_once(starter: list[str], failing: list[str], tmp_path: Path) -> None:
+    """A rank that has none waits for ever, unless it is ended."""
+    (script := tmp_path / "fails.py").write_text(RANKS_FAIL)
+    done = run_python([*starter, str(script), *failing], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert done.returncode == (1 if starter else 2)
+    told = [line for line in done.stderr.splitlines() if line.strip()]
+    who = "" if "0" in failing else " (rank 1)"
+    (place,) = [place for place, line in enumerate(told) if f"error{who}: reward='x': cannot be read" in line]
+    assert len(told[place + 1 :]) == bool(starter), "torchrun draws a line"
+    assert starter or "Traceback" not in done.stderr
 
 
 def test_a_command_whose_parent_has_died_before_it_looks_ends(tmp_path: Path) -> None:
@@ -158,26 +187,17 @@ def test_a_command_whose_parent_has_died_before_it_looks_ends(tmp_path: Path) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_wait_in_cpp(number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITS_IN_CPP],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    with process:
-        assert process.stdout is not None and process.stdout.readline() == "waits\n"
-        process.send_signal(number)
-        try:
-            _, told = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (told, process.returncode) == ("\nthe last words\n", 128 + number)
+    deadline = time.monotonic() + 120
+    with Python(["-c", WAITS_IN_CPP]) as process:
+        while process.stdout != "waits\n":
+            assert time.monotonic() < deadline and process.poll() is None, process.stderr
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        assert (process.wait(60), process.stderr) == (128 + number, "\nthe last words\n")
 
 
 def test_a_forked_process_ends_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = run_python(["-c", FORKS])
     assert (done.stdout, done.stderr, done.returncode) == (f"{-signal.SIGTERM}\n", "", 0)
 
 
@@ -194,9 +214,7 @@ def test_different_tokens_fail_after_the_result(tmp_path: Path, answer: str, cod
     """Also where another process found them: then the result is that process's."""
     script = tmp_path / "script.py"
     script.write_text(TOKENS_EQUAL)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), answer]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = run_python([str(script), answer], env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == code and place in done.stderr and "Traceback" not in done.stderr
     cases = next(iter(json.loads(done.stdout).values()))
     assert cases["a"]["tokens_equal"] and cases["b"]["T=1"]["tokens_equal"] is (answer not in ("no", "anew"))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engines.config import ModelConfig
 from tests.experiments.test_train import metrics_of, small
-from tests.worlds import ROOT, refused_by, run_main
+from tests.worlds import ROOT, refused_by, run_main, run_python
 
 LORA = ["--lora-rank", "4", "--deterministic", "--learning-rate", "1e-2"]
 
@@ -59,8 +57,7 @@ def test_generate_gives_the_tokens_of_the_merged_model(adapter: Path, tmp_path: 
         r"python - ADAPTER MERGED <<'END'\n(.*?)END\n", (ROOT / "docs/training.md").read_text(), re.DOTALL
     )
     assert found
-    command = [sys.executable, "-", str(adapter), str(tmp_path / "merged")]
-    subprocess.run(command, input=found[1], text=True, check=True, capture_output=True)
+    run_python(["-c", found[1], str(adapter), str(tmp_path / "merged")]).check_returncode()
     assert ModelConfig.from_pretrained(adapter) == ModelConfig.from_pretrained(tmp_path / "merged")
     want = complete(tmp_path / "merged", tmp_path / "merged.jsonl")
     assert complete(adapter, tmp_path / "adapter.jsonl") == want

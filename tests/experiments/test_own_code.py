@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import save_text_checkpoint
+from tests.worlds import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 OWN_CODE = """
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -55,11 +54,7 @@ def folder(tmp_path: Path) -> Path:
 def run(entry: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Says yes to whatever is asked."""
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    environment |= {"HF_MODULES_CACHE": str(folder.parent / "modules"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *ENTRIES[entry], str(folder)]
-    return subprocess.run(
-        command, input="y\n" * 50, capture_output=True, text=True, timeout=240, env=environment, cwd=folder.parent
-    )
+    return run_python([*ENTRIES[entry], str(folder)], stdin="y\n" * 50, env=environment, cwd=folder.parent)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.test_docs import FILES
-from tests.worlds import ROOT, refused_by
+from tests.worlds import ROOT, refused_by, run_python
 
 PAGE = (ROOT / "docs/training.md").read_text()
 COMMANDS = re.findall(
@@ -31,10 +29,7 @@ def start(folder: Path, command: str, model: str) -> subprocess.CompletedProcess
     for name, text in FILES.items():
         (folder / name).write_text(text)
     (folder / "mine.jsonl").write_text(ROWS[0])
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments, "--model", model, *SHORT],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    return run_python([str(ROOT / script), *arguments, "--model", model, *SHORT], cwd=folder)
 
 
 def test_there_are_recipes() -> None:
@@ -82,8 +77,5 @@ def test_a_class_that_cannot_be_used_is_refused_at_once(
     assert found in FILES[name]
     broken = FILES[name].replace(found, replaced)
     (tmp_path / name).write_text(broken)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "experiments/train.py"), *option.split()],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_python([str(ROOT / "experiments/train.py"), *option.split()], cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr

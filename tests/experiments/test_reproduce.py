@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments import launch, reproduce
-from tests.worlds import ROOT, refused_by, run_main
+from tests.worlds import ROOT, refused_by, run_main, run_python
 
 RESULTS: dict[str, Any] = {
     "seer_sim.json": {
@@ -85,9 +83,8 @@ def test_a_row_is_measured_anew(results: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_committed_page_is_that_of_the_committed_results() -> None:
-    command = [sys.executable, str(ROOT / "experiments/reproduce.py"), "--markdown"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
-    assert printed == (ROOT / "docs/reproduction.md").read_text()
+    done = run_python([str(ROOT / "experiments/reproduce.py"), "--markdown"])
+    assert done.returncode == 0 and done.stdout == (ROOT / "docs/reproduction.md").read_text()
 
 
 @pytest.mark.parametrize(

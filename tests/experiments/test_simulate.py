@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from experiments import simulate
 from experiments.simulate import SimulateConfig
-from tests.worlds import ROOT, refused_by, run_main
+from tests.worlds import ROOT, refused_by, run_main, run_python
 
 SMALL = ["--gpus", "4", "--groups", "6", "--group-size", "4", "--median", "100", "--cap", "600", "--slots", "4"]
 OFF = ["--wandb", "off"]
@@ -153,8 +151,8 @@ def test_what_it_refuses(options: list[str], message: str) -> None:
 def test_each_policy_is_a_run_of_wandb(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     env = {**kept, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
-    command = [sys.executable, str(ROOT / "experiments/simulate.py"), *SMALL, "--policies", "static", "on-demand"]
-    subprocess.run(command, check=True, env=env, cwd=tmp_path, timeout=240)
+    command = [str(ROOT / "experiments/simulate.py"), *SMALL, "--policies", "static", "on-demand"]
+    run_python(command, env=env, cwd=tmp_path).check_returncode()
     runs = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
     assert len(runs) == 2
     for name in (b"simulate-static", b"simulate-on-demand"):

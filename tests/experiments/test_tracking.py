@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 from experiments.config import parse
-from tests.worlds import refused_by
+from tests.worlds import ROOT, refused_by, run_python
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).parents[2]
 KEY = "0123456789" * 4
 START = """
 import json, sys
@@ -66,8 +63,7 @@ def start(tmp_path: Path, *names: str, options: Sequence[str] = (), **given: str
 def run_alone(tmp_path: Path, script: str, *arguments: str, **given: str) -> tuple[list[Any], str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     env = {**kept, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), **given}
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, cwd=tmp_path)
+    done = run_python(["-c", script, *arguments], env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     told: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return told, done.stderr

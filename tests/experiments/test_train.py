@@ -13,10 +13,10 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from experiments.config import parse
 from experiments.run_folder import lock_folder
 from experiments.training_checks import MAY_CHANGE
 from tests.test_docs import FILES
-from tests.worlds import ROOT, refused_by, run_main
+from tests.worlds import ROOT, Python, refused_by, run_main, run_python, start_ranks
 
-TORCHRUN = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SCRIPT = str(ROOT / "experiments/train.py")
 DRAFTS = ["--rollout.drafter", "grouped_suffix", "--rollout.draft-lengths", "fixed"]
 PAT = ["--layout-policy", "pat", "--pat-profile"]
@@ -85,10 +85,7 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(model: Path, runs: Path, reward: str) -> Path:
-    started = command(model, runs, "--name", "whole", "--deterministic", "--reward", reward)
-    done = subprocess.run(started, capture_output=True, text=True, timeout=240, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = train(model, runs, "--name", "whole", "--deterministic", "--reward", reward)
     assert result["steps"] == 5
     return Path(result["run_dir"])
 
@@ -245,14 +242,15 @@ def test_progress_at_80_columns(model: Path, tmp_path: Path, reward: str) -> Non
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     run = [*small(model, tmp_path, "--reward", reward), "--steps", "3"]
-    with subprocess.Popen([sys.executable, SCRIPT, *run], stderr=theirs, stdout=subprocess.DEVNULL) as process:
-        os.close(theirs)
+    with open(theirs, "wb") as terminal:
+        process = Python([SCRIPT, *run], terminal=terminal)
+    with process:
         shown = b""
         with contextlib.suppress(OSError):  # Linux's end of a terminal
             while some := os.read(ours, 65536):
                 shown += some
+        assert process.wait(60) == 0
     os.close(ours)
-    assert process.returncode == 0
     frames = [frame for frame in re.split(r"[\r\n]|\x1b\[A", shown.decode()) if "reward" in frame]
     assert all(re.match(rf"{LINE} \S", frame) and len(frame) <= 80 for frame in frames), frames
     rows = metrics_of(tmp_path / "arithmetic-grpo")[1:]
@@ -263,13 +261,13 @@ def test_progress_at_80_columns(model: Path, tmp_path: Path, reward: str) -> Non
 def test_progress_in_a_log(model: Path, tmp_path: Path, reward: str) -> None:
     """A line for each step, and no bar."""
     run = [*small(model, tmp_path, "--reward", reward), "--steps", "3"]
-    done = subprocess.run([sys.executable, SCRIPT, *run], capture_output=True, text=True, timeout=240)
+    done = run_python([SCRIPT, *run])
     assert done.returncode == 0 and "\r" not in done.stderr, done.stderr[-3000:]
     lines = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     assert [re.fullmatch(LINE, line)[1] for line in lines] == ["1", "2", "3"]  # type: ignore[index]
 
 
-def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
+def ranks_of(torchrun: Python) -> dict[int, int]:
     """rank -> pid."""
     found = {}
     children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
@@ -279,23 +277,29 @@ def ranks_of(torchrun: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-def kill_when(arguments: list[str], rank: int, folder: Path, moment: Any) -> None:
-    """Starts a run, kills a rank at the moment, and expects all to be over, and not well, within a minute."""
-    log = folder.with_suffix(".log")
-    with open(log, "w") as output:
-        process = subprocess.Popen(arguments, stdout=output, stderr=output, text=True, env=environment())
-        try:
-            deadline = time.monotonic() + 200
-            while not moment(folder):
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-                time.sleep(0.001)  # the moment may be short
-            pids = ranks_of(process)
-            os.kill(pids[rank], signal.SIGKILL)
-            assert process.wait(timeout=60) != 0
-            assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
-        finally:
-            process.kill()
-    assert f"exitcode  : -9 (pid: {pids[rank]})" in log.read_text(), "the message names who died"
+def wait_until(moment: Callable[[], bool], process: Python) -> None:
+    deadline = time.monotonic() + 200
+    while not moment():
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr[-3000:]
+        time.sleep(0.001)  # the moment may be short
+
+
+def kill_under_torchrun(arguments: list[str], rank: int, moment: Callable[[], bool]) -> None:
+    """Kills a rank at the moment, and expects all to be over, and not well, within a minute."""
+    with Python([*TORCHRUN, "--", *arguments], env=environment()) as process:
+        wait_until(moment, process)
+        pids = ranks_of(process)
+        os.kill(pids[rank], signal.SIGKILL)
+        assert process.wait(60) != 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+        assert f"exitcode  : -9 (pid: {pids[rank]})" in process.stderr, "the message names who died"
+
+
+def kill_of_ranks(arguments: list[str], rank: int, moment: Callable[[], bool]) -> None:
+    """Kills a rank at the moment, and then the other, as what has started them would."""
+    with start_ranks(arguments, 2) as ranks:
+        wait_until(moment, ranks[rank])
+        ranks[rank].kill()
 
 
 def rolling_out_step_four(folder: Path) -> bool:
@@ -309,12 +313,17 @@ def writing_checkpoint_four(folder: Path) -> bool:
     return path.is_dir() and any(path.iterdir())
 
 
-@pytest.mark.parametrize(("rank", "moment"), [(1, rolling_out_step_four), (0, writing_checkpoint_four)])
-def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted: Path, rank: int, moment: Any) -> None:
+@pytest.mark.parametrize(
+    ("kill", "rank", "moment"),
+    [(kill_under_torchrun, 1, rolling_out_step_four), (kill_of_ranks, 0, writing_checkpoint_four)],
+)
+def test_killed_and_resumed(
+    model: Path, runs: Path, reward: str, uninterrupted: Path, kill: Any, rank: int, moment: Any
+) -> None:
     name = moment.__name__
     arguments = ["--name", name, "--deterministic", "--reward", reward]
-    kill_when(command(model, runs, *arguments), rank, runs / name, moment)
     folder = runs / name
+    kill([SCRIPT, *small(model, runs, *arguments)], rank, lambda: moment(folder))
     assert (folder / "checkpoints/latest").read_text() == "step-2"
     # A kill can also tear a line in two; the resumed run drops it.
     with open(folder / "metrics.jsonl", "a") as file:
@@ -360,39 +369,55 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
-def interrupted(started: list[str], number: int, log: Path, moment: Any) -> tuple[int, str]:
-    """The exit code and the output of a command that gets the signal at the moment, as from a terminal."""
-    mark = f"STARTED_FOR={log}"
-    with open(log, "w") as output:
-        process = subprocess.Popen(
-            started, stdout=output, stderr=output, start_new_session=True,
-            env=environment() | {"STARTED_FOR": str(log)},
-        )  # fmt: skip
+def signalled(process: Python, number: int, mark: str, moment: Callable[[], bool]) -> tuple[int, str]:
+    """The exit code and the stderr of a command that gets the signal at the moment, as from a terminal."""
+    with process:
         try:
-            deadline = time.monotonic() + 200
-            while not moment():
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-                time.sleep(0.01)
-            assert len(processes_with(mark)) >= 5, "starter, ranks, their rewards"
+            wait_until(moment, process)
+            assert len(processes_with(mark)) >= 4, "ranks, their rewards"
             os.killpg(process.pid, number)
-            code = process.wait(timeout=60)
-            while processes_with(mark):  # a reward's process ends when it sees that its rank has
-                assert time.monotonic() < deadline, "processes are left"
-                time.sleep(0.01)
+            code = process.wait(60)
+            wait_until_none_has(mark)
         finally:
             for pid in processes_with(mark):
                 os.kill(pid, signal.SIGKILL)
-            process.wait()
-    return code, log.read_text()
+        return code, process.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_and_resumed(model: Path, tmp_path: Path, number: int) -> None:
+def wait_until_none_has(mark: str) -> None:
+    """A reward's process ends when it sees that its rank has."""
+    deadline = time.monotonic() + 60
+    while processes_with(mark):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.01)
+
+
+def interrupt(started: list[str], mark: str, moment: Callable[[], bool]) -> tuple[int, str]:
+    process = Python([*started, "--ranks", "2"], env=environment() | dict([mark.split("=")]))
+    return signalled(process, signal.SIGINT, mark, moment)
+
+
+def terminate_ranks(started: list[str], mark: str, moment: Callable[[], bool]) -> tuple[int, str]:
+    """As what has started them does, which gets the signal itself (test_launch.py)."""
+    with pytest.MonkeyPatch.context() as given:
+        given.setenv(*mark.split("="))
+        with start_ranks([*started, "--ranks", "2"], 2) as ranks:
+            wait_until(moment, ranks[0])
+            assert processes_with(mark), "their rewards"
+            for rank in ranks:
+                os.kill(rank.pid, signal.SIGTERM)
+            (code,) = {rank.wait(60) for rank in ranks}
+            wait_until_none_has(mark)
+            return code, ranks[0].stderr + ranks[1].stderr
+
+
+@pytest.mark.parametrize(("end", "number"), [(interrupt, signal.SIGINT), (terminate_ranks, signal.SIGTERM)])
+def test_interrupted_and_resumed(model: Path, tmp_path: Path, end: Any, number: int) -> None:
     """By the command that its last line names. The run has no name, and more steps than it can do until the signal."""
     folder = tmp_path / "arithmetic-grpo"
     started = [SCRIPT, *small(model, tmp_path, "--steps", "100000", "--keep-checkpoints", "1")]
     latest = folder / "checkpoints/latest"
-    code, output = interrupted([sys.executable, *started, "--ranks", "2"], number, tmp_path / "log", latest.exists)
+    code, output = end(started, f"STARTED_FOR={tmp_path}", latest.exists)
     assert code == 128 + number and "Traceback" not in output
     (words,) = [line for line in output.splitlines() if line.startswith("interrupted: ")]
     point = latest.read_text()
@@ -408,7 +433,9 @@ def test_interrupted_and_resumed(model: Path, tmp_path: Path, number: int) -> No
 def test_interrupted_under_torchrun(model: Path, tmp_path: Path) -> None:
     """Its agent adds a traceback of its own; the ranks add a line. Nothing had been published."""
     started = command(model, tmp_path, "--name", "a", "--steps", "100000", "--save-every", "100000")
-    code, output = interrupted(started, signal.SIGINT, tmp_path / "log", (tmp_path / "a/lengths.jsonl").exists)
+    mark, rolled_out = f"STARTED_FOR={tmp_path}", (tmp_path / "a/lengths.jsonl").exists
+    process = Python(started, env=environment() | dict([mark.split("=")]))
+    code, output = signalled(process, signal.SIGINT, mark, rolled_out)
     assert code != 0 and output.count("Traceback") == 1
     told = f"interrupted: nothing is published yet in {tmp_path / 'a'}, so it cannot be resumed; give another --name, "
     told += "or delete the folder if no run is writing in it"
@@ -622,29 +649,30 @@ class TestBadInput:
         assert step.exists() == bool(broken_after)
         assert f"see the warnings above and mend the function; {fix}" in errors, errors[-2000:]
 
+    def test_the_error_is_told_last_and_once(self, model: Path, tmp_path: Path) -> None:
+        """Under torchrun."""
+        done = run_python(command(model, tmp_path / "runs", "--rollout.max-num-seqs", "0"), env=environment())
+        assert done.returncode == 1 and not list(tmp_path.glob("runs/*"))
+        told = [line for line in done.stderr.splitlines() if line.strip()]
+        (place,) = [place for place, line in enumerate(told) if "error: --rollout.max-num-seqs=0: must be" in line]
+        after = [line for line in told[place + 1 :] if "│" not in line and "╰" not in line]  # the rest of tyro's box
+        assert len(after) == 1, done.stderr[-2000:]
+
     @pytest.mark.parametrize(
-        ("under", "arguments", "message"),
+        ("arguments", "rank", "message"),
         [
-            ("torchrun", ["--rollout.max-num-seqs", "0"], "error: --rollout.max-num-seqs=0: must be"),
-            ("torchrun", ["--reward", "{file}:score"], "error (rank 1): --reward="),
-            ("--ranks", ["--name", "none", "--resume"], "error: resume: "),
-            ("--ranks", ["--reward", "{file}:score"], "error (rank 1): --reward="),
+            (["--name", "none", "--resume"], 0, "error: resume: "),
+            (["--reward", "{file}:score"], 1, "error (rank 1): --reward="),
         ],
-        ids=["option", "one rank", "all ranks of --ranks", "one rank of --ranks"],
+        ids=["all ranks", "one rank"],
     )
-    def test_the_error_is_told_last_and_once(
-        self, model: Path, tmp_path: Path, under: str, arguments: list[str], message: str
+    def test_an_error_leaves_no_run(
+        self, model: Path, tmp_path: Path, arguments: list[str], rank: int, message: str
     ) -> None:
         file = tmp_path / "reward.py"
         file.write_text("import os\n\nassert os.environ['RANK'] == '0'\n\n\ndef score(completions): pass\n")
-        started = command(model, tmp_path / "runs", *(word.format(file=file) for word in arguments))
-        if under == "--ranks":
-            started = [sys.executable, *started[started.index(SCRIPT) :], "--ranks", "2"]
-        done = subprocess.run(started, capture_output=True, text=True, timeout=120, env=environment())
-        assert done.returncode == (1 if under == "torchrun" else 2)
+        run = small(model, tmp_path / "runs", *(word.format(file=file) for word in arguments))
+        with pytest.raises(RuntimeError, match=f"rank {rank} ended with code 2") as error:
+            run_main("train", run, num_ranks=2)
+        assert str(error.value).count(message) == 1 and "Traceback" not in str(error.value)
         assert not list(tmp_path.glob("runs/*"))
-        told = [line for line in done.stderr.splitlines() if line.strip()]
-        (place,) = [place for place, line in enumerate(told) if message in line]
-        after = [line for line in told[place + 1 :] if "│" not in line and "╰" not in line]  # the rest of tyro's box
-        assert len(after) == (under == "torchrun"), done.stderr[-2000:]
-        assert under == "torchrun" or "Traceback" not in done.stderr

@@ -19,7 +19,7 @@ SMALL = ["--batch", "24", "--scale", "3", "--rooms", "0.4"]
 
 
 def test_moves_chunks_and_regroups() -> None:
-    result = run_main("validate_simulator", [*SMALL, "--kinds", "moves", "chunks", "regroup", "pat"], num_ranks=4)
+    result = run_main("validate_simulator", [*SMALL, "--kinds", "moves", "chunks", "regroup", "pat"], num_ranks=2)
     assert result["replay_equal"] and result["num_replayed"] > 100 and result["log_equal"]
     assert set(result["makespan_error"]) == set(result["a_a"]) == set(result["policies"])
     assert result["policies"] == {
