@@ -104,9 +104,7 @@ def draw_instances(
     for column, (name, steps) in zip(axes.T, rollouts.items(), strict=True):
         origin = min(step.start for step in steps)
         span = origin, origin + makespan(steps)
-        ids = sorted({step.replica_id for step in steps})
-        replicas = {f"replica {id_}": [step for step in steps if step.replica_id == id_] for id_ in ids}
-        draw_over_time(dict(zip(keys, column, strict=True)), replicas, span)
+        draw_over_time(dict(zip(keys, column, strict=True)), _by_replica(steps), span)
         column[0].set_ylabel("share of KV in use")
         for ax in column:
             ax.axvspan(tails[name] - origin, span[1] - origin, color="grey", alpha=0.2, linewidth=0)
@@ -189,6 +187,11 @@ def save(figure: Figure, path: Path, title: str, tier: str) -> Path:
     return path
 
 
+def _by_replica(steps: Sequence[StepRecord]) -> dict[str, list[StepRecord]]:
+    ids = sorted({step.replica_id for step in steps})
+    return {f"replica {id_}": [step for step in steps if step.replica_id == id_] for id_ in ids}
+
+
 def _by_place(counts: Sequence[tuple[int, ...]]) -> list[int]:
     return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
@@ -261,11 +264,7 @@ def _lengths(ax: Axes, lengths: list[dict[str, Any]]) -> str:
 
 def _live_batch(ax: Axes, steps: list[StepRecord]) -> str:
     origin = min(step.start for step in steps)
-    for replica in sorted({step.replica_id for step in steps}):
-        own = [step for step in steps if step.replica_id == replica]
-        times = [step.start - origin for step in own] + [own[-1].start + own[-1].seconds - origin]
-        ax.step(times, [step.num_running for step in own] + [0], where="post", label=f"replica {replica}")
-    ax.set(xlabel="seconds", ylabel="running sequences")
-    ax.set_ylim(bottom=0)
+    draw_over_time({"running sequences": ax}, _by_replica(steps), (origin, origin + makespan(steps)))
+    ax.set(xlabel="seconds", ylim=0)
     ax.legend()
     return "Live batch over the last rollout"

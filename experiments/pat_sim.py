@@ -28,13 +28,13 @@ from engines.constraints import Count
 from engines.parallel.layout import Layout, nested_on_hosts
 from experiments import launch
 from experiments.comparison.results import ResultOptions, report
-from experiments.comparison.rollouts import Variant
+from experiments.comparison.rollouts import Rollout, Variant
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.comparison.turns import in_columns, short
 from experiments.pat_cases import Batch, Case, changing, controller, on_each_host
 from experiments.policies import layout_controller
 from experiments.processes import call_each
-from research.pat.controller import Estimator
+from research.pat.controller import PatController
 from research.pat.deployment import Deployment
 from research.pat.hindsight import PlayedPlan
 from research.pat.lookahead import make_plan
@@ -137,9 +137,7 @@ def main() -> dict[str, Any]:
 
 def simulate(cell: Cell, num_seeds: int, also: tuple[str, ...] = ()) -> dict[str, Any]:
     """Returns medians over batches whose longest response reaches the limit."""
-    runs: dict[str, list[tuple[int, float]]] = {}
-    switches = []
-    ways_back: dict[str, list[float]] = {}
+    runs: dict[str, list[Rollout]] = {}
     case = Case(gpus=cell.gpus, cap=cell.cap, **CASE)
     pace = case.pace()
     deployment, host = (
@@ -156,18 +154,17 @@ def simulate(cell: Cell, num_seeds: int, also: tuple[str, ...] = ()) -> dict[str
     drawn = (case.draw(seed) for seed in itertools.count())
     for batch in itertools.islice((one for one in drawn if max(one.lengths) == cell.cap), num_seeds):
         for name, variant in _variants(deployment, host, batch, also).items():
-            done = world(pace, deployment).roll_out(batch.workload(), variant)
-            runs.setdefault(name, []).append((sum(batch.lengths), done.seconds))
-            ways_back.setdefault(name, []).append(done.way_back_s)
-            if name == "pat":
-                switches.append(len(done.switches))
-    speeds = {name: short(statistics.median(tokens / took for tokens, took in some)) for name, some in runs.items()}
+            runs.setdefault(name, []).append(world(pace, deployment).roll_out(batch.workload(), variant))
+    speeds = {
+        name: short(statistics.median(sum(one.lengths.values()) / one.seconds for one in some))
+        for name, some in runs.items()
+    }
     statics = {f"TP{size}" for size in deployment.num_kv_tokens}
     best = max((name for name in speeds if name in statics), key=speeds.__getitem__)
 
     def ratio(name: str, other: str) -> float:
         pairs = zip(runs[name], runs[other], strict=True)
-        return short(statistics.median(its / mine for (_, mine), (_, its) in pairs))
+        return short(statistics.median(its.seconds / mine.seconds for mine, its in pairs))
 
     over = {name: ratio("pat", name) for name in speeds if name in statics}
     return {
@@ -176,8 +173,12 @@ def simulate(cell: Cell, num_seeds: int, also: tuple[str, ...] = ()) -> dict[str
         "best_static": best,
         "pat_over": over,
         "vs_best_static": {name: ratio(name, best) for name in (*BY_PLAN, *also)},
-        "switches": short(statistics.fmean(switches)),
-        "way_back_s": {name: short(statistics.fmean(some)) for name, some in ways_back.items() if any(some)},
+        "switches": short(statistics.fmean(len(one.switches) for one in runs["pat"])),
+        "way_back_s": {
+            name: short(statistics.fmean(one.way_back_s for one in some))
+            for name, some in runs.items()
+            if any(one.way_back_s for one in some)
+        },
         "true_over": [name for name, value in over.items() if cell.claim is not None and value >= cell.claim],
     }
 
@@ -194,12 +195,7 @@ def _variants(deployment: Deployment, host: Deployment, batch: Batch, also: tupl
     def on_hosts(size: int) -> Layout:
         return nested_on_hosts(hosts, [size] * num_hosts)
 
-    def by_itself(estimator: Estimator) -> Variant:
-        make = partial(controller, host, batch, estimator)
-        return on_each_host(host, num_hosts, make, batch.contexts, batch.longest)
-
-    def own(name: str) -> Variant:
-        make = partial(_own(name), host, ended=batch.lifetimes)
+    def by_itself(make: Callable[[], PatController]) -> Variant:
         return on_each_host(host, num_hosts, make, batch.contexts, batch.longest)
 
     plan = make_plan(deployment, batch.contexts, np.array(batch.lengths, float), None)
@@ -209,10 +205,10 @@ def _variants(deployment: Deployment, host: Deployment, batch: Batch, also: tupl
             f"TP{size}": Variant(layout=on_hosts(size), num_kv_tokens=count // size)
             for size, count in deployment.num_kv_tokens.items()
         },
-        "pat": by_itself("lookahead"),
-        "paper": by_itself("paper"),
+        "pat": by_itself(partial(controller, host, batch, "lookahead")),
+        "paper": by_itself(partial(controller, host, batch, "paper")),
         "hindsight": changing(deployment, play().layout(), play),
-        **{name: own(name) for name in also},
+        **{name: by_itself(partial(_own(name), host, ended=batch.lifetimes)) for name in also},
     }
 
 

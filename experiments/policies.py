@@ -135,4 +135,4 @@ def layout_controller(option: str, name: str, names: list[str]) -> Callable[...,
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

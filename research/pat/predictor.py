@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,10 +42,6 @@ class StepPredictor:
         within, beyond = np.minimum(share, 1.0), np.maximum(share - 1.0, 0.0)
         rise = above - below
         return np.where(batch > 0, below + within * rise + beyond * np.maximum(rise, 0.0), 0.0)
-
-
-StepPredictors = Mapping[int, StepPredictor]
-"""TP size -> its predictor."""
 
 
 class _Curve:
