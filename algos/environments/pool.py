@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -80,7 +79,6 @@ class EnvironmentPool:
         """The sum of what the calls took."""
         self._numbers = itertools.count()
         self._trajectories: dict[SequenceId, _Trajectory] = {}
-        self._rewards: dict[SequenceId, concurrent.futures.Future[float]] = {}
         self._workers: list[ForkedWorker] = []
         self._living: set[ForkedWorker] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -134,16 +132,9 @@ class EnvironmentPool:
         one = self._trajectories[sequence_id]
         self._post(self._ask, one, Call(object=one.number, method="step", text=text), answer)
 
-    def end(self, sequence_id: SequenceId) -> None:
-        one, reward = self._trajectories.pop(sequence_id), None
-        if "get_reward" in self.ready.methods:
-            reward = self._rewards[sequence_id] = concurrent.futures.Future()
-        self._post(self._end, one, reward)
-
-    def reward(self, sequence_id: SequenceId) -> float | None:
-        """Returns, once, what `get_reward` said after `end`; None if the class has none. Waits for that call.
-        `failed_reward` if a call of the trajectory failed, or it was aborted."""
-        return self._rewards.pop(sequence_id).result() if "get_reward" in self.ready.methods else None
+    def end(self, sequence_id: SequenceId, reward: Callable[[float | None], None] | None) -> None:
+        """`reward` gets `failed_reward` if a call of the trajectory failed."""
+        self._post(self._end, self._trajectories.pop(sequence_id), reward)
 
     def close(self) -> None:
         """Kills all processes and removes their folders. No answer comes after that."""
@@ -157,8 +148,6 @@ class EnvironmentPool:
         if hasattr(self, "_template"):
             self._template.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
-        for future in self._rewards.values():
-            future.cancel()
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -177,7 +166,7 @@ class EnvironmentPool:
         one.calls.append(call)
         one.task = self._spawn(self._answer(one, answer))
 
-    def _end(self, one: _Trajectory, reward: concurrent.futures.Future[float] | None) -> None:
+    def _end(self, one: _Trajectory, reward: Callable[[float | None], None] | None) -> None:
         one.is_ended = True
         self._spawn(self._finish(one, reward))
 
@@ -189,10 +178,11 @@ class EnvironmentPool:
             fields = {name: getattr(result, name) for name in names}
             answer(Answer(done=result.done or result.failure is not None, **fields))
 
-    async def _finish(self, one: _Trajectory, reward: concurrent.futures.Future[float] | None) -> None:
+    async def _finish(self, one: _Trajectory, reward: Callable[[float | None], None] | None) -> None:
         """Asks for the reward, closes the object, and releases it."""
         assert one.task is not None
-        wants_reward = reward is not None and one.task.done() and one.failure is None
+        has_reward = "get_reward" in self.ready.methods
+        wants_reward = has_reward and reward is not None and one.failure is None
         await one.task
         call, given = Call(object=one.number, method="end", wants_reward=wants_reward), None
         if wants_reward:
@@ -204,7 +194,7 @@ class EnvironmentPool:
             with contextlib.suppress(LostError):
                 await one.worker.call(call)
         if reward is not None:
-            reward.set_result(self.config.failed_reward if given is None else given)
+            reward(self.config.failed_reward if has_reward and given is None else given)
         if one.worker is not None:
             one.worker.objects.discard(one.number)
             if one.worker not in self._workers:
