@@ -130,11 +130,13 @@ class EnvironmentPool:
 
     def step(self, sequence_id: SequenceId, text: str, answer: Callable[[Answer], None]) -> None:
         one = self._trajectories[sequence_id]
+        text = text.encode(errors="replace").decode()  # half a surrogate cannot be sent
         self._post(self._ask, one, Call(object=one.number, method="step", text=text), answer)
 
     def end(self, sequence_id: SequenceId, reward: Callable[[float | None], None] | None) -> None:
-        """`reward` gets `failed_reward` if a call of the trajectory failed."""
-        self._post(self._end, self._trajectories.pop(sequence_id), reward)
+        """`reward` gets `failed_reward` if a call of the trajectory failed. Nothing is done if `begin` raised."""
+        if one := self._trajectories.pop(sequence_id, None):
+            self._post(self._end, one, reward)
 
     def close(self) -> None:
         """Kills all processes and removes their folders. No answer comes after that."""
@@ -181,20 +183,20 @@ class EnvironmentPool:
     async def _finish(self, one: _Trajectory, reward: Callable[[float | None], None] | None) -> None:
         """Asks for the reward, closes the object, and releases it."""
         assert one.task is not None
-        has_reward = "get_reward" in self.ready.methods
-        wants_reward = has_reward and reward is not None and one.failure is None
         await one.task
-        call, given = Call(object=one.number, method="end", wants_reward=wants_reward), None
+        given = self.config.failed_reward if "get_reward" in self.ready.methods else None
+        wants_reward = reward is not None and given is not None and one.failure is None
+        call = Call(object=one.number, method="end", wants_reward=wants_reward)
         if wants_reward:
             one.calls.append(call)
             result = await self._run(one)
             self._count(one, result)
-            given = result.reward
+            given = given if result.reward is None else result.reward
         elif one.worker is not None and not one.worker.is_lost:
             with contextlib.suppress(LostError):
                 await one.worker.call(call)
         if reward is not None:
-            reward(self.config.failed_reward if has_reward and given is None else given)
+            reward(given)
         if one.worker is not None:
             one.worker.objects.discard(one.number)
             if one.worker not in self._workers:

@@ -29,7 +29,7 @@ class EnvironmentConfig:
     max_chars: Count = 32768
     """Longest text of an observation, in characters."""
     failed_reward: Finite = 0.0
-    """Reward of a trajectory whose environment failed, or whose `get_reward` returned no finite number."""
+    """Reward of a trajectory whose environment failed, or whose `get_reward` returned no number, or a too large one."""
     memory_mib: Count = 2048
     """Address space that a process may take, beyond that of its imports."""
     file_mib: Count = 256

@@ -78,7 +78,7 @@ class Worker:
         if call.method == "end":
             reward = finite(given)
             if call.wants_reward and reward is None:
-                raise ValueError(f"{given if isinstance(given, float) else what}: the reward must be a finite number")
+                raise ValueError(f"{given if isinstance(given, float) else what}: must be a number from -1e30 to 1e30")
             return Result(object=call.object, reward=reward)
         if given is None:
             return Result(object=call.object, done=call.method == "step")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from engines.rollout.environment import Observation
 from tests.algos.reward_functions import start_daemon
+from tests.environments import Echo
 
 MEETING = None
 
@@ -254,3 +256,18 @@ class Incrementer:
 
     def _hidden(self):
         return 1
+
+
+class MortalEcho(Echo):
+    """Kills its process at each fourth call of all objects that have the folder `marks`, once."""
+
+    def reset(self, marks, **columns):
+        self.marks = marks
+        return super().reset(**columns)
+
+    def step(self, text):
+        mark = Path(self.marks, hashlib.sha256(f"{self.texts} {text}".encode()).hexdigest())
+        if int(mark.name, 16) % 4 == 0 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(text)

@@ -157,7 +157,7 @@ def test_a_malformed_name_is_refused(spec: str) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (None, "No such file"),
+        (None, "there is no file"),
         ("class Other: pass", "has no environment or tool 'E'"),
         ("E = 1", "'E' is a int"),
         ("class E(:", r"SyntaxError: .*\(broken\.py:1\)"),
@@ -392,9 +392,14 @@ def test_an_aborted_call_has_no_answer(misbehaving: Callable[..., Engine], log: 
     wait_until(lambda: "wait for" in log.read_text(), "the call")
     engine.pool.end((0, 1, 0), None)
     gate.touch()
-    wait_until(lambda: "close" in log.read_text(), "its end")
+    wait_until(lambda: "close" in log.read_text(), "the end")
     assert answers == [] and not engine.pool.failures
     assert [*seen(log).values()] == [["reset", f"wait for={gate}", "close"]]
+
+
+def test_a_turn_with_half_a_surrogate_has_an_answer(shared_engine: Engine) -> None:
+    shared_engine.begin(1, log=os.devnull)
+    assert shared_engine.step(1, "a\ud800").text == "1 a?"
 
 
 def test_a_child_does_not_answer(misbehaving: Callable[..., Engine], log: Path) -> None:
