@@ -81,12 +81,11 @@ def describe_error(error: BaseException) -> str:
     """One line: type, message and where user code raised it; at most 500 characters."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()[-1]
     ours = (getattr(sys.modules["__main__"], "__file__", None), load.__code__.co_filename)
-    found = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in found if frame.filename not in ours and "importlib" not in frame.filename]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = (frames[-1].filename, frames[-1].lineno) if frames else None
     if isinstance(error, SyntaxError) and error.filename:  # raised by the importer; the error itself names the line
         place = error.filename, error.lineno
-    where = f" ({Path(place[0]).name}:{place[1]})" if place else ""
+    where = f" ({Path(place[0]).name}:{place[1]})" if place and place[0] not in ours else ""
     return (text[:450] + where[:50]).encode(errors="replace").decode()  # half a surrogate cannot be sent
 
 
