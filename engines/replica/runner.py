@@ -135,7 +135,10 @@ class ModelRunner:
         if self._slots.any_special:
             draws = list(_draws(scheduled))
             counts = [_count(state.params.logprobs, logits) for state, _ in draws]
-            edits = [self._editor.edit(state, draft) for state, draft in draws]
+            edits = [
+                self._editor.edit(state, self._slots.counts.get(slot), draft)
+                for slot, (state, draft) in zip(what.slots.tolist(), draws, strict=True)
+            ]
             num_top = max((count for count in counts if count is not None), default=None)
             batch = replace(batch, edits=edits if any(edits) else None, num_top=num_top)
         sampled = sample(logits, batch, self._draw_tokens)
@@ -170,6 +173,7 @@ class ModelRunner:
         contexts = starts + lengths
         block_size = self._block_size
         self._follow(sequences, contexts)
+        self._slots.count(sequences, slots, starts)
         known = np.array([len(sequence.state.tokens) for sequence in sequences])
         num_seqs, num_tokens = len(sequences), int(lengths.sum())
         ends = np.cumsum(lengths)

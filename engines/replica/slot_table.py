@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from engines.replica.schedule import Sequence
+from engines.sampling.edits import Counts
 from engines.sampling.sampler import SamplingBatch, make_sampling_batch
 
 
@@ -22,6 +23,9 @@ class SlotTable:
         self._top_p = np.ones(num_slots)
         self._min_p = np.zeros(num_slots)
         self._is_special = np.zeros(num_slots, dtype=bool)
+        self.counts: dict[int, Counts] = {}
+        """Of the slots whose sequences are penalised."""
+        self._is_penalised = np.zeros(num_slots, dtype=bool)
         self.scores_prompt = np.zeros(num_slots, dtype=bool)
         """Per slot: whether its sequence came without the log-probs of its prompt that it asks for."""
         self._changed: dict[int, tuple[int, int]] = {}
@@ -48,8 +52,15 @@ class SlotTable:
         self._top_p[slot] = params.top_p
         self._min_p[slot] = params.min_p
         self._is_special[slot] = params.edits_logits or params.logprobs is not None
+        self._is_penalised[slot] = params.is_penalised
+        self.counts.pop(slot, None)
         self.scores_prompt[slot] = sequence.state.lacks_prompt_logprobs
         self._kept = None
+
+    def count(self, sequences: list[Sequence], slots: np.ndarray, num_computed: np.ndarray) -> None:
+        """Counts the tokens that a pass computes, for the penalties."""
+        for row in np.flatnonzero(self._is_penalised[slots]).tolist():
+            self.counts.setdefault(int(slots[row]), Counts()).follow(sequences[row].state, int(num_computed[row]))
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the block table's changes since the last call: flat indices, int64, and values, int32."""

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from engines import LLM, SamplingParams
-from engines.sampling.edits import Editor, apply_edits
+from engines.sampling.edits import Counts, Edit, Editor, apply_edits
 from engines.sequence import SequenceState, Work
 from tests.checkpoints import EOS as EOS_OF_MODEL
 from tests.engines.test_sampler import columns
@@ -55,7 +55,13 @@ def edited(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         state = make_state(0, PROMPT, params)
         state.tokens += GENERATED[: row // 2]
         states.append((state, GENERATED[row // 2 : row]))
-    return apply_edits(logits, [EDITOR.edit(state, draft) for state, draft in states])
+    return apply_edits(logits, [edit(state, draft) for state, draft in states])
+
+
+def edit(state: SequenceState, draft: Sequence[int] = ()) -> Edit | None:
+    counts = Counts()
+    counts.follow(state, 0)
+    return EDITOR.edit(state, counts if state.params.is_penalised else None, draft)
 
 
 def of_huggingface(logits: torch.Tensor, processor: LogitsProcessor, *, prompt: list[int]) -> torch.Tensor:
@@ -118,10 +124,39 @@ def test_penalties_against_a_scalar_loop(presence: float, frequency: float, repe
     assert max(GENERATED.count(token) for token in range(VOCAB)) > 1
 
 
+def test_counts_kept_are_counts_made_anew() -> None:
+    """A sequence grows, loses its last tokens, and gets others in their place, as a small model's guesses do; its first
+    tokens may be the prompt's alone, in parts. Counting alone is compared with all counts anew, also behind drafts."""
+    rng = random.Random(11)
+    seen = {"cut": 0, "prompt": 0, "new in a draft": 0, "gone": 0}
+    for _ in range(60):
+        params = SamplingParams(repetition_penalty=1.3)
+        state = make_state(0, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))], params)
+        counts, num_same, before = Counts(), 0, set[int]()
+        for _ in range(40):
+            counts.follow(state, num_same)
+            draft = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))]
+            ids, found = counts.behind(draft).tolist()
+            tokens = [*state.tokens, *draft]
+            assert dict(zip(ids, found, strict=True)) == {
+                token: tokens[state.num_prompt_tokens :].count(token) for token in tokens
+            }
+            assert len({*ids}) == len(ids)
+            seen["new in a draft"] += not {*draft} <= {*state.tokens}
+            seen["gone"] += not before <= {*state.tokens}
+            before = {*state.tokens}
+            num_same = rng.randint(state.num_prompt_tokens - (rng.random() < 0.1), len(state.tokens))
+            seen["cut"] += num_same < len(state.tokens)
+            seen["prompt"] += num_same < state.num_prompt_tokens
+            rest = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+            state.tokens[max(num_same, state.num_prompt_tokens) :] = rest
+    assert all(count > 20 for count in seen.values()), seen
+
+
 def test_a_row_without_edits_keeps_its_bits_and_all_are_processed_after_them() -> None:
     logits = some_logits()
     state = make_state(0, PROMPT, SamplingParams(logit_bias={5: 3.0}))
-    edits = [EDITOR.edit(state) if row % 2 else None for row in range(ROWS)]
+    edits = [edit(state) if row % 2 else None for row in range(ROWS)]
     assert torch.equal(apply_edits(logits, edits)[::2], logits[::2])
     from engines.sampling.sampler import process_logits, sample
 
@@ -140,7 +175,7 @@ def test_the_largest_edits_leave_float32_finite(bias: float) -> None:
 
     params = SamplingParams(logit_bias=dict.fromkeys(range(VOCAB), bias), repetition_penalty=0.01 if bias > 0 else 100)
     state = make_state(0, list(range(VOCAB)), params)
-    batch = replace(columns(1, temperature=1e-6), edits=[EDITOR.edit(state)])
+    batch = replace(columns(1, temperature=1e-6), edits=[edit(state)])
     assert sample(some_logits()[:1], batch).logprobs.isfinite().all()
 
 
