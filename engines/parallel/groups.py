@@ -281,6 +281,9 @@ def _addresses() -> tuple[str, str]:
 
 
 def _host() -> str:
-    """Returns the same name for this user's processes on one host. Containers of one host have different names."""
+    """Returns the same name for this user's processes that share a host's loopback address and memory. Containers of
+    one host have different names, also where their host names are the same."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{os.getuid()}/{boot.read_text().strip() if boot.exists() else ''}"
+    shared = [os.stat(path) for path in ("/proc/self/ns/net", "/dev/shm") if os.path.exists(path)]
+    spaces = "/".join(f"{one.st_dev}:{one.st_ino}" for one in shared)
+    return f"{socket.gethostname()}/{os.getuid()}/{boot.read_text().strip() if boot.exists() else ''}/{spaces}"
