@@ -18,8 +18,7 @@ from engines.rollout.telemetry import StepRecord
 from experiments import seer_paper, seer_report
 from experiments.comparison.results import longer_than_paced
 from experiments.comparison.rollouts import Rollout, over_time
-from experiments.seer import Negative, SeerConfig
-from experiments.seer_variants import Setting
+from experiments.seer import Negative, SeerConfig, Setting
 from research.seer.context_aware import ContextAware
 from tests.worlds import refused_by, run_main
 
