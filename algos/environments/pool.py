@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG")
 """What the processes get of the run's environment variables, beside PYTHONPATH."""
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""There are many workers; and the import of NumPy would start threads."""
 
 _MOST_TRIES = 8
 """A call tries so many workers that end before they can have it, for example because the template does."""
@@ -269,7 +271,7 @@ class EnvironmentPool:
             [self._target, msgspec.json.encode(config).decode()],
             Ready,
             self.config.start_timeout_s,
-            environ={**environ, "HOME": self._folder, "TMPDIR": self._folder},
+            environ={**_ONE_THREAD, **environ, "HOME": self._folder, "TMPDIR": self._folder},
             folder=self._folder,
         )
         template.sock.settimeout(END_S)

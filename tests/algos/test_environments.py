@@ -166,7 +166,7 @@ def test_a_malformed_name_is_refused(spec: str) -> None:
         ("class E:\n def step(self, text): pass", "no method reset"),
         ("class E:\n def reset(self): pass", "neither `step` nor another public method"),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
-         "class E:\n def reset(self): pass\n def step(self, text): pass", "starts 1 threads.*in reset"),
+         "class E:\n def reset(self): pass\n def step(self, text): pass", "starts a thread.*in reset"),
     ],
 )  # fmt: skip
 def test_an_import_that_fails_is_refused(tmp_path: Path, source: str | None, message: str) -> None:
@@ -534,12 +534,9 @@ def test_a_worker_has_an_empty_folder_and_environment(looking: tuple[Engine, dic
     engine, found = looking
     folder = found["cwd"]
     assert found["files"] == [] and folder.startswith(engine.pool._folder + "/")
-    assert found["environ"].keys() <= {
-        *("PATH", "LD_LIBRARY_PATH", "LANG", "PYTHONPATH"),
-        "HOME",
-        "TMPDIR",
-        "LC_CTYPE",
-    } | {"CURTAIL_WORKER"}
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    kept = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_CTYPE", "PYTHONPATH")
+    assert found["environ"].keys() <= {*kept, *threads, "HOME", "TMPDIR", "CURTAIL_WORKER"}
     assert found["environ"]["HOME"] == found["environ"]["TMPDIR"] == folder
     assert engine.step(1, "read stdin").text == "''"
     assert engine.step(1, f"write={folder}/x").text == "ok" and os.path.exists(f"{folder}/x")
@@ -577,6 +574,22 @@ def test_variables_are_passed_by_name(make: Callable[..., Engine], monkeypatch: 
     engine = make("Looks", workers=1, environ=("CURTAIL_TEST_KEY", "ABSENT"))
     environ = json.loads(engine.begin(1).text or "")["environ"]
     assert environ["CURTAIL_TEST_KEY"] == "key" and "ABSENT" not in environ
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_native_libraries_work_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+    """NumPy's import may start threads of its matrix library, where there may be several; they bear the forks."""
+    (tmp_path / "native.py").write_text(
+        "import numpy\nclass E:\n    def reset(self): pass\n"
+        "    def step(self, text): return str((numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum())\n"
+    )
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(num_threads))
+    environ = ("OPENBLAS_NUM_THREADS",) if num_threads > 1 else ()
+    with EnvironmentPool(f"{tmp_path}/native.py:E", EnvironmentConfig(workers=2, environ=environ)) as pool:
+        engine = Engine(pool)
+        for uid in (1, 2):
+            engine.begin(uid)
+            assert engine.step(uid, "").text == "27000000.0"
 
 
 def test_the_page_s_examples_run(tmp_path: Path) -> None:
