@@ -16,7 +16,7 @@ import pytest
 import tyro
 
 from tests.checkpoints import save_text_checkpoint
-from tests.worlds import ROOT, run_python
+from tests.worlds import ROOT, run_python, start_ranks
 
 BLOCKS = {
     f"{path.name}:{block[:60].splitlines()[0]}": block
@@ -37,8 +37,14 @@ def test_runs(name: str, tmp_path: Path) -> None:
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[name])
     ranks = re.match(r"#.*torchrun .*--nproc-per-node (\d+)", BLOCKS[name])
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]] if ranks else []
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if ranks and not name.startswith("README"):  # whose is started by torchrun itself
+        with start_ranks([str(script)], int(ranks[1]), cwd=tmp_path) as processes:
+            codes = [process.wait(240) for process in processes]
+            assert not any(codes), "".join(process.stderr[-3000:] for process in processes)
+            assert processes[0].stdout.strip()
+        return
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]] if ranks else []
     done = run_python([*torchrun, str(script)], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()

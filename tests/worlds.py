@@ -123,11 +123,11 @@ def run_python(
 
 
 @contextlib.contextmanager
-def start_ranks(arguments: Sequence[str], num_ranks: int) -> Iterator[list[Python]]:
+def start_ranks(arguments: Sequence[str], num_ranks: int, cwd: Path = ROOT) -> Iterator[list[Python]]:
     """`python ARGUMENTS` on so many ranks; those that are left at the end are killed."""
     with contextlib.ExitStack() as stack:
         environments = [os.environ | env for env in _environments(num_ranks)]
-        yield [stack.enter_context(Python(arguments, env=env)) for env in environments]
+        yield [stack.enter_context(Python(arguments, env=env, cwd=cwd)) for env in environments]
 
 
 def _environments(num_ranks: int) -> list[dict[str, str]]:

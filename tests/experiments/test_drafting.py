@@ -31,6 +31,7 @@ def models(text_model: str, tmp_path: Path) -> Path:
 def test_parts(models: Path, tmp_path: Path) -> None:
     figure, output = tmp_path / "drafting.png", tmp_path / "result.json"
     small = ["--groups", "2", "--batches", "1", "--turns", "1", "--widen", "2", "--figure", str(figure)]
+    small += ["--temperatures", "1"]
     parts = ["--parts", "equal", "acceptance", "speedup", "agreement"]
     result = run_main("drafting", ["--models", str(models), "--output", str(output), *small, *parts])
     assert result["tokens_equal"] is True and len(result["equal"]) >= 40 and min(result["drafted"].values()) > 0

@@ -5,41 +5,56 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from experiments.comparison.rollouts import Rollout
 from experiments.pat import describe
 from tests.worlds import refused_by, run_main
 
-SMALL = ["--shrink", "8", "--turns", "2", "--ranks", "4", "--hidden", "256", "--scale", "0.1"]
-CASES = {"a40-8b-2048", "uniform"}
+SMALL = ["--shrink", "8", "--hidden", "256", "--scale", "0.1"]
 
 
 def test_both_parts(tmp_path: Path) -> None:
-    more = ["--cases", *sorted(CASES), "--figure", str(tmp_path), "--output", str(tmp_path / "result.json")]
-    result = run_main("pat", [*SMALL, *more], num_ranks=2)
+    """The paced one on ranks that rank 0 starts: without a tail nobody switches."""
+    more = ["--ranks", "2", "--turns", "2", "--cases", "uniform"]
+    files = ["--figure", str(tmp_path), "--output", str(tmp_path / "result.json")]
+    result = run_main("pat", [*SMALL, *more, *files], num_ranks=2)
     live, paced = result["live"], result["paced"]
     assert (live["tier"], paced["tier"]) == ("live", "paced")
-    assert live["tokens_equal"] and paced["tokens_equal"] and result["predictor_error"] > 0
-    figures = ("no_history_vs_best_static", "regret", "vs_best_static", "vs_rebalanced")
-    for name in (*figures, "switch_share", "a_a", "steps_longer_than_paced"):
-        assert set(paced[name]) == CASES and all(isinstance(one, float) for one in paced[name].values()), name
+    assert live["tokens_equal"] and live["workload"] and result["predictor_error"] > 0
+    check_paced(paced, "uniform", num_turns=2)
     assert paced["switches"]["uniform"] == [] and paced["switch_share"]["uniform"] == 0
-    variants = {f"static TP{size}" for size in (1, 2, 4)} | {"pat", "paper", "no history"}
-    assert set(paced["row"]["uniform"]["ms"]) == variants
-    assert paced["workload"] == dict.fromkeys(CASES, "no workload of the paper's") and live["workload"]
-    assert "distribution" in paced["row"]["uniform"]["history"]
-    turns = {name: len(some) for name, some in paced["row"]["uniform"]["turns_ms"].items() if "static" not in name}
-    assert turns == {"pat": 2, "no history": 2, "paper": 2}
-    assert len(paced["vs_best_static_by_batch"]["uniform"]) == 2
+    assert set(paced["row"]["uniform"]["ms"]) == variants(1, 2)
+    assert {"tp_size", "chosen", "seconds", "kept_seconds", "stages"} <= paced["decisions"]["uniform"][0].keys()
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"uniform", "live"}
+    assert (tmp_path / "result.json").is_file()
+
+
+def test_a_tail_is_switched_for() -> None:
+    more = ["--parts", "paced", "--ranks", "4", "--turns", "1", "--cases", "a40-8b-2048"]
+    paced = run_main("pat", [*SMALL, *more], num_ranks=4)["paced"]
+    check_paced(paced, "a40-8b-2048", num_turns=1)
     ways_back = paced["way_back_s"]["a40-8b-2048"]
     assert ways_back.keys() == paced["row"]["a40-8b-2048"]["ms"].keys()
     assert {name for name, took in ways_back.items() if took} >= {"pat", "hindsight"}, "they switch"
     assert not any(took for name, took in ways_back.items() if "static" in name or name == "rebalanced")
-    tailed = paced["row"]["a40-8b-2048"]["ms"]
-    assert set(tailed) == variants | {"hindsight", "rebalanced"}
-    assert {"tp_size", "chosen", "seconds", "kept_seconds", "stages"} <= paced["decisions"]["uniform"][0].keys()
-    assert {path.stem for path in tmp_path.glob("*.png")} == CASES | {"live"}
-    assert (tmp_path / "result.json").is_file()
+    assert set(paced["row"]["a40-8b-2048"]["ms"]) == variants(1, 2, 4) | {"hindsight", "rebalanced"}
+
+
+def variants(*sizes: int) -> set[str]:
+    return {f"static TP{size}" for size in sizes} | {"pat", "paper", "no history"}
+
+
+def check_paced(paced: dict[str, Any], case: str, num_turns: int) -> None:
+    assert paced["tokens_equal"] and paced["workload"] == {case: "no workload of the paper's"}
+    figures = ("no_history_vs_best_static", "regret", "vs_best_static", "vs_rebalanced")
+    for name in (*figures, "switch_share", "a_a", "steps_longer_than_paced"):
+        assert paced[name].keys() == {case} and isinstance(paced[name][case], float), name
+    row = paced["row"][case]
+    assert "distribution" in row["history"]
+    turns = {name: len(some) for name, some in row["turns_ms"].items() if name in ("pat", "no history", "paper")}
+    assert turns == dict.fromkeys(("pat", "no history", "paper"), num_turns)
+    assert len(paced["vs_best_static_by_batch"][case]) == num_turns
 
 
 def test_a_static_size_that_was_run_once_is_not_the_best_one() -> None:
