@@ -5,6 +5,7 @@ memory. What else it may do stands in docs/trajectories.md.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 from collections.abc import Iterable
@@ -31,14 +32,29 @@ class _PathBeneath(ctypes.Structure):
 
 def leave_network() -> str:
     """Leaves this process, which must have one thread, without a network, by a namespace of its own. Returns why not,
-    if the kernel refuses it."""
+    if the kernel refuses it. A fork tries first, since half a namespace could not be left again."""
+    if (child := os.fork()) == 0:
+        refused = errno.EIO
+        try:
+            _enter_namespace()
+            refused = 0
+        except OSError as error:
+            refused = error.errno or refused
+        finally:
+            os._exit(refused)
+    if refused := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        return os.strerror(refused)
+    _enter_namespace()
+    return ""
+
+
+def _enter_namespace() -> None:
     uid, gid = os.getuid(), os.getgid()
     if _libc().unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
-        return os.strerror(ctypes.get_errno())
+        raise OSError(ctypes.get_errno(), "unshare")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-    return ""
 
 
 def landlock_version() -> int:

@@ -569,6 +569,32 @@ def test_there_is_no_network_unless_it_is_asked_for(
         assert looking[0].step(1, f"connect={port}").text == "OSError"
 
 
+def test_where_the_kernel_refuses_a_namespace_the_network_stays() -> None:
+    """Refused as by an administrator, for the processes of this test: within a namespace of their own."""
+    program = f"""
+        import queue
+        from pathlib import Path
+        from algos.environments.sandbox import leave_network
+        print(leave_network() or "in a namespace", flush=True)
+        Path("/proc/sys/user/max_user_namespaces").write_text("0")
+        from algos.environments.pool import EnvironmentPool
+        with EnvironmentPool({f"{CLASSES}:Looks"!r}) as pool:
+            answers = queue.SimpleQueue()
+            pool.begin((0, 0, 0), {{}}, answers.put)
+            print(pool.ready.notes, answers.get(timeout=60).failure)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100, check=False
+    )
+    if "in a namespace" not in done.stdout:
+        pytest.skip("this kernel refuses a namespace")
+    assert (
+        "environments have the network, since the kernel refuses a namespace (No space left on device)" in done.stdout
+    )
+    assert done.stdout.endswith(" None\n") and done.returncode == 0, done.stderr
+
+
 def test_variables_are_passed_by_name(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CURTAIL_TEST_KEY", "key")
     engine = make("Looks", workers=1, environ=("CURTAIL_TEST_KEY", "ABSENT"))
