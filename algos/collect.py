@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 import warnings
@@ -20,6 +21,8 @@ from algos.tasks.task import Problem, Task
 from engines import LLM, Completion, SamplingParams
 from engines.decoding import from_msgpack
 from engines.parallel.collectives import Communicator
+from engines.rollout.environment import CallCounts, Environments
+from engines.rollout.environment import FailureKind as CallFailure
 from engines.rollout.journal import Journal
 from engines.rollout.telemetry import Mark, StepRecord
 from engines.sequence import Finished
@@ -87,13 +90,18 @@ class Collector:
     llm: LLM
     task: Task
     algorithm: Algorithm
-    reward: RewardRunner
+    reward: RewardRunner | None
+    """None: each trajectory brings its own."""
     group: Communicator
     params: SamplingParams
     """`params.n` is the group size."""
     prompts_per_step: int
     limit: PromptLimit = PromptLimit()
     journal: Journal | None = None
+    environment: Environments | None = None
+    """Of trajectories; `OnRankZero` on other ranks. A reward of its own counts, and others are scored by `reward`."""
+    in_rounds: bool = False
+    """See `LLM.generate`."""
 
     def __post_init__(self) -> None:
         reshaping = ["top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
@@ -120,9 +128,7 @@ class Collector:
             skipped += next_index - index - len(problems)
             cut += sum(problem.tokens is not None for problem in problems)
             index = next_index
-            groups, figures = sample_groups(
-                self.llm, problems, self.params, self.reward, self.group, on_finished, self.journal
-            )
+            groups, figures = self.sample(problems, on_finished)
             _check_scores(figures, sum(len(group.rewards) for group in groups))
             sums.update(figures)
             steps += self.llm.step_records
@@ -145,6 +151,9 @@ class Collector:
         ]
         metrics = rollout_metrics(sampled, experiences) | sums
         metrics |= {"train/num_gen_batches": float(rounds), "train/num_groups": float(len(kept))}
+        if self.environment is not None:
+            num_trajectories = sum(len(group.completions) for group in sampled)
+            metrics["timing_s/agent_loop/tool_calls/mean"] = sums["timing_s/tool_calls"] / num_trajectories
         metrics |= {"train/num_prompts_skipped": float(skipped), "train/num_prompts_cut": float(cut)}
         if cut and self.group.rank == 0:
             warnings.warn(
@@ -152,6 +161,22 @@ class Collector:
             )
         return Rollout(
             groups=sampled, experiences=experiences, next_index=index, metrics=metrics, steps=steps, marks=marks
+        )
+
+    def sample(
+        self, problems: Sequence[Problem], on_finished: Callable[[Finished], None] | None = None
+    ) -> tuple[list[Group], dict[str, float]]:
+        """See `sample_groups`."""
+        return sample_groups(
+            self.llm,
+            problems,
+            self.params,
+            self.reward,
+            self.group,
+            on_finished,
+            self.journal,
+            environment=self.environment,
+            in_rounds=self.in_rounds,
         )
 
     def _draw(self, index: int) -> tuple[list[Problem], int]:
@@ -174,7 +199,7 @@ class Collector:
         return problems, index
 
     def _shaped(self, group: Group) -> list[float]:
-        lengths = [len(completion.token_ids) for completion in group.completions]
+        lengths = [completion.num_generated for completion in group.completions]
         truncated = [completion.finish_reason == "length" for completion in group.completions]
         return self.algorithm.shape_rewards(group.rewards, lengths, truncated, self.params.most_tokens)
 
@@ -184,11 +209,11 @@ class Collector:
                 tokens=group.prompt_token_ids + completion.token_ids,
                 num_prompt_tokens=len(group.prompt_token_ids),
                 rollout_logprobs=completion.logprobs,
-                loss_mask=[self.algorithm.loss_mask(length, completion.finish_reason == "length")] * length,
+                loss_mask=completion.loss_mask if counts else [False] * len(completion.token_ids),
                 advantage=advantage,
             )
             for completion, advantage in zip(group.completions, advantages, strict=True)
-            for length in [len(completion.token_ids)]
+            for counts in [self.algorithm.loss_mask(completion.num_generated, completion.finish_reason == "length")]
         ]
 
 
@@ -196,10 +221,13 @@ def sample_groups(
     llm: LLM,
     problems: Sequence[Problem],
     params: SamplingParams,
-    reward: RewardRunner,
+    reward: RewardRunner | None,
     group: Communicator,
     on_finished: Callable[[Finished], None] | None = None,
     journal: Journal | None = None,
+    *,
+    environment: Environments | None = None,
+    in_rounds: bool = False,
 ) -> tuple[list[Group], dict[str, float]]:
     """Completes and scores problems. Returns the groups, and metrics: seconds and numbers of failed scores.
 
@@ -209,10 +237,11 @@ def sample_groups(
     """
     start = time.perf_counter()
     by_uid = {problem.uid: problem for problem in problems}
-    with RewardPool(reward) as pool:
+    with RewardPool(reward) if reward is not None else contextlib.nullcontext() as pool:
 
         def hear(finished: Finished) -> None:
-            if reward.config.beside_rollout:
+            is_scored = finished.completion.reward is not None
+            if pool is not None and reward is not None and reward.config.beside_rollout and not is_scored:
                 pool.add(_item(by_uid[finished.state.key.prompt_uid], finished.completion))
             if on_finished is not None:
                 on_finished(finished)
@@ -223,6 +252,9 @@ def sample_groups(
             prompt_uids=list(by_uid),
             on_finished=hear,
             journal=journal,
+            environment=environment,
+            columns=None if environment is None else [problem.columns for problem in problems],
+            in_rounds=in_rounds,
         )
         generated = time.perf_counter()
         rewards, failed = _finish_scores(pool, problems, [output.outputs for output in outputs], group)
@@ -238,9 +270,15 @@ def sample_groups(
     return groups, {
         "timing_s/gen": generated - start,
         "timing_s/reward": time.perf_counter() - generated,
-        "timing_s/reward_overlapped": pool.seconds_beside,
+        "timing_s/reward_overlapped": 0.0 if pool is None else pool.seconds_beside,
+        **({} if environment is None else _call_figures(llm.environment_calls)),
         **{f"reward/num_{kind}": float(failed[kind]) for kind in get_args(FailureKind)},
     }
+
+
+def _call_figures(calls: CallCounts) -> dict[str, float]:
+    failures = {f"environment/num_{kind}": float(calls.failures[kind]) for kind in get_args(CallFailure)}
+    return {"environment/num_calls": float(calls.num_calls), "timing_s/tool_calls": calls.seconds, **failures}
 
 
 def score_groups(groups: Sequence[Group], reward: RewardRunner, group: Communicator) -> list[float]:
@@ -257,18 +295,30 @@ def _item(problem: Problem, completion: Completion) -> Item:
 
 
 def _finish_scores(
-    pool: RewardPool, problems: Sequence[Problem], completions: Sequence[Sequence[Completion]], group: Communicator
+    pool: RewardPool | None,
+    problems: Sequence[Problem],
+    completions: Sequence[Sequence[Completion]],
+    group: Communicator,
 ) -> tuple[dict[ItemKey, float], Counter[FailureKind]]:
-    """Scores the completions that no rank's pool has scored. Returns all rewards and failures, on every rank."""
+    """Scores the completions that no rank's pool has scored, and that bring no reward. Returns all rewards and
+    failures, on every rank."""
+    brought = {
+        (problem.uid, one.index): one.reward
+        for problem, group_ in zip(problems, completions, strict=True)
+        for one in group_
+        if one.reward is not None
+    }
+    if pool is None:
+        return brought, Counter()
     taken_by_rank = group.all_gather_bytes(msgspec.msgpack.encode(pool.stop()))
     taken = {key for part in taken_by_rank for key in from_msgpack(part, list[ItemKey])}
     mine, failed_here = pool.finish(
         _item(problems[i], completion)
         for i in range(group.rank, len(problems), group.size)
         for completion in completions[i]
-        if (problems[i].uid, completion.index) not in taken
+        if (problems[i].uid, completion.index) not in taken | brought.keys()
     )
-    rewards: dict[ItemKey, float] = {}
+    rewards: dict[ItemKey, float] = brought
     failed: Counter[FailureKind] = Counter()
     for part in group.all_gather_bytes(msgspec.msgpack.encode((list(mine.items()), dict(failed_here)))):
         scores, counts = from_msgpack(part, tuple[list[tuple[ItemKey, float]], dict[FailureKind, int]])
@@ -290,17 +340,21 @@ def _check_scores(figures: dict[str, float], num_completions: int) -> None:
 def rollout_metrics(groups: Sequence[Group], experiences: Sequence[Experience]) -> dict[str, float]:
     """Metrics under verl's names: rewards and lengths of all sampled groups, advantages of the experiences."""
     rewards = [reward for group in groups for reward in group.rewards]
-    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    completions = [completion for group in groups for completion in group.completions]
+    lengths = [completion.num_generated for completion in completions]
     cut = [completion.finish_reason == "length" for group in groups for completion in group.completions]
     prompts = [len(group.prompt_token_ids) for group in groups]
     solved = [sum(group.rewards) / len(group.rewards) for group in groups]
-    metrics: dict[str, float] = {}
-    for name, values in (
+    many: list[tuple[str, Sequence[float]]] = [
         ("critic/rewards", rewards),
         ("response_length", lengths),
         ("prompt_length", prompts),
         ("critic/advantages", [experience.advantage for experience in experiences] or [0.0]),
-    ):
+    ]
+    if any(completion.observed for completion in completions):
+        many.append(("num_turns", [len(completion.turns) for completion in completions]))
+    metrics: dict[str, float] = {}
+    for name, values in many:
         metrics |= {
             f"{name}/mean": statistics.fmean(values),
             f"{name}/max": float(max(values)),

@@ -10,6 +10,7 @@ from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem
 from engines import LLM, SamplingParams
 from engines.parallel.collectives import Communicator
+from engines.rollout.environment import Environments
 from engines.sequence import Finished
 
 
@@ -17,12 +18,14 @@ def evaluate(
     llm: LLM,
     problems: Sequence[Problem],
     params: SamplingParams,
-    reward: RewardRunner,
+    reward: RewardRunner | None,
     group: Communicator,
     *,
     threshold: float = 1.0,
     own_reward: RewardRunner | None = None,
     on_finished: Callable[[Finished], None] | None = None,
+    environment: Environments | None = None,
+    in_rounds: bool = False,
 ) -> dict[str, float]:
     """Metrics under verl's `val-core/` and `val-aux/`, at the training's temperature, from `params.n` completions each.
 
@@ -30,12 +33,14 @@ def evaluate(
     trained on, if it is another. The noise of a held-out problem has a key of its own, so an evaluation does not change
     what training samples.
     """
-    groups, figures = sample_groups(llm, problems, params, reward, group, on_finished)
+    groups, figures = sample_groups(
+        llm, problems, params, reward, group, on_finished, environment=environment, in_rounds=in_rounds
+    )
     metrics = {"val-core/reward/mean": _mean([value for one in groups for value in one.rewards])}
     if own_reward is not None:
         metrics["val-core/own_reward/mean"] = _mean(score_groups(groups, own_reward, group))
     num_correct = [sum(value >= threshold for value in one.rewards) for one in groups]
-    lengths = [len(completion.token_ids) for one in groups for completion in one.completions]
+    lengths = [completion.num_generated for one in groups for completion in one.completions]
     for k in (1 << exponent for exponent in range(params.n.bit_length())):
         metrics[f"val-core/pass@{k}"] = _mean([pass_at_k(params.n, count, k) for count in num_correct])
     metrics["val-aux/response_length/mean"] = _mean(lengths)

@@ -64,14 +64,16 @@ class ClippedSurrogate:
 
 
 def log_ratios(inputs: LossInputs) -> Tensor:
-    """Each token's log-ratio of the policy being trained to the policy before the rollout's first update."""
-    return (inputs.logprobs_BT - inputs.trainer_logprobs_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """Each token's log-ratio of the policy being trained to the policy before the rollout's first update; 0 at masked
+    positions, where the gradient of a log-prob that is no number would be none, either."""
+    log_ratio_BT = (inputs.logprobs_BT - inputs.trainer_logprobs_BT).masked_fill(~inputs.loss_mask_BT, 0.0)
+    return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_log_ratios(inputs: LossInputs) -> Tensor:
     """The mean of a sequence's log-ratios over its unmasked tokens, at each of its positions (GSPO, Eq. 7)."""
     mask_BT = inputs.loss_mask_BT
-    log_ratio_BT = log_ratios(inputs).masked_fill(~mask_BT, 0.0)
+    log_ratio_BT = log_ratios(inputs)
     return (log_ratio_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)).expand_as(log_ratio_BT)
 
 
@@ -194,7 +196,10 @@ def with_kl(
     if coef == 0:
         return output
     assert inputs.ref_logprobs_BT is not None
-    kl_BT = kl_estimate(inputs.logprobs_BT, inputs.ref_logprobs_BT, estimator)
+    policy_BT, ref_BT = (
+        one_BT.masked_fill(~inputs.loss_mask_BT, 0.0) for one_BT in (inputs.logprobs_BT, inputs.ref_logprobs_BT)
+    )
+    kl_BT = kl_estimate(policy_BT, ref_BT, estimator)
     kl_loss = aggregate(kl_BT, inputs, how, constant_length)
     loss = output.loss + coef * kl_loss
     metrics = {"actor/kl_loss": kl_loss.detach(), "actor/loss": loss.detach()}

@@ -28,7 +28,7 @@ from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import Replica
 from engines.rollout.drafts import DraftSharing
-from engines.rollout.environment import Environments
+from engines.rollout.environment import CallCounts, Environments
 from engines.rollout.generation import (
     as_prompts,
     check_same_states,
@@ -113,6 +113,8 @@ class LLM:
         self._next_uid = 0
         self.step_records: list[StepRecord] = []
         """One entry per step of this rank's part of the last `generate`."""
+        self.environment_calls = CallCounts()
+        """On rank 0, those of the last `generate`."""
         self.rollout: RolloutWorld | None = None
         self._kv_store: FileKVStore | TieredKVStore | None = None
         """KV of preempted sequences; coordinated rollouts (`rollout`) have their own store."""
@@ -274,6 +276,7 @@ class LLM:
 
         with bar:
             completions = self._roll_out(states, done, hear, turns)
+        self.environment_calls = CallCounts() if turns is None else turns.calls
         decode = None if self.tokenizer is None else self.tokenizer.decode
         groups = ([completions[uid, index] for index in range(one.n)] for uid, one in zip(uids, params, strict=True))
         rows = zip(uids, prompts, token_lists, params, groups, strict=True)

@@ -377,6 +377,13 @@ class Completion:
     def num_generated(self) -> int:
         return len(self.token_ids) - sum(end - start for start, end in self.observed)
 
+    @property
+    def turns(self) -> list[Span]:
+        """The places in `token_ids` of each turn: what was generated without a break."""
+        starts = [0, *(end for _, end in self.observed)]
+        ends = [*(start for start, _ in self.observed), len(self.token_ids)]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVPart:

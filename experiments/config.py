@@ -17,6 +17,7 @@ from algos.algorithm import Algorithm
 from algos.cispo import CISPO
 from algos.dapo import DAPO
 from algos.deepspeed_config import TrainerConfig
+from algos.environments.protocol import EnvironmentConfig
 from algos.grpo import GRPO
 from algos.gspo import GSPO
 from algos.reinforce_pp import ReinforcePlusPlus
@@ -29,7 +30,7 @@ from algos.tasks.task import Task
 from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from engines.constraints import Count, Finite, Positive, WholeNumber, check_fields
-from engines.coordination.policies import OnDemand, SchedulePolicy
+from engines.coordination.policies import OnDemand, SchedulePolicy, Static
 from experiments import launch
 from experiments.chat_options import ChatOptions
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
@@ -74,7 +75,9 @@ class RolloutConfig:
     group_size: Annotated[int, Meta(ge=2, le=2**31, description="an integer of at least 2")] = 16
     """Completions per prompt."""
     max_tokens: Count = 340
-    """Most tokens per completion."""
+    """Most tokens per completion, observed ones included."""
+    max_turns: Count | None = None
+    """Most turns of a trajectory; None: as many as its environment takes."""
     max_prompt_tokens: Count | None = None
     """Most tokens per prompt; None: as many as the model's context has room for."""
     long_prompts: Literal["drop", "cut"] = "drop"
@@ -163,6 +166,9 @@ class TrainConfig(ChunkFields):
     reward: str | None = None
     """Reward function to train on instead of the task's: "package.module:function" or "file.py:function", with TRL's
     signature. Evaluation has the means of both; pass@k is by the task's, if it has one."""
+    environment: str | None = None
+    """What completions talk to between their turns, as trajectories: a class, FILE.py:Class, or tools, FILE.py:f,g
+    (docs/trajectories.md). A reward of its own takes the place of the task's."""
     # The coordinator's heartbeat is 1 s; timers do not accept infinity.
     rank_timeout_s: Annotated[float, Meta(ge=2, le=1e6, description="from 2 to 1e6 (seconds)")] = 1800.0
     """Most seconds that a rank waits for another one; after that the run ends and names the missing ranks."""
@@ -177,6 +183,7 @@ class TrainConfig(ChunkFields):
     wandb_tags: tuple[WandbTag, ...] = ()
     """Tags of the run in wandb."""
     reward_limits: Annotated[RewardConfig, tyro.conf.arg(name="reward-limits")] = field(default_factory=RewardConfig)
+    environment_limits: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     conversation: Annotated[ChatOptions, Flat] = field(default_factory=ChatOptions)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: Annotated[TrainerConfig, Flat] = field(
@@ -190,7 +197,7 @@ class TrainConfig(ChunkFields):
         check_fields(self, "")
         if getattr(self.task_options, "seed", self.seed) != self.seed:
             object.__setattr__(self, "task_options", replace(self.task_options, seed=self.seed))
-        if self.reward is None and self.task_options.reward is None:
+        if self.reward is None and self.task_options.reward is None and self.environment is None:
             raise ValueError(
                 f"task={self.task!r}: has no reward of its own; give --reward FILE.py:function, or (with --task jsonl) "
                 "--answer-column, the column of the right answers"
@@ -256,12 +263,16 @@ class TrainConfig(ChunkFields):
         """How the folder names of runs without a name begin."""
         return "-".join(name.rpartition(":")[2] for name in (self.task, self.algo))
 
-    def schedule(self, num_replicas: int) -> SchedulePolicy | None:
-        """Returns the policy of a coordinator; None without one, as for one replica that gets all sequences at once."""
+    def schedule(self, num_ranks: int) -> SchedulePolicy | None:
+        """Returns the policy of a coordinator; None without one, as for one replica that gets all sequences at once.
+        Trajectories on several ranks always have one."""
         if self.dispatch not in ("auto", "static", "on-demand"):
             return self._schedule(self.dispatch)()
-        is_on_demand = num_replicas > 1 and not self.deterministic and self.dispatch != "static"
-        return OnDemand() if is_on_demand or self.layout_policy != "none" else None
+        is_static = self.deterministic or self.dispatch == "static"
+        is_on_demand = num_ranks > self.tensor_parallel_size and not is_static
+        if is_on_demand or self.layout_policy != "none":
+            return OnDemand()
+        return (Static() if is_static else OnDemand()) if self.environment is not None and num_ranks > 1 else None
 
     def _schedule(self, name: str) -> Callable[[], SchedulePolicy]:
         chunks = self.chunk_options() if name in IN_CHUNKS else ContextOptions(seed=self.seed)
@@ -302,7 +313,14 @@ def parse(arguments: list[str]) -> TrainConfig:
 
 
 GROUPS = ("run", "data", "model", "rollout", "optimiser", "algorithm", "wandb")
-_OF_DATA = ("task", "reward", "reward_limits", *(one.name for one in fields(ChatOptions)))
+_OF_DATA = (
+    "task",
+    "reward",
+    "reward_limits",
+    "environment",
+    "environment_limits",
+    *(one.name for one in fields(ChatOptions)),
+)
 _OF_ROLLOUT = ("rollout", "pat", "dispatch", "layout_policy", "pat_profile", "tensor_parallel_size")
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from algos.collect import Collector, Group, Rollout
+from engines import Completion
 from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics
 from experiments import launch
 from experiments.pat_training import RolloutLayouts
@@ -67,7 +69,7 @@ class RolloutRecord:
     def write(self, number: int, rollout: Rollout) -> list[dict[str, Any]]:
         """Writes the files of the step of this number; returns its samples. Times in them are seconds (in the timeline:
         microseconds) since `begin`."""
-        samples = [_sample(one) for one in rollout.groups[:SAMPLES_PER_STEP]]
+        samples = [_sample(one, self._llm.tokenizer.decode) for one in rollout.groups[:SAMPLES_PER_STEP]]
         if not self._folder.is_writer:
             return samples
         step = {"training/global_step": number}
@@ -95,12 +97,21 @@ def _digest(rollout: Rollout) -> str:
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
 
 
-def _sample(group: Group) -> dict[str, Any]:
+def _parts(completion: Completion, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """The text of a trajectory, part by part: what was observed, and what was generated."""
+    spans = sorted([(*one, True) for one in completion.observed] + [(*one, False) for one in completion.turns])
+    return [
+        {"observed": is_observed, "text": decode(completion.token_ids[start:end])} for start, end, is_observed in spans
+    ]
+
+
+def _sample(group: Group, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     completion = group.completions[0]
     return {
         **group.problem.columns,
         "prompt": group.problem.prompt,
         "completion": completion.text,
+        **({"parts": _parts(completion, decode)} if completion.observed else {}),
         "finish_reason": completion.finish_reason,
         "reward": group.rewards[0],
     }

@@ -53,6 +53,7 @@ from experiments.run_folder import (
 )
 from experiments.tracking import CODE, Tracker, check_environment
 from experiments.training_checks import as_json, check_prompts, check_rollouts, check_same_run, prepare_model
+from experiments.training_environment import RunEnvironment, share_environment, start_environment
 from research.pat.controller import PatController
 
 
@@ -67,7 +68,7 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
     config = replace(config, trainer=config.trainer.on("cuda" if torch.cuda.is_available() else "cpu"))
     # Checks that need no process group come first: they cost nothing, and every rank sees an error.
     task: Task = config.task_options
-    columns = task.train_problem(0).columns  # reads its files
+    first = task.train_problem(0)  # reads its files
     resolve(config.trainer, num_ranks=launch.num_ranks())
     if config.wandb != "off" and launch.rank() == 0:
         check_environment()
@@ -85,21 +86,24 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         limits = replace(limits, beside_rollout=False)
     with contextlib.ExitStack() as stack:
         specs = [spec for spec in (task.reward, config.reward) if spec is not None]
-        # The first judges evaluations, the last is trained on; there is at least one.
-        judge, *own = (stack.enter_context(RewardRunner(spec, limits)) for spec in specs)
-        reward = own[0] if own else judge
-        reward.check(columns)
-        for problem in task.held_out_problems(1) if config.eval_every else []:
-            judge.check(problem.columns)
-            reward.check(problem.columns)
+        # The first judges evaluations, the last is trained on; there may be none where trajectories bring their own.
+        rewards = [stack.enter_context(RewardRunner(spec, limits)) for spec in specs]
+        columns = [one.columns for one in (first, *(task.held_out_problems(1) if config.eval_every else []))]
+        pool = start_environment(config, columns, stack)
+        for names in columns:
+            for one in rewards:
+                one.check(names)
         model = prepare_model(config, threads)
         device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
         world = TorchGroup(timeout_s=config.rank_timeout_s)
         layouts = [layout] if profile is None else nested_layouts(world.size)
         groups = GroupCache(world, layouts, timeout_s=config.rank_timeout_s, device=device)
         controller = None if profile is None else make_controller(config, profile, sizes, transport_of(groups))
+        environment = share_environment(config, pool, world)
+        if environment is not None and environment.has_reward:
+            rewards.clear()
         run = stack.enter_context(
-            contextlib.closing(Run(config, task, model, device, groups, reward, judge, controller))
+            contextlib.closing(Run(config, task, model, device, groups, rewards, environment, controller))
         )
         result = run.train(start)
     stop_deepspeed()
@@ -136,22 +140,27 @@ class Run:
         model: Path,
         device: torch.device,
         groups: GroupCache,
-        reward: RewardRunner,
-        judge: RewardRunner,
+        rewards: list[RewardRunner],
+        environment: RunEnvironment | None = None,
         controller: PatController | None = None,
     ) -> None:
-        """`reward` is the reward to train on; `judge`, the task's own reward, scores evaluations."""
+        """The first of `rewards` scores evaluations, the last one is the reward to train on; there are none where
+        trajectories bring their own."""
         self.config = config
         self.group = group = groups.world
-        self.judge, self.reward = judge, reward
+        self.judge = rewards[0] if rewards else None
+        self.reward = rewards[-1] if rewards else None
         if config.resume:
             self.folder = _open_folder(config, group)
             self.folder.check()
         rollout = config.rollout
         self.params = SamplingParams(
-            temperature=rollout.temperature, max_tokens=rollout.max_tokens, n=rollout.group_size
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_tokens,
+            max_turns=rollout.max_turns,
+            n=rollout.group_size,
         )
-        schedule = config.schedule(group.size // config.tensor_parallel_size)
+        schedule = config.schedule(group.size)
         dispatches = None
         if schedule is not None and config.dispatch not in ("auto", "on-demand", "static"):
             dispatches = Logged(schedule)
@@ -166,12 +175,15 @@ class Run:
             load=False,
             **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
         )
-        self.llm.chat_template = config.conversation.template(self.llm.tokenizer)
+        template = config.conversation.template(self.llm.tokenizer)
+        self.llm.chat_template = replace(template, tools=environment.tools or None) if environment else template
         launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
         self.limit = PromptLimit(max_tokens=rollout.max_prompt_tokens, cut=rollout.long_prompts == "cut")
         self.held_out = self._held_out_problems(task) if config.eval_every else []
         self.state = RunState(step=0, data_index=0, evaluations=[])
+        self._trajectories: dict[str, float] = {}
+        """For the result, where there are trajectories."""
         if not config.resume:
             self.folder = _open_folder(config, group)  # late, so that an error above leaves no empty folder
         launch.end_on_signals(self._last_words)
@@ -184,12 +196,14 @@ class Run:
             llm=self.llm,
             task=task,
             algorithm=config.algorithm,
-            reward=reward,
+            reward=self.reward,
             group=group,
             params=self.params,
             prompts_per_step=rollout.prompts_per_step,
             limit=self.limit,
             journal=self.journal,
+            environment=environment.environments if environment else None,
+            in_rounds=config.deterministic,
         )
         self.layouts = RolloutLayouts(controller, self.collector)
         self.record = RolloutRecord(self.folder, self.collector, self.layouts, dispatches)
@@ -234,7 +248,7 @@ class Run:
         if self.config.resume:
             self._resume()
         self.folder.replace("config.json", json.dumps(as_json(self.config), indent=2) + "\n")
-        for option in ("reward", "task", "algo", "dispatch", "layout_policy"):
+        for option in ("reward", "environment", "task", "algo", "dispatch", "layout_policy"):
             if file := source_of(str(getattr(self.config, option))):
                 self.folder.copy(file, f"{CODE}/{option}-{file.name}")
         self.layouts.begin(self.state.data_index, keep_weights=False)
@@ -279,6 +293,9 @@ class Run:
         rollout = self._roll_out()
         updated = time.perf_counter()
         metrics = rollout.metrics | self.record.metrics(rollout)
+        if self.config.environment is not None:
+            seconds = self._trajectories.get("tool_seconds", 0.0) + metrics["timing_s/tool_calls"]
+            self._trajectories = {"turns_mean": metrics.get("num_turns/mean", 1.0), "tool_seconds": round(seconds, 3)}
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
@@ -299,7 +316,7 @@ class Run:
         elapsed = time.perf_counter() - began
         metrics["timing_s/step"] = elapsed
         if not metrics["rollout/num_journaled"]:  # else a killed run has spent a part of the time
-            num_tokens = sum(len(c.token_ids) for g in rollout.groups for c in g.completions)
+            num_tokens = sum(c.num_generated for g in rollout.groups for c in g.completions)
             metrics["perf/throughput"] = num_tokens / elapsed / self.group.size
             metrics["perf/rollout_tokens_per_second"] = num_tokens / rollout.metrics["timing_s/gen"]
         # The metrics of a step are part of its resume point, so they are written before it is published.
@@ -355,6 +372,8 @@ class Run:
                 threshold=self.config.eval_threshold,
                 own_reward=None if self.reward is self.judge else self.reward,
                 on_finished=show,
+                environment=self.collector.environment,
+                in_rounds=self.collector.in_rounds,
             )
         self.state.evaluations.append(metrics["val-core/pass@1"])
         if self.state.step == 0:
@@ -406,6 +425,7 @@ class Run:
             "eval_before": self.state.evaluations[0] if self.state.evaluations else None,
             "eval_after": self.state.evaluations[-1] if self.state.evaluations else None,
             "steps": self.state.step,
+            **self._trajectories,
             "minutes": round((time.perf_counter() - start) / 60, 2),
             "run_dir": str(self.folder.path),
             "model": str(checkpoint / "huggingface") if checkpoint else None,

@@ -29,6 +29,7 @@ from experiments.config import TrainConfig
 
 MAY_CHANGE = (
     *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "reward_limits"),
+    "environment_limits",
     *("wandb", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags"),
     *(
         "rank_timeout_s",

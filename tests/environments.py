@@ -16,9 +16,9 @@ from engines.sequence import SequenceId
 class Echo:
     """Says a part of each turn again, and ends after a number of turns that the texts decide."""
 
-    def __init__(self, delay_s: float = 0.0) -> None:
+    def __init__(self, *, has_reward: bool = True) -> None:
         self.texts: list[str] = []
-        self._delay_s = delay_s
+        self._has_reward = has_reward
 
     def reset(self, greeting: str | None = None, most: int = 4, **columns: Any) -> str | None:
         self._most = most
@@ -26,13 +26,12 @@ class Echo:
 
     def step(self, text: str) -> Observation | None:
         self.texts.append(text)
-        time.sleep(self._delay_s)
         if len(self.texts) >= self._most or sum(map(ord, text)) % 11 == 3:
             return None
         return Observation(text=f"{len(self.texts)}:{text[-4:]}{text[:2]}>")
 
-    def get_reward(self) -> float:
-        return float(sum(map(len, self.texts)))
+    def get_reward(self) -> float | None:
+        return float(sum(map(len, self.texts))) if self._has_reward else None
 
 
 class Local:

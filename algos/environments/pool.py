@@ -110,6 +110,11 @@ class EnvironmentPool:
             )
 
     @property
+    def has_reward(self) -> bool:
+        """Whether its class has a `get_reward`."""
+        return "get_reward" in self.ready.methods
+
+    @property
     def tools(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools, for the chat template; none for an environment with a `step` of its own."""
         return self.ready.tools

@@ -7,8 +7,9 @@ the environments in processes of their own.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from engines.constraints import NonNegative, check_fields
@@ -68,6 +69,22 @@ class Answer:
             raise ValueError(f"Answer.failure={self.failure!r}: a trajectory whose call failed is over; set done=True")
 
 
+@dataclass(kw_only=True)
+class CallCounts:
+    """What the calls of a rollout's environments came to."""
+
+    num_calls: int = 0
+    seconds: float = 0.0
+    failures: Counter[FailureKind] = field(default_factory=Counter)
+    """Trajectories whose environment failed, by kind."""
+
+    def note(self, answer: Answer) -> None:
+        self.num_calls += 1
+        self.seconds += answer.seconds
+        if answer.failure is not None:
+            self.failures[answer.failure] += 1
+
+
 class Environments(Protocol):
     """Runs one environment per trajectory. No method waits: another thread calls `answer`, once, with what came of it.
 
@@ -87,3 +104,16 @@ class Environments(Protocol):
         `get_reward` returns first, or None without one. Without `reward` the trajectory was aborted: nothing is asked,
         and the answer to a call that still runs is dropped."""
         ...
+
+
+class OnRankZero:
+    """In place of the environments on the other ranks, which never call them."""
+
+    def begin(self, sequence_id: SequenceId, columns: Mapping[str, Any], answer: Callable[[Answer], None]) -> None:
+        raise RuntimeError("only rank 0 has environments")
+
+    def step(self, sequence_id: SequenceId, text: str, answer: Callable[[Answer], None]) -> None:
+        raise RuntimeError("only rank 0 has environments")
+
+    def end(self, sequence_id: SequenceId, reward: Callable[[float | None], None] | None) -> None:
+        raise RuntimeError("only rank 0 has environments")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.coordination.requests import ContinueTurn, EndTrajectory
 from engines.replica.endings import Endings
-from engines.rollout.environment import Answer, Environments
+from engines.rollout.environment import Answer, CallCounts, Environments
 from engines.sequence import Completion, Finished, FinishReason, KVHandle, SequenceId, SequenceState, Work
 
 logger = logging.getLogger(__name__)
@@ -71,8 +70,7 @@ class Turns:
         self._next: dict[SequenceId, ContinueTurn | EndTrajectory] = {}
         self._num_ending = 0
         self._finished: list[Finished] = []
-        self.failures: Counter[str] = Counter()
-        """Trajectories that ended since their environment failed, by kind."""
+        self.calls = CallCounts()
         self.wake: Callable[[], object] = lambda: None
         """Called on an environment's thread when an answer has come."""
 
@@ -131,7 +129,8 @@ class Turns:
                 try:
                     observation = self._encode(state.key.prompt_uid, answer, said)
                 except ValueError as error:
-                    answer = Answer(done=True, failure="invalid", error=str(error))
+                    logger.warning("trajectory %s: what it observes cannot be encoded: %s", sequence_id, error)
+                    answer = Answer(done=True, seconds=answer.seconds, failure="invalid", error=str(error))
             self._put(_Answered(sequence_id=sequence_id, turn=turn, answer=answer, observation=observation))
 
         return take
@@ -175,11 +174,7 @@ class Turns:
         self._next[item.sequence_id] = self._go_on(state, item)
 
     def _go_on(self, state: SequenceState, item: _Answered) -> ContinueTurn | EndTrajectory:
-        if item.answer.failure is not None:
-            self.failures[item.answer.failure] += 1
-            if self.failures[item.answer.failure] == 1:
-                what = (item.sequence_id, item.answer.failure, item.answer.error[:500])
-                logger.warning("the environment of trajectory %s: %s: %s", *what)
+        self.calls.note(item.answer)
         params, turn, observation = state.params, item.turn, tuple(item.observation)
         num_left = min(state.num_prompt_tokens + params.most_tokens, self._max_model_len) - len(state.tokens)
         num_left -= len(observation)

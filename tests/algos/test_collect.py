@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from engines import LLM, SamplingParams
 from engines.parallel.collectives import SingleRank
 from tests.chat_models import QWEN25, save_chat_checkpoint
 from tests.checkpoints import save_text_checkpoint
+from tests.environments import Echo, Local
 
 REWARDS = '''
 import hashlib
@@ -253,3 +256,73 @@ def test_overlong_completions_are_shaped_and_masked(llm: LLM, even: RewardRunner
         for i in range(8):
             for j in range(8):
                 assert (penalties[i] < penalties[j]) == (advantages[i] < advantages[j] - 1e-9)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(), DAPO(max_sampling_rounds=1)])
+def test_trajectories_train_on_what_was_generated(llm: LLM, algorithm: Any) -> None:
+    """Masks are by span and by algorithm, lengths and shaping count generated tokens, rewards are the environment's."""
+    params = SamplingParams(max_tokens=60, n=8, stop_token_ids=tuple(range(100, 124)), max_turns=4)
+    with Local() as environments:
+        rollout = Collector(
+            llm=llm,
+            task=Kinds(("mixed",)),
+            algorithm=algorithm,
+            reward=None,
+            group=SingleRank(),
+            params=params,
+            prompts_per_step=3,
+            environment=environments,
+        ).collect(0)
+        heard = environments.texts()
+    completions = [one for group in rollout.groups for one in group.completions]
+    assert len(heard) == len(completions) == 24 and sum(len(one.observed) > 1 for one in completions) > 8
+    for group in rollout.groups:
+        rewards = [float(sum(map(len, heard[llm.policy_version, group.problem.uid, index]))) for index in range(8)]
+        assert group.rewards == rewards
+    kept = [group for group in rollout.groups if algorithm.keep_group(group.rewards)]
+    pairs = zip([one for group in kept for one in group.completions], rollout.experiences, strict=True)
+    overlong = 0
+    for completion, experience in pairs:
+        spans = {place for start, end in completion.observed for place in range(start, end)}
+        counts = algorithm.loss_mask(completion.num_generated, completion.finish_reason == "length")
+        overlong += not counts
+        places = range(len(completion.token_ids))
+        assert experience.loss_mask == [counts and place not in spans for place in places]
+        assert all(experience.rollout_logprobs[place] == 0.0 for place in spans)
+    generated = [one.num_generated for one in completions]
+    assert rollout.metrics["response_length/mean"] == pytest.approx(statistics.fmean(generated))
+    assert rollout.metrics["num_turns/max"] == max(len(one.turns) for one in completions) > 2
+    assert rollout.metrics["environment/num_calls"] == environments.num_calls
+    assert rollout.metrics["timing_s/tool_calls"] == 0.0, "this environment's calls have no time"
+
+
+def test_a_trajectory_without_a_reward_is_scored_by_the_function(llm: LLM, even: RewardRunner) -> None:
+    with Local(lambda: Echo(has_reward=False)) as environments:
+        one = replace(collector(llm, even, ("mixed",), GRPO()), environment=environments)
+        rollout = one.collect(0)
+    texts = [(group, completion.text) for group in rollout.groups for completion in group.completions]
+    expected = [hashlib.sha256(text.encode()).digest()[0] % 2 for _, text in texts]
+    assert [reward for group in rollout.groups for reward in group.rewards] == expected
+
+
+def test_an_environment_that_fails_costs_its_trajectory_alone(llm: LLM) -> None:
+    class Broken(Echo):
+        def reset(self, **columns: Any) -> str | None:
+            raise RuntimeError("not today")
+
+    made = itertools.count()
+    with Local(lambda: Broken() if next(made) % 8 == 3 else Echo()) as environments:
+        params = SamplingParams(max_tokens=40, n=8)
+        rollout = Collector(
+            llm=llm,
+            task=Kinds(("mixed",)),
+            algorithm=GRPO(),
+            reward=None,
+            group=SingleRank(),
+            params=params,
+            prompts_per_step=2,
+            environment=environments,
+        ).collect(0)
+    empty = [one for group in rollout.groups for one in group.completions if not one.token_ids]
+    assert len(empty) == 2 and rollout.metrics["environment/num_raised"] == 2
+    assert [len(one.tokens) == one.num_prompt_tokens for one in rollout.experiences].count(True) == 2

@@ -259,10 +259,12 @@ def test_masked_positions_have_no_part_even_if_they_are_not_numbers(algorithm: A
     clean = algorithm.loss(inputs)
     (clean_grad,) = torch.autograd.grad(clean.loss, inputs.logprobs_BT)
     garbage_BT = torch.where(inputs.loss_mask_BT, 0.0, math.nan)
-    dirty_inputs = dataclasses.replace(inputs, rollout_logprobs_BT=inputs.rollout_logprobs_BT + garbage_BT)
-    dirty = algorithm.loss(dirty_inputs)
+    names = ("logprobs_BT", "trainer_logprobs_BT", "rollout_logprobs_BT", "ref_logprobs_BT")
+    garbled = {name: getattr(inputs, name) + garbage_BT for name in names}
+    dirty = algorithm.loss(dataclasses.replace(inputs, **garbled))
     (dirty_grad,) = torch.autograd.grad(dirty.loss, inputs.logprobs_BT)
     assert torch.equal(dirty.loss, clean.loss) and torch.equal(dirty_grad, clean_grad)
+    assert clean_grad[~inputs.loss_mask_BT].eq(0).all() and clean_grad[inputs.loss_mask_BT].ne(0).any()
     assert all(torch.equal(dirty.metrics[name], value) for name, value in clean.metrics.items())
 
 

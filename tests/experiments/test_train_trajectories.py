@@ -1,0 +1,90 @@
+"""`train.py --environment`: trajectories under torchrun, deterministic, killed and resumed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import FILES
+from tests.worlds import refused_by, run_main
+
+SMALL = [
+    "--steps", "3", "--save-every", "1", "--eval-every", "0", "--wandb", "off", "--learning-rate", "1e-3",
+    "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "80",
+    "--rollout.max-turns", "3", "--rollout.kv-cache-mib", "8", "--environment-limits.workers", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("environments")
+    for name in ("guessing.py", "my_tools.py"):
+        (folder / name).write_text(FILES[name])
+    (folder / "echo.py").write_text(
+        "class Echo:\n"
+        "    def reset(self, answer, **columns):\n"
+        "        self.score = 0.0\n"
+        "        return answer + '?'\n"
+        "    def step(self, text):\n"
+        "        self.score += sum(map(ord, text)) % 3\n"
+        "        return None if len(text) % 5 == 0 else f'{len(text)}>'\n"
+        "    def get_reward(self):\n"
+        "        return self.score\n"
+    )
+    (folder / "mute.py").write_text(
+        "class Mute:\n    def reset(self):\n        pass\n    def step(self, text):\n        pass\n"
+    )
+    return folder
+
+
+def train(folder: Path, model: str, name: str, *arguments: str) -> Path:
+    options = ["--model", model, "--runs", str(folder), "--name", name, *SMALL, *arguments]
+    result = run_main("train", options, num_ranks=2)
+    assert result["turns_mean"] > 1 and result["tool_seconds"] > 0
+    return Path(result["run_dir"])
+
+
+def digests(run: Path) -> list[str]:
+    return [json.loads(line)["digest"] for line in (run / "lengths.jsonl").read_text().splitlines()]
+
+
+def test_deterministic_runs_and_a_resumed_one_have_the_same_tokens(folder: Path, text_model: str) -> None:
+    environment = ["--environment", f"{folder}/echo.py:Echo", "--deterministic"]
+    whole = train(folder, text_model, "whole", *environment)
+    part = train(folder, text_model, "part", *environment, "--steps", "1")
+    assert digests(part) == digests(whole)[:1]
+    config = json.loads((part / "config.json").read_text())
+    (part / "config.json").write_text(json.dumps(config | {"steps": 3}))
+    assert digests(train(folder, text_model, "part", *environment, "--resume")) == digests(whole)
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["num_turns/mean"] > 1 and row["environment/num_raised"] == 0 for row in rows)
+    assert any(row["actor/grad_norm"] > 0 for row in rows)
+    (*_, sample) = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    assert sample["parts"][0] == {"observed": True, "text": sample["answer"] + "?"}
+    assert [part["observed"] for part in sample["parts"][:2]] == [True, False]
+    assert list((whole / "code").glob("environment-echo.py"))
+
+
+def test_on_demand_has_the_same_tokens(folder: Path, text_model: str) -> None:
+    """In the first step, where both have the same weights to the last bit."""
+    environment = ["--environment", f"{folder}/echo.py:Echo", "--rollout.dtype", "float64", "--steps", "1"]
+    one = train(folder, text_model, "static", *environment, "--dispatch", "static")
+    other = train(folder, text_model, "on-demand", *environment, "--dispatch", "on-demand")
+    assert digests(one) == digests(other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--environment", "nowhere.py:E"], "environment='nowhere.py:E': cannot be used"),
+        (["--environment", "echo"], "environment='echo': must be"),
+        (["--environment", "{}/guessing.py:Guess"], "reset wants ['number'], the task has only the columns"),
+        (["--environment", "{}/echo.py:Echo", "--reward", "{}/echo.py:Echo"], "a get_reward of its own; leave one out"),
+        (["--environment-limits.workers", "0"], "--environment-limits.workers=0: must be"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(folder: Path, text_model: str, arguments: list[str], message: str) -> None:
+    options = ["--model", text_model, "--runs", str(folder), *SMALL, *(one.format(folder) for one in arguments)]
+    assert message in refused_by("train", options)
