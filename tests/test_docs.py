@@ -25,7 +25,7 @@ BLOCKS = {
     if "import" in block
 }
 
-_OWN_CODE = "".join((ROOT / page).read_text() for page in ("docs/training.md", "docs/pat.md"))
+_OWN_CODE = "".join((ROOT / page).read_text() for page in ("docs/training.md", "docs/pat.md", "docs/trajectories.md"))
 FILES = dict(re.findall(r"```python\n(?=# (\w+\.py))(.*?)```", _OWN_CODE, re.DOTALL))
 """The recipes: a block that begins with a file's name is that file."""
 

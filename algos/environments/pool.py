@@ -191,7 +191,7 @@ class EnvironmentPool:
         """Asks for the reward, closes the object, and releases it."""
         assert one.task is not None
         await one.task
-        given = self.config.failed_reward if "get_reward" in self.ready.methods else None
+        given = self.config.failed_reward if self.has_reward else None
         wants_reward = reward is not None and given is not None and one.failure is None
         call = Call(object=one.number, method="end", wants_reward=wants_reward)
         if wants_reward:

@@ -12,7 +12,7 @@ from tests.worlds import refused_by, run_main
 
 SMALL = [
     "--steps", "3", "--save-every", "1", "--eval-every", "0", "--wandb", "off", "--learning-rate", "1e-3",
-    "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "80",
+    "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "240",
     "--rollout.max-turns", "3", "--rollout.kv-cache-mib", "8", "--environment-limits.workers", "2",
 ]  # fmt: skip
 
@@ -32,9 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "        return None if len(text) % 5 == 0 else f'{len(text)}>'\n"
         "    def get_reward(self):\n"
         "        return self.score\n"
-    )
-    (folder / "mute.py").write_text(
-        "class Mute:\n    def reset(self):\n        pass\n    def step(self, text):\n        pass\n"
     )
     return folder
 
