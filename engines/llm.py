@@ -329,12 +329,14 @@ class LLM:
         messages: Messages | Items[Messages],
         sampling_params: SamplingParams | Items[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
         tools: Tools | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Continues a conversation, or each of a list of them, as the model's chat template renders it.
+        """Continues a conversation, or each of a list of them, as the model's chat template, or the text of another
+        `chat_template`, renders it.
 
         `tools` are JSON schemas or typed functions. `options` are the other keyword arguments of `generate`. Raises
         ValueError, as `generate` does, also for a template that is missing, fails or drops a message.
@@ -346,7 +348,14 @@ class LLM:
             check_template_kwargs(kwargs := {} if chat_template_kwargs is None else chat_template_kwargs)
             if not many:
                 raise ValueError(f"messages={messages!r}: give a conversation, or a list of at least one")
-            more = {"tools": tools, "add_generation_prompt": add_generation_prompt, **kwargs}
+            if not isinstance(chat_template, str | None):
+                raise ValueError(f"chat_template={chat_template!r}: give the text of a template")
+            more = {
+                "chat_template": chat_template,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+                **kwargs,
+            }
             prompts = [self.chat_template.render(one, where=name, **more) for name, one in many.items()]
         outputs = self.generate(prompts, sampling_params, **options)
         return [replace(one, prompt=self.tokenizer.decode(one.prompt_token_ids)) for one in outputs]

@@ -32,18 +32,30 @@ def is_conversation(prompt: object) -> bool:
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def check_messages(messages: object, where: str) -> None:
-    """Raises ValueError, whose message begins with `where`, unless `messages` are a conversation."""
+def check_messages(messages: object, where: str) -> Messages:
+    """Returns the messages of a conversation, each with its content as one text: parts {"type": "text", "text": "..."}
+    become lines, as in vLLM. Raises ValueError, whose message begins with `where`, for anything else."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(f'{where}: must be a list of messages, as [{{"role": "user", "content": "..."}}]')
+    plain: Messages = []
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: message {index} needs a `role`, as system, user, assistant or tool")
         content = message.get("content")
+        if isinstance(content, list) and content:
+            kinds = [part.get("type") if isinstance(part, Mapping) else part for part in content]
+            if others := [kind for kind in kinds if kind != "text"]:
+                raise ValueError(
+                    f"{where}: message {index} has a part {others[0]!r}; only parts of type 'text' are taken"
+                )
+            texts = [part.get("text") for part in content]
+            content = "\n".join(texts) if all(isinstance(text, str) for text in texts) else None
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f"{where}: message {index} ({message['role']}) needs `content`, a text")
         if isinstance(content, str) and not is_unicode(content):
             raise ValueError(f"{where}: the content of message {index} holds half a surrogate pair, which is no text")
+        plain.append({**message, "content": content} if "content" in message else dict(message))
+    return plain
 
 
 def check_template_kwargs(kwargs: object) -> None:
@@ -69,7 +81,7 @@ class ChatTemplate:
     renders_text: bool = False
     """Whether text is a user's message, too, and not encoded as it stands."""
     _whole: set[tuple[str, ...]] = field(default_factory=set, init=False, compare=False, repr=False)
-    """The roles of conversations of which the template is known to keep each message."""
+    """The roles of conversations, with the call's template, of which the template is known to keep each message."""
 
     def __post_init__(self) -> None:
         check_template_kwargs(self.kwargs)
@@ -102,7 +114,7 @@ class ChatTemplate:
 
         Raises ValueError if there is no template, if it fails, or if it drops a message.
         """
-        check_messages(messages, where)
+        messages = check_messages(messages, where)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         options = {**self.kwargs, **kwargs, "tools": tools or self.tools}
@@ -126,7 +138,7 @@ class ChatTemplate:
         the difference of two renderings of a fixed conversation, so templates that change earlier thoughts work.
         Raises ValueError if the first is no prefix of the second from the answer on, or as `render` does.
         """
-        check_messages(observation, where)
+        observation = check_messages(observation, where)
         begin = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _ANSWER}]
         options = {**self.kwargs, **kwargs, "tools": tools or self.tools}
         first = self._apply(begin, where, {**options, "add_generation_prompt": False}, tokenize=False)
@@ -179,7 +191,8 @@ class ChatTemplate:
     def _check_whole(self, messages: Messages, where: str, options: Mapping[str, Any]) -> None:
         """Raises ValueError if the template drops one of the messages. Done once for each succession of roles."""
         roles = tuple(message["role"] for message in messages)
-        if roles in self._whole:
+        known = (*roles, str(options.get("chat_template")))
+        if known in self._whole:
             return
         marks = {index: f" (mark {index})" for index, message in enumerate(messages) if message.get("content")}
         marked = [
@@ -191,11 +204,12 @@ class ChatTemplate:
                 f"{where}: the model's chat template drops message {lost[0]} ({roles[lost[0]]}) of roles "
                 f"{', '.join(roles)}; leave it out, or use another chat_template.jinja"
             )
-        self._whole.add(roles)
+        self._whole.add(known)
 
     def _apply(self, messages: Messages, where: str, options: Mapping[str, Any], *, tokenize: bool) -> Any:
         """Returns token ids, or text."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
+        given = options.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
+        if self.tokenizer is None or given is None:
             raise ValueError(
                 f"{where}: the model has no chat template; give text, or a chat model (its template stands in "
                 "chat_template.jinja or tokenizer_config.json)"

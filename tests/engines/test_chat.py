@@ -16,6 +16,7 @@ from engines.models.chat import ChatTemplate, Messages
 from tests.chat_models import END, LLAMA3, QWEN3, QWEN25, TEMPLATES, chat_tokenizer, save_chat_checkpoint
 
 FORMS = list(TEMPLATES)
+LAST_ONLY = "{%- set m = messages[-1] %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
 USER = {"role": "user", "content": "what is the question?"}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": {}}}
 
@@ -148,7 +149,10 @@ BAD_MESSAGES = {
     "message 1 needs a `role`": [USER, {"content": "a"}],
     "message 0 needs a `role`": [{"role": 1, "content": "a"}],
     r"message 1 \(assistant\) needs `content`": [USER, {"role": "assistant"}],
-    r"message 0 \(user\) needs `content`": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    r"message 0 \(user\) needs `content`": [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+    "message 0 has a part 'image_url'; only parts of type 'text'": [
+        {"role": "user", "content": [{"type": "image_url"}]}
+    ],
     "message 0 holds half a surrogate": [{"role": "user", "content": "\ud800"}],
 }
 
@@ -161,6 +165,31 @@ def test_bad_messages(told: str) -> None:
         template("qwen3").render_next(BAD_MESSAGES[told])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_of_text_are_lines_of_it(form: str) -> None:
+    parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": "the question?"}]
+    messages = [{"role": "system", "content": parts[:1]}, {"role": "user", "content": parts}]
+    plain = [{"role": "system", "content": "what is"}, {"role": "user", "content": "what is\nthe question?"}]
+    assert template(form).render(messages) == whole(form, plain)
+    assert template(form).render_next(messages[1:]) == template(form).render_next(plain[1:])
+
+
+def test_a_template_of_the_call(tmp_path: Path) -> None:
+    save_chat_checkpoint(tmp_path / "model", "qwen2.5")
+    llm = LLM(tmp_path / "model", kv_cache_bytes=2**22)
+    params = SamplingParams(max_tokens=2)
+    (own,) = llm.chat([USER], params)
+    (other,) = llm.chat([USER], params, chat_template=LLAMA3)
+    assert own.prompt_token_ids == whole("qwen2.5", [USER])
+    assert other.prompt_token_ids == whole("qwen2.5", [USER], chat_template=LLAMA3) != own.prompt_token_ids
+    pair = [{"role": "system", "content": "a"}, USER]
+    llm.chat(pair, params)
+    with pytest.raises(ValueError, match="drops message 0"):
+        llm.chat(pair, params, chat_template=LAST_ONLY)
+    with pytest.raises(ValueError, match="chat_template=7: give the text of a template"):
+        llm.chat([USER], params, chat_template=7)  # type: ignore[arg-type]
+
+
 def test_a_call_without_content() -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
     form = QWEN25.replace("message.content + '<|im_end|>", "(message.content or 'call') + '<|im_end|>")
@@ -168,7 +197,6 @@ def test_a_call_without_content() -> None:
     assert "assistant\ncall" in chat.tokenizer.decode(chat.render([USER, called, *OBSERVATIONS[1]]))
 
 
-LAST_ONLY = "{%- set m = messages[-1] %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
 BAD_TEMPLATES = {
     "drops a turn": (LAST_ONLY, r"drops message 0 \(system\) of roles system, user"),
     "drops a role": (
