@@ -262,7 +262,7 @@ class EngineConfig:
     have ended. "model" draws from a small model (`draft_model`). Only guesses that equal the draws count, so tokens
     stay the same, as far as batches of other sizes round alike."""
     draft_model: str | None = None
-    """Checkpoint folder of the small model for drafter="model": a supported decoder with the model's vocabulary. Its
+    """Folder, or name of the hub, of the small model for drafter="model": a supported decoder with the vocabulary. Its
     weights stay as they are. Its KV cache has room for as many tokens as the model's, beside `kv_cache_bytes`."""
     draft_noise: DraftNoise = "target"
     """Random numbers with which the small model draws: "target" takes those of the model's own draw at the position, so
