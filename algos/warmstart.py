@@ -7,14 +7,12 @@ Label smoothing keeps the policy that uncertain, so that reinforcement learning 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from algos.batch import collate
@@ -25,6 +23,7 @@ from algos.tasks.arithmetic import ArithmeticTask, solution
 from algos.tokenizer import PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from algos.warmstart_config import MODEL_SIZES, ModelSize, WarmStartConfig
 from engines.models.chat import ChatTemplate
+from engines.progress import Bar
 
 Example = tuple[list[int], int]
 """(tokens of prompt, completion and end of sequence, number of prompt tokens)."""
@@ -92,8 +91,7 @@ def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
     ]
     smoothed = None
     model.train()
-    interval = 0.1 if sys.stderr.isatty() else 10.0
-    with tqdm(range(config.steps), f"warm start {config.size}", unit="step", mininterval=interval) as progress:
+    with Bar(range(config.steps), f"warm start {config.size}", unit="step") as progress:
         for step in progress:
             first = step * config.batch_size
             examples = [_example(template, config.task, first + offset) for offset in range(config.batch_size)]

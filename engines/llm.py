@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.exclusive_calls import ExclusiveCalls, exclusive
@@ -24,6 +23,7 @@ from engines.models.tokenizer import Prompt
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
+from engines.progress import Bar
 from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import Replica
@@ -265,7 +265,7 @@ class LLM:
         done = journal.find(states, len(self.layout.replicas)) if journal is not None else {}
 
         here = states if self.rollout is not None else states[:: len(self.layout.replicas)]
-        bar = tqdm(total=len(here), desc="generate", unit="seq", disable=not use_tqdm or self._world.rank > 0)
+        bar = Bar(total=len(here), desc="generate", unit="seq", disable=not use_tqdm or self._world.rank > 0)
 
         def hear(finished: Finished) -> None:
             bar.update()

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from engines.json_files import read_jsonl
+from engines.progress import Bar
 from experiments import launch
 from experiments.comparison.turns import short
 
@@ -37,7 +36,7 @@ def measure(model: Path, steps: int, drafters: Mapping[str, Sequence[str]]) -> d
     found: dict[str, list[float]] = {}
     digests: list[list[str]] = []
     with tempfile.TemporaryDirectory() as runs:
-        for drafter, options in tqdm(drafters.items(), desc="drift", unit="run"):
+        for drafter, options in Bar(drafters.items(), desc="drift", unit="run"):
             command = [str(Path(__file__).with_name("train.py")), *OPTIONS, "--steps", str(steps)]
             command += ["--model", str(model), "--runs", runs, "--name", drafter, *options]
             folder = Path(launch.result_of(command)["run_dir"])

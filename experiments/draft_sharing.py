@@ -19,11 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 import engines
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.parallel.layout import nested_layout
+from engines.progress import Bar
 from engines.sequence import Finished, SamplingParams, SequenceId
 from engines.speculation.client import DraftClient, DraftTimes
 from engines.speculation.mirror import Grown
@@ -114,7 +113,7 @@ def measure(model: str, texts: list[str], seed: int, world: TorchGroup) -> dict[
     plain, alone = roll_out({}), roll_out(own)
     shared: dict[tuple[int, float], Rollout] = {}
     cells, default = list(itertools.product(APPEND_TOKENS, FETCH_S)), DraftTimes()
-    for cell in tqdm(cells, desc="draft server", unit="rollout", disable=launch.rank() > 0):
+    for cell in Bar(cells, desc="draft server", unit="rollout", disable=launch.rank() > 0):
         with Sharing(replace(default, append_tokens=cell[0], fetch_s=cell[1])).used():
             shared[cell] = roll_out(own | {"draft_server": True})
     moments: list[float] = []

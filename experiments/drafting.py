@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
-from tqdm import tqdm
 
 import engines
 from algos.warmstart_config import ModelSize
 from engines.config import DraftNoise, EngineConfig, ModelConfig
 from engines.constraints import Count
 from engines.models.hugging_face import read_checkpoint
+from engines.progress import Bar
 from engines.rollout.generation import make_states
 from engines.sequence import SamplingParams, SequenceState, Work
 from engines.speculation.choose import choose_drafter
@@ -183,7 +183,7 @@ def acceptance(config: DraftingConfig) -> dict[str, Any]:
         ids = llm.encode(texts)
         llm.close()
         table: dict[int, dict[int, float]] = {}
-        for count in tqdm(REFERENCES, desc=f"acceptance, T={temperature:g}", unit="row"):
+        for count in Bar(REFERENCES, desc=f"acceptance, T={temperature:g}", unit="row"):
             table[count] = {}
             for paths in PATHS:
                 args = SpeculationArgs(max_spec_tokens=PATH_TOKENS, top_k=paths)
@@ -392,7 +392,7 @@ def guess_singly(llm: engines.LLM, texts: list[str], *, seed: int) -> tuple[list
     """Runs four samples of each prompt one after the other. Returns each one's tokens with the positions of its
     guesses, and the number of guesses that were drawn."""
     places, num_drawn = [], 0
-    for state in tqdm(samples(llm.encode(texts), 4, seed=seed), desc="agreement", unit="sample"):
+    for state in Bar(samples(llm.encode(texts), 4, seed=seed), desc="agreement", unit="sample"):
         llm.replica.submit(Work(state=state))
         positions: list[int] = []
         while llm.replica.has_work:

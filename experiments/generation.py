@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from engines import LLM, Completion, ModelConfig, RequestOutput, SamplingParams
 from engines.adapter_config import base_folder, checkpoint_folder
@@ -22,6 +21,7 @@ from engines.models.tokenizer import load_tokenizer
 from engines.parallel.collectives import Communicator, SingleRank, TorchGroup, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
+from engines.progress import Bar
 from engines.rollout.telemetry import StepRecord, draft_metrics
 from engines.sequence import Finished, SequenceId, SequenceState
 from experiments import launch
@@ -93,7 +93,7 @@ def _generate(
 ) -> list[RequestOutput]:
     start, num_tokens = time.perf_counter(), 0
     expected = len(range(0, len(prompts) * sampling.n, len(llm.layout.replicas)))
-    with tqdm(total=expected, desc="generate", unit="seq", disable=None if is_shown else True) as progress:
+    with Bar(total=expected, desc="generate", unit="seq", disable=None if is_shown else True) as progress:
 
         def show(finished: Finished) -> None:
             nonlocal num_tokens

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
-from tqdm import tqdm
 
 import engines
 from engines.config import ModelConfig, Transport
 from engines.constraints import Count
+from engines.progress import Bar
 from experiments import launch, pat_cases, pat_measuring
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.comparison.parts import PartsConfig, run_parts
@@ -96,7 +96,7 @@ def compare(
     vocab_size = ModelConfig.from_pretrained(bench.model).vocab_size
     prompts = random_prompts(len(batches[0].lengths), batches[0].num_prompt_tokens, vocab_size)
     rolls = [partial(bench.roll_out, batch.workload(prompts)) for batch in batches]
-    probes = {one: rolls[0](statics[one]) for one in tqdm(statics, desc=f"{name}, static", disable=launch.rank() > 0)}
+    probes = {one: rolls[0](statics[one]) for one in Bar(statics, desc=f"{name}, static", disable=launch.rank() > 0)}
     best = min(probes, key=lambda one: probes[one].seconds)
     size = sizes[list(statics).index(best)]
     informed = [pat_cases.informed(deployment, batch, size) if with_hindsight else {} for batch in batches]

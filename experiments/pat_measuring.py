@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
-from tqdm import tqdm
 
 import engines
 from engines.config import EngineConfig, ModelConfig, Transport, longest_sequence
@@ -22,6 +21,7 @@ from engines.coordination.policies import OnDemand
 from engines.coordination.views import LayoutChange, LayoutView
 from engines.parallel.layout import Layout, nested_layout
 from engines.parallel.sharding import is_shardable
+from engines.progress import Bar
 from engines.sequence import SamplingParams, Work
 from experiments import launch
 from experiments.bench.blank_kv import submit_decodes
@@ -138,7 +138,7 @@ def measure(config: PatProfileConfig, folder: str, groups: engines.GroupCache | 
     sizes = [layout.replicas[0].tp_size for layout in nested_layouts(world.size, model)]
     options = asdict(config.engine)
     decodes, prefills, switches, checks = [], [], [], []
-    with tqdm(desc="profile", total=len(sizes) * config.turns, unit="turn", disable=world.rank > 0) as bar:
+    with Bar(desc="profile", total=len(sizes) * config.turns, unit="turn", disable=world.rank > 0) as bar:
         for size in sizes:
             llm = engines.LLM(folder, world=groups, tensor_parallel_size=size, **options)
             launch.tell_engine(llm)
@@ -244,7 +244,7 @@ class Passes:
         return rows[0][0], round(tokens), statistics.fmean(launch.gather(self._world, seconds))
 
 
-def _time_passes(config: PatProfileConfig, passes: Passes, bar: tqdm[Any]) -> dict[str, list[list[Point]]]:
+def _time_passes(config: PatProfileConfig, passes: Passes, bar: Bar) -> dict[str, list[list[Point]]]:
     """Returns the points of each turn. All kinds take turns, so that a machine that gets slower or faster favours
     none."""
     grid = passes.grid(config.batches, config.contexts)
@@ -321,7 +321,7 @@ def _time_switches(
     ]
     count = min(2 * groups.world.size, llm.config.max_num_seqs - 1)
     times: list[SwitchTime] = []
-    route = tqdm([*walk[:2], *config.turns * walk], desc="switches", unit="switch", disable=groups.world.rank > 0)
+    route = Bar([*walk[:2], *config.turns * walk], desc="switches", unit="switch", disable=groups.world.rank > 0)
     for place, (size, most) in enumerate(route):
         before = llm.layout.replicas[0].tp_size
         if size == before:

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from tqdm import tqdm
+from engines.progress import Bar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,10 +28,10 @@ def call_each(call: Callable[[T], R], items: Items[T], *, processes: int | None,
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(items))
     if processes == 1:
-        return [call(item) for item in tqdm(items, unit=unit)]
+        return [call(item) for item in Bar(items, unit=unit)]
     theirs, ours = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
-    with tqdm(total=len(items), unit=unit) as bar, theirs:
+    with Bar(total=len(items), unit=unit) as bar, theirs:
         pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(theirs,))
         try:
             calls = _submit(pool, call, items)

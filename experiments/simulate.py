@@ -23,12 +23,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 from msgspec import Meta
-from tqdm import tqdm
 
 from engines.config import DraftLengths, EngineConfig
 from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, WholeNumber, check_fields
 from engines.decoding import from_json
 from engines.parallel.layout import contiguous_layout
+from engines.progress import Bar
 from engines.rollout.telemetry import StepRecord, draft_metrics, write_chrome_trace
 from experiments import launch
 from experiments.comparison.results import check_figure, check_folders
@@ -202,7 +202,7 @@ def main() -> dict[str, Any]:
     world, workload = _world(config), _workload(config)
     lengths = dict(workload.lengths or {})
     runs, seconds = {}, {}
-    with tqdm(total=len(lengths) * len(config.policies), unit="sequence") as bar:
+    with Bar(total=len(lengths) * len(config.policies), unit="sequence") as bar:
         for name in config.policies:
             bar.set_description(name)
             start = time.perf_counter()

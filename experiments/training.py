@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import torch
-from tqdm import tqdm
 
 from algos.collect import Collector, NothingScoredError, PromptLimit, Rollout, fit_prompt
 from algos.deepspeed_config import resolve
@@ -33,6 +32,7 @@ from engines.json_files import read_json
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
+from engines.progress import Bar
 from engines.rollout.journal import Journal
 from engines.sequence import Finished
 from experiments import launch
@@ -257,7 +257,7 @@ class Run:
         if not self.config.resume and self.config.eval_every:
             self.tracker.log(self.state.step, self._evaluate())
         began, first, on_terminal = time.perf_counter(), self.state.step, sys.stderr.isatty()
-        with tqdm(
+        with Bar(
             total=self.config.steps,
             initial=first,
             desc=f"step {first}/{self.config.steps}",
@@ -282,7 +282,7 @@ class Run:
         speed = metrics.get("perf/throughput")  # none where a part of the step is from the journal
         return (
             f"step {self.state.step}/{self.config.steps} reward {metrics['critic/rewards/mean']:.3f} pass@1 {pass_1} "
-            f"{'-' if speed is None else round(speed * self.group.size)} tokens/s ETA {tqdm.format_interval(eta_s)}"
+            f"{'-' if speed is None else round(speed * self.group.size)} tokens/s ETA {Bar.format_interval(eta_s)}"
         )
 
     def _train_step(self) -> dict[str, float]:
@@ -344,7 +344,7 @@ class Run:
         """A bar of `total` completions, of which rank 0 receives all under a coordinator, else its replica's share."""
         expected = total if self.llm.rollout is not None else len(range(0, total, len(self.llm.layout.replicas)))
         hidden = None if self.folder.is_writer else True  # None: only without a terminal
-        with tqdm(total=expected, desc=name, unit="seq", leave=False, position=1, disable=hidden) as progress:
+        with Bar(total=expected, desc=name, unit="seq", leave=False, position=1, disable=hidden) as progress:
 
             def show(finished: Finished) -> None:
                 progress.update()

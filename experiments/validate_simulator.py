@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
-from tqdm import tqdm
 
 import engines
 from engines.constraints import Count, NonNegative, Positive
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from engines.parallel.layout import nested_layout
+from engines.progress import Bar
 from engines.rollout.pace import Pace
 from experiments import launch
 from experiments.bench.models import checkpoint
@@ -181,7 +181,7 @@ def main() -> dict[str, Any] | None:
         real.roll_out(chosen[0], policy(chosen[0]), is_paced=False)
         gap_s = real.roll_out(calibration, OnDemand()).mean_gap
         for _turn in range(config.turns):
-            for cell in tqdm(chosen, unit="cell", disable=world.rank > 0):
+            for cell in Bar(chosen, unit="cell", disable=world.rank > 0):
                 paced.setdefault(cell.name, []).append(real.roll_out(cell, policy(cell)))
     replayed = real.num_replayed
     if world.rank:

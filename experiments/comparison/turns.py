@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import Any, TypeVar
 
-from tqdm import tqdm
-
+from engines.progress import Bar
 from experiments import launch
 
 AGAIN = " again"
@@ -44,7 +43,7 @@ def interleave(
         for one in variants:
             order[one][0]()
     results: dict[str, list[T]] = {one: [] for one in order}
-    for turn in tqdm(range(turns), desc=name, unit="turn", disable=launch.rank() > 0):
+    for turn in Bar(range(turns), desc=name, unit="turn", disable=launch.rank() > 0):
         for one in reversed(order) if turn % 2 else order:
             if turn < len(order[one]):
                 results[one].append(order[one][turn]())

@@ -57,7 +57,7 @@ def test_a_process_that_is_killed_is_an_error() -> None:
 def test_processes_end_with_the_one_that_started_them(
     number: signal.Signals, send: Callable[[int, int], None], tmp_path: Path
 ) -> None:
-    """Ctrl-C is sent to the group. No call of those that wait begins, and the bar counts none of them."""
+    """Ctrl-C is sent to the group. No call of those that wait begins, and no line counts one of them."""
     parent = subprocess.Popen(
         [sys.executable, "-m", __name__, str(tmp_path)],
         stdout=subprocess.DEVNULL,
@@ -80,9 +80,7 @@ def test_processes_end_with_the_one_that_started_them(
         time.sleep(0.05)
     assert sorted(os.listdir(tmp_path)) == sorted(names)
     if number == signal.SIGINT:
-        *bars, last = filter(None, map(str.strip, told.splitlines()))
-        assert (last, parent.returncode) == ("interrupted", 130)
-        assert bars and all("| 0/4 [" in bar for bar in bars), told
+        assert (told.strip(), parent.returncode) == ("interrupted", 130)
 
 
 def _lives(process: int) -> bool:
