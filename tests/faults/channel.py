@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.control.ends import Joined, Lost, Notice, Received
+from engines.control.ends import Joined, Lost, Notice, Received, Woken
 from engines.control.transport import Client, Server
 
 
@@ -106,9 +106,12 @@ class FaultyServer:
             self._told.add(notice.peer)
         elif isinstance(notice, Lost):
             self._told.discard(notice.peer)
-        if notice is not None:
+        if not isinstance(notice, Woken | None):  # else what it does when it is woken would wake it
             self.on_notice(notice)
         return notice
+
+    def wake(self) -> None:
+        self._end.wake()
 
     def _take(self, notice: Notice) -> None:
         is_message = isinstance(notice, Received)
