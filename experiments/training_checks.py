@@ -31,17 +31,8 @@ MAY_CHANGE = (
     *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "reward_limits"),
     "environment_limits",
     *("wandb", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags"),
-    *(
-        "rank_timeout_s",
-        "dispatch",
-        "chunk_tokens",
-        "follow_ups",
-        "spread",
-        "order",
-        "layout_policy",
-        "pat_profile",
-        "pat",
-    ),
+    *("rank_timeout_s", "dispatch", "chunk_tokens", "follow_ups", "spread", "order"),
+    *("layout_policy", "pat_profile", "pat"),
 )
 
 
