@@ -78,7 +78,9 @@ class TrainerConfig:
             )
         for name in ("lora_alpha", "lora_targets") if not self.lora_rank else ():
             if (value := getattr(self, name)) != getattr(TrainerConfig, name):
-                raise ValueError(f"TrainerConfig.{name}={value!r}: is for LoRA; give lora_rank, too, or leave it out")
+                raise ValueError(
+                    f"TrainerConfig.{name}={value!r}: is for LoRA; give lora_rank (--lora-rank), too, or leave it out"
+                )
         if self.lora_rank and importlib.util.find_spec("peft") is None:
             raise ValueError(f"TrainerConfig.lora_rank={self.lora_rank}: needs peft; pip install peft, or leave it out")
 

@@ -258,7 +258,7 @@ def test_options_are_refused_by_name(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", [{"lora_alpha": 16.0}, {"lora_targets": ("q_proj",)}])
 def test_options_of_lora_without_a_rank_are_refused(changes: dict[str, Any]) -> None:
-    message = rf"TrainerConfig\.{next(iter(changes))}=.*give lora_rank, too, or leave it out"
+    message = rf"TrainerConfig\.{next(iter(changes))}=.*give lora_rank \(--lora-rank\), too, or leave it out"
     with pytest.raises(ValueError, match=message):
         TrainerConfig(**changes)
 
