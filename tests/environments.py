@@ -75,7 +75,8 @@ class Local:
                 return
             text = given.text if isinstance(given, Observation) else given
             is_over = given.done if isinstance(given, Observation) else given is None and not is_first
-            answer(Answer(text=text, done=is_over, seconds=0.0))
+            role = given.role if isinstance(given, Observation) else "user"
+            answer(Answer(text=text, done=is_over, role=role))
 
         self._threads.submit(run)
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,19 @@ from engines.fleet.launcher import PaceData, ReplicaLauncher, ReplicaOrders
 from engines.fleet.weights import PublishedWeights
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
+from engines.models.chat import ChatTemplate
 from engines.models.loader import check_adapter
-from engines.models.tokenizer import check_draft_tokenizer, load_tokenizer, with_end_token
+from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.capacity import Capacity
+from engines.replica.endings import Endings
 from engines.replica.engine import kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.sequence_limits import SequenceLimits
 from engines.rollout.coordinator import POLL_S, Coordinator
+from engines.rollout.environment import Environments
 from engines.rollout.pace import Pace
+from engines.rollout.turns import Columns, Turns
 from engines.sequence import Finished, SequenceState
 
 _GRACE_S = 5.0  # time for replicas to end by themselves
@@ -82,7 +86,9 @@ class Fleet:
         for method in ("step", "transfer", "switch") if pace is not None else ():
             check_policy("Fleet.pace", pace, method)
         where = usable_device("Fleet", device)
-        config, self._limits = _plan(model, engine_config("Fleet", options), where, max(1, num_replicas))
+        config, self._limits, self._tokenizer = _plan(
+            model, engine_config("Fleet", options), where, max(1, num_replicas)
+        )
         if config.kv_host_bytes is not None:
             kv_store_bytes = host_pool_bytes(config.kv_host_bytes, num_ranks=max(1, num_replicas))
         model = Path(model).resolve()  # replicas run in another folder
@@ -187,8 +193,14 @@ class Fleet:
         policy_version: int | None = None,
         weights_source: str | Path | None = None,
         on_finished: Callable[[Finished], None] | None = None,
+        environment: Environments | None = None,
+        columns: Mapping[int, Columns] | None = None,
+        in_chat: bool = False,
     ) -> list[Finished]:
         """Completes the sequences; returns them in the order in which they ended, each once, even if replicas die.
+
+        An `environment` is for those that are `in_turns`: see `LLM.generate`. `columns` are by prompt uid; `in_chat`:
+        whether prompts were rendered with the chat template, without the opening of an answer.
 
         `policy_version` is by default the version published last, at first the checkpoint as version 0. Replicas with
         another version load its weights, from the folder published last or from `weights_source`. Raises ValueError,
@@ -214,6 +226,7 @@ class Fleet:
                 policy_version=policy_version,
                 weights_source=str(self._weights.in_use),
                 on_finished=on_finished,
+                turns=None if environment is None else self._turns(environment, columns or {}, in_chat),
             )
         finally:
             if self.coordinator.core.phase is None:
@@ -222,6 +235,19 @@ class Fleet:
                 if len(self.coordinator.lost) > num_lost:
                     # Removes KV that dead replicas stored and never reported; no unfinished sequence can use it.
                     reclaim_tiers(self._kv_disk_folder)
+
+    def _turns(self, environment: Environments, columns: Mapping[int, Columns], in_chat: bool) -> Turns:
+        """Raises ValueError without a tokenizer."""
+        if self._tokenizer is None:
+            raise ValueError("environment: reads the text of turns; give a model with a tokenizer")
+        template = ChatTemplate(tokenizer=self._tokenizer)
+        return Turns(
+            environment,
+            columns=columns,
+            encode=lambda _, answer, said: template.observe(answer.text, answer.role, said, is_rendered=in_chat),
+            endings=Endings(eos_token_ids=(), detokenize=detokenizer(self._tokenizer)),
+            max_model_len=self._limits.max_model_len,
+        )
 
     def _check(self, state: SequenceState) -> None:
         """Raises ValueError for a sequence that no replica could run, or that could not be sent to one."""
@@ -256,9 +282,9 @@ class Fleet:
 
 def _plan(
     model: str | Path, config: EngineConfig, device: torch.device, num_replicas: int
-) -> tuple[EngineConfig, SequenceLimits]:
-    """Returns the options with all sizes set, and the limits of a sequence. Raises ValueError if a replica could not be
-    made here, or not all fit.
+) -> tuple[EngineConfig, SequenceLimits, Any]:
+    """Returns the options with all sizes set, the limits of a sequence, and the tokenizer, or None. Raises ValueError
+    if a replica could not be made here, or not all fit.
 
     An accelerator's free memory is not checked here, where no engine runs: each replica checks it for itself.
     """
@@ -280,7 +306,7 @@ def _plan(
         has_tokenizer=tokenizer is not None,
     )
     capacity.check(nested_layout(range(num_replicas), 1))
-    return capacity.config, limits
+    return capacity.config, limits, tokenizer
 
 
 def _check_numbers(**numbers: object) -> None:

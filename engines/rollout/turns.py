@@ -181,8 +181,8 @@ class Turns:
         is_over = item.answer.done or (turn > 0 and item.answer.text is None)
         if not is_over and num_left > 0 and (params.max_turns is None or state.num_turns < params.max_turns):
             return ContinueTurn(sequence_id=item.sequence_id, turn=turn, observation=observation)
-        if num_left < 0:
-            observation = ()
+        if not is_over or num_left < 0:
+            observation = ()  # nobody goes on behind it
         reason: FinishReason = "stop" if is_over else "length"
         text = self._endings.completion(replace(state, tokens=[*state.tokens, *observation]), reason).text
         return EndTrajectory(sequence_id=item.sequence_id, turn=turn, reason=reason, observation=observation, text=text)

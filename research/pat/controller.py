@@ -133,9 +133,10 @@ class PatController:
         sequences = list(view.unfinished.values())
         has_more = view.num_unfinished > self._last_count
         self._last_count, self._num_asked = max(view.num_unfinished, len(sequences)), 0
-        if not sequences:  # as of a host's window, which counts its share of those that wait
+        present = [one for one in sequences if not one.is_parked]  # a trajectory between two turns is in no batch
+        if not present:  # as of a host's window, which counts its share of those that wait
             return None
-        considered, means, stage_seconds = self._consider(view, sequences, tp_size, has_more=has_more)
+        considered, means, stage_seconds = self._consider(view, present, tp_size, has_more=has_more)
         self.log.append(considered)
         self._next_time = view.now + stage_seconds
         planned = next((fewer for fewer, size in considered.stages if size != considered.chosen), 0)
@@ -164,9 +165,9 @@ class PatController:
         """Returns the decision, the tokens that each sequence is expected to generate, where they are estimated, and
         `Plan.stage_seconds`."""
         generated = np.array([one.num_generated for one in sequences], float)
-        contexts = generated + [one.num_prompt_tokens for one in sequences]
+        contexts = np.array([one.num_tokens for one in sequences], float)
         longest = self._deployment.max_model_len
-        limits = np.array([min(one.max_tokens, longest - one.num_prompt_tokens) for one in sequences], float)
+        limits = generated + [min(one.max_new_tokens, longest - one.num_tokens) for one in sequences]
         prompts = _prompts(sequences)
         means: dict[SequenceId, float] = {}
         if self._options.estimator == "paper":

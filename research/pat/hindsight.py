@@ -43,7 +43,7 @@ class PlayedPlan:
         if present.id // self._deployment.num_ranks == stage:
             return None
         unfinished = view.unfinished.values()
-        contexts = np.array([one.num_prompt_tokens + one.num_generated for one in unfinished], float)
+        contexts = np.array([one.num_tokens for one in unfinished], float)
         layout = self.layout(stage, epoch=view.layout.epoch + 1)
         return LayoutChange(
             layout=layout,

@@ -35,7 +35,7 @@ def redistribute(
     if not groups:
         return places
     ran = {one.sequence_id: one for one in unfinished if one.last_replica_id is not None}
-    num_tokens = {id_: one.num_prompt_tokens + one.num_generated for id_, one in ran.items()}
+    num_tokens = {id_: one.num_tokens for id_, one in ran.items()}
     leaders = {spec.id: spec.ranks[0] for spec in before.replicas}
     homes = {id_: leaders.get(one.last_replica_id) for id_, one in ran.items() if one.last_replica_id is not None}
     classes = {id_: -math.frexp(remaining.get(id_, 0.0))[1] for id_ in ran}

@@ -62,8 +62,8 @@ def dispatch_chunk(
     first: tuple[SequenceView, int] | None = None
     fewest_refused, most = None, options.length(number)
     for sequence in islice(sequences, options.look_ahead):
-        chunk = min(most, sequence.max_tokens - sequence.num_generated)
-        num_tokens = sequence.num_prompt_tokens + sequence.num_generated + chunk
+        chunk = min(most, sequence.max_new_tokens)
+        num_tokens = sequence.num_tokens + chunk
         first = first or (sequence, chunk)
         if fewest_refused is not None and num_tokens >= fewest_refused:
             continue

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import time
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -13,9 +17,13 @@ from engines import LLM, SamplingParams
 from engines.coordination.policies import OnDemand, Static
 from engines.coordination.requests import RequestMove, RequestRegroup
 from engines.coordination.views import Dispatch, ScheduleView
+from engines.fleet.fleet import Fleet
 from engines.parallel.layout import nested_layout
 from engines.rollout.coordinator import Coordinator
+from engines.rollout.environment import Observation
+from engines.rollout.generation import make_states
 from engines.sequence import Completion, SequenceId
+from tests.chat_models import save_chat_checkpoint
 from tests.checkpoints import save_text_checkpoint
 from tests.environments import Echo, Local
 from tests.worlds import join, run_world
@@ -306,3 +314,127 @@ def test_the_same_tokens_in_a_world(worlds: list[Any], plain_four: Any, name: st
         assert changes > 20
     if name in ("on demand", "static"):
         assert changes == 0, "a turn goes on where the last one ran, as there is room"
+
+
+class Killing(Local):
+    """After some turns a replica is killed, whatever it runs; its trajectories go on elsewhere. The environment answers
+    when that is known: until then the rollout cannot end."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__()
+        self._fleet, self._num_steps = fleet, 0
+
+    def step(self, sequence_id: SequenceId, text: str, answer: Any) -> None:
+        self._num_steps += 1
+        if self._num_steps in (5, 15):
+            pid = next(iter(self._fleet.launcher.pids().values()))
+            os.kill(pid, signal.SIGKILL)
+            self._fleet.launch()
+            answer = self._when_known(1 + len(self._fleet.coordinator.lost), answer)
+        super().step(sequence_id, text, answer)
+
+    def _when_known(self, num_lost: int, answer: Any) -> Any:
+        def wait(given: Any) -> None:
+            deadline = time.monotonic() + 60
+            while len(self._fleet.coordinator.lost) < num_lost and time.monotonic() < deadline:
+                time.sleep(0.001)
+            answer(given)
+
+        return wait
+
+
+def test_replicas_that_are_killed_cost_no_token_and_no_text(text_model: str, plain: Any) -> None:
+    tokenizer = make(text_model).get_tokenizer()
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    params = [PARAMS] * len(PROMPTS)
+    states = make_states(prompts, params, range(len(PROMPTS)), run_seed=0, policy_step=0, in_turns=True)
+    with Fleet(text_model, num_replicas=2, dtype="float64", kv_cache_bytes=2**22, max_num_seqs=4) as fleet:
+        with Killing(fleet) as environments:
+            finished = fleet.roll_out(states, environment=environments, columns=dict(enumerate(COLUMNS)))
+        assert len(fleet.coordinator.lost) == 2
+    found = {one.state.sequence_id: one.completion for one in finished}
+    completions = [[found[0, uid, index] for index in range(PARAMS.n)] for uid in range(len(PROMPTS))]
+    check((completions, environments.texts()), plain)
+
+
+class Ends(Echo):
+    """Says a last word."""
+
+    def __init__(self, last: str, role: Literal["user", "tool"] = "user") -> None:
+        super().__init__()
+        self._last, self._role = last, role
+
+    def step(self, text: str) -> Observation | None:
+        self.texts.append(text)
+        return Observation(text=self._last, done=len(self.texts) > 1, role=self._role)
+
+
+def test_a_last_word_is_observed_where_there_is_room(text_model: str) -> None:
+    llm, word = make(text_model), "the end\ufffd<eos>"
+    params = SamplingParams(max_tokens=90, n=8, stop_token_ids=STOPS)
+    with Local(lambda: Ends(word)) as environments:
+        (output,) = llm.generate(["abc"], params, environment=environments)
+    length = len(llm.get_tokenizer().encode(word, add_special_tokens=False))
+    spoken = [one for one in output.outputs if len(one.observed) == 3]
+    assert len(spoken) > 2
+    for one in spoken:
+        assert one.finish_reason == "stop" and len(one.turns) == 2
+        assert one.observed[2] == (len(one.token_ids) - length, len(one.token_ids))
+        assert one.token_ids[-length:] == one.token_ids[slice(*one.observed[1])]
+    assert all(len(one.logprobs) == len(one.versions) == len(one.token_ids) <= 90 for one in output.outputs)
+
+
+def test_no_room_for_an_observation_ends_the_trajectory(text_model: str) -> None:
+    with Local(lambda: Ends("x" * 500)) as environments:
+        (output,) = make(text_model).generate(["abc"], replace(PARAMS, stop=()), environment=environments)
+    assert {one.finish_reason for one in output.outputs} == {"length"}
+    assert all(one.observed == [(0, 0)] and one.num_generated == len(one.token_ids) for one in output.outputs)
+
+
+@pytest.mark.parametrize("form", ["qwen2.5", "qwen3", "llama3"])
+@pytest.mark.parametrize("greeting", [None, "Ready?"])
+def test_a_chat_model_s_trajectory_is_its_template_s_conversation(
+    tmp_path: Path, greeting: str | None, form: str
+) -> None:
+    save_chat_checkpoint(tmp_path, form)
+    llm = make(str(tmp_path))
+    tokenizer, question = llm.get_tokenizer(), {"role": "user", "content": "Go."}
+    params = SamplingParams(max_tokens=200, n=4, stop_token_ids=STOPS)
+    with Local(lambda: Ends("a result", "tool")) as environments:
+        (output,) = llm.generate(
+            [[question]], params, environment=environments, columns=[{"greeting": greeting}], prompt_uids=[0]
+        )
+    first = [question, *([] if greeting is None else [{"role": "user", "content": greeting}])]
+    opened = tokenizer.apply_chat_template(first, add_generation_prompt=True, tokenize=True, return_dict=False)
+    result = [{"role": "tool", "content": "a result"}]
+    for one in output.outputs:
+        tokens = output.prompt_token_ids + one.token_ids
+        assert tokens[: len(output.prompt_token_ids) + one.observed[0][1]] == opened
+        for (start, end), turn in zip(one.observed[1:], one.turns, strict=False):
+            said = one.token_ids[slice(*turn)]
+            assert one.token_ids[start:end] == llm.chat_template.render_next(result, after=said)
+    assert max(len(one.observed) for one in output.outputs) > 1
+
+
+def test_what_cannot_have_an_environment_is_refused(text_model: str, qwen3: str) -> None:
+    with Local() as environments:
+        with pytest.raises(ValueError, match="environment: reads the text of turns"):
+            make(qwen3).generate([[5]], environment=environments)
+        llm = make(text_model)
+        with pytest.raises(ValueError, match="environment: reads the text of turns"):
+            llm.generate(["a"], SamplingParams(detokenize=False), environment=environments)
+        with pytest.raises(ValueError, match="columns: 2 for 1 prompts"):
+            llm.generate(["a"], environment=environments, columns=[{}, {}])
+    assert not environments.objects
+
+
+def test_an_abort_and_an_interrupt_end_the_environments(text_model: str) -> None:
+    llm = make(text_model)
+    with Local() as environments:
+
+        def interrupt(_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, PARAMS, environment=environments, on_finished=interrupt)
+        assert environments.ended.keys() == environments.objects.keys() and not llm.replica.num_sequences
