@@ -104,8 +104,9 @@ class NaiveAlgorithm:
         tries += [(one, True) for one in order[:1] if self.options.follow_ups]
         for one, queued in tries:
             less = self.options.spread * math.fmod(self.num_chunks * (math.sqrt(5) - 1) / 2, 1)
-            chunk = min(round(self.options.chunk_tokens * (1 - less)), one.max_tokens - one.num_generated)
-            num_tokens = one.num_prompt_tokens + one.num_generated + chunk
+            behind_prompt = one.num_generated + one.num_observed
+            chunk = min(round(self.options.chunk_tokens * (1 - less)), one.max_tokens - behind_prompt)
+            num_tokens = one.num_prompt_tokens + behind_prompt + chunk
             all_ = [r for r in view.replicas.values() if r.num_assigned < r.max_num_seqs + self.options.follow_ups]
             if queued:
                 roomy = [r for r in all_ if r.accepts and r.num_behind() < self.options.follow_ups]
