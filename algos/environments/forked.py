@@ -57,7 +57,8 @@ class ForkedWorker:
         with theirs, its_guards:
             socket.send_fds(template, [b"+"], [theirs.fileno(), its_guards.fileno()])
         self._loop.add_reader(self._lifeline, self._hear_guard)
-        self._reading = self._loop.create_task(self._read(channel))
+        self._connection = self._loop.create_task(asyncio.open_unix_connection(sock=channel))
+        self._reading = self._loop.create_task(self._read())
         self._loop.call_later(config.start_timeout_s, self._give_up_start)
 
     async def call(self, call: Call) -> Result:
@@ -67,9 +68,10 @@ class ForkedWorker:
             await asyncio.shield(self.started)
             if self.is_lost:
                 raise LostError(self._lost(call.object), was_sent=False)
+            _, writer = await asyncio.shield(self._connection)
             start, limit_s = time.monotonic(), self._config.timeout_s
             answered = self._running[call.object] = self._loop.create_future()
-            self._writer.write(encode(call))
+            writer.write(encode(call))
             try:
                 async with asyncio.timeout(limit_s * (1 + _GRACE * is_async)):
                     result = await answered
@@ -94,19 +96,16 @@ class ForkedWorker:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._guard, number)
 
-    async def _read(self, channel: socket.socket) -> None:
+    async def _read(self) -> None:
         """Hands on the results. A worker that closes the connection, or sends what is no result, is killed."""
         most = 8 * self._config.max_chars + 10_000
         with contextlib.suppress(EOFError, OSError, DecodeError):
-            reader, self._writer = await asyncio.open_unix_connection(sock=channel)
-            try:
-                while True:
-                    result = await read(reader, Result, most)
-                    answered = self._running.pop(result.object, None)
-                    if answered is not None and not answered.done():
-                        answered.set_result(result)
-            finally:
-                self._writer.close()
+            reader, _ = await asyncio.shield(self._connection)
+            while True:
+                result = await read(reader, Result, most)
+                answered = self._running.pop(result.object, None)
+                if answered is not None and not answered.done():
+                    answered.set_result(result)
         self.kill()
 
     def _hear_guard(self) -> None:
@@ -138,6 +137,7 @@ class ForkedWorker:
         self._loop.remove_reader(self._lifeline)
         self._lifeline.close()
         self._reading.cancel()
+        self._connection.add_done_callback(lambda done: done.result()[1].close())
         if self._guard is not None:
             os.close(self._guard)
         for number, answered in self._running.items():

@@ -236,8 +236,9 @@ class EnvironmentPool:
                 num_losses, num_tries = num_losses + lost.was_sent, num_tries + 1
                 if lost.is_certain or num_losses == 2 or num_tries == _MOST_TRIES:
                     return lost.result
-            except WorkerError as error:
-                return Result(object=one.number, failure="lost", error=f"no process can be started: {error}")
+            except Exception as error:  # no process can be started, for example; each call has an answer
+                logger.exception("environment %s: a call cannot be made", self.spec)
+                return Result(object=one.number, failure="lost", error=f"{type(error).__name__}: {error}")
 
     def _choose(self, *, is_alone: bool) -> ForkedWorker:
         """Returns the worker for a new object. `is_alone`: one that gets no other."""

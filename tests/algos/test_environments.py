@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from algos.environments.forked import ForkedWorker
 from algos.environments.pool import EnvironmentPool
 from algos.environments.protocol import EnvironmentConfig
 from engines.rollout.environment import Answer, Environments
@@ -260,7 +262,7 @@ def test_the_first_failure_of_a_kind_is_logged(
         ("segfault", "lost", "killed by SIGSEGV"),
         ("close", "lost", "killed by SIGKILL"),
         ("garbage", "lost", "killed by SIGKILL"),
-        ("hang", "timed_out", "step was not done after 0.7 s"),
+        ("hang", "timed_out", "step was not done after 1.5 s"),
         ("hang hard", "timed_out", "not done"),
         ("hang deaf", "timed_out", "not done"),
         ("fork and hang", "timed_out", "not done"),
@@ -270,7 +272,7 @@ def test_a_lost_worker_ends_the_culprit_alone(
     misbehaving: Callable[..., Engine], log: Path, culprit: str, kind: str, message: str
 ) -> None:
     """The other object of the worker is made anew, and gets each text once."""
-    engine = misbehaving(workers=1, timeout_s=0.7 if kind == "timed_out" else 60.0)
+    engine = misbehaving(workers=1, timeout_s=1.5 if kind == "timed_out" else 60.0)
     for uid in (1, 2):
         engine.begin(uid, log=str(log))
     assert [engine.step(2, text).text for text in "ab"] == ["1 a", "2 b"]
@@ -322,7 +324,7 @@ def test_a_reward_is_asked_of_an_object_made_anew(misbehaving: Callable[..., Eng
 
 
 def test_a_reward_that_hangs_fails(misbehaving: Callable[..., Engine], log: Path) -> None:
-    engine = misbehaving(timeout_s=0.5, failed_reward=-2.0)
+    engine = misbehaving(timeout_s=1.5, failed_reward=-2.0)
     engine.begin(1, log=str(log), reward="hang")
     assert engine.end(1) == -2.0 and engine.pool.failures == {"timed_out": 1}
 
@@ -374,13 +376,13 @@ def test_a_sync_call_holds_up_its_own_worker_alone(
 
 
 def test_the_time_in_a_queue_does_not_count(misbehaving: Callable[..., Engine], log: Path) -> None:
-    engine = misbehaving(workers=1, timeout_s=0.7)
+    engine = misbehaving(workers=1, timeout_s=1.5)
     for uid in range(3):
         engine.begin(uid, log=str(log))
     hangs = [engine.start(uid, "hang") for uid in (0, 1)]
     behind = engine.start(2, "a")
     answer = behind()
-    assert answer.text == "1 a" and answer.seconds < 0.7
+    assert answer.text == "1 a" and answer.seconds < 1.5
     assert [one().failure for one in hangs] == ["timed_out"] * 2
     assert Counter(text for texts in seen(log).values() for text in texts)["hang"] == 2, "each ran alone, once"
 
@@ -395,6 +397,29 @@ def test_an_aborted_call_has_no_answer(misbehaving: Callable[..., Engine], log: 
     wait_until(lambda: "close" in log.read_text(), "the end")
     assert answers == [] and not engine.pool.failures
     assert [*seen(log).values()] == [["reset", f"wait for={gate}", "close"]]
+
+
+def test_a_worker_may_start_before_the_pool_has_its_connection(
+    misbehaving: Callable[..., Engine], log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ForkedWorker] = []
+    connect = asyncio.open_unix_connection
+
+    def make_worker(*args: Any) -> ForkedWorker:
+        made.append(ForkedWorker(*args))
+        return made[-1]
+
+    async def connect_late(**options: Any) -> Any:
+        await asyncio.sleep(0)
+        while not all(worker.has_started for worker in made):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        return await connect(**options)
+
+    monkeypatch.setattr("algos.environments.pool.ForkedWorker", make_worker)
+    monkeypatch.setattr(asyncio, "open_unix_connection", connect_late)
+    engine = misbehaving(workers=2)
+    assert engine.begin(1, log=str(log)).failure is None
 
 
 def test_a_turn_with_half_a_surrogate_has_an_answer(shared_engine: Engine) -> None:
@@ -425,7 +450,7 @@ def test_output_goes_to_stderr(
 def test_each_of_many_calls_has_an_answer_and_nothing_is_left(
     misbehaving: Callable[..., Engine], log: Path, name: str
 ) -> None:
-    engine = misbehaving(name, workers=4, timeout_s=0.5)
+    engine = misbehaving(name, workers=4, timeout_s=1.0 if name == "Misbehaves" else 3.0)
     pool, rng, answers = engine.pool, random.Random(0), queue.SimpleQueue()  # type: ignore[var-annotated]
     texts = [rng.choices(["a", "hang", "kill", "fork", "raise"], [80, 5, 5, 5, 5])[0] for _ in range(100)]
     expected = {"a": None, "hang": "timed_out", "kill": "lost", "fork": None, "raise": "raised"}
@@ -492,7 +517,7 @@ def test_others_may_be_killed_too(
     misbehaving: Callable[..., Engine], log: Path, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("algos.environments.forked.END_S", 0.5 if victim == "guard stopped often" else 1000.0)
-    engine = misbehaving(workers=1, timeout_s=1.0)
+    engine = misbehaving(workers=1, timeout_s=2.0)
     engine.begin(1, log=str(log))
     engine.begin(2, log=str(log))
     assert engine.step(1, "a").text == "1 a"
