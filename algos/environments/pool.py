@@ -30,8 +30,8 @@ _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG")
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """There are many workers; and the import of NumPy would start threads."""
 
-_MOST_TRIES = 8
-"""A call tries so many workers that end before they can have it, for example because the template does."""
+_MOST_BAD_STARTS = 8
+"""A call tries so many workers that end as they start, for example because the template does."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -222,7 +222,7 @@ class EnvironmentPool:
 
     async def _run(self, one: _Trajectory) -> Result:
         """Makes the calls that the trajectory's object has not had. Returns the result of the last one."""
-        num_losses = num_tries = 0
+        num_losses = num_bad_starts = 0
         while True:
             try:
                 if one.worker is None or one.worker.is_lost:
@@ -233,8 +233,10 @@ class EnvironmentPool:
                 if result.failure is not None or one.num_done == len(one.calls):
                     return result
             except LostError as lost:
-                num_losses, num_tries = num_losses + lost.was_sent, num_tries + 1
-                if lost.is_certain or num_losses == 2 or num_tries == _MOST_TRIES:
+                assert one.worker is not None
+                num_losses += lost.was_sent
+                num_bad_starts += not one.worker.has_started
+                if lost.is_certain or num_losses == 2 or num_bad_starts == _MOST_BAD_STARTS:
                     return lost.result
             except Exception as error:  # no process can be started, for example; each call has an answer
                 logger.exception("environment %s: a call cannot be made", self.spec)

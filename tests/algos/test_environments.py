@@ -387,6 +387,15 @@ def test_the_time_in_a_queue_does_not_count(misbehaving: Callable[..., Engine], 
     assert Counter(text for texts in seen(log).values() for text in texts)["hang"] == 2, "each ran alone, once"
 
 
+def test_a_call_may_wait_behind_many_that_lose_their_worker(misbehaving: Callable[..., Engine], log: Path) -> None:
+    engine = misbehaving(workers=1)
+    for uid in range(13):
+        engine.begin(uid, log=str(log))
+    kills = [engine.start(uid, "os._exit") for uid in range(12)]
+    behind = engine.start(12, "a")
+    assert behind().text == "1 a" and [one().failure for one in kills] == ["lost"] * 12
+
+
 def test_an_aborted_call_has_no_answer(misbehaving: Callable[..., Engine], log: Path, tmp_path: Path) -> None:
     engine, gate, answers = misbehaving(workers=1), tmp_path / "gate", []
     engine.begin(1, log=str(log))
