@@ -204,8 +204,8 @@ class Coordinator:
         while not self._complete:
             if self._stopped:
                 raise RuntimeError("coordinator: was stopped, since rank 0 does not go on")
-            self._take_posted()
             self._take_turns()
+            self._take_posted()  # also what `on_finished` has just posted
             if not ended and self.core.num_unfinished == 0 and not self.core.regrouping and not self._num_open:
                 ended = True
                 self._take(requests.RequestEndPhase())

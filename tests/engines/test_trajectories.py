@@ -15,14 +15,14 @@ import pytest
 
 from engines import LLM, SamplingParams
 from engines.coordination.policies import OnDemand, Static
-from engines.coordination.requests import RequestMove, RequestRegroup
+from engines.coordination.requests import RequestMove, RequestRegroup, SubmitSequences
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.fleet.fleet import Fleet
 from engines.parallel.layout import nested_layout
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.environment import Observation
 from engines.rollout.generation import make_states
-from engines.sequence import Completion, SequenceId
+from engines.sequence import Completion, Finished, SequenceId
 from tests.chat_models import save_chat_checkpoint
 from tests.checkpoints import save_text_checkpoint
 from tests.environments import Echo, Local
@@ -438,3 +438,25 @@ def test_an_abort_and_an_interrupt_end_the_environments(text_model: str) -> None
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, PARAMS, environment=environments, on_finished=interrupt)
         assert environments.ended.keys() == environments.objects.keys() and not llm.replica.num_sequences
+
+
+def test_more_may_be_submitted_when_the_last_one_has_ended(text_model: str) -> None:
+    """Its reward comes after the core has delivered it; the phase must not end in between."""
+    tokens = make(text_model).get_tokenizer().encode("abc")
+    first, later = (
+        tuple(make_states([tokens], [PARAMS], [uid], run_seed=0, policy_step=0, in_turns=True)) for uid in (0, 1)
+    )
+    with Fleet(text_model, num_replicas=1, dtype="float64", kv_cache_bytes=2**22) as fleet, Local() as environments:
+        heard: list[SequenceId] = []
+
+        def hear(finished: Finished) -> None:
+            heard.append(finished.state.sequence_id)
+            if len(heard) == len(first):
+                fleet.coordinator.post(SubmitSequences(states=later))
+
+        finished = fleet.roll_out(list(first), environment=environments, on_finished=hear)
+    assert (
+        sorted(heard)
+        == sorted(one.state.sequence_id for one in finished)
+        == [(0, u, i) for u in (0, 1) for i in range(3)]
+    )

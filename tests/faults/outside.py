@@ -20,7 +20,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.rollout.pace import ShortestStep
 from tests.faults.channel import Faults, FaultyServer
 from tests.faults.leftovers import assert_nothing_left
-from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
+from tests.faults.oracle import NUM_VERSIONS, Environments, Oracle, engine_options
 from tests.faults.requests import Caller, random_policy
 
 PATIENCE_S = 3.0
@@ -126,9 +126,17 @@ class _Schedule:
             source = self._oracle.checkpoint(version)
         states = self._oracle.states(version, rng, rng.randint(2, 40))
         caller = self._caller = Caller(fleet.coordinator, states, rng, self._counts)
+        environments = Environments(random.Random(f"environments/{version}"))
+        fleet._turns = lambda *_: environments.turns()  # type: ignore[method-assign]  # the model has no tokenizer
         out = fleet.roll_out(
-            list(caller.first), policy_version=version, weights_source=source, on_finished=caller.on_finished
+            list(caller.first),
+            policy_version=version,
+            weights_source=source,
+            on_finished=caller.on_finished,
+            environment=environments,
         )
+        environments.close()
+        self._counts["trajectories"] += sum(one.state.in_turns for one in out)
         self._caller = None
         self._oracle.check(version, caller.submitted, caller.aborted, out)
         assert len(caller.submitted) == len(states)

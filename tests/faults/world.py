@@ -29,7 +29,7 @@ from engines.replica.regroup import Joint
 from engines.rollout import worker_core, world
 from engines.sequence import SequenceId
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
-from tests.faults.oracle import NUM_VERSIONS, Oracle, engine_options
+from tests.faults.oracle import NUM_VERSIONS, Environments, Oracle, engine_options
 from tests.faults.requests import Caller, random_policy
 from tests.worlds import run_world
 
@@ -179,7 +179,15 @@ class _Schedule:
             rollout.roll_out(states, policy_version=version)
         else:
             caller = self._caller = Caller(self._coordinator, states, self._own, self._counts)
-            out = rollout.roll_out(list(caller.first), policy_version=version, on_finished=caller.on_finished)
+            environments = Environments(random.Random(f"environments/{version}"))
+            out = rollout.roll_out(
+                list(caller.first),
+                policy_version=version,
+                on_finished=caller.on_finished,
+                turns=environments.turns(),
+            )
+            environments.close()
+            self._counts["trajectories"] += sum(one.state.in_turns for one in out)
             self._caller = None
             self._oracle.check(version, caller.submitted, caller.aborted, out)
             assert len(caller.submitted) == len(states)
