@@ -323,14 +323,16 @@ class Killing(Local):
     def __init__(self, fleet: Fleet) -> None:
         super().__init__()
         self._fleet, self._num_steps = fleet, 0
+        self._killed: list[int] = []
 
     def step(self, sequence_id: SequenceId, text: str, answer: Any) -> None:
         self._num_steps += 1
         if self._num_steps in (5, 15):
-            pid = next(iter(self._fleet.launcher.pids().values()))
+            pid = next(pid for pid in self._fleet.launcher.pids().values() if pid not in self._killed)
             os.kill(pid, signal.SIGKILL)
+            self._killed.append(pid)
             self._fleet.launch()
-            answer = self._when_known(1 + len(self._fleet.coordinator.lost), answer)
+            answer = self._when_known(len(self._killed), answer)
         super().step(sequence_id, text, answer)
 
     def _when_known(self, num_lost: int, answer: Any) -> Any:
