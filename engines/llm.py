@@ -226,8 +226,8 @@ class LLM:
 
         With an `environment`, each completion is a trajectory: a stop ends its turn, and what the environment observes
         follows, until that ends it (docs/trajectories.md). `columns` are for its `reset`, one mapping per prompt. Rank
-        0 calls it; several ranks need a `schedule`. With `in_rounds`, trajectories go on together, when none runs: with
-        `Static` no batch then depends on how long a call takes.
+        0 calls it (others may give `OnRankZero()`); several ranks need a `schedule`. With `in_rounds`, trajectories go
+        on together, when none runs: with `Static` no batch then depends on how long a call takes.
 
         Raises ValueError before anything runs; its message begins with `prompts[3]` if that prompt cannot run here.
         Raises RuntimeError while another call runs. After an error or an interrupt the LLM holds no sequence of the

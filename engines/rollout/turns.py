@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 Columns = Mapping[str, Any]
 EncodeAnswer = Callable[[int, Answer, Sequence[int]], list[int]]
 """(prompt uid, what is observed, the tokens of the turn before; none before the first turn) -> the tokens that go on.
-It may raise ValueError, which ends the trajectory. Environments call it on their threads."""
+An error of it ends the trajectory. Environments call it on their threads."""
 _WAIT_S = 0.2
 """Most seconds between two looks at what has come, where nothing runs."""
 
@@ -128,7 +128,7 @@ class Turns:
             if answer.text is not None or not (turn or answer.done):
                 try:
                     observation = self._encode(state.key.prompt_uid, answer, said)
-                except ValueError as error:
+                except Exception as error:  # a tokenizer's; unanswered, the trajectory would wait for ever
                     logger.warning("trajectory %s: what it observes cannot be encoded: %s", sequence_id, error)
                     answer = Answer(done=True, seconds=answer.seconds, failure="invalid", error=str(error))
             self._put(_Answered(sequence_id=sequence_id, turn=turn, answer=answer, observation=observation))

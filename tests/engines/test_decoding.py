@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from algos.rewards import protocol
+from algos.workers import messages
 from engines.control import messages as m
 from engines.parallel.collectives import SingleRank
 from engines.rollout.journal import Journal
@@ -61,7 +62,7 @@ def receive(data: bytes) -> object:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(struct.pack("<Q", len(data)) + data)
-        return protocol.receive(ours, protocol.Result)
+        return messages.receive(ours, protocol.Result)
 
 
 DECODERS: dict[str, tuple[Callable[[bytes], Any], type[Exception]]] = {
