@@ -263,8 +263,12 @@ class SequenceState:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def num_observed(self) -> int:
+        return sum(end - start for start, end in self.observed) if self.observed else 0
+
+    @property
     def num_generated(self) -> int:
-        return self.num_response_tokens - sum(end - start for start, end in self.observed)
+        return len(self.tokens) - self.num_prompt_tokens - self.num_observed
 
     @property
     def num_turns(self) -> int:

@@ -216,7 +216,7 @@ class Books:
             group_id=state.group_id,
             num_prompt_tokens=state.num_prompt_tokens,
             num_generated=state.num_generated,
-            num_observed=state.num_response_tokens - state.num_generated,
+            num_observed=state.num_observed,
             finish_reason=finished.completion.finish_reason,
         )
         for ended in self._ended:

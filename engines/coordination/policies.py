@@ -63,8 +63,9 @@ class OnDemand:
         roomy = [replica for replica in view.replicas.values() if replica.room_for(first)]
         if not roomy:
             return None  # later sequences that would fit wait too, so that none starves
-        home = first.last_replica_id if first.num_turns else None
-        best = min(roomy, key=lambda one: (one.spec.id != home, one.num_assigned, one.num_tokens, one.spec.id))
+        if first.num_turns:
+            roomy = [one for one in roomy if one.spec.id == first.last_replica_id] or roomy
+        best = min(roomy, key=lambda replica: (replica.num_assigned, replica.num_tokens, replica.spec.id))
         return Dispatch(sequence_id=first.sequence_id, replica_id=best.spec.id)
 
 

@@ -75,8 +75,7 @@ class SequenceRecord:
         self.pause_seq = -1
 
     def view(self) -> SequenceView:
-        observed = self.state.observed
-        num_observed = sum(end - start for start, end in observed) if observed else 0
+        observed, num_observed = self.state.observed, self.state.num_observed
         return SequenceView(
             sequence_id=self.id,
             index=self.index,
@@ -87,7 +86,7 @@ class SequenceRecord:
             last_replica_id=self.last_replica_id,
             has_kv=self.kv is not None,
             num_observed=num_observed,
-            num_turns=max(0, len(observed) - (not self.is_parked)),
+            num_turns=max(0, len(observed) - (not self.is_parked)) if observed else 0,
             is_parked=self.is_parked,
         )
 

@@ -106,7 +106,7 @@ class ReplicaView:
         """Whether a dispatch of the sequence here would be valid; see `num_reserved_tokens`."""
         return self.has_room(
             num_reserved_tokens(
-                sequence.num_tokens,
+                sequence.num_prompt_tokens + sequence.num_generated + sequence.num_observed,
                 sequence.num_prompt_tokens + sequence.max_tokens,
                 max_new_tokens or self.block_size,
             )
