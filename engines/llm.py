@@ -29,14 +29,7 @@ from engines.replica.engine import LocalEngine
 from engines.replica.replica import Replica
 from engines.rollout.drafts import DraftSharing
 from engines.rollout.environment import CallCounts, Environments
-from engines.rollout.generation import (
-    as_prompts,
-    check_same_states,
-    make_states,
-    one_per_prompt,
-    request_output,
-    split_done,
-)
+from engines.rollout.generation import Requests, as_prompts, check_same_states, split_done
 from engines.rollout.journal import CompletionStore
 from engines.rollout.pace import Pace
 from engines.rollout.placement import Arguments, Placement
@@ -235,31 +228,23 @@ class LLM:
         """
         with together(self._world, "generate"):
             self._check_ready()
-            prompts = as_prompts(prompts)
-            token_lists = [
-                self.chat_template.encode(prompt, f"prompts[{index}]", add_generation_prompt=environment is None)
-                for index, prompt in enumerate(prompts)
-            ]
-            params = [
-                replace(one, max_tokens=max(1, self.max_model_len - len(tokens))) if one.max_tokens is None else one
-                for one, tokens in zip(one_per_prompt(sampling_params, len(prompts)), token_lists, strict=True)
-            ]
-            uids = range(self._next_uid, self._next_uid + len(prompts)) if prompt_uids is None else prompt_uids
-            states = make_states(
-                token_lists,
-                params,
-                uids,
-                run_seed=self.config.seed,
-                policy_step=self.policy_version,
+            requests = Requests.read(
+                prompts,
+                sampling_params,
+                prompt_uids,
+                self.chat_template,
+                first_uid=self._next_uid,
+                max_model_len=self.max_model_len,
                 in_turns=environment is not None,
             )
+            states = requests.states(run_seed=self.config.seed, policy_step=self.policy_version)
             if self.config.drafter == "grouped_suffix":
                 states.sort(key=lambda state: state.key.sample_index)  # a group in lockstep has nothing to copy
-            for index, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
+            for index, (tokens, one) in enumerate(zip(requests.tokens, requests.params, strict=True)):
                 self.replica.check(tokens, one, f"prompts[{index}]")
-            turns = None if environment is None else self._turns(environment, prompts, uids, params, columns, in_rounds)
+            turns = None if environment is None else self._turns(environment, requests, columns, in_rounds)
         if prompt_uids is None:
-            self._next_uid += len(prompts)
+            self._next_uid += len(requests.uids)
         if self._world.size > 1:
             check_same_states(self._world, states)
         done = journal.find(states, len(self.layout.replicas)) if journal is not None else {}
@@ -277,36 +262,28 @@ class LLM:
         with bar:
             completions = self._roll_out(states, done, hear, turns)
         self.environment_calls = CallCounts() if turns is None else turns.calls
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        groups = ([completions[uid, index] for index in range(one.n)] for uid, one in zip(uids, params, strict=True))
-        rows = zip(uids, prompts, token_lists, params, groups, strict=True)
-        return [request_output(*row, decode) for row in rows]
+        return requests.outputs(completions, None if self.tokenizer is None else self.tokenizer.decode)
 
     def _turns(
         self,
         environment: Environments,
-        prompts: list[Any],
-        uids: Items[int],
-        params: list[SamplingParams],
+        requests: Requests,
         columns: Items[Mapping[str, Any]] | None,
         in_rounds: bool,
     ) -> Turns:
-        """Raises ValueError if this LLM, or one of the prompts, cannot have an environment."""
+        """Raises ValueError if this LLM, or one of the requests, cannot have an environment."""
         if self.rollout is None and self._world.size > 1:
             raise ValueError("environment: several ranks need LLM(schedule=OnDemand()), or another schedule policy")
-        if self.tokenizer is None or not all(one.detokenize for one in params):
+        if self.tokenizer is None or not all(one.detokenize for one in requests.params):
             raise ValueError("environment: reads the text of turns; give a model with a tokenizer, and detokenize=True")
-        given = [{}] * len(prompts) if columns is None else list(columns)
-        if len(given) != len(prompts):
-            raise ValueError(f"columns: {len(given)} for {len(prompts)} prompts; give a mapping for each")
-        rendered = {uid: self.chat_template.is_rendered(prompt) for uid, prompt in zip(uids, prompts, strict=True)}
-        if any(rendered.values()):
+        template, rendered = self.chat_template, dict(zip(requests.uids, requests.rendered, strict=True))
+        if any(requests.rendered):
             for said in ([], [0]):
-                self.chat_template.observe("An observation.", "user", said, is_rendered=True)
+                template.observe("An observation.", "user", said, is_rendered=True)
         return Turns(
             environment,
-            columns=dict(zip(uids, given, strict=True)),
-            encode=lambda uid, answer, said: self.chat_template.observe(
+            columns=requests.columns(columns),
+            encode=lambda uid, answer, said: template.observe(
                 answer.text, answer.role, said, is_rendered=rendered[uid]
             ),
             endings=self.replica.endings,

@@ -216,6 +216,7 @@ class TrainConfig(ChunkFields):
                     "leave --deterministic out"
                 )
         self._check_layout_policy()
+        self._check_environment()
         for name in ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags"):
             if self.wandb == "off" and (value := getattr(self, name)):
                 raise ValueError(f"{name}={value!r}: has no effect with wandb='off'; leave one of them out")
@@ -234,6 +235,16 @@ class TrainConfig(ChunkFields):
                 f"mini_batch_size={self.trainer.mini_batch_size}: more than a step's {sequences} sequences "
                 f"(rollout.prompts_per_step={self.rollout.prompts_per_step} x "
                 f"rollout.group_size={self.rollout.group_size}); lower it or raise those"
+            )
+
+    def _check_environment(self) -> None:
+        max_turns, limits = self.rollout.max_turns, self.environment_limits
+        if self.environment is None and (max_turns is not None or limits != EnvironmentConfig()):
+            name = "environment_limits" if max_turns is None else f"rollout.max_turns={max_turns}"
+            raise ValueError(f"{name}: is for trajectories; give --environment FILE.py:Class, or leave it out")
+        if self.environment is not None and self.rollout.long_prompts == "cut":
+            raise ValueError(
+                "rollout.long_prompts='cut': what an environment observes is rendered behind a whole prompt; give drop"
             )
 
     def _check_layout_policy(self) -> None:

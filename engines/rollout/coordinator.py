@@ -191,6 +191,8 @@ class Coordinator:
         for index, state in enumerate(states):
             if state.in_turns and turns is None:
                 raise ValueError(f"states[{index}]: is a trajectory (in_turns), and nothing answers it; give turns")
+            if state.in_turns and state.observed:
+                raise ValueError(f"states[{index}]: is a trajectory that has begun elsewhere; submit it anew")
             try:
                 self._check_state(state)
             except ValueError as error:

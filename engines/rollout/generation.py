@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +24,7 @@ from engines.sequence import (
 )
 
 if TYPE_CHECKING:
+    from engines.models.chat import ChatTemplate
     from engines.parallel.collectives import Communicator
 
 
@@ -44,6 +45,80 @@ def _held(prompt: Mapping[str, Any], name: str) -> Any:
     if given or (tokens is None and text is None):
         raise ValueError(f"{name}={prompt!r}: give `prompt`, a text, or `prompt_token_ids`; messages go to LLM.chat")
     return text if tokens is None else tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """A call of `LLM.generate`: an entry per prompt in each field."""
+
+    prompts: list[Any]
+    """As given."""
+    tokens: list[list[int]]
+    params: list[SamplingParams]
+    uids: Sequence[int]
+    rendered: list[bool]
+    """Whether the chat template has rendered it."""
+    in_turns: bool
+    """Whether each completion is a trajectory. A rendered prompt is then without the opening of an answer."""
+
+    @staticmethod
+    def read(
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        uids: Sequence[int] | None,
+        template: ChatTemplate,
+        *,
+        first_uid: int,
+        max_model_len: int,
+        in_turns: bool,
+    ) -> Requests:
+        """Prompts are numbered from `first_uid` on unless there are `uids`. Raises ValueError for an invalid prompt or
+        invalid parameters."""
+        given = as_prompts(prompts)
+        tokens = [
+            template.encode(prompt, f"prompts[{index}]", add_generation_prompt=not in_turns)
+            for index, prompt in enumerate(given)
+        ]
+        params = one_per_prompt(sampling_params, len(given))
+        for index, one in enumerate(params):
+            if one.max_turns is not None and not in_turns:
+                raise ValueError(
+                    f"prompts[{index}]: SamplingParams.max_turns={one.max_turns}: is for trajectories; give an "
+                    "environment, or leave it out"
+                )
+        params = [
+            replace(one, max_tokens=max(1, max_model_len - len(ids))) if one.max_tokens is None else one
+            for one, ids in zip(params, tokens, strict=True)
+        ]
+        return Requests(
+            prompts=given,
+            tokens=tokens,
+            params=params,
+            uids=range(first_uid, first_uid + len(given)) if uids is None else uids,
+            rendered=[template.is_rendered(prompt) for prompt in given],
+            in_turns=in_turns,
+        )
+
+    def states(self, *, run_seed: int, policy_step: int) -> list[SequenceState]:
+        """See `make_states`."""
+        return make_states(
+            self.tokens, self.params, self.uids, run_seed=run_seed, policy_step=policy_step, in_turns=self.in_turns
+        )
+
+    def columns(self, columns: Sequence[Mapping[str, Any]] | None) -> dict[int, Mapping[str, Any]]:
+        """Returns what each prompt's environments are reset with, by uid. Raises ValueError for another number."""
+        given = [{}] * len(self.prompts) if columns is None else list(columns)
+        if len(given) != len(self.prompts):
+            raise ValueError(f"columns: {len(given)} for {len(self.prompts)} prompts; give a mapping for each")
+        return dict(zip(self.uids, given, strict=True))
+
+    def outputs(
+        self, completions: Mapping[tuple[int, int], Completion], decode: Callable[[list[int]], str] | None
+    ) -> list[RequestOutput]:
+        """Returns the outputs in the order of the prompts; `completions` are by (prompt uid, sample index)."""
+        groups = ([completions[uid, n] for n in range(one.n)] for uid, one in zip(self.uids, self.params, strict=True))
+        rows = zip(self.uids, self.prompts, self.tokens, self.params, groups, strict=True)
+        return [request_output(*row, decode) for row in rows]
 
 
 def request_output(

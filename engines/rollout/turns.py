@@ -140,9 +140,15 @@ class Turns:
         self.wake()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns when an answer has come, or after this time."""
-        with contextlib.suppress(queue.Empty):
-            self._note(self._answered.get(timeout=timeout_s))
+        """Returns when something can be taken, or an answer has come, or after this time."""
+        if not self._finished and not self._may_go_on:
+            with contextlib.suppress(queue.Empty):
+                self._note(self._answered.get(timeout=timeout_s))
+
+    @property
+    def _may_go_on(self) -> bool:
+        """Whether trajectories may go on where none runs."""
+        return bool(self._next) and not (self._in_rounds and self._waiting)
 
     def take_finished(self) -> list[Finished]:
         """Returns the ended trajectories whose environment has ended, with their rewards."""
@@ -153,7 +159,7 @@ class Turns:
     def take(self, *, is_running: bool) -> tuple[ContinueTurn | EndTrajectory, ...]:
         """Returns how trajectories go on, as far as that is known; `is_running`: whether others run."""
         self._note_all()
-        if not self._next or (self._in_rounds and (is_running or self._waiting)):
+        if not self._may_go_on or (self._in_rounds and is_running):
             return ()
         answers, self._next = self._next, {}
         return tuple(sorted(answers.values(), key=lambda one: self._begun[one.sequence_id]))

@@ -19,9 +19,11 @@ from engines.coordination.requests import RequestMove, RequestRegroup, SubmitSeq
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.fleet.fleet import Fleet
 from engines.parallel.layout import nested_layout
+from engines.replica.endings import Endings
 from engines.rollout.coordinator import Coordinator
-from engines.rollout.environment import Observation
+from engines.rollout.environment import Answer, Observation
 from engines.rollout.generation import make_states
+from engines.rollout.turns import Turns
 from engines.sequence import Completion, Finished, SequenceId
 from tests.chat_models import save_chat_checkpoint
 from tests.checkpoints import save_text_checkpoint
@@ -427,6 +429,8 @@ def test_what_cannot_have_an_environment_is_refused(text_model: str, qwen3: str)
             llm.generate(["a"], SamplingParams(detokenize=False), environment=environments)
         with pytest.raises(ValueError, match="columns: 2 for 1 prompts"):
             llm.generate(["a"], environment=environments, columns=[{}, {}])
+        with pytest.raises(ValueError, match=r"prompts\[0\]: SamplingParams.max_turns=5: is for trajectories"):
+            llm.generate(["a"], PARAMS)
     assert not environments.objects
 
 
@@ -462,3 +466,48 @@ def test_more_may_be_submitted_when_the_last_one_has_ended(text_model: str) -> N
         == sorted(one.state.sequence_id for one in finished)
         == [(0, u, i) for u in (0, 1) for i in range(3)]
     )
+
+
+def test_nobody_waits_for_what_can_be_taken() -> None:
+    """Answers that were noted with others of another kind are taken at once."""
+
+    class Now:
+        def begin(self, sequence_id: SequenceId, columns: Any, answer: Any) -> None:
+            answer(Answer())
+
+        def end(self, sequence_id: SequenceId, reward: Any) -> None:
+            reward(1.0)
+
+        step: Any = None
+
+    class Empty:
+        def empty(self) -> bool:
+            return True
+
+        def get(self, timeout: float) -> None:
+            raise AssertionError("it waits")
+
+    endings = Endings(eos_token_ids=(), detokenize=None)
+    turns = Turns(Now(), columns={}, encode=lambda *_: [], endings=endings, max_model_len=100)
+    states = make_states([[5], [6]], [PARAMS] * 2, range(2), run_seed=0, policy_step=0, in_turns=True)
+    turns.begin(states[0])
+    assert turns.take_finished() == [], "which notes the answer, too"
+    answered, turns._answered = turns._answered, Empty()  # type: ignore[assignment]
+    turns.wait(10.0)
+    assert [one.sequence_id for one in turns.take(is_running=False)] == [states[0].sequence_id]
+    turns._answered = answered
+    turns.end(Finished(state=states[0], completion=Completion.of(states[0], "stop")))
+    assert turns.take(is_running=False) == (), "which notes the reward, too"
+    turns._answered = Empty()  # type: ignore[assignment]
+    turns.wait(10.0)
+    assert [one.completion.reward for one in turns.take_finished()] == [1.0]
+
+
+def test_a_trajectory_that_has_begun_elsewhere_is_refused(text_model: str) -> None:
+    (state,) = make_states([[5]], [SamplingParams()], [0], run_seed=0, policy_step=0, in_turns=True)
+    state.observe([7])
+    with Fleet(text_model, num_replicas=0) as fleet, Local() as environments:
+        with pytest.raises(ValueError, match=r"states\[0\]: is a trajectory that has begun elsewhere"):
+            fleet.roll_out([state], environment=environments)
+        with pytest.raises(ValueError, match=r"states\[0\]: is a trajectory \(in_turns\), and nothing answers it"):
+            fleet.roll_out([replace(state, observed=[])])

@@ -79,6 +79,11 @@ def test_on_demand_has_the_same_tokens(folder: Path, text_model: str) -> None:
         (["--environment", "echo"], "environment='echo': must be"),
         (["--environment", "{}/guessing.py:Guess"], "reset wants ['number'], the task has only the columns"),
         (["--environment", "{}/echo.py:Echo", "--reward", "{}/echo.py:Echo"], "a get_reward of its own; leave one out"),
+        ([], "--rollout.max-turns=3: is for trajectories; give --environment"),
+        (
+            ["--environment", "{}/echo.py:Echo", "--rollout.long-prompts", "cut", "--rollout.max-prompt-tokens", "9"],
+            "--rollout.long-prompts='cut': what an environment observes is rendered behind a whole prompt",
+        ),
         (["--environment-limits.workers", "0"], "--environment-limits.workers=0: must be"),
     ],
 )
