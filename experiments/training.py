@@ -28,6 +28,7 @@ from algos.rewards.runner import RewardRunner
 from algos.tasks.task import Problem, Task
 from algos.trainer import Trainer
 from engines import LLM, SamplingParams
+from engines.coordination.policies import SchedulePolicy
 from engines.json_files import read_json
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
@@ -122,6 +123,31 @@ def _open_folder(config: TrainConfig, group: Communicator) -> RunFolder:
     return RunFolder(Path(launch.on_rank_0(group, make)), group, *locks)
 
 
+def _make_llm(
+    config: TrainConfig,
+    model: Path,
+    device: torch.device,
+    groups: GroupCache,
+    schedule: SchedulePolicy | None,
+    controller: PatController | None,
+) -> LLM:
+    """Returns the engine, which has no weights yet."""
+    rollout = config.rollout
+    llm = LLM(
+        model,
+        device=device,
+        world=groups,
+        tensor_parallel_size=config.tensor_parallel_size,
+        schedule=schedule,
+        layout_policy=controller,
+        draft_policy=DRAFT_POLICIES[rollout.draft_policy],
+        load=False,
+        **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
+    )
+    llm.chat_template = config.conversation.template(llm.tokenizer)
+    return llm
+
+
 class RunState(msgspec.Struct, kw_only=True):
     """The part of a resume point that is not the trainer's."""
 
@@ -164,19 +190,9 @@ class Run:
         dispatches = None
         if schedule is not None and config.dispatch not in ("auto", "on-demand", "static"):
             dispatches = Logged(schedule)
-        self.llm = LLM(
-            model,
-            device=device,
-            world=groups,
-            tensor_parallel_size=config.tensor_parallel_size,
-            schedule=dispatches or schedule,
-            layout_policy=controller,
-            draft_policy=DRAFT_POLICIES[rollout.draft_policy],
-            load=False,
-            **asdict(rollout.engine_config(config.seed, deterministic=config.deterministic)),
-        )
-        template = config.conversation.template(self.llm.tokenizer)
-        self.llm.chat_template = replace(template, tools=environment.tools or None) if environment else template
+        self.llm = _make_llm(config, model, device, groups, dispatches or schedule, controller)
+        if environment is not None:
+            self.llm.chat_template = replace(self.llm.chat_template, tools=environment.tools or None)
         launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
         self.limit = PromptLimit(max_tokens=rollout.max_prompt_tokens, cut=rollout.long_prompts == "cut")
@@ -191,7 +207,12 @@ class Run:
             print(f"run: {self.folder.path}", file=sys.stderr, flush=True)
             trained, everything = self.trainer.num_parameters
             print(f"parameters: {trained:,} of {everything:,} are trained", file=sys.stderr, flush=True)
-        self.journal = Journal(self.folder.path / "journal", group, whole_shares=config.deterministic)
+        self.journal = Journal(
+            self.folder.path / "journal",
+            group,
+            whole_shares=config.deterministic,
+            environment=environment.digest if environment else "",
+        )
         self.collector = Collector(
             llm=self.llm,
             task=task,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from algos.environments.pool import EnvironmentPool
+from algos.own_code import source_of
 from engines.parallel.collectives import Communicator
 from engines.rollout.environment import Environments, OnRankZero
 from experiments import launch
@@ -23,6 +25,8 @@ class RunEnvironment:
     """JSON schemas for the chat template."""
     has_reward: bool
     """Whether trajectories bring their own rewards."""
+    digest: str
+    """Of its source: a resumed run takes over no trajectory of another environment."""
 
 
 def start_environment(
@@ -51,5 +55,13 @@ def share_environment(config: TrainConfig, pool: EnvironmentPool | None, group: 
     """All ranks call it together."""
     if config.environment is None:
         return None
-    tools, has_reward = launch.on_rank_0(group, lambda: pool and (pool.tools, pool.has_reward))
-    return RunEnvironment(environments=pool or OnRankZero(), tools=tools, has_reward=has_reward)
+    spec = config.environment
+
+    def describe() -> tuple[Any, ...]:
+        assert pool is not None
+        source = source_of(spec)
+        data = spec.encode() + (b"" if source is None else source.read_bytes())
+        return pool.tools, pool.has_reward, hashlib.blake2b(data, digest_size=16).hexdigest()
+
+    tools, has_reward, digest = launch.on_rank_0(group, describe)
+    return RunEnvironment(environments=pool or OnRankZero(), tools=tools, has_reward=has_reward, digest=digest)

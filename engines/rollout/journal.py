@@ -36,20 +36,23 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Checksum of the weights that sampled it."""
     key: SequenceKey
     request: str
-    """Digest of the prompt's tokens and the sampling parameters."""
+    """Digest of the prompt's tokens, the sampling parameters and the environment."""
     completion: Completion
 
 
 class Journal:
     """`<folder>/rank-<r>.jsonl`: a line for each completion that rank r appended, written to the file at once.
 
-    A completion is found again only if its key, the weights' checksum, the prompt and the parameters are the same.
+    A completion is found again only if its key, the weights' checksum, the prompt, the parameters and the digest of its
+    environment are the same.
     Every rank makes a journal; all ranks call `recover` and `find` together.
     """
 
-    def __init__(self, folder: Path, world: Communicator, *, whole_shares: bool = False) -> None:
-        """With `whole_shares`, either all sequences of a replica are found or none. With a static dispatch, the rest
-        then runs in the same batches as without an interruption; the batch decides how log-probs are rounded.
+    def __init__(self, folder: Path, world: Communicator, *, whole_shares: bool = False, environment: str = "") -> None:
+        """`environment`: a digest of what trajectories talk to.
+
+        With `whole_shares`, either all sequences of a replica are found or none. With a static dispatch, the rest then
+        runs in the same batches as without an interruption; the batch decides how log-probs are rounded.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{world.rank}.jsonl"
@@ -58,6 +61,7 @@ class Journal:
         self.num_found = 0
         """Completions found since the start."""
         self._world = world
+        self._environment = environment
         self._whole_shares = whole_shares
         self._has_warned = False
         self._found: dict[tuple[int, SequenceKey, str], Completion] = {}
@@ -71,7 +75,7 @@ class Journal:
         entry = Entry(
             weights=self.weights,
             key=finished.state.key,
-            request=_request(finished.state),
+            request=_request(finished.state, self._environment),
             completion=finished.completion,
         )
         line = memoryview(msgspec.json.encode(entry) + b"\n")
@@ -112,7 +116,8 @@ class Journal:
         found: Mapping[SequenceId, Completion] = {
             state.sequence_id: completion
             for state in (states if self._found else ())
-            if (completion := self._found.get((self.weights, state.key, _request(state)))) is not None
+            if (completion := self._found.get((self.weights, state.key, _request(state, self._environment))))
+            is not None
         }
         shares = [[state.sequence_id for state in states[i::num_replicas]] for i in range(num_replicas)]
         taken = {
@@ -134,6 +139,8 @@ class Journal:
         os.close(self._descriptor)
 
 
-def _request(state: SequenceState) -> str:
+def _request(state: SequenceState, environment: str) -> str:
     request = msgspec.msgpack.encode((state.tokens[: state.num_prompt_tokens], state.params))
+    if environment:
+        request += environment.encode()
     return hashlib.blake2b(request, digest_size=8).hexdigest()

@@ -37,7 +37,7 @@ def finished(sequence: SequenceState, **changes: Any) -> Finished:
     return Finished(state=sequence, completion=completion)
 
 
-def reopen(folder: Path, weights: int = 2**64 - 1, policy_step: int = 0, **options: bool) -> Journal:
+def reopen(folder: Path, weights: int = 2**64 - 1, policy_step: int = 0, **options: Any) -> Journal:
     journal = Journal(folder, SingleRank(), **options)
     journal.recover(policy_step)
     journal.weights = weights
@@ -231,3 +231,12 @@ def test_in_a_world_of_ranks(tmp_path: Path, qwen3: str) -> None:
             assert [row["found"] for row in rows] == [0, 18 if kind == "static" else 12, 24]
             assert [row["heard"] for row in rows] == [heard_by[kind][rank]] * 3
             assert [row["lines"] for row in rows] == [heard_by[kind][rank]] * 3
+
+
+def test_a_trajectory_of_another_environment_is_not_found(tmp_path: Path) -> None:
+    written = finished(state(), observed=[(0, 1)], reward=0.5)
+    journal = Journal(tmp_path, SingleRank(), environment="one")
+    journal.weights = 2**64 - 1
+    journal.append(written)
+    assert reopen(tmp_path, environment="one").find([state()], 1) == {state().sequence_id: written.completion}
+    assert reopen(tmp_path, environment="another").find([state()], 1) == {} == reopen(tmp_path).find([state()], 1)
