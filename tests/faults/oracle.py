@@ -153,10 +153,12 @@ def make_oracle(directory: Path) -> None:
         save_checkpoint(directory / f"version-{version}", "qwen3", seed=version)
         llm = llm or LLM(directory / "version-0", dtype="float64")
         llm.update_weights(checkpoint_tensors(directory / f"version-{version}"), version)
-        outputs = llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))
-        completions.append([output.outputs for output in outputs])
+        plain = [uid for uid in range(len(PROMPTS)) if not is_trajectory(uid)]
+        outputs = llm.generate([PROMPTS[uid] for uid in plain], [PARAMS[uid] for uid in plain], prompt_uids=plain)
+        groups = dict(zip(plain, (output.outputs for output in outputs), strict=True))
         for uid in filter(is_trajectory, range(len(PROMPTS))):
-            completions[-1][uid] = [one_turn_at_a_time(llm, uid, index) for index in range(NUM_SAMPLES)]
+            groups[uid] = [one_turn_at_a_time(llm, uid, index) for index in range(NUM_SAMPLES)]
+        completions.append([groups[uid] for uid in range(len(PROMPTS))])
     turns = [len(one.turns) for pool in completions for group in pool[::3] for one in group]
     assert max(turns) >= 4 and len(set(turns)) > 3, "too few turns to test anything"
     (directory / "oracle.msgpack").write_bytes(msgspec.msgpack.encode(completions))
