@@ -282,6 +282,13 @@ class SequenceState:
         return self.observed[-1][1] if self.observed else self.num_prompt_tokens
 
     @property
+    def num_returning(self) -> int:
+        """Tokens that were computed by the end of the turn before, if a later turn than the first begins; else 0."""
+        begins = bool(self.observed) and len(self.tokens) == self.turn_start
+        # The last token of a turn is computed by the next pass.
+        return self.observed[-1][0] - 1 if begins and self.num_turns else 0
+
+    @property
     def sequence_id(self) -> SequenceId:
         return (self.key.policy_step, self.key.prompt_uid, self.key.sample_index)
 

@@ -23,6 +23,7 @@ SAMPLES_PER_STEP = 4
 KV_MOVES = (
     *("num_swapped_out", "num_swapped_in", "swapped_out_bytes", "swapped_in_bytes"),
     *("num_imported", "stored_bytes", "stored_tokens", "loaded_tokens", "fetched_tokens"),
+    *("returning_tokens", "reused_tokens"),
 )
 
 
@@ -89,6 +90,18 @@ class RolloutRecord:
             rows = ({**step, **asdict(one), "now": clock(one.now) - self._began} for one in log)
             self._folder.append("decisions.jsonl", *rows)
         return samples
+
+
+def trajectory_figures(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """What the lines of metrics.jsonl say of a whole run's trajectories: turns in the last step, seconds of calls, and
+    of the tokens that were computed in earlier turns the share that was not computed again (see `KVMoves`)."""
+    steps = [row for row in rows if "rollout/returning_tokens" in row]
+    returning, reused = (sum(row[f"rollout/{name}_tokens"] for row in steps) for name in ("returning", "reused"))
+    return {
+        "turns_mean": steps[-1].get("num_turns/mean", 1.0) if steps else None,
+        "tool_seconds": round(sum(row["timing_s/tool_calls"] for row in steps), 3),
+        "prefix_hit_rate": round(reused / returning, 4) if returning else None,
+    }
 
 
 def _digest(rollout: Rollout) -> str:

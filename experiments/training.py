@@ -29,7 +29,7 @@ from algos.tasks.task import Problem, Task
 from algos.trainer import Trainer
 from engines import LLM, SamplingParams
 from engines.coordination.policies import SchedulePolicy
-from engines.json_files import read_json
+from engines.json_files import read_json, read_jsonl
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import nested_layout
@@ -42,7 +42,7 @@ from experiments.engine_options import DRAFT_POLICIES
 from experiments.pat_measuring import nested_layouts, transport_of
 from experiments.pat_training import RolloutLayouts, load_profile, make_controller
 from experiments.policies import Logged
-from experiments.rollout_record import STEP_FILES, RolloutRecord
+from experiments.rollout_record import STEP_FILES, RolloutRecord, trajectory_figures
 from experiments.run_folder import (
     AFRESH,
     RunFolder,
@@ -198,7 +198,6 @@ class Run:
         self.limit = PromptLimit(max_tokens=rollout.max_prompt_tokens, cut=rollout.long_prompts == "cut")
         self.held_out = self._held_out_problems(task) if config.eval_every else []
         self.state = RunState(step=0, data_index=0, evaluations=[])
-        self._trajectories: dict[str, float] = {}
         """For the result, where there are trajectories."""
         if not config.resume:
             self.folder = _open_folder(config, group)  # late, so that an error above leaves no empty folder
@@ -314,9 +313,6 @@ class Run:
         rollout = self._roll_out()
         updated = time.perf_counter()
         metrics = rollout.metrics | self.record.metrics(rollout)
-        if self.config.environment is not None:
-            seconds = self._trajectories.get("tool_seconds", 0.0) + metrics["timing_s/tool_calls"]
-            self._trajectories = {"turns_mean": metrics.get("num_turns/mean", 1.0), "tool_seconds": round(seconds, 3)}
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
@@ -432,12 +428,15 @@ class Run:
 
     def _summary(self, start: float) -> dict[str, Any]:
         figures: list[str] = []
+        trajectories: dict[str, float | None] = {}
         if self.folder.is_writer:
             from experiments.comparison.machine import this_tier
             from experiments.figures import draw_run  # matplotlib takes half a second, and only one rank draws
 
             with self.folder.writing("figures"):
                 figures = [str(path) for path in draw_run(self.folder.path, this_tier())]
+            if self.config.environment is not None:
+                trajectories = trajectory_figures(read_jsonl(self.folder.path / "metrics.jsonl"))
         checkpoint = self.folder.latest()
         return {
             "experiment": "train",
@@ -446,7 +445,7 @@ class Run:
             "eval_before": self.state.evaluations[0] if self.state.evaluations else None,
             "eval_after": self.state.evaluations[-1] if self.state.evaluations else None,
             "steps": self.state.step,
-            **self._trajectories,
+            **trajectories,
             "minutes": round((time.perf_counter() - start) / 60, 2),
             "run_dir": str(self.folder.path),
             "model": str(checkpoint / "huggingface") if checkpoint else None,

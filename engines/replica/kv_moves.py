@@ -37,6 +37,10 @@ class KVMoves:
     """Tokens whose KV was loaded, for whatever reason."""
     fetched_tokens: int = 0
     """Of the loaded tokens, those that were read before their sequence was admitted."""
+    returning_tokens: int = 0
+    """Tokens of full blocks behind the prompt that trajectories had computed in earlier turns when the next one began;
+    `reused_tokens`: those that were not computed again, since the cache or a store had their KV."""
+    reused_tokens: int = 0
     waited_s: float = 0.0
     """Seconds that steps have waited for such reads, when nothing could run."""
 
@@ -44,6 +48,14 @@ class KVMoves:
     def moved_tokens(self) -> int:
         """Tokens whose KV was moved while the replica waited."""
         return self.stored_tokens + self.loaded_tokens - self.fetched_tokens
+
+    def returned(self, one: Sequence, block_size: int) -> None:
+        """Counts an admitted trajectory whose next turn begins."""
+        first = one.state.num_prompt_tokens // block_size * block_size  # a prompt's blocks are its group's
+        last = max(first, one.num_returning // block_size * block_size)
+        self.returning_tokens += last - first
+        self.reused_tokens += max(0, min(one.num_computed, last) - first)
+        one.num_returning = 0
 
     def left(self, handles: Items[KVHandle | None], before: Iterable[KVHandle | None]) -> list[KVHandle | None]:
         """Counts sequences that leave: `handles` name all that is stored of each, None where the new part found no

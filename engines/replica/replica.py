@@ -163,7 +163,14 @@ class Replica:
                 raise ValueError(f"Work.max_new_tokens={work.max_new_tokens}: must be at least 1")
             release_len = min(max_len, len(state.tokens) + work.max_new_tokens)
         is_bounded = work.max_new_tokens is not None
-        sequence = Sequence(state=state, max_len=max_len, release_len=release_len, is_bounded=is_bounded, kv=work.kv)
+        sequence = Sequence(
+            state=state,
+            max_len=max_len,
+            release_len=release_len,
+            is_bounded=is_bounded,
+            kv=work.kv,
+            num_returning=state.num_returning,
+        )
         try:
             self._sequences[state.sequence_id] = sequence
             num_known = 0 if work.kv is None else self.scheduler.num_known_tokens(sequence)
@@ -264,6 +271,8 @@ class Replica:
             for sequence, (num_tokens, handle) in zip(schedule.arriving, loaded, strict=True):
                 sequence.num_computed, sequence.kv, sequence.num_pooled = num_tokens, handle, None
             self.scheduler.add_loaded(schedule)
+        for sequence in schedule.returning:
+            self.kv_moves.returned(sequence, self.scheduler.blocks.block_size)
         if self.drafter is not None:
             # Each shard of the replica drafts for itself, and all must draft alike: a drafter is a function of the
             # states. One that depends on time runs on the first shard, which sends its drafts to the others

@@ -58,6 +58,8 @@ class Sequence:
     """Leading blocks that have been published since the sequence was admitted."""
     num_kept_free: int = 0
     """Free blocks that no other sequence is admitted to, while it is running."""
+    num_returning: int = 0
+    """Tokens that a trajectory, which has observed something and waits for its first admission since, had computed."""
     turn: str | None = None
     """The text of its turn, where that has ended, so that it leaves."""
     stop_search: StopSearch | None = None
@@ -125,5 +127,7 @@ class Schedule:
     """Preempted sequences. Their KV stays in the blocks that they lost until the next pass or load."""
     arriving: list[Sequence]
     """Admitted sequences with stored KV. Their blocks are allocated; the first `num_computed` tokens are filled."""
+    returning: list[Sequence]
+    """Admitted trajectories whose next turn begins."""
     budget: int
     """Tokens that may still join the batch."""

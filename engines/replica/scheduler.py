@@ -83,11 +83,12 @@ class Scheduler:
         chunks: list[Scheduled] = []
         for sequence in unfinished:
             budget -= self._chunk(sequence, budget, chunks)
-        arriving: list[Sequence] = []
+        schedule = Schedule(batch=[], preempted=preempted, arriving=[], returning=[], budget=budget)
         if self.waiting and not preempted:
             num_ahead = self._config.max_draft_tokens // 2 if with_drafts else 0
-            budget = self._admit(budget, chunks, arriving, [item.sequence for item in decodes], num_ahead)
-        return Schedule(batch=decodes + _in_order(chunks), preempted=preempted, arriving=arriving, budget=budget)
+            self._admit(schedule, chunks, [item.sequence for item in decodes], num_ahead)
+        schedule.batch = decodes + _in_order(chunks)
+        return schedule
 
     def add_loaded(self, schedule: Schedule) -> None:
         """Adds the arriving sequences to the batch, from their present `num_computed` on."""
@@ -178,11 +179,9 @@ class Scheduler:
         self.admission.keep_free(sequence)
         sequence.num_table_blocks = min(sequence.num_table_blocks, len(sequence.blocks))
 
-    def _admit(
-        self, budget: int, chunks: list[Scheduled], arriving: list[Sequence], decodes: list[Sequence], num_ahead: int
-    ) -> int:
-        """Returns the remaining budget in tokens."""
-        while self.waiting and self._free_slots and budget > 0:
+    def _admit(self, schedule: Schedule, chunks: list[Scheduled], decodes: list[Sequence], num_ahead: int) -> None:
+        """Adds to `chunks`, and to what the schedule says of those that enter."""
+        while self.waiting and self._free_slots and schedule.budget > 0:
             sequence = self.waiting[0]
             if self._config.prefix_caching and any(
                 not item.samples and item.sequence.state.group_id == sequence.state.group_id for item in chunks
@@ -203,11 +202,12 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
             self.admission.keep_free(sequence)
+            if sequence.num_returning:
+                schedule.returning.append(sequence)
             if sequence.kv is not None:
-                arriving.append(sequence)
+                schedule.arriving.append(sequence)
             else:
-                budget -= self._chunk(sequence, budget, chunks)
-        return budget
+                schedule.budget -= self._chunk(sequence, schedule.budget, chunks)
 
     def num_known_tokens(self, sequence: Sequence) -> int:
         """Returns how many of a waiting sequence's first tokens the prefix cache has now."""

@@ -152,6 +152,31 @@ def test_the_same_tokens_as_one_turn_at_a_time(text_model: str, plain: Any, swit
     assert bool(llm.replica.scheduler.num_preemptions) == preempts
 
 
+@pytest.mark.parametrize(
+    ("options", "fewest", "most"),
+    [
+        ({}, 1.0, 1.0),
+        ({"prefix_caching": False, "preemption": "recompute"}, 0.0, 0.0),
+        ({"prefix_caching": False, "preemption": "swap"}, 1.0, 1.0),
+        ({**SWITCHES["preemption"], "preemption": "recompute"}, 0.01, 0.99),
+    ],
+)
+def test_how_much_of_earlier_turns_is_not_computed_again(
+    text_model: str, plain: Any, options: dict[str, Any], fewest: float, most: float
+) -> None:
+    llm = make(text_model, block_size=8, **options)
+    completions, _ = roll_out(llm, in_rounds=True)
+    returning = 0
+    for prompt, group in zip(PROMPTS, completions, strict=True):
+        for one in group:
+            # A block that the prompt begins belongs to the trajectory; the last token of a turn is not computed in it.
+            begins = [start for start, end in one.observed if start > 0 and end < len(one.token_ids)]
+            returning += sum((len(prompt) + start - 1) // 8 - len(prompt) // 8 for start in begins) * 8
+    moves = llm.replica.kv_moves
+    assert moves.returning_tokens == returning > 500
+    assert fewest * returning <= moves.reused_tokens <= most * returning
+
+
 def test_the_same_tokens_in_rounds(text_model: str, plain: Any) -> None:
     options = {"preemption": "recompute"}  # reading stored KV takes its time, too
     llm = make(text_model, **options)

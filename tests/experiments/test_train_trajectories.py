@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, model: str, name: str, *arguments: str) -> Path:
     options = ["--model", model, "--runs", str(folder), "--name", name, *SMALL, *arguments]
     result = run_main("train", options, num_ranks=2)
-    assert result["turns_mean"] > 1 and result["tool_seconds"] > 0
+    assert result["turns_mean"] > 1 and result["tool_seconds"] > 0 and result["prefix_hit_rate"] > 0.9
     return Path(result["run_dir"])
 
 
