@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import deque
+from decimal import Decimal
 from fractions import Fraction
 from operator import add, mul, sub, truediv
 from pathlib import Path
 
-_NUMBER = r"(-?(?:\d[\d,]*\.?\d*|\.\d+))"
-_EXPRESSION = re.compile(rf"\s*{_NUMBER}\s*([-+*/])\s*{_NUMBER}\s*", re.ASCII)
+_TOKEN = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+|[-+*/()]", re.ASCII)
+_OPERATIONS = {"+": (1, add), "-": (1, sub), "*": (2, mul), "/": (2, truediv)}
+"""How tightly each sign binds, and what it does."""
 _MOST_CHARS = 100
 _MOST_ROWS = 50
 _MOST_STEPS = 1_000_000
@@ -24,17 +27,41 @@ _ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION,
 
 def calculator(expression: str) -> str:
     """
-    Calculates with two numbers.
+    Calculates with numbers.
 
     Args:
-        expression: Two numbers with +, -, * or / between them, as 12.5*3
+        expression: Numbers with +, -, *, / and parentheses, as (12.5+3)*4
     """
-    found = _EXPRESSION.fullmatch(expression) if len(expression) <= _MOST_CHARS else None
-    if found is None:
-        raise ValueError(f"{expression[:_MOST_CHARS]!r}: must be two numbers with +, -, * or / between them")
-    left, right = (Fraction(found[at].replace(",", "")) for at in (1, 3))
-    value = {"+": add, "-": sub, "*": mul, "/": truediv}[found[2]](left, right)
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    tokens = deque([*_TOKEN.findall(expression), ""])
+    try:
+        if len(expression) > _MOST_CHARS or _TOKEN.sub("", expression).strip():
+            raise ValueError
+        value = _take_value(tokens)
+        if tokens != deque([""]):
+            raise ValueError
+    except ValueError:
+        what = f"numbers with +, -, *, / and parentheses, in {_MOST_CHARS} characters"
+        raise ValueError(f"{expression[:_MOST_CHARS]!r}: must be {what}") from None
+    except ZeroDivisionError:
+        raise ZeroDivisionError(f"{expression!r}: divides by zero") from None
+    return str(value.numerator) if value.denominator == 1 else f"{Decimal(f'{float(value):.10g}'):f}"
+
+
+def _take_value(tokens: deque[str], binds: int = 0) -> Fraction:
+    """Takes an expression from the tokens, up to a sign that binds no tighter than `binds`. Raises `ValueError`."""
+    token = tokens.popleft()
+    if token in ("+", "-"):
+        value = _take_value(tokens, 2) * (-1 if token == "-" else 1)
+    elif token == "(":
+        value = _take_value(tokens)
+        if tokens.popleft() != ")":
+            raise ValueError
+    else:
+        value = Fraction(token.replace(",", ""))
+    while _OPERATIONS.get(tokens[0], (0,))[0] > binds:
+        next_binds, operation = _OPERATIONS[tokens.popleft()]
+        value = operation(value, _take_value(tokens, next_binds))
+    return value
 
 
 def run_query(database: sqlite3.Connection, sql: str) -> str:
