@@ -1,13 +1,15 @@
 """A rollout on many GPUs in virtual time, decided by the objects that decide in a live one. Torch-free.
 
 `RolloutCore`, the policies, `WorkerCore`, `Replica`, `Scheduler` and `BlockManager` are the live ones. Simulated are
-passes and KV (`runner.py`), the time that they take (`pace.py`), and messages, which arrive some time after being sent.
+passes and KV (`runner.py`), the time that they take (`pace.py`), messages, which arrive some time after being sent, and
+tools, which answer the turns of trajectories after their time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -19,6 +21,7 @@ from engines.coordination.core import RolloutCore
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.coordination.requests import (
     AddReplica,
+    AnswerTurns,
     BeginPhase,
     Deliver,
     DiscardKV,
@@ -29,16 +32,19 @@ from engines.coordination.requests import (
     RequestEndPhase,
     SubmitSequences,
     Tick,
+    TurnEnded,
 )
 from engines.coordination.views import Decision
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.cost import SwapCost
 from engines.kvcache.kept import KeptKV, arrivals
 from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, share_lacked
+from engines.replica.endings import Endings
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
 from engines.rollout.pace import Pace, row_seconds
 from engines.rollout.telemetry import StepRecord
+from engines.rollout.turns import Turns
 from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId, SequenceState
 from engines.speculation.drafter import Drafter
@@ -47,7 +53,8 @@ from engines.speculation.policy import AdaptedDrafter, DraftPolicy
 from research.simulator.drafts import DraftAcceptance, References, SimulatedDrafter
 from research.simulator.events import STEP_END, TO_CORE, TO_WORKER, EventQueue
 from research.simulator.rank import Rank
-from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
+from research.simulator.runner import OBSERVED, VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
+from research.workloads.trajectories import TimedTools, Turn, turn_has_ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +164,17 @@ class Cluster:
         *,
         schedule_policy: SchedulePolicy,
         lengths: Mapping[SequenceId, int],
+        turns: Mapping[SequenceId, Items[Turn]] | None = None,
         layout_policy: LayoutPolicy | None = None,
     ) -> None:
-        """`lengths` are the tokens that each sequence will generate: the policies do not see them.
+        """`lengths` are the tokens that each sequence will generate, `turns` those of trajectories, turn by turn: the
+        policies do not see them.
 
         Raises ValueError for a layout with a replica for whose TP size `config` has no KV cache.
         """
         self.config = config
         self.lengths = lengths
+        self.turns = turns or {}
         # Ranks take their places before time 0, at which a rollout begins: long enough that a first step is reported.
         self.queue = EventQueue(now=-REPORT_EVERY_S - 2 * config.overheads.message_s)
         self._random = Random(config.overheads.seed)
@@ -198,6 +208,14 @@ class Cluster:
             keeps_kv=lambda *_: True,
             timeout_s=config.timeout_s,
         )
+        self._calls = Turns(
+            TimedTools(self.turns, lambda seconds, act: self.queue.at(self.queue.now + seconds, (TO_CORE,), act)),
+            columns={},
+            encode=lambda _, answer, __: [OBSERVED] * len(answer.text or ""),
+            endings=Endings(eos_token_ids=(), detokenize=None),
+            max_model_len=config.max_model_len,
+        )
+        self._calls.wake = self._wake
         self._layout = config.layout
         self._unplaced: set[int] = set()
         """Ranks that have left a replica and wait for the others with which they exchange weights and KV."""
@@ -209,6 +227,8 @@ class Cluster:
         self._lengths_of_ended: dict[SequenceId, int] = {}
         self._is_complete = False
         self._is_submitted = False
+        self._is_awake = False
+        """Whether answers of tools will be taken now."""
         self._num_preempted = 0
 
     def check_integrity(self) -> None:
@@ -239,7 +259,11 @@ class Cluster:
         self._on_finished = on_finished
         for spec, outside in self._outside.items():
             self._schedule(spec, outside)
-        self._take(SubmitSequences(states=tuple(states)))
+        states = tuple(states)
+        self._take(SubmitSequences(states=states))
+        for state in states:
+            if state.in_turns:
+                self._calls.begin(state)
         while not self._is_complete:
             if not self.queue.run_next():
                 # Nothing will happen any more but that deadlines pass.
@@ -275,8 +299,12 @@ class Cluster:
     def _take(self, event: Request | messages.Event) -> None:
         for output in self.core.on_event(event, self.queue.now):
             match output:
+                case Deliver() if output.finished.state.in_turns:
+                    self._calls.end(output.finished)
                 case Deliver():
                     self._deliver(output.finished)
+                case TurnEnded():
+                    self._calls.step(output.state, output.text)
                 case DiscardKV():
                     self.pool.drop(output.kv.parts)
                 case ReplicaDropped():
@@ -287,9 +315,27 @@ class Cluster:
                     raise RuntimeError(f"simulated rollout, at {self.queue.now:g} s: {output.reason}")
                 case _ if isinstance(output, messages.Command):
                     self._send(output)
-        if self._is_submitted and not self.core.num_unfinished and not self.core.regrouping:
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        num_left = self.core.num_unfinished + self._calls.num_open
+        if self._is_submitted and not num_left and not self.core.regrouping:
             self._is_submitted = False
             self._take(RequestEndPhase())
+
+    def _wake(self) -> None:
+        """Takes, after all else that is at this time, what tools have answered."""
+        if not self._is_awake:
+            self._is_awake = True
+            self.queue.at(self.queue.now, (TO_CORE,), self._take_answers)
+
+    def _take_answers(self) -> None:
+        self._is_awake = False
+        for finished in self._calls.take_finished():
+            self._deliver(finished)
+        if answers := self._calls.take(is_running=True):
+            self._take(AnswerTurns(answers=answers))
+        self._end_if_done()
 
     def _send(self, command: messages.Command) -> None:
         rank = self._ranks[command.rank]
@@ -342,11 +388,15 @@ class Cluster:
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(),
             detokenize=None,
-            hidden_stop=self._has_ended,
+            hidden_stop=self._stops,
             max_kv_tokens=min(config.num_kv_tokens.values()) // config.engine.block_size * config.engine.block_size,
             drafter=self._drafter(spec),
         )
         return replica, mover
+
+    def _stops(self, state: SequenceState) -> bool:
+        turns = self.turns.get(state.sequence_id)
+        return self._has_ended(state) if turns is None else turn_has_ended(state, turns)
 
     def _has_ended(self, state: SequenceState) -> bool:
         return state.num_generated >= self.lengths[state.sequence_id]

@@ -18,6 +18,8 @@ from engines.rollout.pace import Path
 from engines.sequence import KVHandle, KVPart, SequenceKey
 
 VOCAB_SIZE = 2**62
+OBSERVED = 2**32 - 1
+"""The token that stands for all that is observed."""
 DTYPE = "bfloat16"
 
 

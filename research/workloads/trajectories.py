@@ -7,9 +7,14 @@ and the seconds of a tool. The members of a group share their prompt's difficult
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engines.constraints import Count, Fraction, NonNegative, check_fields
+from engines.rollout.environment import Answer
+from engines.sequence import SequenceId, SequenceState
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
 
 
@@ -64,3 +69,40 @@ class TrajectoryLengths:
             if not left or len(turns) + 1 == count:
                 return [*turns, Turn(num_generated=num_generated)]
             turns.append(Turn(num_generated=num_generated, tool_s=tool_s, num_observed=num_observed))
+
+
+def turn_has_ended(state: SequenceState, turns: Sequence[Turn]) -> bool:
+    """Whether the present turn of this trajectory has all of its tokens: a hidden stop."""
+    return len(state.tokens) - state.turn_start >= turns[len(state.observed) - 1].num_generated
+
+
+class TimedTools:
+    """The `Environments` of trajectories whose turns are known: a tool takes its time, and returns a character for each
+    token that is observed. The last turn ends the trajectory."""
+
+    def __init__(
+        self,
+        turns: Mapping[SequenceId, Sequence[Turn]],
+        later: Callable[[float, Callable[[], None]], object],
+    ) -> None:
+        """`later` calls a function after so many seconds, real or virtual."""
+        self._turns = turns
+        self._later = later
+        self._num_ended: Counter[SequenceId] = Counter()
+
+    def begin(self, sequence_id: SequenceId, columns: Mapping[str, Any], answer: Callable[[Answer], None]) -> None:
+        answer(Answer())
+
+    def step(self, sequence_id: SequenceId, text: str, answer: Callable[[Answer], None]) -> None:
+        turns = self._turns[sequence_id]
+        turn = turns[self._num_ended[sequence_id]]
+        self._num_ended[sequence_id] += 1
+        if self._num_ended[sequence_id] == len(turns):
+            answer(Answer(done=True))
+        else:
+            given = Answer(text="." * turn.num_observed, seconds=turn.tool_s)
+            self._later(turn.tool_s, lambda: answer(given))
+
+    def end(self, sequence_id: SequenceId, reward: Callable[[float | None], None] | None) -> None:
+        if reward is not None:
+            reward(None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from research.simulator.hindsight import LongestFirst, floor_seconds
 from research.simulator.pace import ProfilePace
 from research.simulator.runner import KVPool
 from research.workloads.lengths import LogNormalLengths
+from research.workloads.trajectories import TrajectoryLengths, Turn
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ def states(count: int, num_prompt_tokens: int = 16, max_tokens: int = 1000) -> l
     ]
 
 
-def cluster(num_ranks: int, policy, lengths: list[int], tp_size: int = 1, layout_policy=None, **options) -> Cluster:
+def cluster(
+    num_ranks: int, policy, lengths: list[int], tp_size: int = 1, layout_policy=None, turns=None, **options
+) -> Cluster:
     engine = {"max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 4096, **options.pop("engine", {})}
     config = ClusterConfig(
         layout=nested_layout(range(num_ranks), tp_size) if num_ranks else Layout(epoch=0, replicas=()),
@@ -61,7 +65,7 @@ def cluster(num_ranks: int, policy, lengths: list[int], tp_size: int = 1, layout
         **options,
     )
     known = {(0, uid, 0): length for uid, length in enumerate(lengths)}
-    return Cluster(config, schedule_policy=policy, lengths=known, layout_policy=layout_policy)
+    return Cluster(config, schedule_policy=policy, lengths=known, turns=turns, layout_policy=layout_policy)
 
 
 @pytest.mark.parametrize("policy", [Static, OnDemand])
@@ -82,7 +86,7 @@ def test_overheads_lie_between_steps_and_messages() -> None:
 
 
 def long_tail(count: int, seed: int) -> list[int]:
-    return LogNormalLengths(median=150, sigma=1.0, cap=900).draw(count, seed)
+    return LogNormalLengths(median=150, sigma=1.0, cap=600).draw(count, seed)
 
 
 class Moving:
@@ -329,3 +333,159 @@ def test_a_layout_that_is_refused_is_an_error_as_in_a_live_run() -> None:
     simulated = cluster(2, OnDemand(), [300, 300, *([20] * 10)], layout_policy=Widen(), num_kv_tokens={1: 100_000})
     with pytest.raises(ValueError, match="layout: replica 0 of 2 GPUs has no room for weights and a block of KV"):
         simulated.roll_out(states(12))
+
+
+@dataclass(frozen=True)
+class ConstantPace(FlatPace):
+    """A step takes 10 ms, whatever is in it; KV moves at once."""
+
+    def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        return 0.01
+
+    def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
+        return 0.0
+
+
+def trajectories(num_ranks: int, policy, turns: list[list[Turn]], **options) -> tuple[Cluster, list[SequenceState]]:
+    known = {(0, uid, 0): some for uid, some in enumerate(turns)}
+    lengths = [sum(turn.num_generated for turn in some) for some in turns]
+    some = [replace(state, in_turns=True) for state in states(len(turns), max_tokens=600)]
+    return cluster(num_ranks, policy, lengths, turns=known, **options), some
+
+
+def test_a_trajectory_alone_takes_its_steps_and_its_tools() -> None:
+    """The pass that computes an observation draws the next turn's first token: a turn has as many steps as tokens."""
+    turns = [
+        Turn(num_generated=10, tool_s=0.5, num_observed=40),
+        Turn(num_generated=1, tool_s=2),
+        Turn(num_generated=7),
+    ]
+    simulated, some = trajectories(1, OnDemand(), [turns], pace=ConstantPace())
+    done = simulated.roll_out(some)
+    assert done.makespan == pytest.approx(0.5 + 2 + 18 * 0.01, rel=1e-12)
+    assert done.lengths == {(0, 0, 0): 18} and len(done.steps) == 18
+    # Of the prompt and the first turn nothing is computed again but what makes no whole block, or its last token.
+    assert [step.num_tokens for step in done.steps if step.num_tokens > 1] == [16, 1 + 40]
+
+
+def test_what_is_observed_fills_the_context_and_the_cache() -> None:
+    """Of 16 + 10 tokens of KV 25 were computed; they come back from the store where the cache has forgotten them."""
+    turns = [Turn(num_generated=10, tool_s=0.5, num_observed=40), Turn(num_generated=2)]
+    simulated, some = trajectories(1, OnDemand(), [turns], engine={"prefix_caching": False})
+    done = simulated.roll_out(some)
+    first = sum(0.011 + 1e-6 * (16 + step) for step in range(10))
+    second = sum(0.011 + 1e-6 * (16 + 10 + 40 + step) for step in range(2))
+    stored, last_stored, loaded = 25e-6, (1 + 40 + 1) * 1e-6, 25e-6
+    assert done.makespan == pytest.approx(first + 0.5 + second + stored + last_stored + loaded, rel=1e-12)
+
+
+def test_tools_run_beside_the_steps_of_others() -> None:
+    """In one slot a sequence of 100 tokens runs whole while the other one's tool takes shorter, as long, or longer."""
+    for tool_s in (0.5, 1.01, 1.5):
+        turns = [[Turn(num_generated=5, tool_s=tool_s), Turn(num_generated=5)], [Turn(num_generated=100)]]
+        simulated, some = trajectories(1, OnDemand(), turns, pace=ConstantPace(), engine={"max_num_seqs": 1})
+        ends = simulated.roll_out(some).finish_times
+        assert ends[0, 1, 0] == pytest.approx(1.05, rel=1e-12)
+        assert ends[0, 0, 0] == pytest.approx(max(0.05 + tool_s, 1.05) + 0.05, rel=1e-12)
+
+
+def ends_by_hand(turns: list[list[Turn]], num_slots: int, *, by_index: bool) -> dict[int, float]:
+    """An event loop over one replica with steps of 10 ms. A sequence that is dispatched enters with the next step. The
+    KV of a turn is stored beside the next step, if there is one, and then its tool begins.
+
+    With `by_index` those that wait are dispatched in the order of submission, whenever one arrives or a slot is free;
+    otherwise they enter free slots in the order of arrival.
+    """
+    now, ends = 0.0, dict[int, float]()
+    arrivals = [(0.0, number, 0) for number in range(len(turns))]
+    waiting: list[tuple[int, int]] = []
+    running: dict[tuple[int, int], int] = {}
+    storing: list[tuple[int, int]] = []
+
+    def dispatch() -> None:
+        while waiting and len(running) + len(storing) * by_index < num_slots:
+            first = min(waiting) if by_index else waiting[0]
+            waiting.remove(first)
+            running[first] = 0
+
+    def arrive() -> None:
+        for arrival in sorted(one for one in arrivals if one[0] <= now):
+            arrivals.remove(arrival)
+            waiting.append(arrival[1:])
+            if by_index and now:
+                dispatch()
+
+    while len(ends) < len(turns):
+        arrive()
+        dispatch()
+        if not running and not storing:
+            now = min(arrivals)[0]
+            continue
+        in_pass, left = list(running), storing
+        now += 0.01
+        if by_index:
+            arrive()
+        storing = []
+        for one in in_pass:
+            running[one] += 1
+            if running[one] == turns[one[0]][one[1]].num_generated:
+                del running[one]
+                storing.append(one)
+        if len(storing) == len(in_pass) and (by_index or not waiting):
+            left, storing = left + storing, []
+        for number, turn in left:
+            if turn + 1 == len(turns[number]):
+                ends[number] = now
+            else:
+                arrivals.append((now + turns[number][turn].tool_s, number, turn + 1))
+    return ends
+
+
+@pytest.mark.parametrize("policy", [OnDemand, Static])
+@pytest.mark.parametrize("seed", range(8))
+def test_trajectories_against_an_event_loop(policy, seed: int) -> None:
+    rng = random.Random(seed)
+    turns = [
+        [
+            Turn(num_generated=rng.randint(1, 30), tool_s=rng.uniform(0.001, 0.4), num_observed=rng.choice([0, 3, 40]))
+            for _ in range(rng.randint(1, 5))
+        ]
+        for _ in range(rng.randint(6, 12))
+    ]
+    num_slots = rng.randint(1, 4)
+    engine = {"max_num_seqs": num_slots, "prefix_caching": False}
+    simulated, some = trajectories(1, policy(), turns, pace=ConstantPace(), engine=engine)
+    ends = simulated.roll_out(some).finish_times
+    expected = ends_by_hand(turns, num_slots, by_index=policy is OnDemand)
+    assert {id_[1]: end for id_, end in ends.items()} == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", [Static, OnDemand, Moving])
+@pytest.mark.parametrize("num_kv_tokens", [9_000, 700])
+def test_every_trajectory_ends_once_with_all_its_turns(policy, num_kv_tokens: int) -> None:
+    """Beside plain sequences, with preemptions or moves, and a replica that dies."""
+    alike = LogNormalLengths(median=25, sigma=1.0, cap=200)
+    few = LogNormalLengths(median=3, sigma=0.6, cap=8)
+    drawn = TrajectoryLengths(num_turns=few, generated=alike, observed=alike, tool_median_s=0.2, tool_sigma=1, cap=600)
+    turns = [one for (one,) in drawn.draw(18, 1, seed=5)]
+    outside = (OutsideReplica(death_s=1.5),) if policy is OnDemand else ()
+    simulated, some = trajectories(3, policy(), turns, num_kv_tokens={1: num_kv_tokens}, outside=outside)
+    for state in some[::4]:
+        state.in_turns = False
+        simulated.turns.pop(state.sequence_id)
+    check_after_every_event(simulated)
+    ended: list[SequenceState] = []
+    done = simulated.roll_out(some, on_finished=lambda one: ended.append(replace(one.state)))
+    assert {id_[1]: length for id_, length in done.lengths.items()} == dict(enumerate(map(num_tokens, turns)))
+    for state in ended:
+        observed = [end - start for start, end in state.observed]
+        expected = [0, *(turn.num_observed for turn in turns[state.key.prompt_uid][:-1])] if state.in_turns else []
+        assert observed == expected
+    assert list(done.finish_times.values()) == sorted(done.finish_times.values())
+    assert outside or simulated.pool.num_tokens == 0
+    assert (done.num_preempted > 0) == (num_kv_tokens == 700 and policy is not Moving)
+    assert len([one for one in done.decisions if one.action == "drop"]) == len(outside)
+
+
+def num_tokens(turns: list[Turn]) -> int:
+    return sum(turn.num_generated for turn in turns)
