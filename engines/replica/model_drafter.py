@@ -48,6 +48,14 @@ class _Copy:
     probabilities: list[float] = field(default_factory=list)
     """Of each guess: its probability in the small model, given the tokens before it."""
 
+    def follows(self, state: SequenceState) -> bool:
+        """Whether the known tokens are this state's first ones. After a turn the trajectory may be another object."""
+        if self.target is not state:
+            if state.tokens[: self.num_known] != self.sequence.state.tokens[: self.num_known]:
+                return False
+            self.target = state
+        return len(state.tokens) >= self.num_known
+
     def draft(self) -> Draft:
         guesses = self.sequence.state.tokens[self.num_known : self.num_known + self.limit]
         return Draft(guesses, list(accumulate(self.probabilities[: self.limit], mul)))
@@ -123,6 +131,9 @@ class ModelDrafter:
         """Nothing is learnt from it."""
 
     def finish(self, state: SequenceState) -> None:
+        """A trajectory may go on here after its turn, and is forgotten only when others need the room."""
+        if state.in_turns:
+            return
         with self._undisturbed():
             self._forget(state.sequence_id)
 
@@ -159,7 +170,7 @@ class ModelDrafter:
 
     def _follow(self, state: SequenceState) -> _Copy:
         copy = self._copies.get(state.sequence_id)
-        if copy is not None and (copy.target is not state or len(state.tokens) < copy.num_known):
+        if copy is not None and not copy.follows(state):
             self._forget(state.sequence_id)  # after an interrupt
             copy = None
         if copy is None:

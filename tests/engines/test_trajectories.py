@@ -27,6 +27,7 @@ from engines.rollout.turns import Turns
 from engines.sequence import Completion, Finished, SequenceId
 from tests.chat_models import save_chat_checkpoint
 from tests.checkpoints import save_text_checkpoint
+from tests.engines.test_model_drafter import Passes, drafter_of
 from tests.environments import Echo, Local
 from tests.worlds import join, run_world
 
@@ -175,6 +176,31 @@ def test_how_much_of_earlier_turns_is_not_computed_again(
     moves = llm.replica.kv_moves
     assert moves.returning_tokens == returning > 500
     assert fewest * returning <= moves.reused_tokens <= most * returning
+
+
+def with_a_draft_model(model: str, is_coordinated: bool) -> Any:
+    """Tokens; what the draft model has computed; what it need compute: each token once, and again where it was a guess
+    that was rejected."""
+    world: dict[str, Any] = {"world": join(), "schedule": OnDemand()} if is_coordinated else {}
+    options = {"drafter": "model", "draft_model": model, "draft_lengths": "fixed", "max_draft_tokens": 3}
+    llm = make(model, **options, **world)
+    passes = Passes(drafter_of(llm))
+    completions, _ = roll_out(llm)
+    tokens = [[one.token_ids for one in group] for group in completions]
+    num_known = sum(len(prompt) + len(one) for prompt, group in zip(PROMPTS, tokens, strict=True) for one in group)
+    num_rejected = sum(step.num_drafted - step.num_accepted for step in llm.step_records)
+    llm.close()
+    return tokens, sum(map(sum, passes.tokens)), num_known + num_rejected
+
+
+@pytest.mark.parametrize("is_coordinated", [False, True])
+def test_a_draft_model_goes_on_after_a_turn(text_model: str, plain: Any, is_coordinated: bool) -> None:
+    if is_coordinated:  # then a trajectory comes back as another object
+        ((tokens, num_computed, most),) = run_world(with_a_draft_model, 1, text_model, True)
+    else:
+        tokens, num_computed, most = with_a_draft_model(text_model, False)
+    assert tokens == [[one[0] for one in group] for group in plain[0]]
+    assert 0 < num_computed <= most
 
 
 def test_the_same_tokens_in_rounds(text_model: str, plain: Any) -> None:
