@@ -131,9 +131,11 @@ class PatController:
                 f"{sorted(self._deployment.steps)}; begin the rollout in one of these, or profile that one, too"
             )
         sequences = list(view.unfinished.values())
+        present = [one for one in sequences if not one.is_parked]  # a trajectory between two turns is in no batch
+        if sequences and not present:
+            return None  # and asks again
         has_more = view.num_unfinished > self._last_count
         self._last_count, self._num_asked = max(view.num_unfinished, len(sequences)), 0
-        present = [one for one in sequences if not one.is_parked]  # a trajectory between two turns is in no batch
         if not present:  # as of a host's window, which counts its share of those that wait
             return None
         considered, means, stage_seconds = self._consider(view, present, tp_size, has_more=has_more)

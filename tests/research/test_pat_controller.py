@@ -175,6 +175,16 @@ def test_more_sequences_than_before_are_news(estimator: Any, phase: int, num_del
 
 
 @pytest.mark.parametrize("estimator", ["lookahead", "paper"])
+def test_trajectories_that_wait_for_their_first_observation_leave_the_decision_for_later(estimator: Any) -> None:
+    policy = PatController(deployment(), PatOptions(estimator=estimator), ended=HISTORY)
+    view = view_of([0] * 1500, size=8)
+    parked = {id_: replace(one, is_parked=True) for id_, one in view.unfinished.items()}
+    assert policy.decide(replace(view, unfinished=parked)) is None
+    change = policy.decide(view)
+    assert change is not None and change.layout.replicas[0].tp_size < 8
+
+
+@pytest.mark.parametrize("estimator", ["lookahead", "paper"])
 def test_a_layout_without_times_is_an_error(estimator: Any) -> None:
     one = deployment()
     steps = {size: predictor for size, predictor in one.steps.items() if size != 4}
