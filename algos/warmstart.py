@@ -1,32 +1,39 @@
-"""Makes a small, partly trained policy: supervised training of a random Qwen3 on worked additions.
+"""Makes a small, partly trained policy: supervised training of a random Qwen3 on a task's demonstrations.
 
-Reinforcement learning needs right answers to reinforce. In about a minute on two cores the default gives a *partial*
-policy: its greedy answers are mostly right, but sampling at temperature 1 spoils about half of them, mostly long ones.
-Label smoothing keeps the policy that uncertain, so that reinforcement learning has right answers to find.
+Reinforcement learning needs right answers to reinforce. In about a minute on two cores the default, worked additions,
+gives a *partial* policy: its greedy answers are mostly right, but sampling at temperature 1 spoils about half of them,
+mostly long ones. Label smoothing keeps the policy that uncertain, so that reinforcement learning has right answers to
+find. What a demonstration observes is tokenised as in a rollout, and not learned.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from algos.batch import collate
+from algos.batch import collate, spread
 from algos.micro_batches import plan_micro_batches
 from algos.muon import Muon
 from algos.publish import check_replaceable, only_writer, publish_directory, read_record
-from algos.tasks.arithmetic import ArithmeticTask, solution
+from algos.tasks.task import Demonstrated
 from algos.tokenizer import PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from algos.warmstart_config import MODEL_SIZES, ModelSize, WarmStartConfig
 from engines.models.chat import ChatTemplate
 from engines.progress import Bar
 
-Example = tuple[list[int], int]
-"""(tokens of prompt, completion and end of sequence, number of prompt tokens)."""
+
+class Example(NamedTuple):
+    tokens: list[int]
+    """Of the prompt, and of all turns with what was observed between them. An end of sequence is each turn's last."""
+    num_prompt_tokens: int
+    loss_mask: list[bool]
+    """Per token behind the prompt: False where it is observed."""
 
 
 def warm_start(directory: str | Path, config: WarmStartConfig) -> Path:
@@ -55,6 +62,11 @@ def tokenizer_of(size: ModelSize) -> PreTrainedTokenizerFast:
     return byte_tokenizer(is_chat=size == "tiny-chat")
 
 
+def template_of(size: ModelSize) -> ChatTemplate:
+    """What encodes the prompts that the model learns from."""
+    return ChatTemplate(tokenizer=tokenizer_of(size), renders_text=size == "tiny-chat")
+
+
 def new_config(size: ModelSize) -> Qwen3Config:
     """The shape of an embedded model."""
     return Qwen3Config(
@@ -81,9 +93,9 @@ def new_model(size: ModelSize, seed: int) -> Qwen3ForCausalLM:
 
 
 def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
-    """The trained model, and the mean loss (nats per completion token) of its last steps. Progress goes to stderr."""
+    """The trained model, and the mean loss (nats per generated token) of its last steps. Progress goes to stderr."""
     model = new_model(config.size, config.seed)
-    template = ChatTemplate(tokenizer=tokenizer_of(config.size), renders_text=config.size == "tiny-chat")
+    template = template_of(config.size)
     optimizers = _make_optimizers(model, config.learning_rate)
     schedule = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_at(step, config.steps))
@@ -94,7 +106,7 @@ def train(config: WarmStartConfig) -> tuple[Qwen3ForCausalLM, float]:
     with Bar(range(config.steps), f"warm start {config.size}", unit="step") as progress:
         for step in progress:
             first = step * config.batch_size
-            examples = [_example(template, config.task, first + offset) for offset in range(config.batch_size)]
+            examples = [demonstrate(template, config.task, first + offset) for offset in range(config.batch_size)]
             loss = _accumulate_gradients(model, examples, config.label_smoothing)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer, rate in zip(optimizers, schedule, strict=True):
@@ -124,23 +136,39 @@ def _rate_at(step: int, num_steps: int) -> float:
     return min(1.0, (step + 1) / 10) * (1 - step / num_steps)
 
 
-def _example(template: ChatTemplate, task: ArithmeticTask, index: int) -> Example:
+def demonstrate(template: ChatTemplate, task: Demonstrated, index: int) -> Example:
+    """Returns the demonstration of the task's training problem `index`, in the tokens that a rollout would have."""
     problem, tokenizer = task.train_problem(index), template.tokenizer
-    prompt = template.encode(problem.prompt, "prompt")
-    return [*prompt, *tokenizer.encode(solution(problem)), tokenizer.eos_token_id], len(prompt)
+    parts = task.demonstration(problem)
+    if not parts or parts[-1].observed:
+        raise ValueError(f"demonstration of problem {problem.uid}: must end with a turn of the model, not {parts[-1:]}")
+    is_rendered = template.is_rendered(problem.prompt)
+    # What is observed before the first turn has the opening of the answer behind it.
+    tokens = template.encode(problem.prompt, "prompt", add_generation_prompt=not parts[0].observed)
+    num_prompt_tokens, loss_mask, said = len(tokens), list[bool](), list[int]()
+    for part in parts:
+        if part.observed:
+            added = template.observe(part.text, part.role, said, is_rendered=is_rendered)
+        else:
+            added = said = [*tokenizer.encode(part.text, add_special_tokens=False), tokenizer.eos_token_id]
+        tokens += added
+        loss_mask += [not part.observed] * len(added)
+    return Example(tokens, num_prompt_tokens, loss_mask)
 
 
 def _accumulate_gradients(
     model: Qwen3ForCausalLM, examples: list[Example], label_smoothing: float, max_tokens: int = 3072
 ) -> float:
-    """Adds the gradient of the mean loss per completion token, over all of `examples`; returns that loss."""
-    num_targets = sum(len(tokens) - num_prompt_tokens for tokens, num_prompt_tokens in examples)
+    """Adds the gradient of the mean loss per generated token, over all of `examples`; returns that loss."""
+    num_targets = sum(sum(example.loss_mask) for example in examples)
     total = 0.0
-    for members in plan_micro_batches([len(tokens) for tokens, _ in examples], max_tokens, 1).of_rank(0):
-        batch = collate([examples[index] for index in members], model.device)
+    for members in plan_micro_batches([len(tokens) for tokens, *_ in examples], max_tokens, 1).of_rank(0):
+        rows = [examples[index] for index in members]
+        batch = collate([(row.tokens, row.num_prompt_tokens) for row in rows], model.device)
+        is_target_BT = spread([row.loss_mask for row in rows], batch, torch.bool)
         hidden_BTD = model.model(batch.input_ids_BL, use_cache=False).last_hidden_state[:, -batch.num_kept :]
-        logits_NV = model.lm_head(hidden_BTD[batch.is_target_BT])  # the output head computes only these positions
-        targets_N = batch.targets_BT[batch.is_target_BT]
+        logits_NV = model.lm_head(hidden_BTD[is_target_BT])  # the output head computes only these positions
+        targets_N = batch.targets_BT[is_target_BT]
         loss = cross_entropy(logits_NV, targets_N, reduction="sum", label_smoothing=label_smoothing) / num_targets
         loss.backward()
         total += loss.item()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from algos.tasks.arithmetic import ArithmeticTask
+from algos.tasks.task import Demonstrated
 from engines.constraints import Count, Positive, check_fields
 
 ModelSize = Literal["tiny", "tiny-chat", "draft-2l", "draft-1l"]
@@ -40,8 +41,13 @@ class WarmStartConfig:
     seed: int = 0
     """Seed of the initial weights."""
     # Another seed than a run's default, so that reinforcement learning draws problems of its own.
-    task: ArithmeticTask = field(default_factory=lambda: ArithmeticTask(seed=1))
-    """The problems to learn from."""
+    task: Any = field(default_factory=lambda: ArithmeticTask(seed=1))
+    """The problems to learn from, which have demonstrations (`Demonstrated`)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not isinstance(self.task, Demonstrated):
+            raise ValueError(
+                f"WarmStartConfig.task={self.task!r}: has nothing to learn from; give a task with a method "
+                "`demonstration` (algos/tasks/task.py)"
+            )

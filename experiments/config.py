@@ -118,7 +118,8 @@ class TrainConfig(ChunkFields):
     your own as FILE.py:Class (docs/training.md). The options of the task that is named here are below."""
     model: str = "tiny"
     """A Hugging Face folder, a name of the hub (Qwen/Qwen3-0.6B: from its local cache, or downloaded), or the name of
-    an embedded model that is warm-started once under runs/models."""
+    an embedded model that is warm-started once under runs/models: on demonstrations of the task, or else on
+    additions."""
     name: FolderName | None = None
     """The run's folder under runs/; by default a new one named after task and algorithm."""
     runs: Path = Path("runs")
@@ -168,7 +169,7 @@ class TrainConfig(ChunkFields):
     signature. Evaluation has the means of both; pass@k is by the task's, if it has one."""
     environment: str | None = None
     """What completions talk to between their turns, as trajectories: a class, FILE.py:Class, or tools, FILE.py:f,g
-    (docs/trajectories.md). A reward of its own takes the place of the task's."""
+    (docs/trajectories.md); by default the task's, if it has one. A reward of its own takes the place of the task's."""
     # The coordinator's heartbeat is 1 s; timers do not accept infinity.
     rank_timeout_s: Annotated[float, Meta(ge=2, le=1e6, description="from 2 to 1e6 (seconds)")] = 1800.0
     """Most seconds that a rank waits for another one; after that the run ends and names the missing ranks."""
@@ -197,6 +198,8 @@ class TrainConfig(ChunkFields):
         check_fields(self, "")
         if getattr(self.task_options, "seed", self.seed) != self.seed:
             object.__setattr__(self, "task_options", replace(self.task_options, seed=self.seed))
+        if self.environment is None:
+            object.__setattr__(self, "environment", getattr(self.task_options, "environment", None))
         if self.reward is None and self.task_options.reward is None and self.environment is None:
             raise ValueError(
                 f"task={self.task!r}: has no reward of its own; give --reward FILE.py:function, or (with --task jsonl) "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import sys
 import tempfile
 import warnings
 from dataclasses import MISSING, asdict, fields, replace
@@ -14,8 +16,9 @@ import torch
 
 from algos.pretrained import check_folder
 from algos.publish import read_record
-from algos.tasks.task import Task
-from algos.warmstart import new_config, tokenizer_of, warm_start
+from algos.tasks.arithmetic import ArithmeticTask
+from algos.tasks.task import Demonstrated, Task
+from algos.warmstart import demonstrate, new_config, template_of, tokenizer_of, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
 from engines.adapter_config import checkpoint_folder
 from engines.config import ModelConfig, longest_sequence
@@ -111,8 +114,8 @@ def prepare_model(config: TrainConfig, threads: int) -> Path:
     """The policy's checkpoint, warm-started when it is an embedded one."""
     model = checkpoint_folder(config.model)
     if config.is_embedded_model:
-        model = config.runs / "models" / config.model
-        recipe = WarmStartConfig(size=config.model)  # type: ignore[arg-type]
+        name, recipe = _recipe(config)
+        model = config.runs / "models" / name
         record = read_record(model)
         if record is not None and record.get("warm_start") != asdict(recipe):
             raise ValueError(
@@ -123,3 +126,24 @@ def prepare_model(config: TrainConfig, threads: int) -> Path:
         warm_start(model, recipe)
         torch.set_num_threads(threads)
     return model
+
+
+def _recipe(config: TrainConfig) -> tuple[str, WarmStartConfig]:
+    """Returns the folder's name of an embedded model, and what makes it: demonstrations of the run's task, or, where it
+    has none, of additions of any length, as for arithmetic itself."""
+    task: Task = config.task_options
+    plain = WarmStartConfig(size=config.model)  # type: ignore[arg-type]
+    if not isinstance(task, Demonstrated) and launch.rank() == 0:
+        print(
+            f"model {config.model}: --task {config.task} has no demonstrations, so the model has learned additions; "
+            "give --model, or the task a method `demonstration` (docs/training.md)",
+            file=sys.stderr,
+        )
+    if isinstance(task, ArithmeticTask) or not isinstance(task, Demonstrated):
+        return config.model, plain
+    seed = {one.name: plain.task.seed for one in fields(config.task_options) if one.name == "seed"}
+    recipe = replace(plain, task=replace(config.task_options, **seed))
+    template = template_of(plain.size)
+    learned = [demonstrate(template, recipe.task, index) for index in range(plain.batch_size)]
+    digest = hashlib.blake2b(repr((asdict(recipe), learned)).encode(), digest_size=4).hexdigest()
+    return f"{config.model}-{config.task.rpartition(':')[2]}-{digest}", recipe

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from algos.tasks.task import Problem
+from algos.tasks.task import Part, Problem
 from engines.constraints import Count, NonNegative, Positive, check_fields
 
 # One pair of operands in eight is held out.
@@ -45,6 +45,9 @@ class ArithmeticTask:
 
     def held_out_problems(self, count: int) -> list[Problem]:
         return [self._draw(index, held_out=True) for index in range(count)]
+
+    def demonstration(self, problem: Problem) -> list[Part]:
+        return [Part(text=solution(problem))]
 
     def _draw(self, index: int, *, held_out: bool) -> Problem:
         random = Random(f"{self.seed}/{held_out}/{index}")

@@ -1,11 +1,12 @@
-"""The interface of a task: problems by index, held-out problems, and the name of a reward. Torch-free."""
+"""The interface of a task: problems by index, held-out ones, the name of a reward; demonstrations. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from engines.models.chat import Messages
+from engines.rollout.environment import Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,21 @@ class Problem:
     """Passed to the reward by keyword, as lists over the batch: {"answer": "1112"}. The same names in all problems."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A stretch of a demonstration: a turn of the model, or what it observes then."""
+
+    text: str
+    observed: bool = False
+    role: Role = "user"
+    """Whose message an observation is, where the model has a chat template."""
+
+
 class Task(Protocol):
-    """Problems and their reward. Tasks are frozen dataclasses; a field `seed` gets the run's."""
+    """Problems and their reward. Tasks are frozen dataclasses; a field `seed` gets the run's.
+
+    A task may also name what its problems talk to, as `environment`: a class or tools, as for --environment.
+    """
 
     @property
     def reward(self) -> str | None:
@@ -42,3 +56,12 @@ class Task(Protocol):
 
     def held_out_problems(self, count: int) -> list[Problem]:
         """The first `count` held-out problems, which `train_problem` never returns; fewer if a data set has fewer."""
+
+
+@runtime_checkable
+class Demonstrated(Task, Protocol):
+    """A task of which an embedded model can be warm-started."""
+
+    def demonstration(self, problem: Problem) -> list[Part]:
+        """A right trajectory of one of the task's problems, exactly as a rollout would have it, up to the last turn. An
+        end-of-sequence token ends each turn, and stands in no text."""

@@ -2,7 +2,7 @@ import json
 import multiprocessing
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,35 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from algos.publish import publish_directory
 from algos.tasks.arithmetic import ArithmeticTask, solution
+from algos.tasks.jsonl import JsonlTask
+from algos.tasks.task import Part, Problem
 from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, byte_tokenizer
-from algos.warmstart import _accumulate_gradients, _example, new_model, train, warm_start
+from algos.warmstart import _accumulate_gradients, demonstrate, new_model, tokenizer_of, train, warm_start
 from algos.warmstart_config import MODEL_SIZES, WarmStartConfig
+from engines import LLM, SamplingParams
 from engines.models.chat import ChatTemplate
+from tests.environments import Echo, Local
 from tests.worlds import run_python
 
 SMALL = WarmStartConfig(size="draft-1l", steps=3, batch_size=4, task=ArithmeticTask(seed=1, max_digits=4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A task whose only problem has this demonstration."""
+
+    reward = None
+    parts: list[Part]
+    prompt: str = "go"
+
+    def train_problem(self, index: int) -> Problem:
+        return Problem(uid=index, prompt=self.prompt)
+
+    def held_out_problems(self, count: int) -> list[Problem]:
+        return []
+
+    def demonstration(self, problem: Problem) -> list[Part]:
+        return self.parts
 
 
 def contents(directory: Path) -> dict[str, tuple[bytes, int]]:
@@ -62,12 +84,14 @@ def test_a_chat_model_learns_what_its_template_renders(tmp_path):
     assert json.loads((directory / "config.json").read_text())["eos_token_id"] == end == tokenizer.eos_token_id == 259
     problem = ArithmeticTask(seed=2).train_problem(0)
     messages = [{"role": "user", "content": problem.prompt}, {"role": "assistant", "content": solution(problem)}]
-    tokens, num_prompt = _example(ChatTemplate(tokenizer=tokenizer, renders_text=True), ArithmeticTask(seed=2), 0)
+    tokens, num_prompt, mask = demonstrate(
+        ChatTemplate(tokenizer=tokenizer, renders_text=True), ArithmeticTask(seed=2), 0
+    )
     assert tokens[:num_prompt] == tokenizer.apply_chat_template(
         messages[:1], add_generation_prompt=True, return_dict=False
     )
     assert tokens + list(b"\n") == tokenizer.apply_chat_template(messages, return_dict=False)
-    assert tokens.count(end) == 2 and tokens[-1] == end
+    assert tokens.count(end) == 2 and tokens[-1] == end and mask == [True] * (len(tokens) - num_prompt)
 
 
 def test_same_config_same_weights_and_the_callers_random_state_is_kept():
@@ -83,8 +107,10 @@ def test_same_config_same_weights_and_the_callers_random_state_is_kept():
 
 def test_cut_into_micro_batches_the_gradient_is_that_of_one_padded_batch():
     model = new_model("draft-1l", seed=0).double()
-    examples = [_example(ChatTemplate(tokenizer=byte_tokenizer()), ArithmeticTask(seed=2), index) for index in range(8)]
-    assert len({len(tokens) for tokens, _ in examples}) > 2
+    examples = [
+        demonstrate(ChatTemplate(tokenizer=byte_tokenizer()), ArithmeticTask(seed=2), index) for index in range(8)
+    ]
+    assert len({len(tokens) for tokens, *_ in examples}) > 2
     losses, gradients = [], []
     for max_tokens in (1, 10**6):
         losses.append(_accumulate_gradients(model, examples, 0.0, max_tokens))
@@ -97,9 +123,81 @@ def test_cut_into_micro_batches_the_gradient_is_that_of_one_padded_batch():
     # And it is the mean over completion tokens, written out.
     logprobs = [
         model(torch.tensor([tokens])).logits[0].log_softmax(-1)[range(start - 1, len(tokens) - 1), tokens[start:]]
-        for tokens, start in examples
+        for tokens, start, _ in examples
     ]
     assert losses[0] == pytest.approx(-torch.cat(logprobs).mean().item(), abs=1e-6)
+
+
+def test_what_is_observed_is_read_and_not_learned():
+    """The loss and its gradient are those of autograd over the turns' tokens alone, in full logits."""
+    parts = [Part(text="ab"), Part(text="a long observation", observed=True), Part(text="c")]
+    examples = [demonstrate(ChatTemplate(tokenizer=byte_tokenizer()), Shown(parts=parts), 0)]
+    examples += [
+        demonstrate(ChatTemplate(tokenizer=byte_tokenizer()), Shown(parts=[Part(text="?", observed=True), *parts]), 0)
+    ]
+    model = new_model("draft-1l", seed=0).double()
+    loss = _accumulate_gradients(model, examples, 0.0)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    turns = [*b"ab", EOS_TOKEN_ID, *b"c", EOS_TOKEN_ID]
+    logprobs = []
+    for head in (b"go", b"go?"):
+        tokens = [*head, *b"ab", EOS_TOKEN_ID, *b"a long observation", *b"c", EOS_TOKEN_ID]
+        places = [len(head) + place for place in (0, 1, 2, 21, 22)]
+        assert [tokens[place] for place in places] == turns
+        rows = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        logprobs += [rows[place - 1, tokens[place]] for place in places]
+    expected = -torch.stack(logprobs).mean()
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    for ours, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-chat"])
+def test_a_demonstration_has_the_tokens_of_a_rollout(tmp_path, size):
+    """A rollout's trajectories, written as demonstrations: texts in turns and observations, and tokens again."""
+    model, tokenizer = new_model("draft-1l", seed=0), tokenizer_of(size)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, kv_cache_bytes=2**22)
+    llm.chat_template = template = ChatTemplate(tokenizer=tokenizer, renders_text=size == "tiny-chat")
+    bias = {**dict.fromkeys(range(ord("a"), ord("k")), 30.0), tokenizer.eos_token_id: 30.0}
+    params = SamplingParams(max_tokens=1000, n=4, logit_bias=bias)
+    greetings = [None, "\u00fcber: "]
+    with Local() as environments:
+        columns = [{"greeting": greeting} for greeting in greetings]
+        outputs = llm.generate(["one", "two"], params, environment=environments, columns=columns)
+    num_turns = []
+    for prompt, greeting, output in zip(["one", "two"], greetings, outputs, strict=True):
+        for completion in output.outputs:
+            assert completion.finish_reason == "stop" and completion.token_ids[-1] == tokenizer.eos_token_id
+            echo, begins = Echo(), [end for _, end in completion.observed]
+            echo.reset(greeting)
+            parts = [] if greeting is None else [Part(text=greeting, observed=True)]
+            for begin, end in zip(begins, [*(start for start, _ in completion.observed[1:]), None], strict=True):
+                said = tokenizer.decode(completion.token_ids[begin:end], skip_special_tokens=True)
+                answer = echo.step(said)
+                parts += [Part(text=said), *([] if answer is None else [Part(text=answer.text, observed=True)])]
+            example = demonstrate(template, Shown(parts=parts, prompt=prompt), 0)
+            assert example.tokens == output.prompt_token_ids + completion.token_ids
+            num_prompt = example.num_prompt_tokens - len(output.prompt_token_ids)
+            assert [False] * num_prompt + example.loss_mask == completion.loss_mask
+            num_turns.append(len(begins))
+    assert max(num_turns) > 2
+
+
+@pytest.mark.parametrize("parts", [[], [Part(text="a"), Part(text="b", observed=True)]])
+def test_a_demonstration_ends_with_a_turn(parts):
+    with pytest.raises(ValueError, match=r"demonstration of problem 0: must end with a turn"):
+        demonstrate(ChatTemplate(tokenizer=byte_tokenizer()), Shown(parts=parts), 0)
+
+
+def test_a_task_without_demonstrations_teaches_nothing():
+    with pytest.raises(ValueError, match=r"WarmStartConfig\.task=JsonlTask\(.*a method `demonstration`"):
+        WarmStartConfig(task=JsonlTask(data="mine.jsonl"))
 
 
 def test_the_cache_hits_for_the_same_config_only(tmp_path):
