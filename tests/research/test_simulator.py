@@ -464,10 +464,10 @@ def test_trajectories_against_an_event_loop(policy, seed: int) -> None:
 @pytest.mark.parametrize("num_kv_tokens", [9_000, 700])
 def test_every_trajectory_ends_once_with_all_its_turns(policy, num_kv_tokens: int) -> None:
     """Beside plain sequences, with preemptions or moves, and a replica that dies."""
-    alike = LogNormalLengths(median=25, sigma=1.0, cap=200)
+    alike = LogNormalLengths(median=20, sigma=1.0, cap=200)
     few = LogNormalLengths(median=3, sigma=0.6, cap=8)
     drawn = TrajectoryLengths(num_turns=few, generated=alike, observed=alike, tool_median_s=0.2, tool_sigma=1, cap=600)
-    turns = [one for (one,) in drawn.draw(18, 1, seed=5)]
+    turns = [one for (one,) in drawn.draw(24, 1, seed=5)]
     outside = (OutsideReplica(death_s=1.5),) if policy is OnDemand else ()
     simulated, some = trajectories(3, policy(), turns, num_kv_tokens={1: num_kv_tokens}, outside=outside)
     for state in some[::4]:
