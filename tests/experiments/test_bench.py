@@ -31,6 +31,10 @@ SMALLEST = {
     "core": ["--waiting", "1", "3", "--replicas", "2", "--slots", "2", "--events", "3"],
     "weight_sync": ["--ranks", "2", "--hidden", "128", "--layers", "1", "--stages", "1"],
     "switch": ["--hidden", "256", "--layers", "1", "--sequences", "3", "--kv-mib", "1", "--figure", "ways.png"],
+    "tools": [
+        *("--trajectories", "2", "--others", "1", "--tool-s", "0.1", "--turn-tokens", "2"),
+        *("--long-tokens", "40", "--single-calls", "3"),
+    ],
 }
 OF_TWO_RANKS = ("weight_sync", "switch")
 VARIANTS = {
@@ -45,6 +49,7 @@ VARIANTS = {
     "core": [{f"{name}, {count} waiting" for name in ("on demand", "context-aware") for count in (1, 3)}] * 4,
     "weight_sync": [{"TP 1", "TP 2"}],
     "switch": [{"all_to_all", "all_gather", "rebuild", "restart"}] * 2,
+    "tools": [{"at once", "takes its time"}, {"call"}],
 }
 
 
