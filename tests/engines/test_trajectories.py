@@ -298,6 +298,9 @@ WORLDS: dict[str, dict[str, Any]] = {
     "regroups": {"tp": 1, "meddling": "regroups"},
     "PAT regroups": {"tp": 1, "layout_policy": pat},
     "drafts of a group": {"tp": 1, "drafter": "grouped_suffix", "draft_lengths": "fixed"},
+    "drafts by a server, moves": {
+        "tp": 1, "meddling": "moves", "drafter": "grouped_suffix", "draft_lengths": "fixed", "draft_server": True,
+    },
     "preemption, regroups": {
         "tp": 1, "meddling": "regroups", "kv_cache_bytes": TIGHT_KV, "max_model_len": 140, "preemption": "swap",
     },
