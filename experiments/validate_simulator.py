@@ -162,6 +162,8 @@ def main() -> dict[str, Any] | None:
         raise ValueError(f"ranks={num_ranks}: must be even: a regroup makes replicas of two; give 4")
     import torch
 
+    from algos.tokenizer import byte_tokenizer
+
     torch.set_num_threads(1)
     layouts = [nested_layout(range(num_ranks), size, epoch=size - 1) for size in TP_SIZES]
     groups = engines.GroupCache(world, layouts)
@@ -176,6 +178,9 @@ def main() -> dict[str, Any] | None:
         return cell.schedule_policy() if cell.kind == "chunks" else policies[cell.name]
 
     with checkpoint("0.8m", max_positions=MAX_MODEL_LEN, dtype="float32", world=world) as model:
+        if not world.rank:
+            byte_tokenizer().save_pretrained(model)  # trajectories read and observe text
+        world.barrier()
         real = Paced(model, groups, pace)
         # Live, by the same policy object; it also warms up.
         real.roll_out(chosen[0], policy(chosen[0]), is_paced=False)

@@ -23,12 +23,13 @@ from research.pat.controller import PatController
 from research.pat.profile import deployment_of
 from research.seer.context_aware import ContextAware, ContextOptions
 from research.workloads.lengths import LogNormalLengths
+from research.workloads.trajectories import TrajectoryLengths, Turn
 
 SLOTS = 16
 TP_SIZES = (1, 2)
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 480
-Kind = Literal["static", "on demand", "moves", "chunks", "regroup", "pat", "mixed"]
+Kind = Literal["static", "on demand", "moves", "chunks", "regroup", "pat", "mixed", "turns", "static turns"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CHUNKS = ContextOptions(chunk_tokens=48)
 """Of Seer's cells; of several blocks, and several per sequence."""
@@ -120,8 +121,27 @@ class Cell:
     def regroups(self) -> bool:
         return self.kind in ("regroup", "pat")
 
+    @property
+    def is_in_turns(self) -> bool:
+        return self.kind in ("turns", "static turns")
+
     def lengths(self) -> list[int]:
+        """Of the responses; of trajectories, observed tokens included."""
+        if self.is_in_turns:
+            return [sum(one.num_generated + one.num_observed for one in turns) for (turns,) in self.trajectories()]
         return LogNormalLengths(median=self.median, sigma=0.8, cap=self.cap).draw(self.num_sequences, seed=1)
+
+    def trajectories(self) -> list[list[list[Turn]]]:
+        """A tool takes about as long as ten to twenty steps, and the slowest ones ten times as long."""
+        drawn = TrajectoryLengths(
+            num_turns=LogNormalLengths(median=4, sigma=0.6, cap=12),
+            generated=LogNormalLengths(median=self.median / 5, sigma=0.8, cap=self.cap),
+            observed=LogNormalLengths(median=self.median / 10, sigma=0.8, cap=self.cap),
+            tool_median_s=0.4,
+            tool_sigma=0.8,
+            cap=self.cap,
+        )
+        return drawn.draw(self.num_prompts, self.group_size, seed=1)
 
     @property
     def num_sequences(self) -> int:
@@ -137,12 +157,16 @@ class Cell:
     def workload(self) -> Workload:
         lengths, size = self.lengths(), self.group_size
         groups = [lengths[first : first + size] for first in range(0, len(lengths), size)]
+        fields = {"num_prompt_tokens": self.num_prompt_tokens, "most": self.cap}
         prompts = random_prompts(self.num_prompts, self.num_prompt_tokens)
-        return Workload.forced(groups, num_prompt_tokens=self.num_prompt_tokens, most=self.cap, prompts=prompts)
+        if self.is_in_turns:
+            return Workload.of_trajectories(self.trajectories(), prompts=prompts, **fields)
+        return Workload.forced(groups, prompts=prompts, **fields)
 
     def schedule_policy(self) -> SchedulePolicy:
         kinds: dict[Kind, Callable[[], SchedulePolicy]] = {
             "static": Static,
+            "static turns": Static,
             "moves": InChunks,
             "chunks": lambda: ContextAware(CHUNKS),
         }

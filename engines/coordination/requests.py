@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.sequence import Finished, FinishReason, KVHandle, SequenceId, SequenceState
 
@@ -36,8 +38,7 @@ class SubmitSequences:
     states: tuple[SequenceState, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContinueTurn:
+class ContinueTurn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A trajectory goes on behind these observed tokens, if it is parked after this turn."""
 
     sequence_id: SequenceId
@@ -46,8 +47,7 @@ class ContinueTurn:
     observation: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndTrajectory:
+class EndTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A trajectory is delivered as it is, if it is parked after this turn, as in `ContinueTurn`."""
 
     sequence_id: SequenceId

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +18,17 @@ from engines.replica.kv_moves import KVMoves
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import StepRecord
 from engines.rollout.worker_core import REPORT_EVERY_S
-from engines.sequence import Finished, SequenceId, SequenceState
+from engines.sequence import Completion, Finished, SequenceId
 from experiments import launch
 from experiments.comparison.machine import this_tier
-from experiments.comparison.rollouts import Rollout, Tier, Variant, Workload, makespan
+from experiments.comparison.rollouts import Rollout, Tier, Variant, Workload, hidden_lengths, makespan
+from research.workloads.trajectories import TimedTools
+
+
+def _after(seconds: float, act: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +70,9 @@ class RealWorld:
             finish_times[finished.state.sequence_id] = time.monotonic()
             on_finished(finished)
 
-        tokens, steps = self._generate(llm, workload, hear)
-        lengths = {(0, uid, index): len(one) for uid, samples in enumerate(tokens) for index, one in enumerate(samples)}
+        completions, steps = self._generate(llm, workload, hear)
+        lengths = hidden_lengths([[one.num_generated for one in group] for group in completions])
+        tokens = [[one.token_ids for one in group] for group in completions]
         assert workload.lengths in (None, lengths)
         assert llm.rollout is not None
         mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
@@ -94,18 +103,13 @@ class RealWorld:
         return float(max(launch.gather(self.groups.world, time.monotonic() - start)))
 
     def _start(self, workload: Workload, variant: Variant, layout_policy: LayoutPolicy | None) -> engines.LLM:
-        lengths = workload.lengths
-
-        def has_ended(state: SequenceState) -> bool:
-            return lengths is not None and state.num_generated >= lengths[state.sequence_id]
-
         options = {
             "world": self.groups,
             "layout": variant.layout,
             "schedule": variant.schedule(),
             "layout_policy": layout_policy,
             "pace": self.pace,
-            "hidden_stop": None if lengths is None else has_ended,
+            "hidden_stop": None if workload.lengths is None else workload.stops,
             "kv_cache_bytes": variant.num_kv_tokens * self._kv_bytes_per_token,
             **self.options,
             **variant.options,
@@ -114,10 +118,16 @@ class RealWorld:
 
     def _generate(
         self, llm: engines.LLM, workload: Workload, on_finished: Callable[[Finished], None]
-    ) -> tuple[list[list[list[int]]], list[StepRecord]]:
-        """Returns the tokens of each prompt's samples, and the steps of all replicas, each's from its first rank."""
-        uids = range(len(workload.prompts))
-        outputs = llm.generate(workload.prompts, workload.params, prompt_uids=uids, on_finished=on_finished)
+    ) -> tuple[list[list[Completion]], list[StepRecord]]:
+        """Returns each prompt's completions, and the steps of all replicas, each's from its first rank. The tools of
+        trajectories answer after their time; they need a model whose tokenizer has a token for each character."""
+        outputs = llm.generate(
+            workload.prompts,
+            workload.params,
+            prompt_uids=range(len(workload.prompts)),
+            on_finished=on_finished,
+            environment=None if workload.turns is None else TimedTools(workload.turns, _after),
+        )
         assert llm.rollout is not None
         first: dict[tuple[int, int], int] = {}
         steps = [
@@ -126,4 +136,4 @@ class RealWorld:
             for one in part
             if first.setdefault((one.epoch, one.replica_id), rank) == rank
         ]
-        return [[one.token_ids for one in output.outputs] for output in outputs], steps
+        return [output.outputs for output in outputs], steps

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,15 @@ from engines.replica.kv_moves import KVMoves
 from engines.rollout.generation import make_states
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SamplingParams, SequenceId, SequenceState
+from research.workloads.trajectories import Turn, turn_has_ended
 
 Tier = Literal["live", "gpu", "paced", "sim"]
 Floats = NDArray[np.float64]
+T = TypeVar("T")
 
 
-def hidden_lengths(groups: Items[Items[int]]) -> dict[SequenceId, int]:
-    """Returns what each sequence will generate, from the lengths of each prompt's samples."""
+def hidden_lengths(groups: Items[Items[T]]) -> dict[SequenceId, T]:
+    """Returns what each sequence will generate, from the lengths, or the turns, of each prompt's samples."""
     return {(0, uid, index): length for uid, group in enumerate(groups) for index, length in enumerate(group)}
 
 
@@ -35,6 +37,8 @@ class Workload:
     lengths: Mapping[SequenceId, int] | None = None
     """What each sequence will generate, which the policies do not know; None where sequences end by themselves, as they
     do in no simulation."""
+    turns: Mapping[SequenceId, Items[Turn]] | None = None
+    """Of trajectories, the turns that `lengths` are the sums of, and what their tools do."""
 
     @classmethod
     def forced(
@@ -49,9 +53,30 @@ class Workload:
             lengths=hidden_lengths(groups),
         )
 
+    @classmethod
+    def of_trajectories(
+        cls,
+        groups: Items[Items[Items[Turn]]],
+        *,
+        num_prompt_tokens: int,
+        most: int,
+        prompts: list[list[int]] | None = None,
+    ) -> Workload:
+        """As `forced`; `most` bounds a trajectory, observed tokens included."""
+        lengths = [[sum(turn.num_generated for turn in turns) for turns in group] for group in groups]
+        plain = cls.forced(lengths, num_prompt_tokens=num_prompt_tokens, most=most, prompts=prompts)
+        return replace(plain, turns=hidden_lengths(groups))
+
+    def stops(self, state: SequenceState) -> bool:
+        """A hidden stop: whether the sequence, or the present turn of a trajectory, has its tokens."""
+        if self.turns is not None:
+            return turn_has_ended(state, self.turns[state.sequence_id])
+        return self.lengths is not None and state.num_generated >= self.lengths[state.sequence_id]
+
     def states(self) -> list[SequenceState]:
-        params = [self.params] * len(self.prompts)
-        return make_states(self.prompts, params, range(len(self.prompts)), run_seed=0, policy_step=0)
+        params, uids = [self.params] * len(self.prompts), range(len(self.prompts))
+        in_turns = self.turns is not None
+        return make_states(self.prompts, params, uids, run_seed=0, policy_step=0, in_turns=in_turns)
 
 
 def _no_policy() -> None:

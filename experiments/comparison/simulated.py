@@ -75,6 +75,7 @@ class SimulatedWorld:
             config,
             schedule_policy=variant.schedule(),
             lengths=workload.lengths or {},
+            turns=workload.turns,
             layout_policy=layout_policy,
         )
         return cluster, layout_policy

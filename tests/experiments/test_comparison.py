@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from algos.tokenizer import byte_tokenizer
 from engines.parallel.layout import nested_layout
 from engines.sequence import SamplingParams
 from experiments.bench.models import checkpoint, random_prompts
@@ -15,10 +17,15 @@ from experiments.comparison.simulated import SimulatedWorld
 from experiments.validation_cells import InChunks, Widen
 from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
+from research.workloads.trajectories import Turn
 from tests.worlds import join, run_world
 
 LENGTHS = hidden_lengths([[9, 60], [4, 82], [75, 41], [17, 58]])
 NAMES = ("plain", "chunks", "regroup")
+TURNS = [
+    [[Turn(num_generated=9, tool_s=0.05, num_observed=30), Turn(num_generated=20)], [Turn(num_generated=40)]],
+    [[*[Turn(num_generated=7, tool_s=0.02, num_observed=1)] * 4, Turn(num_generated=1)], [Turn(num_generated=55)]],
+]
 
 
 def variants() -> dict[str, Variant]:
@@ -42,9 +49,15 @@ def roll_out_everywhere() -> list[Any]:
             RealWorld(model=model, groups=groups, pace=pace, options=options),
             SimulatedWorld(pace=pace, options=options),
         ]
-        return [
+        plain = [
             [world.tier, [facts(world.roll_out(work, variant)) for variant in variants().values()]] for world in worlds
         ]
+        if not groups.world.rank:
+            byte_tokenizer().save_pretrained(Path(model))
+        groups.world.barrier()
+        turns = Workload.of_trajectories(TURNS, num_prompt_tokens=16, most=100, prompts=random_prompts(2, 16))
+        some = [variants()[name] for name in ("plain", "chunks")]
+        return [plain, [[facts(world.roll_out(turns, variant)) for variant in some] for world in worlds]]
 
 
 def facts(run: Rollout) -> dict[str, Any]:
@@ -63,9 +76,13 @@ def facts(run: Rollout) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, dict[str, Any]]]:
-    first, _ = run_world(roll_out_everywhere, 2)
-    return {tier: dict(zip(NAMES, some, strict=True)) for tier, some in first}
+def worlds() -> list[Any]:
+    return run_world(roll_out_everywhere, 2)[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def found(worlds: list[Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    return {tier: dict(zip(NAMES, some, strict=True)) for tier, some in worlds[0]}
 
 
 def test_each_world_names_its_tier(found: dict[str, Any]) -> None:
@@ -91,3 +108,12 @@ def test_a_variant_does_the_same_in_every_world(found: dict[str, Any], name: str
 def test_the_pace_rules_paced_and_simulated_times(found: dict[str, Any]) -> None:
     """A paced rollout takes no less than its steps do, which the simulation adds up; its A/A is no test."""
     assert found["paced"]["plain"]["seconds"] > 0.99 * found["sim"]["plain"]["seconds"] - 0.05
+
+
+def test_trajectories_have_the_same_turns_in_every_world(worlds: list[Any]) -> None:
+    (live, live_chunks), (paced, paced_chunks), simulated = worlds[1]
+    assert live["digest"] == live_chunks["digest"] == paced["digest"] == paced_chunks["digest"]
+    lengths = [[sum(turn.num_generated for turn in turns) for turns in group] for group in TURNS]
+    for run in (live, live_chunks, paced, paced_chunks, *simulated):
+        assert [(tuple(id_), length) for id_, length in run["lengths"]] == sorted(hidden_lengths(lengths).items())
+        assert len(run["ends"]) == 4 and max(run["ends"]) - min(run["starts"]) > 4 * 0.02

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,12 +21,14 @@ from engines.parallel.layout import Layout, nested_layout
 from engines.rollout import world
 from engines.rollout.pace import ShortestStep
 from research.simulator.replay import play, recording
+from tests.environments import Local
 from tests.holding import LastWaits
 from tests.states import make_state
 from tests.worlds import join, run_world
 
 PROMPTS = [[uid + 2] * 12 for uid in range(20)]
 PARAMS = [SamplingParams(max_tokens=10 + 4 * uid, ignore_eos=True) for uid in range(len(PROMPTS))]
+IN_TURNS = [replace(params, stop_token_ids=tuple(range(0, 256, 5))) for params in PARAMS]
 OPTIONS: dict[str, Any] = {"kv_cache_bytes": 2**19, "max_num_seqs": 4}
 
 
@@ -52,13 +55,14 @@ class Slow:
         return 0.05
 
 
-def roll_out(model: str) -> dict[str, Any]:
-    """On rank 0 a log, for rollouts on demand with random moves, and with regroups beside them."""
+def roll_out(model: str, text_model: str) -> dict[str, Any]:
+    """On rank 0 a log, for rollouts on demand with random moves, with regroups beside them, and of trajectories."""
     groups = join(timeout_s=120)
     logs: dict[str, Any] = {}
-    for name, policy in (("moves", None), ("moves and regroups", Regroups())):
+    for name, policy in (("moves", None), ("moves and regroups", Regroups()), ("turns", None)):
+        folder, params = (text_model, IN_TURNS) if name == "turns" else (model, PARAMS)
         with recording(world):
-            llm = LLM(model, world=groups, schedule=OnDemand(), layout_policy=policy, pace=Slow(), **OPTIONS)
+            llm = LLM(folder, world=groups, schedule=OnDemand(), layout_policy=policy, pace=Slow(), **OPTIONS)
         assert llm.rollout is not None
         coordinator, rng = llm.rollout.coordinator, random.Random(name)
 
@@ -72,7 +76,9 @@ def roll_out(model: str) -> dict[str, Any]:
                 target = rng.choice(coordinator.core.layout.replicas).id
                 coordinator.post(RequestMove(sequence_id=id_, replica_id=target, with_kv=rng.random() < 0.6))
 
-        llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)), on_finished=move)
+        with Local(delay_s=0.02) as environments:
+            environment = environments if name == "turns" else None
+            llm.generate(PROMPTS, params, prompt_uids=range(len(PROMPTS)), on_finished=move, environment=environment)
         if coordinator is not None:
             logs[name] = coordinator.core.log
         llm.close()
@@ -80,8 +86,8 @@ def roll_out(model: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def logs(qwen3: str) -> dict[str, Any]:
-    first, *_ = run_world(roll_out, 4, qwen3)
+def logs(qwen3: str, text_model: str) -> dict[str, Any]:
+    first, *_ = run_world(roll_out, 4, qwen3, text_model)
     return first  # type: ignore[no-any-return]
 
 
@@ -101,6 +107,9 @@ def test_paced_rollouts_with_moves_and_regroups(logs: dict[str, Any]) -> None:
         kinds = {kind for _, kind, _, _ in log}
         assert kinds >= {b"message", b"BeginPhase", b"SubmitSequences", b"RequestMove", b"RequestEndPhase"}
         assert any(b"PauseSequences" in one for _, _, _, outputs in log for one in outputs)
+        if name == "turns":
+            turns = sum(one.startswith(b"TurnEnded") for _, _, _, outputs in log for one in outputs)
+            assert b"AnswerTurns" in kinds and turns > len(PROMPTS)
         assert play(log, make_core) > 50
 
 
