@@ -13,7 +13,7 @@ import tyro
 
 from algos.publish import RECORD_FILE
 from algos.warmstart_config import ModelSize, WarmStartConfig
-from experiments import draft_drift
+from experiments import draft_drift, launch
 from experiments.drafting import PARTS, DraftingConfig
 from tests.worlds import refused_by, run_main
 
@@ -64,7 +64,9 @@ def test_what_the_draft_server_gains(models: Path) -> None:
     assert windows["before"]["server killed"] >= 1 and (found["seconds_until_back"] or 0) >= 0
 
 
-def test_how_acceptance_drifts(text_model: str) -> None:
+def test_how_acceptance_drifts(text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs are forked here, which spares them their imports."""
+    monkeypatch.setattr(launch, "result_of", lambda command: run_main("train", command[1:]))
     small = ("--rollout.prompts-per-step", "2", "--mini-batch-size", "32", "--rollout.max-tokens", "60")
     names = ("suffix", "grouped_suffix")
     drafters = {name: (*small, "--rollout.drafter", name, "--rollout.max-draft-tokens", "4") for name in names}

@@ -46,7 +46,7 @@ def why_not() -> str | None:
     return f"no network namespaces here: {tried.stderr[-200:]}" if tried.returncode else None
 
 
-@pytest.mark.parametrize(("dispatch", "names"), [("static", 2), ("on-demand", 2), ("on-demand", 1)])
+@pytest.mark.parametrize(("dispatch", "names"), [("static", 2), ("on-demand", 1)])
 def test_two_hosts_train_as_one(text_model: str, tmp_path: Path, dispatch: str, names: int) -> None:
     """The same digits where nothing depends on time, and the same tokens of the first step where it does. Containers of
     one host may have one name, but no loopback address in common."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,7 @@ from experiments import launch
 
 def main():
     launch.start_under_torchrun(2)
+    launch.end_on_signals(lambda: "the last words")
     Path(sys.argv[1], str(os.getpid())).touch()
     time.sleep(600)
 
@@ -149,20 +152,36 @@ def test_no_file_outlives_an_end(
     ],
 )
 def test_ranks_end_with_what_has_started_them(number: signal.Signals, starter: list[str], tmp_path: Path) -> None:
-    (script := tmp_path / "waits.py").write_text(RANKS_WAIT)
-    (ranks := tmp_path / "ranks").mkdir()
+    with waiting_ranks(starter, tmp_path) as (process, ranks):
+        os.kill(process.pid, number)
+        code = process.wait(60)
+        assert code == (-number if number == signal.SIGKILL else 128 + number) or (starter and code)
+        deadline = time.monotonic() + 120
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < deadline, "a rank has outlived what has started it"
+            time.sleep(0.05)
+
+
+def test_a_rank_that_is_killed_under_torchrun_is_named_and_ends_the_other(tmp_path: Path) -> None:
+    with waiting_ranks(TORCHRUN, tmp_path) as (process, ranks):
+        os.kill(ranks[0], signal.SIGKILL)
+        assert process.wait(60) != 0
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+        assert f"exitcode  : -9 (pid: {ranks[0]})" in process.stderr
+
+
+@contextlib.contextmanager
+def waiting_ranks(starter: list[str], folder: Path) -> Iterator[tuple[Python, list[int]]]:
+    """What has started two ranks, and their process ids once both wait."""
+    (script := folder / "waits.py").write_text(RANKS_WAIT)
+    (ranks := folder / "ranks").mkdir()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with Python([*starter, str(script), str(ranks)], env=environment, cwd=tmp_path) as process:
+    with Python([*starter, str(script), str(ranks)], env=environment, cwd=folder) as process:
         deadline = time.monotonic() + 120
         while len(names := os.listdir(ranks)) < 2:
             assert time.monotonic() < deadline and process.poll() is None, "the ranks have not begun"
             time.sleep(0.05)
-        os.kill(process.pid, number)
-        code = process.wait(60)
-        assert code == (-number if number == signal.SIGKILL else 128 + number) or (starter and code)
-        while any(Path(f"/proc/{name}").exists() for name in names):
-            assert time.monotonic() < deadline, "a rank has outlived what has started it"
-            time.sleep(0.05)
+        yield process, [int(name) for name in names]
 
 
 @pytest.mark.parametrize("starter", [[], TORCHRUN])

@@ -268,16 +268,6 @@ def test_progress_in_a_log(model: Path, tmp_path: Path, reward: str) -> None:
     assert [re.fullmatch(LINE, line)[1] for line in lines] == ["1", "2", "3"]  # type: ignore[index]
 
 
-def ranks_of(torchrun: Python) -> dict[int, int]:
-    """rank -> pid."""
-    found = {}
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    for pid in children:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        found.update({int(v[5:]): int(pid) for v in variables if v.startswith(b"RANK=")})
-    return found
-
-
 def wait_until(moment: Callable[[], bool], process: Python) -> None:
     deadline = time.monotonic() + 200
     while not moment():
@@ -285,18 +275,7 @@ def wait_until(moment: Callable[[], bool], process: Python) -> None:
         time.sleep(0.001)  # the moment may be short
 
 
-def kill_under_torchrun(arguments: list[str], rank: int, moment: Callable[[], bool]) -> None:
-    """Kills a rank at the moment, and expects all to be over, and not well, within a minute."""
-    with Python([*TORCHRUN, "--", *arguments], env=environment()) as process:
-        wait_until(moment, process)
-        pids = ranks_of(process)
-        os.kill(pids[rank], signal.SIGKILL)
-        assert process.wait(60) != 0
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
-        assert f"exitcode  : -9 (pid: {pids[rank]})" in process.stderr, "the message names who died"
-
-
-def kill_of_ranks(arguments: list[str], rank: int, moment: Callable[[], bool]) -> None:
+def kill(arguments: list[str], rank: int, moment: Callable[[], bool]) -> None:
     """Kills a rank at the moment, and then the other, as what has started them would."""
     with start_ranks(arguments, 2) as ranks:
         wait_until(moment, ranks[rank])
@@ -314,13 +293,8 @@ def writing_checkpoint_four(folder: Path) -> bool:
     return path.is_dir() and any(path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("kill", "rank", "moment"),
-    [(kill_under_torchrun, 1, rolling_out_step_four), (kill_of_ranks, 0, writing_checkpoint_four)],
-)
-def test_killed_and_resumed(
-    model: Path, runs: Path, reward: str, uninterrupted: Path, kill: Any, rank: int, moment: Any
-) -> None:
+@pytest.mark.parametrize(("rank", "moment"), [(1, rolling_out_step_four), (0, writing_checkpoint_four)])
+def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted: Path, rank: int, moment: Any) -> None:
     name = moment.__name__
     arguments = ["--name", name, "--deterministic", "--reward", reward]
     folder = runs / name
@@ -398,7 +372,9 @@ def interrupt(started: list[str], mark: str, moment: Callable[[], bool]) -> tupl
     return signalled(process, signal.SIGINT, mark, moment)
 
 
-def terminate_ranks(started: list[str], mark: str, moment: Callable[[], bool]) -> tuple[int, str]:
+def end_ranks(
+    started: list[str], mark: str, moment: Callable[[], bool], number: int = signal.SIGTERM
+) -> tuple[int, str]:
     """As what has started them does, which gets the signal itself (test_launch.py)."""
     with pytest.MonkeyPatch.context() as given:
         given.setenv(*mark.split("="))
@@ -406,13 +382,13 @@ def terminate_ranks(started: list[str], mark: str, moment: Callable[[], bool]) -
             wait_until(moment, ranks[0])
             assert processes_with(mark), "their rewards"
             for rank in ranks:
-                os.kill(rank.pid, signal.SIGTERM)
+                os.kill(rank.pid, number)
             (code,) = {rank.wait(60) for rank in ranks}
             wait_until_none_has(mark)
             return code, ranks[0].stderr + ranks[1].stderr
 
 
-@pytest.mark.parametrize(("end", "number"), [(interrupt, signal.SIGINT), (terminate_ranks, signal.SIGTERM)])
+@pytest.mark.parametrize(("end", "number"), [(interrupt, signal.SIGINT), (end_ranks, signal.SIGTERM)])
 def test_interrupted_and_resumed(model: Path, tmp_path: Path, end: Any, number: int) -> None:
     """By the command that its last line names. The run has no name, and more steps than it can do until the signal."""
     folder = tmp_path / "arithmetic-grpo"
@@ -431,13 +407,11 @@ def test_interrupted_and_resumed(model: Path, tmp_path: Path, end: Any, number: 
     assert [row["training/global_step"] for row in metrics_of(folder)] == [*range(last + 1)]
 
 
-def test_interrupted_under_torchrun(model: Path, tmp_path: Path) -> None:
-    """Its agent adds a traceback of its own; the ranks add a line. Nothing had been published."""
-    started = command(model, tmp_path, "--name", "a", "--steps", "100000", "--save-every", "100000")
-    mark, rolled_out = f"STARTED_FOR={tmp_path}", (tmp_path / "a/lengths.jsonl").exists
-    process = Python(started, env=environment() | dict([mark.split("=")]))
-    code, output = signalled(process, signal.SIGINT, mark, rolled_out)
-    assert code != 0 and output.count("Traceback") == 1
+def test_interrupted_before_anything_is_published(model: Path, tmp_path: Path) -> None:
+    started = [SCRIPT, *small(model, tmp_path, "--name", "a", "--steps", "100000", "--save-every", "100000")]
+    rolled_out = (tmp_path / "a/lengths.jsonl").exists
+    code, output = end_ranks(started, f"STARTED_FOR={tmp_path}", rolled_out, signal.SIGINT)
+    assert code == 128 + signal.SIGINT and "Traceback" not in output
     told = f"interrupted: nothing is published yet in {tmp_path / 'a'}, so it cannot be resumed; give another --name, "
     told += "or delete the folder if no run is writing in it"
     assert output.splitlines().count(told) == 1
