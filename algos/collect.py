@@ -24,7 +24,7 @@ from engines.parallel.collectives import Communicator
 from engines.rollout.environment import CallCounts, Environments
 from engines.rollout.environment import FailureKind as CallFailure
 from engines.rollout.journal import Journal
-from engines.rollout.telemetry import Mark, StepRecord
+from engines.rollout.telemetry import Mark, StepRecord, TurnSpan
 from engines.sequence import Finished
 
 _MOST_SKIPPED = 100
@@ -55,6 +55,8 @@ class Rollout:
     """The steps of this rank's replicas, in all rounds."""
     marks: list[Mark]
     """On rank 0, the coordinator's decisions in all rounds."""
+    turns: list[TurnSpan]
+    """On rank 0, where trajectories were that a coordinator ran, in all rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,7 @@ class Collector:
         sums: Counter[str] = Counter()
         steps: list[StepRecord] = []
         marks: list[Mark] = []
+        turns: list[TurnSpan] = []
         rounds = skipped = cut = 0
         while len(kept) < self.prompts_per_step and rounds < self.algorithm.max_sampling_rounds:
             problems, next_index = self._draw(index)
@@ -133,6 +136,7 @@ class Collector:
             sums.update(figures)
             steps += self.llm.step_records
             marks += self.llm.rollout.marks if self.llm.rollout is not None else []
+            turns += self.llm.rollout.turn_spans if self.llm.rollout is not None else []
             sampled += groups
             kept += [group for group in groups if self.algorithm.keep_group(group.rewards)]
             rounds += 1
@@ -160,7 +164,13 @@ class Collector:
                 f"{cut} of {len(sampled)} prompts are cut to their last {self.limit.max_tokens} tokens", stacklevel=2
             )
         return Rollout(
-            groups=sampled, experiences=experiences, next_index=index, metrics=metrics, steps=steps, marks=marks
+            groups=sampled,
+            experiences=experiences,
+            next_index=index,
+            metrics=metrics,
+            steps=steps,
+            marks=marks,
+            turns=turns,
         )
 
     def sample(

@@ -24,6 +24,7 @@ from experiments.comparison.rollouts import makespan, over_time
 plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 Bars = Mapping[Any, Sequence[float]]
 """Heights by what they are of, and where there is one the range: the height, or the height, the least and the most."""
+TIMES_OF_TURNS = {"generate_sequences": "on replicas", "queue": "waiting for a replica", "tool_calls": "in tool calls"}
 PHASES = ("gen", "reward", "update_actor", "update_weights", "testing")
 
 
@@ -39,6 +40,7 @@ def draw_run(folder: Path, tier: str) -> list[Path]:
         "phases": (_phases, [row for row in metrics if "timing_s/step" in row]),
         "response_length": (_lengths, lengths),
         "live_batch": (_live_batch, rollout),
+        "turns": (_turns, [row for row in metrics if "num_turns/mean" in row]),
     }
     written = [_figure(target / f"{name}.png", draw, rows, tier) for name, (draw, rows) in pictures.items() if rows]
     if rollout:
@@ -249,6 +251,24 @@ def _phases(ax: Axes, steps: list[dict[str, Any]]) -> str:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return "Time per step by phase"
+
+
+def _turns(ax: Axes, metrics: list[dict[str, Any]]) -> str:
+    """One process alone has no queue of its own: only its tools' time is known."""
+    right, step = ax.twinx(), "training/global_step"
+    for name, label in TIMES_OF_TURNS.items():
+        key = f"timing_s/agent_loop/{name}/mean"
+        if rows := [row for row in metrics if key in row]:
+            ax.plot([row[step] for row in rows], [row[key] for row in rows], "o-", label=label, ms=4)
+    turns = [row["num_turns/mean"] for row in metrics]
+    right.plot([row[step] for row in metrics], turns, "s--", color="black", label="turns", ms=4)
+    right.spines["right"].set_visible(True)
+    right.set(ylabel="turns per trajectory", ylim=0)
+    ax.set(xlabel="step", ylabel="seconds per trajectory", ylim=0)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lines = [*ax.get_lines(), *right.get_lines()]
+    ax.legend(lines, [str(one.get_label()) for one in lines], loc="upper left", bbox_to_anchor=(1.16, 1))
+    return "Turns of a trajectory, and what its time goes to"
 
 
 def _lengths(ax: Axes, lengths: list[dict[str, Any]]) -> str:

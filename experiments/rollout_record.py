@@ -11,7 +11,7 @@ from typing import Any
 
 from algos.collect import Collector, Group, Rollout
 from engines import Completion
-from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics
+from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics, turn_metrics
 from experiments import launch
 from experiments.pat_training import RolloutLayouts
 from experiments.policies import Logged
@@ -65,6 +65,8 @@ class RolloutRecord:
         metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
         if self._llm.config.drafter != "none":
             metrics |= {f"rollout/{name}": value for name, value in draft_metrics(self._steps).items()}
+        if rollout.turns:
+            metrics |= turn_metrics(rollout.turns)
         return metrics | self._layouts.metrics()
 
     def write(self, number: int, rollout: Rollout) -> list[dict[str, Any]]:
@@ -83,7 +85,8 @@ class RolloutRecord:
         self._folder.append("samples.jsonl", *({**step, **sample} for sample in samples))
         rows = ({**step, **asdict(one), "start": one.start - self._began} for one in self._steps)
         self._folder.append("rollout_steps.jsonl", *rows)
-        self._folder.replace("timeline.json", json.dumps(chrome_trace(self._steps, rollout.marks, origin=self._began)))
+        trace = chrome_trace(self._steps, rollout.marks, rollout.turns, origin=self._began)
+        self._folder.replace("timeline.json", json.dumps(trace))
         if self._llm.rollout is not None and (coordinator := self._llm.rollout.coordinator) is not None:
             clock = coordinator.monotonic_time
             log = [*self._layouts.log, *(self._dispatches.log if self._dispatches else ())]

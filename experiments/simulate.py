@@ -356,7 +356,7 @@ def _draw(config: SimulateConfig, runs: dict[str, Rollout]) -> None:
     if config.traces is not None:
         config.traces.mkdir(exist_ok=True)
         for name, run in runs.items():
-            write_chrome_trace(config.traces / f"{name.replace('/', '_')}.json", run.steps)
+            write_chrome_trace(config.traces / f"{name.replace('/', '_')}.json", run.steps, turns=run.turns)
 
 
 def _track(options: dict[str, Any], results: dict[str, dict[str, float]]) -> None:

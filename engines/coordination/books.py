@@ -14,7 +14,7 @@ from engines.control.messages import StepReported
 from engines.coordination.outbox import Outbox
 from engines.coordination.records import PhaseRecord, ReplicaRecord, SequenceRecord
 from engines.coordination.requests import Deliver, DiscardKV, Failed, RequestRefused, TurnEnded
-from engines.coordination.views import Decision, EndedView, ReplicaView, SequenceView
+from engines.coordination.views import Decision, EndedView, Passage, Place, ReplicaView, SequenceView
 from engines.parallel.layout import Layout
 from engines.sequence import Finished, FinishReason, SequenceId, SequenceState, Work
 
@@ -53,6 +53,8 @@ class Books:
         self.failed: str | None = None
         self.ignored: Counter[str] = Counter()
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self.passages: list[Passage] = []
+        """Of the trajectories of the phase."""
         self.replicas: dict[int, ReplicaRecord] = {}
         self.forming: list[ReplicaRecord] = []
         """Replicas of the layout to come, while old ones are paused for it."""
@@ -80,6 +82,7 @@ class Books:
         self.phase = phase
         self._num_submitted = 0
         self.delivered.clear()
+        self.passages = []
         self._changed.update(dict.fromkeys(self.replicas.values()))
 
     def fail(self, reason: str) -> None:
@@ -116,8 +119,15 @@ class Books:
             self.ignored["about a sequence that is not there"] += 1
         return sequence
 
+    def _note(self, sequence: SequenceRecord, place: Place) -> None:
+        if sequence.state.in_turns:
+            replica_id = None if sequence.replica is None else sequence.replica.spec.id
+            now = self._outbox.now
+            self.passages.append(Passage(now=now, sequence_id=sequence.id, place=place, replica_id=replica_id))
+
     def wait(self, sequence: SequenceRecord) -> None:
         """Queues a sequence that is in no place: for the replica that it is pinned to, otherwise for any."""
+        self._note(sequence, "waiting")
         if sequence.pin is not None:
             sequence.pin.pinned_waiting[sequence.id] = sequence
             return
@@ -129,6 +139,7 @@ class Books:
         """Keeps a trajectory that is in no place until an observation comes."""
         self.parked[sequence.id] = sequence
         sequence.is_parked = True
+        self._note(sequence, "parked")
 
     def unqueue(self, sequence: SequenceRecord) -> None:
         """Takes a waiting or parked sequence out of its place."""
@@ -168,6 +179,7 @@ class Books:
         if not replica.assigned:
             replica.last_heard = self._outbox.now  # the deadline for its next event counts from here
         replica.assign(sequence, max_new_tokens)
+        self._note(sequence, "assigned")
         self._changed[replica] = None
 
     def note_progress(self, report: StepReported, replica: ReplicaRecord) -> None:
@@ -208,6 +220,7 @@ class Books:
         if sequence.replica is not None:
             self._changed[sequence.replica] = None
             sequence.replica.give_up(sequence)
+        self._note(sequence, "delivered")
         del self.sequences[sequence.id]
         self.delivered.add(sequence.id)
         state = finished.state

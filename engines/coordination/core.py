@@ -32,7 +32,7 @@ from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.coordination.records import PhaseRecord, ReplicaRecord
 from engines.coordination.regroup import Regrouper, check_ranks
 from engines.coordination.requests import Request, RequestRefused, Result
-from engines.coordination.views import Decision
+from engines.coordination.views import Decision, Passage
 from engines.parallel.layout import Layout
 
 # Events about sequences that count only within their own phase. Answers are checked against what is awaited.
@@ -118,6 +118,11 @@ class RolloutCore:
     def layout_error(self) -> str | None:
         """Why the layout policy's last layout was refused, which has aborted this phase, or the last one."""
         return self._regrouper.layout_error
+
+    @property
+    def passages(self) -> list[Passage]:
+        """Where the trajectories of the open phase, or of the last one, have been."""
+        return self._books.passages
 
     @property
     def num_unfinished(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.sequence import FinishReason, SequenceId
@@ -182,6 +183,20 @@ class Dispatch:
     max_new_tokens: int | None = None
     queued: bool = False
     """Dispatch even without room: the sequence waits in the replica's own queue."""
+
+
+Place = Literal["waiting", "assigned", "parked", "delivered"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A trajectory that has come to a place: its queueing, turns and tools are the times between two of them."""
+
+    now: float
+    sequence_id: SequenceId
+    place: Place
+    replica_id: int | None = None
+    """Of the replica that it is assigned to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from engines.coordination import requests
 from engines.coordination.core import RolloutCore
 from engines.coordination.requests import Request, RequestRefused, Result
 from engines.parallel.layout import Layout, ReplicaSpec
-from engines.rollout.telemetry import Mark
+from engines.rollout.telemetry import Mark, TurnSpan, turn_spans
 from engines.rollout.turns import Turns
 from engines.sequence import Finished, KVPart, SequenceState
 
@@ -299,6 +299,10 @@ class Coordinator:
             for one in reversed(list(latest))
             if one.action != "dispatch"
         ]
+
+    def turn_spans(self) -> list[TurnSpan]:
+        """Returns where the trajectories of the last rollout were, and when."""
+        return turn_spans(self.core.passages, self.monotonic_time)
 
     def close(self) -> None:
         """Ends the connections. Peers that still listen get the error that ended the last rollout, if one did."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from engines.coordination.views import Passage
 from engines.parallel.layout import ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.replica.switch import Switch
+from engines.sequence import SequenceId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +102,68 @@ class Mark:
     detail: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TurnSpan:
+    """What a trajectory did for a while: it waited for a replica, was on one (admitted, or in its queue), or waited for
+    its tool. A turn is a time on replicas between two calls of the tool. Times are as in `StepRecord`."""
+
+    sequence_id: SequenceId
+    kind: Literal["queue", "replica", "tool"]
+    start: float
+    seconds: float
+    replica_id: int | None = None
+
+
+def turn_spans(passages: Iterable[Passage], clock: Callable[[float], float] = float) -> list[TurnSpan]:
+    """Returns the times between the passages of each trajectory; `clock` translates the core's time."""
+    spans, last = list[TurnSpan](), dict[SequenceId, Passage]()
+    kinds: dict[str, Literal["queue", "replica", "tool"]]
+    kinds = {"waiting": "queue", "assigned": "replica", "parked": "tool"}
+    for one in passages:
+        before = last.get(one.sequence_id)
+        if before is not None and before.place == one.place == "waiting":
+            continue  # for another replica
+        if before is not None:
+            start = clock(before.now)
+            spans.append(
+                TurnSpan(
+                    sequence_id=one.sequence_id,
+                    kind=kinds[before.place],
+                    start=start,
+                    seconds=clock(one.now) - start,
+                    replica_id=before.replica_id,
+                )
+            )
+        last[one.sequence_id] = one
+    return spans
+
+
+def turn_metrics(spans: Sequence[TurnSpan]) -> dict[str, float]:
+    """Returns for how many seconds the mean trajectory waited for replicas, and was on them."""
+    count = max(1, len({span.sequence_id for span in spans}))
+    names = {"queue": "queue", "replica": "generate_sequences"}
+    return {
+        f"timing_s/agent_loop/{name}/mean": sum(span.seconds for span in spans if span.kind == kind) / count
+        for kind, name in names.items()
+    }
+
+
 def chrome_trace(
-    steps: Iterable[StepRecord], marks: Iterable[Mark] = (), *, origin: float | None = None
+    steps: Iterable[StepRecord],
+    marks: Iterable[Mark] = (),
+    turns: Iterable[TurnSpan] = (),
+    *,
+    origin: float | None = None,
 ) -> dict[str, Any]:
     """Returns the Trace Event Format of chrome://tracing and Perfetto: a row per replica, a slice per step, a counter
-    of the batch size, marks as instants. Times are in microseconds since `origin`, by default the first event.
+    of the batch size, marks as instants; and a row per trajectory, with a slice per span. Times are in microseconds
+    since `origin`, by default the first event.
     """
-    steps, marks = list(steps), list(marks)
+    steps, marks, turns = list(steps), list(marks), list(turns)
     if origin is None:
-        origin = min([step.start for step in steps] + [mark.time for mark in marks], default=0.0)
+        starts = [step.start for step in steps] + [span.start for span in turns]
+        origin = min(starts + [mark.time for mark in marks], default=0.0)
+    places = {id_: place for place, id_ in enumerate(sorted({span.sequence_id for span in turns}))}
 
     def micros(time: float) -> float:
         return round((time - origin) * 1e6, 1)
@@ -139,15 +194,26 @@ def chrome_trace(
                 "args": {"detail": mark.detail},
             }
         )
-    rows = sorted({step.replica_id for step in steps})
-    names = [
-        {"pid": 0, "tid": row, "name": "thread_name", "ph": "M", "args": {"name": f"replica {row}"}} for row in rows
+    for span in turns:
+        row = {"pid": 1, "tid": places[span.sequence_id], "ts": micros(span.start)}
+        name = span.kind if span.replica_id is None else f"replica {span.replica_id}"
+        events.append({**row, "name": name, "ph": "X", "dur": round(span.seconds * 1e6, 1)})
+    titles = {(0, row): f"replica {row}" for row in sorted({step.replica_id for step in steps})}
+    titles |= {(1, place): f"prompt {uid}, sample {index}" for (_, uid, index), place in places.items()}
+    names: list[dict[str, Any]] = [
+        {"pid": pid, "tid": row, "name": "thread_name", "ph": "M", "args": {"name": title}}
+        for (pid, row), title in titles.items()
     ]
+    if places:
+        kinds = ("replicas", "trajectories")
+        names += [{"pid": pid, "name": "process_name", "ph": "M", "args": {"name": kinds[pid]}} for pid in (0, 1)]
     return {"displayTimeUnit": "ms", "traceEvents": names + events}
 
 
-def write_chrome_trace(path: Path, steps: Iterable[StepRecord], marks: Iterable[Mark] = ()) -> None:
-    path.write_text(json.dumps(chrome_trace(steps, marks)))
+def write_chrome_trace(
+    path: Path, steps: Iterable[StepRecord], marks: Iterable[Mark] = (), turns: Iterable[TurnSpan] = ()
+) -> None:
+    path.write_text(json.dumps(chrome_trace(steps, marks, turns)))
 
 
 def draft_metrics(steps: Sequence[StepRecord]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import Coordinator, peer_of
 from engines.rollout.pace import Pace
-from engines.rollout.telemetry import Mark, StepRecord, SwitchRecord
+from engines.rollout.telemetry import Mark, StepRecord, SwitchRecord, TurnSpan
 from engines.rollout.turns import Turns
 from engines.rollout.worker import RegroupEngine, Worker
 from engines.sequence import Finished, SequenceId, SequenceState
@@ -156,6 +156,11 @@ class RolloutWorld:
     def marks(self) -> list[Mark]:
         """On rank 0, the decisions of the last rollout; empty on other ranks."""
         return self.coordinator.marks() if self.coordinator is not None else []
+
+    @property
+    def turn_spans(self) -> list[TurnSpan]:
+        """On rank 0, where the last rollout's trajectories were, and when; empty on other ranks."""
+        return self.coordinator.turn_spans() if self.coordinator is not None else []
 
     def roll_out(
         self,

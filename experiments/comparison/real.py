@@ -75,6 +75,7 @@ class RealWorld:
         tokens = [[one.token_ids for one in group] for group in completions]
         assert workload.lengths in (None, lengths)
         assert llm.rollout is not None
+        turns = llm.rollout.turn_spans
         mine = [mark.time for mark in llm.rollout.marks if mark.name in ("regroup", "resume")]
         marks = launch.on_rank_0(self.groups.world, lambda: mine)
         kv_moves = launch.gather(self.groups.world, llm.replica.kv_moves, KVMoves)
@@ -90,6 +91,7 @@ class RealWorld:
             layout_policy=layout_policy,
             lengths=lengths,
             num_preempted=sum(step.num_preempted for step in steps),
+            turns=turns,
             kv_moves=kv_moves,
             way_back_s=way_back_s,
         )

@@ -14,7 +14,7 @@ from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy
 from engines.parallel.layout import Layout
 from engines.replica.kv_moves import KVMoves
 from engines.rollout.generation import make_states
-from engines.rollout.telemetry import StepRecord
+from engines.rollout.telemetry import StepRecord, TurnSpan
 from engines.sequence import SamplingParams, SequenceId, SequenceState
 from research.workloads.trajectories import Turn, turn_has_ended
 
@@ -101,7 +101,7 @@ class Variant:
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """What a variant did with a workload. In a world of processes all ranks have the same, except for `ends`,
-    `finish_times` and `layout_policy`, which rank 0 has. All times are of one clock."""
+    `finish_times`, `layout_policy` and `turns`, which rank 0 has. All times are of one clock."""
 
     steps: list[StepRecord]
     makespan_s: float
@@ -116,6 +116,8 @@ class Rollout:
     lengths: dict[SequenceId, int]
     """What each sequence has generated."""
     num_preempted: int
+    turns: list[TurnSpan] = field(default_factory=list)
+    """Where its trajectories were."""
     kv_moves: list[KVMoves] = field(default_factory=list)
     """Of each rank's last replica; empty in a simulation."""
     way_back_s: float = 0.0

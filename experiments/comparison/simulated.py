@@ -51,6 +51,7 @@ class SimulatedWorld:
             layout_policy=layout_policy,
             lengths=done.lengths,
             num_preempted=done.num_preempted,
+            turns=done.turns,
             way_back_s=self.pace.switch(cluster.core.layout, variant.layout, 0),
         )
 

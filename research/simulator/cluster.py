@@ -43,7 +43,7 @@ from engines.replica.endings import Endings
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
 from engines.rollout.pace import Pace, row_seconds
-from engines.rollout.telemetry import StepRecord
+from engines.rollout.telemetry import StepRecord, TurnSpan, turn_spans
 from engines.rollout.turns import Turns
 from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId, SequenceState
@@ -149,6 +149,8 @@ class SimulatedRollout:
     num_preempted: int
     lengths: dict[SequenceId, int]
     """Tokens that each sequence has generated."""
+    turns: list[TurnSpan]
+    """Where its trajectories were."""
 
     @property
     def makespan(self) -> float:
@@ -276,6 +278,7 @@ class Cluster:
             decisions=list(self.core.decisions),
             num_preempted=self._num_preempted,
             lengths=self._lengths_of_ended,
+            turns=turn_spans(self.core.passages),
         )
 
     def _schedule(self, spec: ReplicaSpec, outside: OutsideReplica) -> None:

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from engines.rollout.telemetry import Mark, StepRecord, busy_share, chrome_trace, draft_metrics, write_chrome_trace
+from engines.coordination.views import Passage
+from engines.rollout.telemetry import (
+    Mark,
+    StepRecord,
+    busy_share,
+    chrome_trace,
+    draft_metrics,
+    turn_metrics,
+    turn_spans,
+    write_chrome_trace,
+)
 
 
 def step(replica_id: int, start: float, seconds: float, num_running: int = 3, tp_size: int = 1) -> StepRecord:
@@ -33,6 +43,32 @@ def test_replicas_are_rows_and_steps_are_slices(tmp_path: Path) -> None:
     assert [event["args"]["sequences"] for event in events if event["ph"] == "C"] == [3, 3, 1]
     assert [(event["name"], event["ts"]) for event in events if event["ph"] == "i"] == [("regroup", 6e5)]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["replica 0", "replica 1"]
+
+
+def test_trajectories_are_rows_that_show_queue_replica_and_tool() -> None:
+    """Sequence (0, 7, 1) waits for 1 s, the last half of it for one replica alone, runs, calls a tool and ends."""
+    one, other = (0, 7, 1), (0, 3, 0)
+    passages = [
+        Passage(now=10.0, sequence_id=one, place="waiting"),
+        Passage(now=10.0, sequence_id=other, place="parked"),
+        Passage(now=10.5, sequence_id=one, place="waiting"),
+        Passage(now=11.0, sequence_id=one, place="assigned", replica_id=1),
+        Passage(now=12.5, sequence_id=one, place="parked"),
+        Passage(now=13.0, sequence_id=one, place="delivered"),
+    ]
+    spans = turn_spans(passages, lambda now: now + 100)
+    assert [(span.kind, span.start, span.seconds) for span in spans] == [
+        ("queue", 110, 1.0), ("replica", 111, 1.5), ("tool", 112.5, 0.5),
+    ]  # fmt: skip
+    assert turn_metrics(spans) == {
+        "timing_s/agent_loop/queue/mean": 1.0, "timing_s/agent_loop/generate_sequences/mean": 1.5,
+    }  # fmt: skip
+    events = chrome_trace([step(1, 111.0, 1.5)], turns=spans)["traceEvents"]
+    assert [(event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"]] == [
+        ("queue", 0.0, 1e6), ("replica 1", 1e6, 1.5e6), ("tool", 2.5e6, 5e5),
+    ]  # fmt: skip
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["replica 1", "prompt 7, sample 1", "replicas", "trajectories"]
 
 
 def test_a_trace_of_nothing_is_empty() -> None:

@@ -72,6 +72,8 @@ def facts(run: Rollout) -> dict[str, Any]:
         "way_back_s": run.way_back_s,
         "sizes": sorted({step.tp_size for step in run.steps}),
         "starts": [step.start for step in run.steps],
+        "tools": [(span.sequence_id, span.seconds) for span in run.turns if span.kind == "tool"],
+        "turns": [span.kind for span in run.turns],
     }
 
 
@@ -116,4 +118,9 @@ def test_trajectories_have_the_same_turns_in_every_world(worlds: list[Any]) -> N
     lengths = [[sum(turn.num_generated for turn in turns) for turns in group] for group in TURNS]
     for run in (live, live_chunks, paced, paced_chunks, *simulated):
         assert [(tuple(id_), length) for id_, length in run["lengths"]] == sorted(hidden_lengths(lengths).items())
-        assert len(run["ends"]) == 4 and max(run["ends"]) - min(run["starts"]) > 4 * 0.02
+        assert len(run["ends"]) == 4 and set(run["turns"]) == {"queue", "replica", "tool"}
+        for id_, turns in hidden_lengths(TURNS).items():
+            # Before the first turn and behind the last one there is no tool to wait for.
+            _, *seconds, _ = [seconds for one, seconds in run["tools"] if tuple(one) == id_]
+            assert len(seconds) == len(turns) - 1
+            assert all(took > turn.tool_s - 1e-3 for took, turn in zip(seconds, turns, strict=False))

@@ -57,6 +57,10 @@ def test_deterministic_runs_and_a_resumed_one_have_the_same_tokens(folder: Path,
     assert digests(train(folder, text_model, "part", *environment, "--resume")) == digests(whole)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert all(row["num_turns/mean"] > 1 and row["environment/num_raised"] == 0 for row in rows)
+    assert all(row["timing_s/agent_loop/generate_sequences/mean"] > 0 for row in rows)
+    events = json.loads((whole / "timeline.json").read_text())["traceEvents"]
+    assert {"tool", "queue", "replica 0", "replica 1"} <= {event["name"] for event in events if event["pid"] == 1}
+    assert (whole / "figures" / "turns.png").stat().st_size > 5000
     assert any(row["actor/grad_norm"] > 0 for row in rows)
     (*_, sample) = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
     assert sample["parts"][0] == {"observed": True, "text": sample["answer"] + "?"}

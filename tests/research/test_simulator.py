@@ -364,6 +364,10 @@ def test_a_trajectory_alone_takes_its_steps_and_its_tools() -> None:
     done = simulated.roll_out(some)
     assert done.makespan == pytest.approx(0.5 + 2 + 18 * 0.01, rel=1e-12)
     assert done.lengths == {(0, 0, 0): 18} and len(done.steps) == 18
+    spans = [(span.kind, span.seconds) for span in done.turns if span.seconds]
+    kinds, seconds = zip(*spans, strict=True)
+    assert kinds == ("replica", "tool", "replica", "tool", "replica")
+    assert seconds == pytest.approx((0.1, 0.5, 0.01, 2, 0.07), rel=1e-9)
     # Of the prompt and the first turn nothing is computed again but what makes no whole block, or its last token.
     assert [step.num_tokens for step in done.steps if step.num_tokens > 1] == [16, 1 + 40]
 
@@ -384,7 +388,10 @@ def test_tools_run_beside_the_steps_of_others() -> None:
     for tool_s in (0.5, 1.01, 1.5):
         turns = [[Turn(num_generated=5, tool_s=tool_s), Turn(num_generated=5)], [Turn(num_generated=100)]]
         simulated, some = trajectories(1, OnDemand(), turns, pace=ConstantPace(), engine={"max_num_seqs": 1})
-        ends = simulated.roll_out(some).finish_times
+        done = simulated.roll_out(some)
+        ends = done.finish_times
+        waits = [span.seconds for span in done.turns if span.kind == "queue" and span.seconds]
+        assert waits == pytest.approx([0.05] + [0.05 + 1 - 0.05 - tool_s] * (tool_s < 1))
         assert ends[0, 1, 0] == pytest.approx(1.05, rel=1e-12)
         assert ends[0, 0, 0] == pytest.approx(max(0.05 + tool_s, 1.05) + 0.05, rel=1e-12)
 
@@ -482,6 +489,11 @@ def test_every_trajectory_ends_once_with_all_its_turns(policy, num_kv_tokens: in
         expected = [0, *(turn.num_observed for turn in turns[state.key.prompt_uid][:-1])] if state.in_turns else []
         assert observed == expected
     assert list(done.finish_times.values()) == sorted(done.finish_times.values())
+    for id_ in simulated.turns:
+        own = [span for span in done.turns if span.sequence_id == id_]
+        ends = [span.start + span.seconds for span in own]
+        assert [0.0, *ends] == pytest.approx([*(span.start for span in own), done.finish_times[id_]])
+        assert all((span.kind == "replica") == (span.replica_id is not None) for span in own)
     assert outside or simulated.pool.num_tokens == 0
     assert (done.num_preempted > 0) == (num_kv_tokens == 700 and policy is not Moving)
     assert len([one for one in done.decisions if one.action == "drop"]) == len(outside)
