@@ -117,7 +117,9 @@ def _parts(completion: Completion, decode: Callable[[list[int]], str]) -> list[d
     """The text of a trajectory, part by part: what was observed, and what was generated."""
     spans = sorted([(*one, True) for one in completion.observed] + [(*one, False) for one in completion.turns])
     return [
-        {"observed": is_observed, "text": decode(completion.token_ids[start:end])} for start, end, is_observed in spans
+        {"observed": is_observed, "text": decode(completion.token_ids[start:end])}
+        for start, end, is_observed in spans
+        if start < end  # a `reset` that returns None
     ]
 
 

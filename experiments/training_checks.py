@@ -38,6 +38,9 @@ MAY_CHANGE = (
     *("layout_policy", "pat_profile", "pat"),
 )
 
+_STEP_TOKENS, _LEAST_BATCH = 2048, 4
+"""Of a step of a warm start: tokens that it has at most, on average, and problems that it has at least."""
+
 
 def check_same_run(config: TrainConfig) -> None:
     """Raises ValueError if a resumed run has other options than when it was started, except those in MAY_CHANGE."""
@@ -114,7 +117,7 @@ def prepare_model(config: TrainConfig, threads: int) -> Path:
     """The policy's checkpoint, warm-started when it is an embedded one."""
     model = checkpoint_folder(config.model)
     if config.is_embedded_model:
-        name, recipe = _recipe(config)
+        name, recipe = recipe_of(config)
         model = config.runs / "models" / name
         record = read_record(model)
         if record is not None and record.get("warm_start") != asdict(recipe):
@@ -128,9 +131,9 @@ def prepare_model(config: TrainConfig, threads: int) -> Path:
     return model
 
 
-def _recipe(config: TrainConfig) -> tuple[str, WarmStartConfig]:
-    """Returns the folder's name of an embedded model, and what makes it: demonstrations of the run's task, or, where it
-    has none, of additions of any length, as for arithmetic itself."""
+def recipe_of(config: TrainConfig) -> tuple[str, WarmStartConfig]:
+    """Returns the folder's name of an embedded model, and what makes it: demonstrations of the run's task, fewer in a
+    step where they are long, or, where it has none, of additions of any length, as for arithmetic itself."""
     task: Task = config.task_options
     plain = WarmStartConfig(size=config.model)  # type: ignore[arg-type]
     if not isinstance(task, Demonstrated) and launch.rank() == 0:
@@ -145,5 +148,8 @@ def _recipe(config: TrainConfig) -> tuple[str, WarmStartConfig]:
     recipe = replace(plain, task=replace(config.task_options, **seed))
     template = template_of(plain.size)
     learned = [demonstrate(template, recipe.task, index) for index in range(plain.batch_size)]
+    num_tokens = sum(len(one.tokens) for one in learned)
+    fitting = plain.batch_size * _STEP_TOKENS // num_tokens
+    recipe = replace(recipe, batch_size=min(plain.batch_size, max(_LEAST_BATCH, fitting)))
     digest = hashlib.blake2b(repr((asdict(recipe), learned)).encode(), digest_size=4).hexdigest()
     return f"{config.model}-{config.task.rpartition(':')[2]}-{digest}", recipe

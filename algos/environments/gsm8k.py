@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from algos.environments.builtin import calculator
 from algos.rewards.math import math_verify_reward
 
@@ -15,7 +13,7 @@ class Gsm8kCalculator:
     trajectory. The reward is 1 for the right final answer, as without a calculator, and 0.1 for a call that the
     calculator could compute. A trajectory that its length limit has cut has no final answer."""
 
-    def reset(self, answer: str, **columns: Any) -> None:
+    def reset(self, answer: str) -> None:
         self._answer, self._text = answer, ""
         self._has_ended = self._has_called = False
 

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from algos.tasks.gsm8k import Gsm8kTask
+from algos.warmstart import warm_start
+from algos.warmstart_config import WarmStartConfig
+from experiments.config import parse
+from experiments.training_checks import recipe_of
 from tests.test_docs import FILES
 from tests.worlds import refused_by, run_main
 
@@ -74,6 +79,32 @@ def test_on_demand_has_the_same_tokens(folder: Path, text_model: str) -> None:
     one = train(folder, text_model, "static", *environment, "--dispatch", "static")
     other = train(folder, text_model, "on-demand", *environment, "--dispatch", "on-demand")
     assert digests(one) == digests(other)
+
+
+@pytest.mark.parametrize(("num_tokens", "batch_size"), [(20, 16), (128, 16), (256, 8), (1500, 4)])
+def test_long_demonstrations_are_learned_in_smaller_steps(tmp_path: Path, num_tokens: int, batch_size: int) -> None:
+    """At most 2,048 tokens, at least 4 problems."""
+    data, end = tmp_path / "gsm8k.jsonl", "#### 2"
+    rows = [{"question": str(n), "answer": end.rjust(num_tokens - 2)} for n in range(2, 10)]  # and an end of sequence
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, recipe = recipe_of(parse(["--task", "gsm8k", "--data", str(data), "--prompt-template", "{question}"]))
+    assert (recipe.batch_size, recipe.steps) == (batch_size, WarmStartConfig().steps)
+
+
+def test_gsm8k_with_its_calculator(tmp_path: Path) -> None:
+    """The model is warm-started on calls, and some of its own are right."""
+    data = tmp_path / "gsm8k.jsonl"
+    rows = [{"question": f"{n} and {n}?", "answer": f"<<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}"} for n in range(1, 9)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--task", "gsm8k", "--data", str(data), "--calculator", "--prompt-template", "{question}"]
+    task = Gsm8kTask(data=str(data), calculator=True, prompt_template="{question}", seed=1)
+    config = WarmStartConfig(size="draft-1l", task=task, steps=100, batch_size=8)
+    run = train(tmp_path, str(warm_start(tmp_path / "model", config)), "gsm8k", *options, "--steps", "1")
+    (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert 0.1 < row["critic/rewards/mean"] < 1.1 and row["critic/rewards/max"] == 1.1
+    assert row["environment/num_calls"] > 32 and row["train/num_groups"] > 0 and row["actor/grad_norm"] > 0
+    called = [json.loads(line)["parts"] for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert any([part["observed"] for part in parts] == [False, True, False] for parts in called)
 
 
 @pytest.mark.parametrize(
