@@ -40,8 +40,8 @@ class Gsm8kTask:
     )
     """The prompt: {column} is replaced, {{ and }} are braces, \\n is a new line."""
     calculator: bool = False
-    """Completions are trajectories, in which `<<48/2>>` at the end of a turn calls a calculator. Training then is also
-    rewarded by 0.1 for a call that it could compute; the model that is warm-started calls it."""
+    """Completions are trajectories: `<<48/2>>` at the end of a turn calls a calculator, whose result is observed. A
+    call that it can compute is rewarded by 0.1. Without --model the tiny model is first shown such trajectories."""
     seed: int = 0
     """Seed of the order of the training problems in each epoch."""
 

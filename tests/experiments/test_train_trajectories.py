@@ -99,7 +99,8 @@ def test_gsm8k_with_its_calculator(tmp_path: Path) -> None:
     options = ["--task", "gsm8k", "--data", str(data), "--calculator", "--prompt-template", "{question}"]
     task = Gsm8kTask(data=str(data), calculator=True, prompt_template="{question}", seed=1)
     config = WarmStartConfig(size="draft-1l", task=task, steps=100, batch_size=8)
-    run = train(tmp_path, str(warm_start(tmp_path / "model", config)), "gsm8k", *options, "--steps", "1")
+    options += ["--model", str(warm_start(tmp_path / "model", config)), "--runs", str(tmp_path), *SMALL, "--steps", "1"]
+    run = Path(run_main("train", options, num_ranks=2)["run_dir"])
     (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert 0.1 < row["critic/rewards/mean"] < 1.1 and row["critic/rewards/max"] == 1.1
     assert row["environment/num_calls"] > 32 and row["train/num_groups"] > 0 and row["actor/grad_norm"] > 0
