@@ -26,6 +26,7 @@ from algos.rloo import RLOO
 from algos.tasks.arithmetic import ArithmeticTask
 from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.jsonl import JsonlTask
+from algos.tasks.lookup import LookupTask
 from algos.tasks.task import Task
 from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
@@ -58,7 +59,12 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rloo": RLOO(),
     "reinforce++": ReinforcePlusPlus(),
 }
-TASKS: dict[str, type[Task]] = {"arithmetic": ArithmeticTask, "gsm8k": Gsm8kTask, "jsonl": JsonlTask}
+TASKS: dict[str, type[Task]] = {
+    "arithmetic": ArithmeticTask,
+    "gsm8k": Gsm8kTask,
+    "jsonl": JsonlTask,
+    "lookup": LookupTask,
+}
 OF_ALGORITHM = (
     *("num_epochs", "max_sampling_rounds", "needs_reference"),
     *("keep_group", "shape_rewards", "advantages", "loss_mask", "loss"),
@@ -114,8 +120,9 @@ class TrainConfig(ChunkFields):
     """grpo, dr-grpo, dapo, gspo, cispo, rloo, reinforce++, or a class of your own as FILE.py:Class (docs/training.md).
     The options of the algorithm that is named here are below."""
     task: str = "arithmetic"
-    """arithmetic: worked multi-digit additions. gsm8k: word problems from --data. jsonl: your own data. Or a class of
-    your own as FILE.py:Class (docs/training.md). The options of the task that is named here are below."""
+    """arithmetic: worked multi-digit additions. gsm8k: word problems from --data. jsonl: your own data. lookup: queries
+    to a SQLite table, in trajectories. Or a class of your own as FILE.py:Class (docs/training.md). The options of the
+    task that is named here are below."""
     model: str = "tiny"
     """A Hugging Face folder, a name of the hub (Qwen/Qwen3-0.6B: from its local cache, or downloaded), or the name of
     an embedded model that is warm-started once under runs/models: on demonstrations of the task, or else on
@@ -320,10 +327,12 @@ def parse(arguments: list[str]) -> TrainConfig:
     except ValueError as error:
         print(f"error: {launch.as_typed(str(error))}", file=sys.stderr)
         sys.exit(2)
+    options: tuple[str, ...] = getattr(get_type_hints(kind)["task_options"], "options", ())
     if {"-h", "--help"} & {*arguments}:
-        print_help(kind, partial(_group_of, kind), GROUPS, description=TrainConfig.__doc__)
+        note = f" With --task {named.task}, unless given: {' '.join(options)}." if options else ""
+        print_help(kind, partial(_group_of, kind), GROUPS, description=f"{TrainConfig.__doc__}{note}")
         sys.exit()
-    return tyro.cli(kind, args=arguments, description=TrainConfig.__doc__)
+    return tyro.cli(kind, args=[*options, *arguments], description=TrainConfig.__doc__)
 
 
 GROUPS = ("run", "data", "model", "rollout", "optimiser", "algorithm", "wandb")

@@ -40,7 +40,8 @@ class Part:
 class Task(Protocol):
     """Problems and their reward. Tasks are frozen dataclasses; a field `seed` gets the run's.
 
-    A task may also name what its problems talk to, as `environment`: a class or tools, as for --environment.
+    A task may also name what its problems talk to, as `environment`: a class or tools, as for --environment; and have
+    `options`, words of train.py's command line for what a user does not give: ("--steps", "40").
     """
 
     @property

@@ -1,20 +1,25 @@
 import json
+import math
 import re
 import sys
 from collections import Counter
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist, median
 from typing import Any
 
 import pytest
 
+from algos.environments.pool import EnvironmentPool
+from algos.environments.protocol import EnvironmentConfig
 from algos.rewards.arithmetic import exact_answer
 from algos.rewards.math import math_verify_reward
 from algos.tasks.arithmetic import ArithmeticTask, solution
 from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.jsonl import JsonlTask
+from algos.tasks.lookup import LookupTask
 from algos.tasks.rows import read_rows
 from algos.tasks.task import Problem, Task
+from tests.algos.test_environments import Engine
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -354,3 +359,91 @@ def test_all_are_tasks(tmp_path):
     gsm8k, own = (write_jsonl(tmp_path / f"{name}.jsonl", data) for name, data in (("a", rows(4)), ("b", CHAT)))
     tasks: list[Task] = [ArithmeticTask(), Gsm8kTask(data=gsm8k), JsonlTask(data=own)]
     assert [task.reward and task.reward.count(":") for task in tasks] == [1, 1, None]
+
+
+def walk(problem: Problem) -> list[str]:
+    """What queries find, by a walk through the table: keys, and the word at the end."""
+    table, found = dict(problem.columns["rows"]), [problem.prompt.removeprefix("key ").removesuffix("\n")]
+    while found[-1].isdigit():
+        found.append(table[int(found[-1])])
+    return found[1:]
+
+
+class TestLookup:
+    def test_demonstrations_follow_the_chain(self):
+        for problem in LookupTask(seed=3).held_out_problems(100):
+            start, found, guess = problem.prompt[4:7], walk(problem), problem.columns["guess"]
+            queries = [f"SELECT v FROM t WHERE k={key}" for key in (start, *found[:-1])]
+            answers = [f"\n{guess} {found[0]}\n", *(f"\n{one}\n" for one in found[1:])]
+            parts = LookupTask().demonstration(problem)
+            assert [part.text for part in parts if not part.observed] == [*queries, f"={problem.columns['answer']}"]
+            assert [part.text for part in parts if part.observed] == answers
+            assert [part.observed for part in parts] == [False, True] * len(found) + [False]
+            assert (
+                found[-1] == problem.columns["answer"] and 1 <= len(found) <= 9 and len(problem.columns["rows"]) == 24
+            )
+
+    def test_hops_are_log_normal_with_a_tail_that_is_cut(self):
+        task = LookupTask(num_rows=1)
+        splits = [task.train_problem(index) for index in range(2000)], task.held_out_problems(2000)
+        for problems in splits:
+            hops, logarithm = Counter(len(walk(problem)) for problem in problems), NormalDist(math.log(2.0), 0.8)
+            for most in range(1, 9):
+                share = sum(hops[number] for number in range(1, most + 1)) / 2000
+                assert share == pytest.approx(logarithm.cdf(math.log(most + 0.5)), abs=0.03)
+            assert hops[9] > 30 and max(hops) == 9
+
+    def test_four_guesses_in_five_are_right(self):
+        guesses = Counter()
+        for problem in LookupTask(num_rows=1).held_out_problems(2000):
+            hops = len(walk(problem))
+            guesses["short" if hops <= 2 else "medium" if hops <= 4 else "long", problem.columns["guess"]] += 1
+        assert len(guesses) == 9
+        assert sum(count for (right, guess), count in guesses.items() if right == guess) == pytest.approx(1600, abs=50)
+
+    def test_no_word_is_in_both_splits_whatever_the_seeds(self):
+        tasks = [LookupTask(seed=seed, num_rows=1) for seed in (0, 1)]
+        train = {task.train_problem(index).columns["answer"] for task in tasks for index in range(1000)}
+        held_out = {problem.columns["answer"] for problem in tasks[0].held_out_problems(1000)}
+        assert not train & held_out and min(len(train), len(held_out)) > 700
+        uids = {problem.uid for problem in [*tasks[0].held_out_problems(9), *map(tasks[0].train_problem, range(9))]}
+        assert len(uids) == 18
+
+    def test_draws_do_not_change_between_versions(self):
+        problems = [LookupTask(seed=0).train_problem(index) for index in range(3)]
+        assert [(problem.prompt, problem.columns["answer"]) for problem in problems] == [
+            ("key 373\n", "pca"),
+            ("key 188\n", "aje"),
+            ("key 627\n", "div"),
+        ]
+
+    def test_the_real_tool_answers_as_demonstrated_and_rewards_the_right_word(self):
+        task = LookupTask()
+        with EnvironmentPool(task.environment, EnvironmentConfig(workers=2)) as pool:
+            engine = Engine(pool)
+            for problem in task.held_out_problems(12):
+                assert engine.begin(problem.uid, **problem.columns).text is None
+                *parts, last = task.demonstration(problem)
+                for turn, answer in zip(parts[::2], parts[1::2], strict=True):
+                    assert engine.step(problem.uid, turn.text).text == answer.text
+                is_right = problem.uid % 2 == 0
+                engine.step(problem.uid, last.text if is_right else f"{last.text}x")
+                assert engine.end(problem.uid) == float(is_right)
+            first = task.train_problem(0)
+            engine.begin(1, **first.columns)
+            for query, answer in [
+                ("SELECT v FRO t", "\nshort error: near"),
+                ("SELECT v FROM t WHERE k=99", "\nno rows\n"),
+                ("SELECT 1; SELECT 2", "\nerror: You can only execute one statement"),
+                ("SELECT '\0'", "\nerror: "),
+                ("UPDATE t SET v='abc'", "\nerror: not authorized"),
+                ("373", "\nerror: near"),
+                ("SELECT count(*) FROM t", "\n24\n"),
+            ]:
+                assert engine.step(1, query).text.startswith(answer)
+            assert engine.step(1, "=pca").done and engine.end(1) == 1.0 and not pool.failures
+
+    @pytest.mark.parametrize("field", [{"median_hops": 0.0}, {"sigma": -1.0}, {"max_hops": 0}, {"num_rows": 901}])
+    def test_a_bad_field_is_named(self, field):
+        with pytest.raises(ValueError, match=rf"LookupTask\.{next(iter(field))}=.*must be"):
+            LookupTask(**field)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from algos.publish import publish_directory
 from algos.tasks.gsm8k import Gsm8kTask
-from algos.warmstart import warm_start
+from algos.warmstart import new_model, tokenizer_of, warm_start
 from algos.warmstart_config import WarmStartConfig
 from experiments.config import parse
 from experiments.training_checks import recipe_of
@@ -126,3 +129,44 @@ def test_gsm8k_with_its_calculator(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_refused(folder: Path, text_model: str, arguments: list[str], message: str) -> None:
     options = ["--model", text_model, "--runs", str(folder), *SMALL, *(one.format(folder) for one in arguments)]
     assert message in refused_by("train", options)
+
+
+def test_a_task_brings_its_environment_its_options_and_its_own_warm_start(folder: Path) -> None:
+    """`--task lookup` alone; the model, which is not trained here, stands where its warm start would have put it."""
+    name, recipe = recipe_of(parse(["--task", "lookup"]))
+
+    def write(path: Path) -> None:
+        new_model("tiny", 0).save_pretrained(path)
+        tokenizer_of("tiny").save_pretrained(path)
+
+    publish_directory(folder / "models" / name, {"warm_start": asdict(recipe)}, write)
+    few = ["--rollout.prompts-per-step", "1", "--rollout.max-tokens", "60", "--eval-every", "0"]
+    options = ["--task", "lookup", "--steps", "1", *few, "--runs", str(folder), "--wandb", "off", "--save-every", "0"]
+    result = run_main("train", [*options, "--environment-limits.workers", "2"], num_ranks=2)
+    assert (result["task"], result["steps"]) == ("lookup", 1)
+    assert result["turns_mean"] >= 1 and result["tool_seconds"] > 0
+    config = json.loads((Path(result["run_dir"]) / "config.json").read_text())
+    assert config["environment"] == "algos.tasks.lookup:Lookup" and config["trainer"]["learning_rate"] == 5e-4
+    assert (config["rollout"]["prompts_per_step"], config["rollout"]["group_size"]) == (1, 16)
+    assert (Path(result["run_dir"]) / "code" / "environment-lookup.py").is_file()
+    assert parse(["--task", "lookup", "--environment", "other.py:Other"]).environment == "other.py:Other"
+
+
+def test_what_an_embedded_model_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    def recipe(*arguments: str) -> tuple[str, dict[str, Any]]:
+        name, recipe = recipe_of(parse([*arguments]))
+        return name, asdict(recipe)
+
+    name, lookup = recipe("--task", "lookup")
+    assert name.startswith("tiny-lookup-") and lookup["task"]["seed"] == 1
+    assert recipe("--task", "lookup", "--seed", "7") == (name, lookup)
+    other, cut = recipe("--task", "lookup", "--max-hops", "3")
+    assert other != name and cut["task"]["max_hops"] == 3
+    assert recipe("--max-digits", "3") == ("tiny", asdict(WarmStartConfig()))
+    assert not capsys.readouterr().err
+    of_jsonl = ("--task", "jsonl", "--data", "mine.jsonl", "--answer-column", "answer")
+    assert recipe(*of_jsonl) == ("tiny", asdict(WarmStartConfig()))
+    assert (
+        "--task jsonl has no demonstrations, so the model has learned additions; give --model"
+        in capsys.readouterr().err
+    )
