@@ -11,21 +11,28 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on a CPU
 
-from engines.native import wait_policy
-from engines.replica import engine
-from tests.checkpoints import save_checkpoint, save_text_checkpoint
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With `-n` the first process only hands tests out, and needs none of the imports, which take seconds."""
+    if getattr(session.config.option, "dist", "no") != "no":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on a CPU
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny tensors: more threads only cost. So nobody need watch the cores here, either, by a thread that opens files
     between a test's two looks at threads and files (`tests/engines/test_wait_policy.py` has processes for it)."""
+    import torch
+
+    from engines.native import wait_policy
+    from engines.replica import engine
+
     torch.set_num_threads(1)
     for module in (engine, wait_policy):
         module.watch_cores = lambda: None  # type: ignore[attr-defined]
@@ -34,6 +41,8 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random tiny Qwen3 checkpoint without a tokenizer."""
+    from tests.checkpoints import save_checkpoint
+
     directory = tmp_path_factory.mktemp("qwen3")
     save_checkpoint(directory, "qwen3")
     return str(directory)
@@ -42,6 +51,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random tiny model over bytes, with its tokenizer."""
+    from tests.checkpoints import save_text_checkpoint
+
     directory = tmp_path_factory.mktemp("text")
     save_text_checkpoint(directory)
     return str(directory)
