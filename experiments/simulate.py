@@ -4,6 +4,7 @@
 
     python experiments/simulate.py --policies group-static on-demand seer seer+pat --median 1000 --cap 8000
     python experiments/simulate.py --lengths runs/NAME/lengths.jsonl --policies on-demand my_policy.py:Shortest
+    python experiments/simulate.py --turns.median 6 --turns.tool-s 2 --median 200 --cap 8000
 
 The policies are the objects of a live rollout: `group-static` is the baseline of Seer's paper, `divided` and `seer` are
 Seer's; `oracle` (Seer's with the true lengths) and `longest-first` alone know the lengths, as hindsight does. With
@@ -29,7 +30,7 @@ from engines.constraints import Count, Fraction, Int64, NonNegative, Positive, W
 from engines.decoding import from_json
 from engines.parallel.layout import contiguous_layout
 from engines.progress import Bar
-from engines.rollout.telemetry import StepRecord, draft_metrics, write_chrome_trace
+from engines.rollout.telemetry import StepRecord, draft_metrics, turn_metrics, write_chrome_trace
 from experiments import launch
 from experiments.comparison.results import check_figure, check_folders
 from experiments.comparison.rollouts import Rollout, Variant, Workload
@@ -47,9 +48,34 @@ from research.simulator.hindsight import floor_seconds
 from research.simulator.latency import LatencyProfile, profile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
+from research.workloads.trajectories import TrajectoryLengths, Turn
 
 BLOCK_SIZE = 16
 HINDSIGHT, WITH_PAT = "longest-first", "+pat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnOptions:
+    """Makes the sequences trajectories. `--median` and `--sigma` are then of the tokens of one turn, `--cap` of all
+    that follows the prompt, `--correlation` of the numbers of turns."""
+
+    median: NonNegative = 0.0
+    """Turns of the median trajectory; 0: the sequences have no turns."""
+    sigma: NonNegative = 0.6
+    """Standard deviation of the logarithm of the number of turns."""
+    most: Count = 100
+    """Most turns of a trajectory."""
+    tool_s: NonNegative = 1.0
+    """Seconds of the median tool call."""
+    tool_sigma: NonNegative = 1.0
+    """Standard deviation of their logarithm."""
+    observed: Positive = 200.0
+    """Tokens that the median tool call returns."""
+    observed_sigma: NonNegative = 0.8
+    """Standard deviation of their logarithm."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "turns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +109,7 @@ class SimulateConfig(ChunkFields):
     step, group by group, of which there are as many as there."""
     length_scale: Positive = 1.0
     """Tokens here for each token of `--lengths`."""
+    turns: TurnOptions = field(default_factory=TurnOptions)
     gpus_per_host: Count = 8
     """GPUs of a host: KV that a sequence takes to another host crosses the network."""
     slots: Count = 128
@@ -130,6 +157,8 @@ class SimulateConfig(ChunkFields):
         self.chunk_options().check(block_size=BLOCK_SIZE, max_tokens=max(self.cap, BLOCK_SIZE))
         if self.lengths is not None and not self.lengths.is_file():
             raise ValueError(f"lengths={str(self.lengths)!r}: is no file; a run of train.py has one in its folder")
+        if self.lengths is not None and self.turns.median:
+            raise ValueError(f"turns.median={self.turns.median:g}: --lengths has no turns; leave one of them out")
         if len({*self.policies}) < len(self.policies):
             raise ValueError(f"policies={self.policies}: names one twice; leave it out")
         for name in self.policies:
@@ -214,6 +243,7 @@ def main() -> dict[str, Any]:
         [(config.prompt, length) for length in lengths.values()],
         num_replicas=config.gpus // config.tensor_parallel_size,
         max_num_seqs=config.slots,
+        tool_s=[sum(turn.tool_s for turn in turns) for turns in (workload.turns or {}).values()],
     )
     results: dict[str, dict[str, float]] = {
         name: _describe(config, run, runs.get(HINDSIGHT), floor) for name, run in runs.items()
@@ -236,7 +266,23 @@ def main() -> dict[str, Any]:
 
 
 def _workload(config: SimulateConfig) -> Workload:
+    if config.turns.median:
+        groups = _trajectories(config, config.groups, config.group_size, config.seed)
+        return Workload.of_trajectories(groups, num_prompt_tokens=config.prompt, most=config.cap)
     return Workload.forced(_lengths(config), num_prompt_tokens=config.prompt, most=config.cap)
+
+
+def _trajectories(config: SimulateConfig, groups: int, group_size: int, seed: int) -> list[list[list[Turn]]]:
+    of = config.turns
+    return TrajectoryLengths(
+        num_turns=LogNormalLengths(median=of.median, sigma=of.sigma, cap=of.most),
+        generated=LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap),
+        observed=LogNormalLengths(median=of.observed, sigma=of.observed_sigma, cap=config.cap),
+        tool_median_s=of.tool_s,
+        tool_sigma=of.tool_sigma,
+        correlation=config.correlation,
+        cap=config.cap,
+    ).draw(groups, group_size, seed)
 
 
 class _Recorded(msgspec.Struct):
@@ -283,6 +329,9 @@ def _earlier(config: SimulateConfig) -> list[int]:
         *before, _ = _recorded(config)
         lengths = [min(length, config.cap) for one in before for length in one]
         return lengths[max(0, len(lengths) - config.history) :]
+    if config.turns.median:
+        drawn = _trajectories(config, config.history, 1, config.seed + 1000)
+        return [sum(turn.num_generated for turn in turns) for (turns,) in drawn]
     alone = LogNormalLengths(median=config.median, sigma=config.sigma, cap=config.cap)
     return alone.draw(config.history, config.seed + 1000)
 
@@ -333,6 +382,7 @@ def _describe(config: SimulateConfig, run: Rollout, best: Rollout | None, floor:
         "tail": round(run.tail_seconds, 3),
         "idle_share": round(max(0.0, idle), 4),
         "preempted": run.num_preempted,
+        **({"queue_s": round(turn_metrics(run.turns)["timing_s/agent_loop/queue/mean"], 3)} if run.turns else {}),
         **({"switches": len(run.switches)} if config.changes_tp else {}),
         "of_floor": round(floor / run.seconds, 4),
         **{name: round(drafting[name], 4) for name in ("draft_length", "tokens_per_step") if drafting},

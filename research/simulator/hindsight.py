@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
 
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.sequence import SequenceId
@@ -51,24 +52,32 @@ class LongestFirst:
 
 
 def floor_seconds(
-    profile: LatencyProfile, sequences: Iterable[tuple[int, int]], *, num_replicas: int, max_num_seqs: int
+    profile: LatencyProfile,
+    sequences: Iterable[tuple[int, int]],
+    *,
+    num_replicas: int,
+    max_num_seqs: int,
+    tool_s: Items[float] = (),
 ) -> float:
     """Seconds that no policy can beat: for pairs of prompt and response tokens on replicas of a profile.
 
     It is the larger of two bounds. The longest sequence cannot end before a replica that runs nothing else could end
     it. And all replicas together must read each token's context, multiply for each token, and read the weights in each
-    of the fewest steps that can hold all tokens.
+    of the fewest steps that can hold all tokens. `tool_s`, one for each trajectory, are the seconds of its tools, to
+    which come a step for each of its tokens; the prefills of what it observes are left out.
     """
     pairs = list(sequences)
     num_prompt, longest = max(pairs, key=lambda pair: pair[1])
     alone = sum(profile.step_seconds(1, 1, num_prompt + place) for place in range(1, longest))
     alone += profile.prefill_seconds(1, num_prompt)
+    step_s = profile.step_seconds(1, 1, 1)
+    alone = max([alone, *(seconds + length * step_s for (_, length), seconds in zip(pairs, tool_s, strict=False))])
     # The prefill draws a response's first token; decode number j attends to the prompt and j tokens.
     num_decoded = sum(length - 1 for _, length in pairs)
     num_read = sum((length - 1) * prompt + (length - 1) * length // 2 for prompt, length in pairs)
     read_s = _slope(lambda count: profile.step_seconds(1, 1, count))
     row_s = _slope(lambda count: profile.step_seconds(count, count, count, pairs=count)) - read_s
-    steps_s = profile.step_seconds(1, 1, 1) * num_decoded / max_num_seqs
+    steps_s = step_s * num_decoded / max_num_seqs
     return max(alone, (num_read * read_s + max(steps_s, num_decoded * row_s)) / num_replicas)
 
 

@@ -17,13 +17,28 @@ SMALL = ["--gpus", "4", "--groups", "6", "--group-size", "4", "--median", "100",
 OFF = ["--wandb", "off"]
 
 
+def test_trajectories(tmp_path: Path) -> None:
+    """Under a policy of each paper, and with hindsight; slow tools are the floor."""
+    turns = ["--turns.median", "4", "--turns.tool-s", "30", "--turns.observed", "20", "--median", "20"]
+    policies = ["--policies", "on-demand", "seer", "on-demand+pat", "longest-first"]
+    options = [*SMALL, *turns, *OFF, *policies, "--history", "32"]
+    result = run_main("simulate", [*options, "--traces", str(tmp_path / "traces")])
+    for name, policy in result["policies"].items():
+        assert policy["queue_s"] >= 0 and (30 < result["floor"] < policy["makespan"] or name.endswith("+pat"))
+        events = json.loads((tmp_path / "traces" / f"{name}.json").read_text())["traceEvents"]
+        assert sum(event["pid"] == 1 and event["name"] == "tool" and event["dur"] > 0 for event in events) > 24
+    assert "turns.median=2: --lengths has no turns" in refused_by(
+        "simulate", [*SMALL, *OFF, "--turns.median", "2", "--lengths", __file__]
+    )
+
+
 def test_one_workload_under_all_policies(tmp_path: Path) -> None:
     figure, traces = tmp_path / "timelines.png", tmp_path / "traces"
     result = run_main("simulate", [*SMALL, *OFF, "--figure", str(figure), "--traces", str(traces)])
     assert result["tier"] == "sim" and result["workload"]["groups"] == 6
     assert set(result["policies"]) == set(result["seconds"]) == {"static", "on-demand", "longest-first"}
     for policy in result["policies"].values():
-        assert result["floor"] < policy["makespan"] and policy["of_floor"] < 1
+        assert result["floor"] < policy["makespan"] and policy["of_floor"] < 1 and "queue_s" not in policy
         assert 0 < policy["tail"] < policy["makespan"] and 0 <= policy["idle_share"] < 1
     assert result["policies"]["longest-first"]["of_hindsight"] == 1
     assert figure.stat().st_size > 1000
