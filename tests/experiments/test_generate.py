@@ -18,10 +18,9 @@ from engines.parallel.collectives import SingleRank
 from experiments.partial_output import PartialOutput
 from experiments.prompts import read_prompts
 from tests.checkpoints import save_text_checkpoint
-from tests.worlds import ROOT, Python, refused_by, run_main, run_python
+from tests.worlds import ROOT, Python, refused_by, run_main, run_python, start_ranks
 
 SCRIPT = str(ROOT / "experiments/generate.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--", SCRIPT]
 NUM_PROMPTS, NUM_SAMPLES = 60, 3
 # In float64 no rounding tells one batch from another: one sequence at a time, which takes a while, or all together.
 OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "200", "--ignore-eos"]
@@ -114,9 +113,15 @@ def test_what_had_ended_is_kept_and_gone_on_with(folder: Path, tmp_path: Path, n
 def test_two_ranks_keep_what_both_had_ended_and_others_go_on(folder: Path, tmp_path: Path) -> None:
     """Two replicas are interrupted; one replica of two ranks goes on."""
     output = tmp_path / "out.jsonl"
-    process = Python([*TORCHRUN, *arguments(folder, output), *SLOW])
-    told = signal_when(process, signal.SIGINT, keeps(output, 20))
-    assert process.returncode != 0
+    is_time = keeps(output, 20)
+    with start_ranks([SCRIPT, *arguments(folder, output), *SLOW], 2) as ranks:
+        while not is_time():
+            assert all(rank.poll() is None for rank in ranks), ranks[0].stderr[-2000:]
+            time.sleep(0.01)
+        for rank in ranks:
+            os.kill(rank.pid, signal.SIGINT)
+        assert [rank.wait(60) for rank in ranks] == [128 + signal.SIGINT] * 2
+        told = ranks[0].stderr + ranks[1].stderr
     assert told.count("interrupted: ") == 1 and "[rank" not in told
     assert f"interrupted: '{partial_of(output)}' keeps " in told
     rows = [json.loads(line) for line in partial_of(output).read_text().splitlines()[1:]]

@@ -159,7 +159,7 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     least += ["--dtype", "float64"]
     least += ["--kv-cache-mib", "32", "--max-num-seqs", "16", "--max-model-len", "128", "--switch-tokens", "0"]
     run_main("pat_profile", ["--model", str(model), "--output", str(path), *least], num_ranks=2)
-    engine = ["--rollout.max-num-seqs", "16", "--rollout.max-tokens", "400", "--rollout.kv-cache-mib", "32"]
+    engine = ["--rollout.max-num-seqs", "16", "--rollout.max-tokens", "200", "--rollout.kv-cache-mib", "32"]
     engine += ["--rollout.dtype", "float64"]
     run = small(model, tmp_path, *engine, "--name", "pat", "--steps", "2", "--eval-every", "2", *PAT, str(path))
     assert "error: --layout-policy='pat': one rank has only one layout" in refused_by("train", run)
