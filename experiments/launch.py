@@ -74,11 +74,10 @@ def as_typed(message: str) -> str:
     command in its place, as it was typed: `--rollout.block-size=0: ...`."""
     field, _, rest = message.partition("=")
     name = field.rpartition(".")[2].replace("_", "-")
-    for argument in sys.argv[1:] if re.fullmatch(r"[\w.]+", field) else ():
-        option = argument.partition("=")[0]
-        if option.startswith("--") and option.removeprefix("--").rpartition(".")[2] == name:
-            return f"{option}={rest}"
-    return message
+    typed = [argument.partition("=")[0] for argument in sys.argv[1:]] if re.fullmatch(r"[\w.]+", field) else []
+    alike = [one for one in typed if one.startswith("--") and one.removeprefix("--").rpartition(".")[2] == name]
+    exact = f"--{field.replace('_', '-')}"
+    return f"{exact if exact in alike else alike[0]}={rest}" if alike else message
 
 
 def options(kind: type[T]) -> T:

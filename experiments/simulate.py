@@ -75,7 +75,7 @@ class TurnOptions:
     """Standard deviation of their logarithm."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "turns")
+        check_fields(self, "turns.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class SimulateConfig(ChunkFields):
         if self.lengths is not None and not self.lengths.is_file():
             raise ValueError(f"lengths={str(self.lengths)!r}: is no file; a run of train.py has one in its folder")
         if self.lengths is not None and self.turns.median:
-            raise ValueError(f"turns.median={self.turns.median:g}: --lengths has no turns; leave one of them out")
+            raise ValueError(f"lengths={str(self.lengths)!r}: has no turns; leave it out, or --turns.median")
         if len({*self.policies}) < len(self.policies):
             raise ValueError(f"policies={self.policies}: names one twice; leave it out")
         for name in self.policies:

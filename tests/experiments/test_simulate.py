@@ -27,9 +27,11 @@ def test_trajectories(tmp_path: Path) -> None:
         assert policy["queue_s"] >= 0 and (30 < result["floor"] < policy["makespan"] or name.endswith("+pat"))
         events = json.loads((tmp_path / "traces" / f"{name}.json").read_text())["traceEvents"]
         assert sum(event["pid"] == 1 and event["name"] == "tool" and event["dur"] > 0 for event in events) > 24
-    assert "turns.median=2: --lengths has no turns" in refused_by(
+    assert "has no turns; leave it out, or --turns.median" in refused_by(
         "simulate", [*SMALL, *OFF, "--turns.median", "2", "--lengths", __file__]
     )
+    refused = refused_by("simulate", [*SMALL, "--turns.median", "-1"])
+    assert "--turns.median=-1.0: must be" in refused, "not --median, which SMALL has as well"
 
 
 def test_one_workload_under_all_policies(tmp_path: Path) -> None:
