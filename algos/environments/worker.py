@@ -92,7 +92,8 @@ class Worker:
             raise ValueError("half a surrogate pair, which is no text")
         if len(given.text) > self._config.max_chars:
             raise ValueError(f"{len(given.text)} characters: must be at most max_chars={self._config.max_chars}")
-        return Result(object=call.object, text=given.text, done=given.done, role=given.role)
+        text, role = str.__str__(given.text), str.__str__(given.role)  # no message holds a subclass, as NumPy's
+        return Result(object=call.object, text=text, done=given.done, role=role)  # type: ignore[arg-type]
 
     async def serve(self, channel: socket.socket) -> None:
         """Answers calls, which run together, until the pool is gone."""

@@ -42,6 +42,10 @@ class Adds:
         return self.total / 2
 
 
+class Text(str):
+    pass
+
+
 class Misbehaves:
     """Writes what its objects get to the file `log`, whose lines are an object's name, process, and text."""
 
@@ -71,6 +75,10 @@ class Misbehaves:
             values = [5, ["text"], b"text", surrogate, "x" * 1001, lambda: None]
             wrong = [Observation(text=5), Observation(text="a", done=1), Observation(text="a", role="system")]
             return [*values, *wrong, Observation(text=surrogate)][int(value)]
+        if what == "str subclass":
+            return Text(value)
+        if what == "Observation of str subclasses":
+            return Observation(text=Text(value), role=Text("tool"))
         if what == "os._exit":
             os._exit(3)
         if what == "kill":

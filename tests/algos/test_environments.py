@@ -228,6 +228,14 @@ def shared_engine() -> Iterator[Engine]:
         yield Engine(pool)
 
 
+@pytest.mark.parametrize(("what", "role"), [("str subclass", "user"), ("Observation of str subclasses", "tool")])
+def test_text_of_a_subclass_is_text(shared_engine: Engine, what: str, role: str) -> None:
+    shared_engine.begin(1, log=os.devnull)
+    answer = shared_engine.step(1, f"{what}=seen")
+    assert (answer.text, answer.role, answer.failure) == ("seen", role, None)
+    shared_engine.end(1)
+
+
 @pytest.mark.parametrize("reward", ["nan", "inf", None, "text", [1.0], "raise"])
 def test_a_reward_is_a_finite_number(shared_engine: Engine, reward: Any) -> None:
     before = shared_engine.pool.failures.copy()
