@@ -48,7 +48,7 @@ from research.simulator.hindsight import floor_seconds
 from research.simulator.latency import LatencyProfile, profile
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
-from research.workloads.trajectories import TrajectoryLengths, Turn
+from research.workloads.trajectories import Spread, TrajectoryLengths, Turn
 
 BLOCK_SIZE = 16
 HINDSIGHT, WITH_PAT = "longest-first", "+pat"
@@ -67,7 +67,7 @@ class TurnOptions:
     """Most turns of a trajectory."""
     tool_s: NonNegative = 1.0
     """Seconds of the median tool call."""
-    tool_sigma: NonNegative = 1.0
+    tool_sigma: Spread = 1.0
     """Standard deviation of their logarithm."""
     observed: Positive = 200.0
     """Tokens that the median tool call returns."""

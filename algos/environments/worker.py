@@ -118,6 +118,10 @@ def describe(kind: type[Any], notes: list[str]) -> Ready:
     """Raises `ValueError` for a class that is no environment."""
     if missing := [name for name in ("reset", "step") if not callable(getattr(kind, name, None))]:
         raise ValueError(f"{kind.__name__} has no method {missing[0]}; an environment has reset and step")
+    if wanted := keyword_arguments(kind)[1]:
+        raise ValueError(
+            f"{kind.__name__} is made without arguments, and its __init__ wants {wanted}; take them in reset"
+        )
     methods = {name: _is_async(kind, name) for name in sum(METHODS.values(), ()) if hasattr(kind, name)}
     accepted, required = keyword_arguments(functools.partial(kind.reset, None))
     return Ready(accepted=accepted, required=required, methods=methods, tools=schemas(kind), notes=notes)

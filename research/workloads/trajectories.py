@@ -10,12 +10,17 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from engines.constraints import Count, Fraction, NonNegative, check_fields
 from engines.rollout.environment import Answer
 from engines.sequence import SequenceId, SequenceState
 from research.workloads.lengths import GroupedLengths, LogNormalLengths
+
+Spread = Annotated[float, Meta(ge=0, le=10, description="from 0 to 10")]
+"""Of the logarithm of seconds: beyond it, factors leave the range of a float."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,7 @@ class TrajectoryLengths:
     observed: LogNormalLengths
     """Tokens that a tool returns."""
     tool_median_s: NonNegative
-    tool_sigma: NonNegative = 0.0
+    tool_sigma: Spread = 0.0
     correlation: Fraction = 0.0
     """Of the numbers of turns within a group; see `GroupedLengths`."""
     cap: Count = 2**63 - 1

@@ -167,6 +167,8 @@ def test_a_malformed_name_is_refused(spec: str) -> None:
         ("import time; time.sleep(1000)", "start_timeout_s=2"),
         ("class E:\n def step(self, text): pass", "no method reset"),
         ("class E:\n def reset(self): pass", "neither `step` nor another public method"),
+        ("class E:\n def __init__(self, size): pass\n def reset(self): pass\n def step(self, text): pass",
+         r"__init__ wants \['size'\]; take them in reset"),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
          "class E:\n def reset(self): pass\n def step(self, text): pass", "starts a thread.*in reset"),
     ],

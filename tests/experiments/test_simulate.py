@@ -32,6 +32,8 @@ def test_trajectories(tmp_path: Path) -> None:
     )
     refused = refused_by("simulate", [*SMALL, "--turns.median", "-1"])
     assert "--turns.median=-1.0: must be" in refused, "not --median, which SMALL has as well"
+    wide = refused_by("simulate", [*SMALL, "--turns.median", "2", "--turns.tool-sigma", "1000"])
+    assert "--turns.tool-sigma=1000.0: must be from 0 to 10" in wide
 
 
 def test_one_workload_under_all_policies(tmp_path: Path) -> None:

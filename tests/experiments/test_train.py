@@ -505,11 +505,17 @@ class TestBadInput:
         [
             (["--task", "gsm8k"], "--data STR"),
             (["--data", "x.jsonl"], "--data: is an option of --task gsm8k and --task jsonl; name"),
-            (["--task", "jsonl", "--sigma=1"], "--sigma: is an option of --task arithmetic; name it, or leave"),
+            (
+                ["--task", "jsonl", "--sigma=1"],
+                "--sigma: is an option of --task arithmetic and --task lookup; name it, or leave",
+            ),
             (["--algo", "gspo", "--no-dynamic-sampling"], "--dynamic-sampling: is an option of --algo dapo; name it"),
             (["--task", "jsonl", "--data", "x.jsonl"], "task='jsonl': has no reward of its own; give --reward"),
             (["--task", "nowhere.py:Task"], "task='nowhere.py:Task': there is no file 'nowhere.py'"),
-            (["--task", "chess"], "task='chess': give arithmetic, gsm8k, jsonl, or a class of your own as FILE.py:"),
+            (
+                ["--task", "chess"],
+                "task='chess': give arithmetic, gsm8k, jsonl, lookup, or a class of your own as FILE.py:",
+            ),
             (["--mini-batch-size", "600"], "mini_batch_size=600: more than a step's 512 sequences"),
             (["--rollout.top-p", "0.9"], "rollout.top_p=0.9: must be 1.0: training does not apply it"),
             (["--rollout.temperature", "0"], "rollout.temperature=0.0"),

@@ -15,7 +15,7 @@ from research.simulator.latency import profile
 from research.simulator.pace import ProfilePace
 from tests.worlds import refused_by, run_main
 
-SMALL = ["--batch", "24", "--scale", "3", "--rooms", "0.4"]
+SMALL = ["--batch", "24", "--scale", "1", "--rooms", "0.4"]
 
 
 def test_moves_chunks_and_regroups() -> None:
