@@ -120,14 +120,14 @@ class Books:
         return sequence
 
     def _note(self, sequence: SequenceRecord, place: Place) -> None:
-        if sequence.state.in_turns:
-            replica_id = None if sequence.replica is None else sequence.replica.spec.id
-            now = self._outbox.now
-            self.passages.append(Passage(now=now, sequence_id=sequence.id, place=place, replica_id=replica_id))
+        replica_id = None if sequence.replica is None else sequence.replica.spec.id
+        now = self._outbox.now
+        self.passages.append(Passage(now=now, sequence_id=sequence.id, place=place, replica_id=replica_id))
 
     def wait(self, sequence: SequenceRecord) -> None:
         """Queues a sequence that is in no place: for the replica that it is pinned to, otherwise for any."""
-        self._note(sequence, "waiting")
+        if sequence.state.in_turns:
+            self._note(sequence, "waiting")
         if sequence.pin is not None:
             sequence.pin.pinned_waiting[sequence.id] = sequence
             return
@@ -179,7 +179,8 @@ class Books:
         if not replica.assigned:
             replica.last_heard = self._outbox.now  # the deadline for its next event counts from here
         replica.assign(sequence, max_new_tokens)
-        self._note(sequence, "assigned")
+        if sequence.state.in_turns:
+            self._note(sequence, "assigned")
         self._changed[replica] = None
 
     def note_progress(self, report: StepReported, replica: ReplicaRecord) -> None:
@@ -220,7 +221,8 @@ class Books:
         if sequence.replica is not None:
             self._changed[sequence.replica] = None
             sequence.replica.give_up(sequence)
-        self._note(sequence, "delivered")
+        if sequence.state.in_turns:
+            self._note(sequence, "delivered")
         del self.sequences[sequence.id]
         self.delivered.add(sequence.id)
         state = finished.state
