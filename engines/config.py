@@ -278,6 +278,9 @@ class EngineConfig:
     draft_tree_bytes: DraftBytes = 64 * 2**20
     """Most host memory that the suffix trees of a rank use (up to twice as much is allocated); the trees that were
     used longest ago are dropped."""
+    draft_history_bytes: WholeNumber = 0
+    """Most host memory in which a rank keeps completions of earlier calls of `generate`, for "grouped_suffix" to look
+    in when their prompt comes again, as in RL's next epoch; the oldest are dropped first. 0 keeps none."""
     draft_server: bool = False
     """Whether "grouped_suffix" also looks in sequences of the prompt on other replicas of the torchrun world, by way of
     a server on rank 0, whose tokens take at most `draft_tree_bytes`. Drafts then depend on time; tokens do not."""
@@ -335,6 +338,11 @@ class EngineConfig:
         if self.draft_server and self.drafter != "grouped_suffix":
             raise ValueError(
                 f"EngineConfig.draft_server=True: is for drafter='grouped_suffix', not {self.drafter!r}; change one"
+            )
+        if self.draft_history_bytes and self.drafter != "grouped_suffix":
+            raise ValueError(
+                f"EngineConfig.draft_history_bytes={self.draft_history_bytes}: is for drafter='grouped_suffix', not "
+                f"{self.drafter!r}; give 0, or change the drafter"
             )
         if self.draft_paths > 1 and self.drafter not in ("suffix", "grouped_suffix"):
             raise ValueError(

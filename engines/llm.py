@@ -38,6 +38,7 @@ from engines.rollout.telemetry import StepRecord, draft_metrics
 from engines.rollout.turns import Turns
 from engines.rollout.world import RolloutWorld
 from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64
+from engines.speculation.history import DraftHistory
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
 
@@ -187,6 +188,11 @@ class LLM:
         return self._engine.decoder.attention_backend
 
     @property
+    def draft_history(self) -> DraftHistory | None:
+        """The completions of earlier calls that drafts copy from; None without `EngineConfig.draft_history_bytes`."""
+        return self._placement.draft_history
+
+    @property
     def policy_version(self) -> int:
         return self.replica.policy_version
 
@@ -262,7 +268,11 @@ class LLM:
         with bar:
             completions = self._roll_out(states, done, hear, turns)
         self.environment_calls = CallCounts() if turns is None else turns.calls
-        return requests.outputs(completions, None if self.tokenizer is None else self.tokenizer.decode)
+        outputs = requests.outputs(completions, None if self.tokenizer is None else self.tokenizer.decode)
+        if (history := self.draft_history) is not None:
+            for output in outputs:
+                history.keep(output.prompt_token_ids, self.policy_version, [one.token_ids for one in output.outputs])
+        return outputs
 
     def _turns(
         self,

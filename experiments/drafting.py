@@ -7,8 +7,8 @@ Makes the models if need be. Parts: `equal`, that each drafter draws the same to
 `acceptance`, tokens per step by the number of references and paths (Seer, Table 2), replayed on the model's own
 groups; `speedup`, of a batch whose groups have generated all other samples before; `rollout`, of whole groups;
 `agreement`, how often a small model's guess is drawn, beside the closed form; `server`, what replicas gain from each
-other; `drift`, acceptance while the model is trained. Tables go to stderr, one JSON object to stdout.
-docs/drafting.md shows and explains a result. Tier: live.
+other; `drift`, acceptance while the model is trained; `epochs`, what completions of earlier epochs add. Tables
+go to stderr, one JSON object to stdout. docs/drafting.md shows and explains a result. Tier: live.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from engines.speculation.choose import choose_drafter
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import AdaptedDrafter
 from engines.speculation.suffix_tree import SpeculationArgs
-from experiments import draft_drift, draft_sharing, launch
+from experiments import draft_drift, draft_epochs, draft_sharing, launch
 from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.turns import Row, in_columns, interleave, make_row, short, table
 from experiments.trained import dtype, encode, make_model, prompts, trained
 from research.seer.acceptance import acceptance_length
 from research.seer.thresholds import Thresholds
 
-Part = Literal["equal", "acceptance", "speedup", "rollout", "agreement", "server", "drift"]
+Part = Literal["equal", "acceptance", "speedup", "rollout", "agreement", "server", "drift", "epochs"]
 PARTS: tuple[Part, ...] = ("equal", "acceptance", "speedup", "rollout", "agreement")
 DRAFT_MODELS: tuple[ModelSize, ...] = ("draft-2l", "draft-1l")
 NOISES: tuple[DraftNoise, ...] = ("target", "own")
@@ -110,6 +110,7 @@ def main() -> dict[str, Any] | None:
         "agreement": agreement,
         "server": server,
         "drift": drift,
+        "epochs": lambda config: draft_epochs.measure(make_model(config.models)),
     }
     start = time.monotonic()
     parts: dict[str, Any] = {}

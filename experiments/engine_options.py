@@ -57,6 +57,7 @@ class EngineOptions(EngineConfig):
     kv_host_bytes: Annotated[WholeNumber | None, *_mib("kv-host-mib", "None")] = EngineConfig.kv_host_bytes
     kv_disk_bytes: Annotated[WholeNumber, *_mib("kv-disk-mib")] = EngineConfig.kv_disk_bytes
     draft_tree_bytes: Annotated[DraftBytes, *_mib("draft-tree-mib")] = EngineConfig.draft_tree_bytes
+    draft_history_bytes: Annotated[WholeNumber, *_mib("draft-history-mib")] = EngineConfig.draft_history_bytes
     seed: tyro.conf.Suppress[int] = EngineConfig.seed  # each command has one of its own
 
     def __post_init__(self) -> None:
@@ -70,6 +71,6 @@ class EngineOptions(EngineConfig):
         """The options under their names, and in the units, of the command line."""
         options = asdict(self)
         del options["seed"]
-        for name in ("kv_cache", "kv_host", "kv_disk", "draft_tree"):
+        for name in ("kv_cache", "kv_host", "kv_disk", "draft_tree", "draft_history"):
             options[f"{name}_mib"] = _bytes_in_mib(options.pop(f"{name}_bytes"))
         return options

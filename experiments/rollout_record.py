@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from algos.collect import Collector, Group, Rollout
 from engines import Completion
 from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics, turn_metrics
+from engines.speculation.history import tokens_per_step
 from experiments import launch
 from experiments.pat_training import RolloutLayouts
 from experiments.policies import Logged
@@ -37,12 +39,16 @@ class RolloutRecord:
         self._layouts, self._dispatches = layouts, dispatches
         self._moves: dict[str, int] = {}
         """At the rollout's begin."""
+        self._yields: Counter[str] = Counter()
+        """Those of drafts, at the rollout's begin."""
         self._began = 0.0
         self._steps: list[StepRecord] = []
         """Those of all replicas."""
 
     def begin(self) -> None:
         self._moves, self._began = self._count_moves(), time.monotonic()
+        if (history := self._llm.draft_history) is not None:
+            self._yields = history.yields.copy()
         if self._dispatches is not None:
             self._dispatches.log.clear()  # those of an evaluation
 
@@ -59,12 +65,16 @@ class RolloutRecord:
         leads = any(replica.ranks[0] == self._group.rank for replica in self._llm.layout.replicas)
         # In all nested layouts the first rank of replica i is rank i.
         led = [step for step in rollout.steps if step.replica_id == self._group.rank]
-        mine = (moves if leads else dict.fromkeys(moves, 0), led)
-        everyone = launch.gather(self._group, mine, tuple[dict[str, int], list[StepRecord]])
-        self._steps = [step for _, part in everyone for step in part]
-        metrics = {name: float(sum(counts[name] for counts, _ in everyone)) for name in moves}
+        history = self._llm.draft_history
+        yields = history.yields - self._yields if history is not None and leads else Counter[str]()
+        mine = (moves if leads else dict.fromkeys(moves, 0), led, yields)
+        everyone = launch.gather(self._group, mine, tuple[dict[str, int], list[StepRecord], dict[str, int]])
+        self._steps = [step for _, part, _ in everyone for step in part]
+        metrics = {name: float(sum(counts[name] for counts, *_ in everyone)) for name in moves}
         if self._llm.config.drafter != "none":
             metrics |= {f"rollout/{name}": value for name, value in draft_metrics(self._steps).items()}
+        by_age = tokens_per_step(sum((Counter(one) for *_, one in everyone), Counter()))
+        metrics |= {f"rollout/tokens_per_step/{age}": value for age, value in by_age.items()}
         if rollout.turns:
             metrics |= turn_metrics(rollout.turns)
         return metrics | self._layouts.metrics()

@@ -148,6 +148,10 @@ def _make_llm(
     return llm
 
 
+DRAFT_HISTORY = "draft_history.msgpack"
+"""The file of a resume point with the completions that drafts copy from."""
+
+
 class RunState(msgspec.Struct, kw_only=True):
     """The part of a resume point that is not the trainer's."""
 
@@ -406,6 +410,8 @@ class Run:
             save_tensors(torch.get_rng_state(), path / f"rng-{self.group.rank}.pt")
             if self.folder.is_writer:
                 (path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(self.state)) + b"\n")
+                if self.llm.draft_history is not None:
+                    (path / DRAFT_HISTORY).write_bytes(self.llm.draft_history.to_bytes())
 
         def write_model(path: Path) -> None:
             self.trainer.save_pretrained(path / "huggingface")
@@ -421,6 +427,8 @@ class Run:
         self.state = read_json(path / "run.json", RunState)
         if self.state.step > self.config.steps:
             raise ValueError(f"steps={self.config.steps}: the run is at step {self.state.step} already; raise --steps")
+        if self.llm.draft_history is not None:
+            self.llm.draft_history.restore((path / DRAFT_HISTORY).read_bytes())
         self.folder.truncate(self.state.step, STEP_FILES)
         self.journal.recover(self.state.step)
         self.layouts.recall(self.folder.path / "lengths.jsonl")

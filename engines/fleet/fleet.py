@@ -290,6 +290,11 @@ def _plan(
     """
     if config.draft_server:
         raise ValueError("EngineConfig.draft_server=True: is for a torchrun world; leave it out of a Fleet's options")
+    if config.draft_history_bytes:
+        raise ValueError(
+            f"EngineConfig.draft_history_bytes={config.draft_history_bytes}: is kept by an LLM; leave it "
+            "out of a Fleet's options"
+        )
     sizes = ModelConfig.from_pretrained(model)
     check_adapter(model)
     check_engine(config, sizes, device)

@@ -37,6 +37,7 @@ from engines.replica.switch import Switch
 from engines.sampling.edits import Editor
 from engines.sequence import SequenceId, Tokenizer
 from engines.speculation.choose import Connect, choose_drafter
+from engines.speculation.history import DraftHistory
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
 
@@ -60,9 +61,11 @@ class LocalEngine:
         kv_store: KVStore | None = None,
         draft_policy: DraftPolicy = MarginalGain,
         connect_drafts: Connect | None = None,
+        draft_history: DraftHistory | None = None,
     ) -> None:
         """Allocates the memory; weights are loaded later. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
-        `Replica`; `kv_store`: see `KVMover`; `draft_policy`: see `LLM`; `connect_drafts`: see `choose_drafter`.
+        `Replica`; `kv_store`: see `KVMover`; `draft_policy`: see `LLM`; `connect_drafts`, `draft_history`:
+        see `choose_drafter`.
 
         Raises ValueError when the model cannot be cut into these shards, the KV cache cannot hold a block, or there is
         no memory for it.
@@ -70,7 +73,7 @@ class LocalEngine:
         if device.type == "cpu":
             watch_cores()
         self.config, self._model, self._max_model_len = config, model, max_model_len
-        self._draft_policy, self._connect_drafts = draft_policy, connect_drafts
+        self._draft_policy, self._connect_drafts, self._draft_history = draft_policy, connect_drafts, draft_history
         self._detokenize, self._hidden_stop, self._max_kv_tokens = detokenize, hidden_stop, max_kv_tokens
         self._editor = Editor(vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, tokenizer=detokenize)
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
@@ -127,6 +130,7 @@ class LocalEngine:
                 tensor_parallel,
                 connect=self._connect_drafts,
                 model=self._model_drafter,
+                history=self._draft_history,
             ),
         )
 

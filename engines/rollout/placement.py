@@ -34,6 +34,7 @@ from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace, of_pace
 from engines.sequence import SequenceId
 from engines.speculation.choose import Connect
+from engines.speculation.history import DraftHistory
 from engines.speculation.marginal_gain import MarginalGain, check_draft_policy
 from engines.speculation.policy import DraftPolicy
 from engines.vllm_options import translate
@@ -143,6 +144,8 @@ class Placement:
         self.source = source
         self.connect_drafts: Connect | None = None
         """Makes a replica's client of the draft server; None without one."""
+        self.draft_history = DraftHistory(num_bytes) if (num_bytes := self.config.draft_history_bytes) else None
+        """Responses of earlier rollouts, for drafts; it survives regroups and `sleep`."""
         self.kv_store: KVStore | None = None
         """Where the engines made here store the KV of preempted sequences."""
         self.engine: LocalEngine
@@ -236,6 +239,7 @@ class Placement:
             kv_store=self.kv_store,
             draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec),
             connect_drafts=self.connect_drafts,
+            draft_history=self.draft_history,
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from engines.config import EngineConfig
 from engines.speculation.client import DraftClient
 from engines.speculation.drafter import Drafter
+from engines.speculation.history import DraftHistory
 from engines.speculation.ngram import NGramDrafter
 from engines.speculation.policy import AdaptedDrafter, DraftPolicy, RowSeconds
 from engines.speculation.shared import SharedDrafter
@@ -28,10 +29,11 @@ def choose_drafter(
     *,
     connect: Connect | None = None,
     model: Drafter | None = None,
+    history: DraftHistory | None = None,
 ) -> Drafter | None:
     """Returns the drafter of a replica's shard; None for "none". `policy` makes what decides adaptive lengths.
     All shards have `connect` where there is a draft server; `model` is the drafter of drafter="model", on the first
-    shard alone."""
+    shard alone. `history` is what "grouped_suffix" knows of earlier rollouts."""
     drafter: Drafter | None
     if config.drafter == "none":
         return None
@@ -47,6 +49,7 @@ def choose_drafter(
             num_paths=config.draft_paths,
             max_bytes=config.draft_tree_bytes,
             client=client,
+            history=history,
         )
     if shards.size > 1 and (connect is not None or config.drafter == "model"):
         drafter = SharedDrafter(drafter if shards.rank == 0 else None, shards)

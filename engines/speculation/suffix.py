@@ -15,10 +15,12 @@ import numpy as np
 from engines.sequence import SequenceState
 from engines.speculation.client import DraftClient
 from engines.speculation.drafter import NO_DRAFT, Draft
+from engines.speculation.history import NEW, DraftHistory, age_of
 from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, Tokens, batch_speculate
 
 _DEPTH = 24
 _PROMPT = 0  # the request that is the prompt; sample i is request i + 1
+_EARLIER = 2**62  # requests from here on are responses of earlier rollouts
 _Key = tuple[int, ...]
 
 
@@ -30,6 +32,8 @@ class _Group:
     num_prompt_tokens: int
     prompt_end: list[int]
     """The prompt's last tokens, with which each sibling begins in the tree."""
+    age: str = NEW
+    """How old the newest response of an earlier rollout is."""
     known: dict[int, int] = field(default_factory=dict)
     """Request -> the length of the sequence, prompt included, up to which its tokens are in the tree."""
     running: set[int] = field(default_factory=set)
@@ -59,9 +63,10 @@ class SuffixDrafter:
         num_paths: int = 1,
         max_bytes: int,
         client: DraftClient | None = None,
+        history: DraftHistory | None = None,
     ) -> None:
-        assert grouped or client is None
-        self._grouped, self._client = grouped, client
+        assert grouped or (client is None and history is None)
+        self._grouped, self._client, self._history = grouped, client, history
         self._max_bytes = max_bytes
         lengths = range(1, max_draft_tokens + 1)
         self._args = [SpeculationArgs(max_spec_tokens=length, top_k=num_paths) for length in lengths]
@@ -76,6 +81,8 @@ class SuffixDrafter:
         self._turn += 1
         drafts = [NO_DRAFT] * len(states)
         followed = [(place, group) for place, state in enumerate(states) if (group := self._follow(state)) is not None]
+        if self._history is not None:
+            self._history.yields.update(f"{group.age}/passes" for _, group in followed)
         if self._client is not None:
             self._exchange(self._client, [states[place] for place, _ in followed], [group for _, group in followed])
         if len(self._buffers.tokens) < len(states):
@@ -93,7 +100,11 @@ class SuffixDrafter:
         return drafts
 
     def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
-        """Nothing is learnt from it."""
+        """Counts what drafts yield, where there is a history."""
+        if self._history is not None:
+            for state, count in zip(states, num_accepted, strict=True):
+                if (group := self._groups.get(self._key(state))) is not None:
+                    self._history.yields[f"{group.age}/accepted"] += count
 
     def finish(self, state: SequenceState) -> None:
         """Of a group's sequence the tokens stay, as a reference for its siblings."""
@@ -148,12 +159,26 @@ class SuffixDrafter:
             if self._grouped:
                 group.tree.append(_PROMPT, prompt)
             self._num_bytes += group.tree.num_bytes
+            if self._history is not None:
+                self._recall(self._history, group, prompt, state.key.policy_step)
             if self._client is not None:
                 self._client.register_group(_name(key))
         group.turn = self._turn
         self._groups.move_to_end(key)
         begin = max(0, state.num_prompt_tokens - _DEPTH) if self._grouped else 0
         return group if self._append(key, request, state.tokens, begin=begin) else None
+
+    def _recall(self, history: DraftHistory, group: _Group, prompt: list[int], step: int) -> None:
+        """Fills a new group's tree with what earlier rollouts have generated."""
+        entries = history.find(prompt)
+        group.age = age_of(step, entries)
+        for number, response in enumerate(one for entry in entries for one in entry.tokens()):
+            if not self._make_room(self._max_bytes // 2, older_than=step):
+                return
+            before = group.tree.num_bytes
+            group.tree.append(_EARLIER + number, np.concatenate([group.prompt_end, response]))
+            group.tree.finish(_EARLIER + number)
+            self._num_bytes += group.tree.num_bytes - before
 
     def _append(self, key: _Key, request: int, tokens: Tokens, *, start: int = 0, begin: int = 0) -> bool:
         """Appends what the tree lacks of a sequence. `tokens` are its tokens from number `start` on; if the tree has
@@ -176,13 +201,19 @@ class SuffixDrafter:
         self._make_room()
         return True
 
-    def _make_room(self) -> bool:
-        """Drops groups that were not used lately, while all trees exceed the bound; returns whether they do not."""
-        while self._num_bytes > self._max_bytes and next(iter(self._groups.values())).turn < self._turn - 1:
-            _, dropped = self._groups.popitem(last=False)
-            self._num_bytes -= dropped.tree.num_bytes
+    def _make_room(self, max_bytes: int | None = None, *, older_than: int | None = None) -> bool:
+        """Drops groups that were not used lately, or, with `older_than`, in this call, and are of a policy step before
+        it, while all trees exceed the bound, by default that of the options; returns whether they do not."""
+        bound = self._max_bytes if max_bytes is None else max_bytes
+        while self._num_bytes > bound:
+            key, oldest = next(iter(self._groups.items()))
+            last_turn = self._turn - 2 if older_than is None else self._turn - 1
+            if oldest.turn > last_turn or (older_than is not None and key[0] >= older_than):
+                return False
+            del self._groups[key]
+            self._num_bytes -= oldest.tree.num_bytes
             self.num_evicted += 1
-        return self._num_bytes <= self._max_bytes
+        return True
 
 
 def _name(key: _Key) -> str:

@@ -13,7 +13,7 @@ import tyro
 
 from algos.publish import RECORD_FILE
 from algos.warmstart_config import ModelSize, WarmStartConfig
-from experiments import draft_drift, launch
+from experiments import draft_drift, draft_epochs, launch
 from experiments.drafting import PARTS, DraftingConfig
 from tests.worlds import refused_by, run_main
 
@@ -79,6 +79,24 @@ def test_how_acceptance_drifts(text_model: str, monkeypatch: pytest.MonkeyPatch)
         assert change["slope"] == pytest.approx(second - first, rel=1e-3)
         assert change["first"] == change["last"] == pytest.approx((first + second) / 2, rel=1e-3)
     assert acceptance["suffix"] != acceptance["grouped_suffix"]
+
+
+def test_what_earlier_epochs_add(text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "result_of", lambda command: run_main("train", command[1:]))
+    small = ("--rollout.max-tokens", "30", "--rollout.group-size", "4", "--mini-batch-size", "8")
+    found = draft_epochs.measure(Path(text_model), num_prompts=4, per_step=2, options=small)["epochs"]
+    variants = ["plain", "group", "history", "group again"]
+    assert found["tokens_equal"] is True and list(found["rollout_seconds"]) == variants
+    steps = found["tokens_per_step"]
+    assert list(steps) == variants and all(len(one) == 3 for one in steps.values())
+    assert steps["plain"] == [1, 1, 1] and steps["group"] == steps["group again"]
+    assert steps["history"][0] == steps["group"][0] > 1 and steps["history"][1:] != steps["group"][1:]
+    assert {"new", "age_1", "age_2"} >= {*found["by_age"]} > {"new"}
+    for name, other in (("speedup", "history"), ("a_a", "group again")):
+        ratios = [
+            a / b for a, b in zip(found["rollout_seconds"]["group"], found["rollout_seconds"][other], strict=True)
+        ]
+        assert found[name] == pytest.approx(ratios, rel=1e-2)
 
 
 def test_equal_tokens_without_drafts_are_refused_after_the_result(models: Path) -> None:

@@ -38,6 +38,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "max_draft_tokens": (["max-draft-tokens", "3"], 3),
     "draft_lengths": (["draft-lengths", "fixed"], "fixed"),
     "draft_paths": (["draft-paths", "2"], 2),
+    "draft_history_bytes": (["draft-history-mib", "3"], 3 * 2**20),
     "draft_tree_bytes": (["draft-tree-mib", "2"], 2 * 2**20),
     "kv_disk_folder": (["kv-disk-folder", "/kv"], "/kv"),
 }

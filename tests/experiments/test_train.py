@@ -328,6 +328,23 @@ def test_killed_and_resumed(model: Path, runs: Path, reward: str, uninterrupted:
     assert numbers == sorted(numbers) and {1, 2, 5} <= set(numbers)
 
 
+def test_completions_that_drafts_copy_from_survive_a_resume(
+    model: Path, runs: Path, tmp_path: Path, reward: str
+) -> None:
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(7)))
+    always = ["--task", "jsonl", "--data", str(data), "--reward", reward, "--deterministic", *DRAFTS]
+    always += ["--rollout.draft-history-mib", "1"]
+    train(model, runs, "--name", "history", *always)
+    train(model, runs, "--name", "history-cut", *always, "--steps", "2")
+    assert (runs / "history-cut/checkpoints/step-2/draft_history.msgpack").stat().st_size > 1000
+    train(model, runs, "--name", "history-cut", *always, "--resume")
+    rows = metrics_of(runs / "history")
+    assert metrics_of(runs / "history-cut") == rows
+    assert "rollout/tokens_per_step/new" in rows[1] and "rollout/tokens_per_step/new" not in rows[4]
+    assert any(name.startswith("rollout/tokens_per_step/age_") for name in rows[3]), "the first one behind the resume"
+
+
 def test_the_docs_list_what_may_change_on_resume() -> None:
     text = (ROOT / "docs/training.md").read_text()
     (listed,) = re.findall(r"Exceptions\s+are (.*?)\. ", text, re.DOTALL)
