@@ -82,6 +82,8 @@ class Pair:
 def decoupled(pair: Pair, p: float, window: int, mode: DecoupledMode) -> Rate:
     """Returns the rate of one sequence, by a fixed point of the rows, on which V depends.
 
+    The rows of a pass vary with its sequences, which makes passes longer where V rises faster than by a line.
+
     `strict` needs w D seconds for a window where that is more than V: then sequences that have missed wait for the
     others' next windows, and a miss costs just one period. With V between w D and (w + 1) D it may be off by a tenth;
     where V and w D are equal within a percent, or few sequences may all wait at once, by a third.
@@ -89,14 +91,25 @@ def decoupled(pair: Pair, p: float, window: int, mode: DecoupledMode) -> Rate:
     full_s = window * pair.draft_s
     if mode == "strict" and full_s >= pair.verify(window):
         return Rate(renewal_tau(p, window) / full_s, window / (2 - p**window))
-    rows = 1.0 if mode == "filled" else float(window)
+    rows, spread, slope = 1.0 if mode == "filled" else float(window), 0.0, 0.0
+    last = None
     for _ in range(100):
-        verify_s = pair.verify(rows)
-        yields, found = _steady(pair, p, window, mode, verify_s / pair.draft_s)
-        if abs(found - rows) < 1e-4:
+        verify_s = (pair.verify(max(0.0, rows - spread)) + pair.verify(rows + spread)) / 2
+        yields, found, variance = _steady(pair, p, window, mode, verify_s / pair.draft_s)
+        spread = math.sqrt(variance / pair.batch)
+        if abs(found - rows) < 1e-3:
             break
-        rows = found
+        if last is not None:
+            slope = min(0.9, max(-0.9, (found - last[1]) / (rows - last[0])))
+        last = rows, found
+        rows += (found - rows) / (1 - slope)
     return Rate(yields / verify_s, found)
+
+
+def most_per_pass(p: float, window: int) -> float:
+    """Returns an upper bound of the tokens of a verifier's pass: each miss, one in 1 / (1 - p) tokens, has at least one
+    pass without guesses behind it, and others yield at most `drawn(p, window + 1)`."""
+    return (2 - p) / (1 - p + 1 / drawn(p, window + 1))
 
 
 class _State(NamedTuple):
@@ -109,8 +122,9 @@ class _State(NamedTuple):
     at once, because it has waited for all of its sequences."""
 
 
-def _steady(pair: Pair, p: float, window: int, mode: DecoupledMode, ratio: float) -> tuple[float, float]:
-    """Returns tokens and rows per verifier's pass in the steady state of a Markov chain over `_State`.
+def _steady(pair: Pair, p: float, window: int, mode: DecoupledMode, ratio: float) -> tuple[float, float, float]:
+    """Returns a sequence's tokens and rows per verifier's pass, and the variance of the rows, in the steady state of a
+    Markov chain over `_State`.
 
     During a pass of the verifier the drafter ends floor(ratio) passes or one more, where `ratio` is V / D, by the
     phase, which is taken as random in each.
@@ -147,7 +161,8 @@ def _steady(pair: Pair, p: float, window: int, mode: DecoupledMode, ratio: float
         matrix[after, before] += chance
     matrix[-1] = 1.0  # the sum of all shares, in place of one of the equations
     shares = np.linalg.solve(matrix, np.eye(len(states))[-1])
-    return float(shares @ yields), float(shares @ rows)
+    mean = float(shares @ rows)
+    return float(shares @ yields), mean, max(0.0, float(shares @ np.square(rows)) - mean**2)
 
 
 def _rows(state: _State, window: int, mode: DecoupledMode) -> int:
