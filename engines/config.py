@@ -21,7 +21,10 @@ Exchange = Literal["all_to_all", "all_gather"]
 Transport = Literal["auto", "shared memory", "gloo"]
 Preemption = Literal["auto", "swap", "recompute"]
 DraftBytes = Annotated[int, Meta(ge=2**16, le=2**40, description="at least 65536")]
-DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix", "model"]
+DrafterName = Literal["none", "ngram", "suffix", "grouped_suffix", "model", "own"]
+LOOKUPS = ("ngram", "suffix", "grouped_suffix")
+"""Drafters that copy from text; others draw with a small model, a pass for each token of the longest draft."""
+DraftMode = Literal["filled", "strict", "naive"]
 DraftNoise = Literal["target", "own"]
 DraftLengths = Literal["adaptive", "fixed"]
 RopeType = Literal["default", "linear", "llama3"]
@@ -259,7 +262,8 @@ class EngineConfig:
     """What guesses next tokens, so that one pass can draw several tokens of a sequence. "ngram" copies what followed an
     earlier occurrence of a sequence's last two to four tokens. "suffix" does so for the longest end that has occurred,
     and takes the most frequent continuation; "grouped_suffix" looks in all sequences of the prompt, also those that
-    have ended. "model" draws from a small model (`draft_model`). Only guesses that equal the draws count, so tokens
+    have ended. "model" draws from a small model (`draft_model`). "own" is a `Drafter` of yours, which the argument
+    `own_drafter` of `LLM` makes. Only guesses that equal the draws count, so tokens
     stay the same, as far as batches of other sizes round alike."""
     draft_model: str | None = None
     """Folder, or name of the hub, of the small model for drafter="model": a supported decoder with the vocabulary. Its
@@ -272,6 +276,9 @@ class EngineConfig:
     draft_lengths: DraftLengths = "adaptive"
     """Which guesses join a pass: "adaptive" takes those that raise the expected tokens per second, by the times of
     passes, which are measured once; "fixed" takes all, up to `max_draft_tokens` of a sequence."""
+    draft_mode: DraftMode = "filled"
+    """How drafts of ranks that only draft are used: "filled" verifies what has come and never waits; "strict" waits for
+    whole windows of `max_draft_tokens`; "naive" does too, and nothing is drafted while they are verified."""
     draft_paths: Annotated[int, Meta(ge=1, le=16, description="an integer of 1 to 16")] = 1
     """Most guesses of a suffix drafter for a sequence in one forward pass, each of up to `max_draft_tokens` tokens. All
     are computed side by side, and the one that agrees with the draws longest counts."""
@@ -321,6 +328,11 @@ class EngineConfig:
         """Most tokens that are drawn in one forward pass."""
         of_sequence = 1 if self.drafter == "none" else self.draft_paths * (1 + self.max_draft_tokens)
         return min(self.max_num_seqs * of_sequence, self.max_num_batched_tokens)
+
+    @property
+    def draft_method(self) -> str:
+        """What a `Pace` prices a drafter by: the kind of drafter, or the name of the small model."""
+        return self.draft_model or self.drafter
 
     @property
     def of_draft_model(self) -> EngineConfig:

@@ -27,6 +27,7 @@ from engines.progress import Bar
 from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import Replica
+from engines.rollout.draft_ranks import DraftRanks
 from engines.rollout.drafts import DraftSharing
 from engines.rollout.environment import CallCounts, Environments
 from engines.rollout.generation import Requests, as_prompts, check_same_states, split_done
@@ -38,6 +39,7 @@ from engines.rollout.telemetry import StepRecord, draft_metrics
 from engines.rollout.turns import Turns
 from engines.rollout.world import RolloutWorld
 from engines.sequence import Completion, Finished, RequestOutput, SamplingParams, SequenceId, SequenceState, is_int64
+from engines.speculation.drafter import Drafter
 from engines.speculation.history import DraftHistory
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import DraftPolicy
@@ -71,6 +73,7 @@ class LLM:
         pace: Pace | None = None,
         hidden_stop: HiddenStop | None = None,
         draft_policy: DraftPolicy = MarginalGain,
+        own_drafter: Callable[[], Drafter] | None = None,
         load: bool = True,
         base_model: str | Path | None = None,
         **options: Any,
@@ -84,8 +87,8 @@ class LLM:
         `schedule`, and may use only groups of ranks that `world` has; only sequences are then accepted that fit in the
         KV cache of every layout that `world` was made for and that the model can be sharded into. `pace` sets how long
         each step lasts at least, `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
-        `draft_policy` makes what decides adaptive lengths of drafts, a `SpeculationPolicy` for each replica, from the
-        time of a pass by its rows, which is measured when needed.
+        `draft_policy` makes what decides adaptive lengths of drafts, a `SpeculationPolicy` for each replica, from what
+        drafts cost (`Prices`), which is measured when needed. `own_drafter` makes the drafter of drafter="own".
 
         Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is allocated. In a world,
         every rank raises, and all ranks must pass the same arguments.
@@ -99,6 +102,7 @@ class LLM:
             pace=pace,
             hidden_stop=hidden_stop,
             draft_policy=draft_policy,
+            own_drafter=own_drafter,
             load=load,
             base_model=base_model,
         )
@@ -113,6 +117,7 @@ class LLM:
         self._kv_store: FileKVStore | TieredKVStore | None = None
         """KV of preempted sequences; coordinated rollouts (`rollout`) have their own store."""
         self._drafts: DraftSharing | None = None
+        self._draft_ranks: DraftRanks | None = None
         self._own_groups = arguments.start_world(device)
         groups = world or self._own_groups
         self._world: Communicator = groups.world if groups is not None else SingleRank()
@@ -138,6 +143,8 @@ class LLM:
         if self.config.draft_server and groups is not None:
             self._drafts = DraftSharing(groups, max_bytes=self.config.draft_tree_bytes)
             placement.connect_drafts = self._drafts.connect
+        if groups is not None and any(spec.role == "draft" for spec in self.layout.replicas):
+            placement.draft_ranks = self._draft_ranks = DraftRanks(groups, self.config, given.pace)
         with together(self._world, "LLM"):
             placement.build(self.layout)
             if given.load:
@@ -155,6 +162,7 @@ class LLM:
             check_layout=placement.check,
             pace=given.pace,
             make_kv_store=placement.make_kv_store,
+            draft_ranks=placement.draft_ranks,
         )
 
     @property
@@ -480,6 +488,8 @@ class LLM:
             self.rollout = None
         if self._drafts is not None:
             self._drafts.close()
+        if self._draft_ranks is not None:
+            self._draft_ranks.close()
         if self._own_groups is not None:
             self._own_groups.close()
 

@@ -36,6 +36,7 @@ from engines.progress import Bar
 from engines.rollout.generation import make_states
 from engines.sequence import SamplingParams, SequenceState, Work
 from engines.speculation.choose import choose_drafter
+from engines.speculation.drafter import Ask, News
 from engines.speculation.marginal_gain import MarginalGain
 from engines.speculation.policy import AdaptedDrafter
 from engines.speculation.suffix_tree import SpeculationArgs
@@ -257,19 +258,19 @@ class Bench:
             return
         options = {"draft_policy": MarginalGain, "draft_lengths": "adaptive", **variant}
         policy, adapts = options.pop("draft_policy"), options.pop("draft_lengths") == "adaptive"
-        config, row_times = self._config(options | {"draft_lengths": "fixed"}), self._engine.row_times
+        config = self._config(options | {"draft_lengths": "fixed"})
         model = self._engine.make_model_drafter(config, self._model, _MAX_LEN)
         if model is not None:
             model.load()
+        prices = self._engine.prices(config, model)
         from engines.parallel.collectives import SingleRank
 
-        drafter = choose_drafter(config, policy, row_times, SingleRank(), model=model)
+        drafter = choose_drafter(config, policy, prices, SingleRank(), model=model)
         assert drafter is not None
         if config.drafter == "grouped_suffix":
-            drafter.propose(list(siblings), [1] * len(siblings), len(siblings), len(siblings))
-            for state in siblings:
-                drafter.finish(state)
-        self.replica.drafter = AdaptedDrafter(drafter, policy(row_times)) if adapts else drafter
+            drafter.propose([Ask(state, 1) for state in siblings], len(siblings), len(siblings))
+            drafter.follow(News(ended=siblings))
+        self.replica.drafter = AdaptedDrafter(drafter, policy(prices)) if adapts else drafter
 
     def roll_out(self, states: Iterable[SequenceState]) -> Timed:
         """Generates all sequences, as many at a time as there is room for."""

@@ -195,7 +195,7 @@ class _Counting:
     def __init__(self, pace: ProfilePace) -> None:
         self._pace = pace
         self.transfer_s = 0.0
-        self.step, self.switch = pace.step, pace.switch
+        self.step, self.draft, self.switch = pace.step, pace.draft, pace.switch
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: KVPath) -> float:
         seconds = self._pace.transfer(spec, num_tokens, path)

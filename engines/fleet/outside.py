@@ -118,7 +118,7 @@ def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEng
         device=device,
         detokenize=detokenizer(tokenizer),
         kv_store=store,
-        draft_policy=of_pace(MarginalGain, pace, orders.spec),
+        draft_policy=of_pace(MarginalGain, pace, orders.spec, orders.config),
     )
 
 

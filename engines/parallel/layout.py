@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["rollout", "draft"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +15,8 @@ class ReplicaSpec:
 
     id: int
     ranks: tuple[int, ...]
-    role: str = "rollout"
+    role: Role = "rollout"
+    """A "draft" replica gets no sequences: each of its ranks drafts for those of others."""
 
     @property
     def tp_size(self) -> int:
@@ -34,8 +38,18 @@ class Layout:
             raise ValueError(f"Layout.replicas: ids {ids} repeat; give each replica its own")
         if len(set(ranks)) != len(ranks) or any(rank < 0 for rank in ranks):
             raise ValueError(f"Layout.replicas: ranks {ranks} repeat or are negative; a rank serves one replica")
+        if self.replicas and all(replica.role == "draft" for replica in self.replicas):
+            raise ValueError("Layout.replicas: all have role='draft'; at least one must have 'rollout'")
         if not all(replica.ranks for replica in self.replicas):
             raise ValueError("Layout.replicas: a replica has no ranks; leave it out")
+
+    def has_draft_model(self, rank: int) -> bool:
+        """Whether a rank draws drafts with a small model, if there is one: the ranks that only draft, or without them
+        the first rank of each replica."""
+        spec = self.replica_of(rank)
+        if any(one.role == "draft" for one in self.replicas):
+            return spec is not None and spec.role == "draft"
+        return spec is not None and rank == spec.ranks[0]
 
     def replica_of(self, rank: int) -> ReplicaSpec | None:
         """The replica that a rank belongs to; None when it is idle."""

@@ -71,7 +71,7 @@ class Capacity:
     def check(self, layout: Layout) -> None:
         """Raises ValueError, with the numbers, when ranks sharing a memory need more in `layout` than it has free."""
         plans = {
-            rank: self.plan(replica.tp_size, drafts=rank == replica.ranks[0])
+            rank: self.plan(replica.tp_size, drafts=layout.has_draft_model(rank))
             for replica in layout.replicas
             for rank in replica.ranks
         }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from engines.models.decoder import Decoder
 from engines.models.kernels import choose_kernels
 from engines.models.loader import load_weights
 from engines.native.wait_policy import watch_cores
-from engines.parallel.collectives import Communicator
+from engines.parallel.collectives import Communicator, SingleRank
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard, shard_config
 from engines.replica.endings import HiddenStop
@@ -29,7 +31,7 @@ from engines.replica.model_drafter import ModelDrafter
 from engines.replica.mover import KVMover
 from engines.replica.regroup import Joint
 from engines.replica.replica import Replica
-from engines.replica.row_times import RowTimes
+from engines.replica.row_times import DraftTimes, RowTimes
 from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
@@ -37,9 +39,10 @@ from engines.replica.switch import Switch
 from engines.sampling.edits import Editor
 from engines.sequence import SequenceId, Tokenizer
 from engines.speculation.choose import Connect, choose_drafter
+from engines.speculation.drafter import Drafter
 from engines.speculation.history import DraftHistory
 from engines.speculation.marginal_gain import MarginalGain
-from engines.speculation.policy import DraftPolicy
+from engines.speculation.policy import DraftPolicy, Prices
 
 
 class LocalEngine:
@@ -62,10 +65,12 @@ class LocalEngine:
         draft_policy: DraftPolicy = MarginalGain,
         connect_drafts: Connect | None = None,
         draft_history: DraftHistory | None = None,
+        own_drafter: Callable[[], Drafter] | None = None,
+        remote: Drafter | None = None,
     ) -> None:
         """Allocates the memory; weights are loaded later. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
-        `Replica`; `kv_store`: see `KVMover`; `draft_policy`: see `LLM`; `connect_drafts`, `draft_history`:
-        see `choose_drafter`.
+        `Replica`; `kv_store`: see `KVMover`; `draft_policy`, `own_drafter`: see `LLM`; `connect_drafts`,
+        `draft_history`, `remote`: see `choose_drafter`.
 
         Raises ValueError when the model cannot be cut into these shards, the KV cache cannot hold a block, or there is
         no memory for it.
@@ -74,6 +79,7 @@ class LocalEngine:
             watch_cores()
         self.config, self._model, self._max_model_len = config, model, max_model_len
         self._draft_policy, self._connect_drafts, self._draft_history = draft_policy, connect_drafts, draft_history
+        self._own_drafter = own_drafter
         self._detokenize, self._hidden_stop, self._max_kv_tokens = detokenize, hidden_stop, max_kv_tokens
         self._editor = Editor(vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, tokenizer=detokenize)
         shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
@@ -92,17 +98,24 @@ class LocalEngine:
         )
         num_kv_tokens = kv_capacity(model, config, spec.tp_size)
         self.kv = _make_cache(model, config, num_kv_tokens, local.num_kv_heads, dtype, device)
-        self._assemble(spec, tensor_parallel, BlockManager(self._num_blocks(spec), config.block_size), kv_store)
+        blocks = BlockManager(self._num_blocks(spec), config.block_size)
+        self._assemble(spec, tensor_parallel, blocks, kv_store, remote)
         self.has_weights = self.is_asleep = False
         self.switch: Switch | None = None
         """What the last `regroup` took."""
 
     def _assemble(
-        self, spec: ReplicaSpec, tensor_parallel: Communicator, blocks: BlockManager, kv_store: KVStore | None
+        self,
+        spec: ReplicaSpec,
+        tensor_parallel: Communicator,
+        blocks: BlockManager,
+        kv_store: KVStore | None,
+        remote: Drafter | None,
     ) -> None:
         """Makes all that uses the weights and the KV cache, which have the shapes of this place."""
         config, model = self.config, self._model
         self.spec, self.tensor_parallel = spec, tensor_parallel
+        self._is_remote = remote is not None
         self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
         """Tokens that the KV cache holds; in another layout they may be more or fewer."""
         shared = (self.decoder, self.kv)
@@ -112,7 +125,20 @@ class LocalEngine:
         self.row_times = RowTimes(
             *shared, config, self._max_model_len, tensor_parallel, num_kv_tokens=self.num_kv_tokens
         )
-        self._model_drafter = self.make_model_drafter(config, model, self._max_model_len)
+        drafts_here = spec.role == "draft" or (remote is None and tensor_parallel.rank == 0)
+        self._model_drafter = self.make_model_drafter(config, model, self._max_model_len) if drafts_here else None
+        choose = partial(
+            choose_drafter,
+            connect=self._connect_drafts,
+            history=self._draft_history,
+            model=self._model_drafter if self._own_drafter is None else self._own_drafter(),
+        )
+        prices = self.prices(config, self._model_drafter)
+        self.drafter: Drafter | None = None
+        """On a rank that only drafts: what drafts there."""
+        if spec.role == "draft":
+            alone = replace(config, draft_lengths="fixed")
+            self.drafter = choose(alone, self._draft_policy, Prices(self.row_times), SingleRank())
         self.replica = Replica(
             runner=self._runner,
             scheduler=Scheduler(config, blocks),
@@ -123,14 +149,10 @@ class LocalEngine:
             detokenize=self._detokenize,
             hidden_stop=self._hidden_stop,
             max_kv_tokens=self._max_kv_tokens,
-            drafter=choose_drafter(
-                config,
-                self._draft_policy,
-                self.row_times,
-                tensor_parallel,
-                connect=self._connect_drafts,
-                model=self._model_drafter,
-                history=self._draft_history,
+            drafter=(
+                None
+                if spec.role == "draft"
+                else choose(config, self._draft_policy, prices, tensor_parallel, remote=remote)
             ),
         )
 
@@ -142,6 +164,7 @@ class LocalEngine:
         *,
         draft_policy: DraftPolicy = MarginalGain,
         max_kv_tokens: int | None = None,
+        remote: Drafter | None = None,
     ) -> None:
         """Takes this rank's next place, in the memory that it has: what it lacks comes from the other ranks of `joint`,
         who call it together, between two steps.
@@ -174,7 +197,7 @@ class LocalEngine:
             blocks.adopt(list(arriving[joint.mine.id])),
         )
         moved = time.perf_counter()
-        self._assemble(joint.mine, tensor_parallel, blocks, store)
+        self._assemble(joint.mine, tensor_parallel, blocks, store, remote)
         self.mover.moves, self.replica.scheduler.num_preemptions = moves, num_preemptions
         if has_weights:
             self.decoder.prepare()
@@ -195,15 +218,23 @@ class LocalEngine:
         return kv_capacity(self._model, self.config, spec.tp_size) // self.config.block_size
 
     def make_model_drafter(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> ModelDrafter | None:
-        """Returns a drafter for drafter="model" on the replica's first shard, else None; its `load` reads the weights.
+        """Returns a drafter for drafter="model", else None; its `load` reads the weights.
         `config` may have other options of drafts than the engine's."""
         draft = draft_model_config(config, model)
-        if draft is None or self.tensor_parallel.rank:
+        if draft is None:
             return None
         block_size, decoder = config.block_size, self.decoder
         num_tokens = draft_kv_blocks(config, self.num_kv_tokens // block_size, max_model_len) * block_size
         kv = _make_cache(draft, config, num_tokens, draft.num_kv_heads, decoder.dtype, decoder.device)
         return ModelDrafter(draft, config, kv, max_model_len=max_model_len, editor=self._editor)
+
+    def prices(self, config: EngineConfig, drafter: ModelDrafter | None) -> Prices:
+        """Returns what drafts cost, as measured here when asked. `config` may have other options of drafts than the
+        engine's; `drafter` is its small model's, on the replica's first rank."""
+        if config.drafter != "model" or self._is_remote:
+            return Prices(self.row_times)
+        times = None if drafter is None else drafter.row_times
+        return Prices(self.row_times, DraftTimes(times, self.tensor_parallel))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies this shard's part of every parameter; `load_draft_model` first, where it was not called. Raises

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator
-from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -26,11 +25,12 @@ from engines.models.kernels import choose_kernels
 from engines.models.loader import checkpoint_tensors, load_weights
 from engines.parallel.collectives import SingleRank
 from engines.parallel.sharding import Shard
+from engines.replica.row_times import RowTimes
 from engines.replica.runner import ModelRunner
 from engines.replica.schedule import Scheduled, Sequence
 from engines.sampling.edits import Editor
 from engines.sequence import SequenceId, SequenceState
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Ask, Draft, DraftPass, News
 from engines.speculation.verify import num_accepted
 
 
@@ -95,10 +95,13 @@ class ModelDrafter:
             kernels=choose_kernels(own.kernels, setting_of(own, model, device)),
         )
         self._runner = ModelRunner(self._decoder, kv, own, max_model_len, editor)
+        num_tokens = kv.keys[0].shape[0] * config.block_size
+        self.row_times = RowTimes(self._decoder, kv, own, max_model_len, SingleRank(), num_kv_tokens=num_tokens)
         self._blocks = BlockManager(kv.scratch_block, config.block_size)
         self._max_model_len = max_model_len
         self._eos = frozenset(editor.eos_token_ids)
         self._has_weights = self._is_disturbed = False
+        self.passes: list[DraftPass] = []
         self._reset()
 
     def load(self) -> None:
@@ -119,23 +122,22 @@ class ModelDrafter:
     def wake_up(self) -> None:
         self._kv.restore()
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
         """See `Drafter`. A sequence that lacks more tokens than a pass takes, or blocks, gets no draft."""
+        self.passes = []
         with self._undisturbed():
-            drawn = self._run(self._follow_each(states, limits))
+            drawn = self._run(self._follow_each(asks))
             while drawn:
                 drawn = self._run(drawn)
-            return [self._copies[state.sequence_id].draft() for state in states]
+            return [self._copies[ask.state.sequence_id].draft() for ask in asks]
 
-    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
-        """Nothing is learnt from it."""
-
-    def finish(self, state: SequenceState) -> None:
+    def follow(self, news: News) -> None:
         """A trajectory may go on here after its turn, and is forgotten only when others need the room."""
-        if state.in_turns:
-            return
-        with self._undisturbed():
-            self._forget(state.sequence_id)
+        ended = [state.sequence_id for state in news.ended if not state.in_turns]
+        if ended:
+            with self._undisturbed():
+                for sequence_id in ended:
+                    self._forget(sequence_id)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -157,13 +159,13 @@ class ModelDrafter:
             self._blocks.release(copy.sequence)
             self._free_slots.append(copy.sequence.slot)
 
-    def _follow_each(self, states: list[SequenceState], limits: list[int]) -> Iterator[_Copy]:
+    def _follow_each(self, asks: list[Ask]) -> Iterator[_Copy]:
         """Yields the sequences' copies, each with the state's tokens and with blocks for as many guesses as its limit;
         the limit is 0 where too few blocks are free, even after all other sequences were forgotten."""
-        busy = {state.sequence_id for state in states}
+        busy = {ask.state.sequence_id for ask in asks}
         for sequence_id in self._copies.keys() & busy:
             self._copies.move_to_end(sequence_id)
-        for state, limit in zip(states, limits, strict=True):
+        for state, limit, _ in asks:
             copy = self._follow(state)
             copy.limit = limit if self._make_room(copy, copy.num_known + limit - 1, busy) else 0
             yield copy
@@ -241,6 +243,8 @@ class ModelDrafter:
         if not batch:
             return []
         batch.sort(key=lambda pair: pair[1].num_tokens > 1)  # single tokens first, as attention needs it
+        context = sum(item.sequence.num_computed + item.num_tokens for _, item in batch)
+        self.passes.append(DraftPass(sum(item.num_tokens for _, item in batch), context))
         drawn = [copy for copy, item in batch if item.samples]
         try:
             results = self._runner.run([item for _, item in batch])

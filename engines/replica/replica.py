@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -25,7 +26,7 @@ from engines.sequence import (
     Tokenizer,
     Work,
 )
-from engines.speculation.drafter import Drafter
+from engines.speculation.drafter import Drafter, DraftPass, News, Outcome
 from engines.speculation.verify import num_accepted
 
 
@@ -43,8 +44,8 @@ class StepOutput:
     """Pairs of a token of this pass and a token that it attends to, itself included."""
     num_sampled: int = 0
     """Tokens drawn: one for each sequence that decodes, and one for each draft token."""
-    num_looked_up: int = 0
-    """Sequences for which a draft was looked up; 0 where the policy wanted none."""
+    draft_passes: Items[DraftPass] = ()
+    """What this replica's drafter has run; nothing where the policy wanted no draft, or other ranks draft."""
     drafted: list[int] = field(default_factory=list)
     """Draft tokens in the forward pass, by their place in the draft; those that two paths begin with count once."""
     accepted: list[int] = field(default_factory=list)
@@ -190,7 +191,7 @@ class Replica:
         tokens as before the step, and waits to be recomputed.
         """
         self.kept.clear()
-        moves, preempted, looked_up = self.kv_moves, self.scheduler.num_preemptions, self.scheduler.num_looked_up
+        moves, preempted = self.kv_moves, self.scheduler.num_preemptions
         swapped_out, swapped_in = moves.num_swapped_out, moves.num_swapped_in
         lengths: list[int] = []
         scheduled: list[Scheduled] = []
@@ -241,7 +242,9 @@ class Replica:
             stored = self._stored(waits=not (self.scheduler.has_work or self._fetching))
             if stored:
                 output.released += self._release(stored, with_kv=True)
-            output.num_running, output.num_looked_up = len(scheduled), self.scheduler.num_looked_up - looked_up
+            output.num_running = len(scheduled)
+            if self.drafter is not None:
+                output.draft_passes = self.scheduler.draft_passes
             output.num_preempted = self.scheduler.num_preemptions - preempted
             output.num_swapped_out = moves.num_swapped_out - swapped_out
             output.num_swapped_in = moves.num_swapped_in - swapped_in
@@ -302,22 +305,23 @@ class Replica:
     @staticmethod
     def _observe(drafter: Drafter, scheduled: list[Scheduled], lengths: list[int], output: StepOutput) -> None:
         """Counts drafted and accepted tokens, for the output and for the drafter."""
-        drafted = [(item, length) for item, length in zip(scheduled, lengths, strict=True) if item.draft]
-        if not drafted:
-            return
-        states, drafts = [item.sequence.state for item, _ in drafted], [item.draft for item, _ in drafted]
-        accepted = []
-        counts = Counter[int]()
-        taken = Counter[int]()
-        for item, length in drafted:
-            appended = item.sequence.state.tokens[length:]
-            accepted.append(num_accepted(item.draft, appended))
-            counts.update(range(len(item.draft)))
+        counts, taken = Counter[int](), Counter[int]()
+        drawn = []
+        for item, length in zip(scheduled, lengths, strict=True):
+            state, draft = item.sequence.state, item.draft
+            if not draft:
+                if len(state.tokens) > length:
+                    drawn.append(Outcome(state))
+                continue
+            appended = state.tokens[length:]
+            drawn.append(Outcome(state, draft, count := num_accepted(draft, appended)))
+            counts.update(range(len(draft)))
             for fork in item.forks:
                 counts.update(range(fork.num_common, len(fork.draft)))
-            taken.update(range(max([accepted[-1], *(num_accepted(fork.draft, appended) for fork in item.forks)])))
-        output.drafted, output.accepted = [counts[place] for place in range(1 + max(counts))], list(taken.values())
-        drafter.observe(states, drafts, accepted)
+            taken.update(range(max([count, *(num_accepted(fork.draft, appended) for fork in item.forks)])))
+        if counts:
+            output.drafted, output.accepted = [counts[place] for place in range(1 + max(counts))], list(taken.values())
+        drafter.follow(News(drawn=drawn))
 
     def _restart(self, returning: Iterable[Sequence] = (), stored: Iterable[Sequence] = ()) -> None:
         """Makes all sequences wait to be recomputed, also `returning`, which were about to leave; interrupt-safe.
@@ -334,8 +338,7 @@ class Replica:
         self.mover.forget()
         self.scheduler.restart([one for one in self._sequences.values() if one not in self._leaving])
         if self.drafter is not None:
-            for sequence in self._sequences.values():
-                self.drafter.finish(sequence.state)
+            self.drafter.follow(News(ended=[sequence.state for sequence in self._sequences.values()]))
 
     def clear(self) -> None:
         """Drops all sequences, also after an interrupt at any point. Their stored KV stays where it is."""
@@ -358,7 +361,7 @@ class Replica:
 
     def _leave(self, sequence: Sequence) -> None:
         if self.drafter is not None:
-            self.drafter.finish(sequence.state)
+            self.drafter.follow(News(ended=(sequence.state,)))
         if sequence in self._fetching:
             del self._fetching[sequence]
         elif sequence in self._leaving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from functools import partial
 
 import numpy as np
@@ -64,3 +65,18 @@ class RowTimes:
         measure = partial(scratch.measure, rows, 1, self._context, draws=True)
         seconds = seconds or measure(repeats=1)
         self._points.append((rows, measure(repeats=min(10, max(2, int(_POINT_S / seconds))))))
+
+
+class DraftTimes:
+    """Seconds in which a small model drafts: a pass for each token of the longest draft. The same on all ranks."""
+
+    def __init__(self, times: RowTimes | None, tensor_parallel: Communicator) -> None:
+        """`times` are the small model's, on the replica's first rank alone, whose only rank it runs on."""
+        self._times, self._group = times, tensor_parallel
+        self._known: dict[int, float] = {}
+
+    def __call__(self, num_sequences: int, length: int) -> float:
+        if num_sequences not in self._known:
+            data = None if self._times is None else struct.pack("<d", self._times(num_sequences))
+            (self._known[num_sequences],) = struct.unpack("<d", self._group.broadcast_bytes(data))
+        return length * self._known[num_sequences]

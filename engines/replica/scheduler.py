@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager, content_key
 from engines.replica.admission import Admission
 from engines.replica.schedule import CachedKV, Fork, Schedule, Scheduled, Sequence
-from engines.speculation.drafter import Draft, Drafter
+from engines.speculation.drafter import Ask, Draft, Drafter, DraftPass
 from engines.speculation.verify import num_accepted
 
 
@@ -27,8 +28,8 @@ class Scheduler:
         self.blocks = blocks
         self._queue(())
         self.num_preemptions = 0
-        self.num_looked_up = 0
-        """Drafts that were looked up, also those that a policy then dropped."""
+        self.draft_passes: Items[DraftPass] = ()
+        """What the drafter has run for this step, also where a policy then dropped the drafts."""
         self.num_shared_tokens = 0
         """Tokens of admitted sequences that were not computed, since the prefix cache had their KV."""
 
@@ -100,33 +101,36 @@ class Scheduler:
         """Adds drafts to decodes, as far as the token budget and free blocks last. While a sequence waits, drafts leave
         blocks of known content alone, since it may find its first tokens there.
 
-        So drafts take nothing from other sequences. Other paths come after the first paths of all sequences. `settle`
-        must follow for each sequence that got a draft.
+        So drafts take nothing from other sequences. Other paths come after the first paths of all sequences. A sequence
+        whose draft is on its way leaves the batch. `settle` must follow for each sequence that got a draft.
         """
         decodes = [item.sequence for item in schedule.batch if item.num_tokens == 1 and item.samples]
         most = self.admission.most_ahead(self.running, decodes, min(self._config.max_draft_tokens, schedule.budget))
-        limits: dict[int, int] = {}
+        asks: dict[int, Ask] = {}
         for place, item in enumerate(schedule.batch):
             state = item.sequence.state
             # The row of the last draft token draws the last token that may be appended here.
             limit = min(most, item.sequence.release_len - 1 - len(state.tokens))
             if item.num_tokens == 1 and item.samples and limit > 0:
-                limits[place] = limit
-        if not limits:
+                asks[place] = Ask(state, limit)
+        self.draft_passes = ()
+        if not asks:
             return
-        states = [schedule.batch[place].sequence.state for place in limits]
         num_tokens = sum(item.num_tokens for item in schedule.batch)
         num_draws = sum(item.samples for item in schedule.batch)
-        drafts = drafter.propose(states, list(limits.values()), num_tokens, num_draws)
-        self.num_looked_up += len(drafts)
+        drafts = drafter.propose(list(asks.values()), num_tokens, num_draws)
+        self.draft_passes = drafter.passes
         if not drafts:
             return
         others: list[tuple[int, Draft, int]] = []
-        for (place, limit), draft in zip(limits.items(), drafts, strict=True):
-            if not draft.tokens:
+        held: set[int] = set()
+        for (place, (state, limit, _)), draft in zip(asks.items(), drafts, strict=True):
+            if draft.holds:
+                held.add(place)
+            num_known = len(state.tokens)
+            if not draft.tokens or draft.start not in (None, num_known):
                 continue
             sequence = schedule.batch[place].sequence
-            num_known = len(sequence.state.tokens)
             wanted = num_known + min(len(draft.tokens), limit, schedule.budget)
             left = self.admission.num_left_free(sequence)
             covered = self.blocks.stretch(sequence, wanted, even_known=not self.waiting, num_left_free=left)
@@ -139,6 +143,8 @@ class Scheduler:
             if fork := self._fork(item, tuple(path.tokens[:limit]), schedule.budget):
                 schedule.batch[place] = item._replace(forks=(*item.forks, fork))
                 schedule.budget -= len(item.sequence.state.tokens) + len(fork.draft) - fork.start
+        if held:
+            schedule.batch = [item for place, item in enumerate(schedule.batch) if place not in held]
         schedule.batch = _in_order(schedule.batch)
 
     def _fork(self, item: Scheduled, path: tuple[int, ...], budget: int) -> Fork | None:

@@ -5,13 +5,16 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from engines.config import LOOKUPS, EngineConfig
 from engines.constraints import NonNegative, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.replica import StepOutput
-from engines.speculation.policy import DraftPolicy, RowSeconds
+from engines.speculation.drafter import DraftPass
+from engines.speculation.policy import DraftPolicy, Prices, RowSeconds
 
 Path = Literal["host", "network"]
 """Between a replica's devices and the memory of their host, or another host's memory."""
@@ -21,7 +24,12 @@ class Pace(Protocol):
     """Each method returns seconds. In a paced run, work that takes less time waits until they have passed."""
 
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
-        """Of looking up drafts, one forward pass, and its draws. A function of the arguments alone (`row_seconds`)."""
+        """Of one forward pass and its draws. A function of the arguments alone (`prices_of`), as `draft` is."""
+        ...
+
+    def draft(self, spec: ReplicaSpec, method: str, passes: Items[DraftPass]) -> float:
+        """Of a drafter's passes, one after the other, on the ranks of this replica. `method` is the kind of drafter, or
+        the name of the small model. Each rank drafts for its share of the rows."""
         ...
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
@@ -49,6 +57,9 @@ class ShortestStep:
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
         return self.step_s
 
+    def draft(self, spec: ReplicaSpec, method: str, passes: Items[DraftPass]) -> float:
+        return 0.0
+
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
         return 0.0
 
@@ -56,22 +67,31 @@ class ShortestStep:
         return 0.0
 
 
-def paced_step_s(pace: Pace, spec: ReplicaSpec, output: StepOutput) -> float:
-    """Returns the seconds of a step; 0 of one that only let sequences leave whose KV had been stored."""
-    return pace.step(spec, output) if output.num_running else 0.0
+def paced_step_s(pace: Pace, spec: ReplicaSpec, output: StepOutput, method: str) -> float:
+    """Returns the seconds of a step, drafting included; 0 of a pass without sequences, which only let sequences leave
+    whose KV had been stored, or waited for drafts."""
+    drafting = pace.draft(spec, method, output.draft_passes) if output.draft_passes else 0.0
+    return drafting + (pace.step(spec, output) if output.num_running else 0.0)
 
 
 def row_seconds(pace: Pace, spec: ReplicaSpec) -> RowSeconds:
-    """Returns the times by which a replica's `SpeculationPolicy` decides, in a paced run and in the simulator.
-
-    Each row attends to itself alone: the KV that draft tokens attend to is read for their sequence in any case.
-    """
+    """Each row attends to itself alone: the KV that draft tokens attend to is read for their sequence in any case."""
     return lambda rows: decode_seconds(pace, spec, rows, rows)
 
 
-def of_pace(policy: DraftPolicy, pace: Pace | None, spec: ReplicaSpec) -> DraftPolicy:
+def prices_of(pace: Pace, spec: ReplicaSpec, config: EngineConfig) -> Prices:
+    """Returns the times by which a replica's `SpeculationPolicy` decides, in a paced run and in the simulator."""
+
+    def draft(num_sequences: int, length: int) -> float:
+        passes = [DraftPass(num_sequences)] * (1 if config.drafter in LOOKUPS else length)
+        return pace.draft(spec, config.draft_method, passes)
+
+    return Prices(row_seconds(pace, spec), draft)
+
+
+def of_pace(policy: DraftPolicy, pace: Pace | None, spec: ReplicaSpec, config: EngineConfig) -> DraftPolicy:
     """Returns the policy of a replica that decides by its pace, if it has one, and not by this machine's times."""
-    return policy if pace is None else lambda _: policy(row_seconds(pace, spec))
+    return policy if pace is None else lambda _: policy(prices_of(pace, spec, config))
 
 
 def decode_seconds(pace: Pace, spec: ReplicaSpec, batch: int, num_context_tokens: int) -> float:

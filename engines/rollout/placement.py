@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from engines.models.loader import check_adapter
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
-from engines.parallel.layout import Layout, joint_groups, nested_layout
+from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, nested_layout
 from engines.parallel.owned_files import at_end
 from engines.parallel.sharding import check_shardable, is_shardable
 from engines.replica.capacity import Capacity
@@ -30,13 +30,16 @@ from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.regroup import Joint
+from engines.rollout.draft_ranks import DraftRanks
 from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace, of_pace
 from engines.sequence import SequenceId
 from engines.speculation.choose import Connect
+from engines.speculation.drafter import Drafter, DraftPass
 from engines.speculation.history import DraftHistory
 from engines.speculation.marginal_gain import MarginalGain, check_draft_policy
 from engines.speculation.policy import DraftPolicy
+from engines.speculation.remote import RemoteDrafter
 from engines.vllm_options import translate
 
 
@@ -52,6 +55,7 @@ class Arguments:
     pace: Pace | None
     hidden_stop: HiddenStop | None
     draft_policy: DraftPolicy
+    own_drafter: Callable[[], Drafter] | None
     load: bool
     base_model: str | Path | None = None
 
@@ -74,7 +78,7 @@ class Arguments:
         if self.layout_policy is not None:
             check_policy("layout_policy", self.layout_policy, "decide")
         if self.pace is not None:
-            for method in ("step", "transfer", "switch"):
+            for method in ("step", "draft", "transfer", "switch"):
                 check_policy("pace", self.pace, method)
         if self.hidden_stop is not None and not callable(self.hidden_stop):
             raise ValueError(f"hidden_stop={self.hidden_stop!r}: give a function")
@@ -87,6 +91,9 @@ class Arguments:
             raise ValueError(f"tensor_parallel_size={tp_size}: the layout says it; leave one out")
         if groups is None and tp_size != 1:
             raise ValueError(f"tensor_parallel_size={tp_size}: one process has one shard; start ranks with torchrun")
+        roles = [spec.role for spec in self.layout.replicas] if self.layout is not None else []
+        if "draft" in roles and self.schedule is None:
+            raise ValueError("layout: a replica has role='draft', which needs a coordinated rollout; give a schedule")
         layout = self.layout or nested_layout(range(groups.world.size if groups is not None else 1), tp_size)
         _check_groups(layout, groups)
         if self.schedule is not None and groups is None:
@@ -142,6 +149,9 @@ class Placement:
         self._capacity.check(self.layout)
         self._given = given
         self.source = source
+        self.draft_ranks: DraftRanks | None = None
+        """Those of this run; None where no rank only drafts."""
+        self._present = self.layout
         self.connect_drafts: Connect | None = None
         """Makes a replica's client of the draft server; None without one."""
         self.draft_history = DraftHistory(num_bytes) if (num_bytes := self.config.draft_history_bytes) else None
@@ -164,8 +174,15 @@ class Placement:
         self.model = with_end_token(self.model, self.tokenizer)
         self.layout = given.check(self._groups)
         check_draft_policy(self.config, given.draft_policy)
-        if given.pace is not None and self.config.drafter == "model":
-            raise ValueError("pace: has no time for the passes of EngineConfig.drafter='model'; leave one of them out")
+        if (given.own_drafter is not None) != (self.config.drafter == "own"):
+            raise ValueError(
+                f"own_drafter={given.own_drafter!r}, EngineConfig.drafter={self.config.drafter!r}: drafter='own' needs "
+                f"a function that makes the drafter; give both, or neither"
+            )
+        if any(spec.role == "draft" for spec in self.layout.replicas) and self.config.drafter == "none":
+            raise ValueError("layout: a replica has role='draft', and EngineConfig.drafter='none'; give a drafter")
+        if given.pace is not None and self.config.drafter != "none":
+            given.pace.draft(self.layout.replicas[0], self.config.draft_method, [DraftPass(1)])  # raises, if it cannot
         hosts = self._groups.hosts if self._groups is not None else ("this host",)
         host = hosts[self._world.rank]
         self._kv_host_bytes = host_pool_bytes(self.config.kv_host_bytes, num_ranks=hosts.count(host))
@@ -183,6 +200,7 @@ class Placement:
         for name in ("schedule", "layout_policy", "pace", "hidden_stop"):
             values[name] = getattr(given, name) is not None
         values["draft_policy"] = given.draft_policy is not MarginalGain
+        values["own_drafter"] = given.own_drafter is not None
         return values
 
     def make_kv_store(self, token: str) -> FileKVStore | TieredKVStore:
@@ -199,8 +217,7 @@ class Placement:
 
     @property
     def memory(self) -> MemoryPlan:
-        spec, rank = self.engine.spec, self._world.rank
-        return self._capacity.plan(spec.tp_size, drafts=rank == spec.ranks[0])
+        return self._capacity.plan(self.engine.spec.tp_size, drafts=self._present.has_draft_model(self._world.rank))
 
     def check(self, before: Layout, layout: Layout) -> None:
         """Raises ValueError for a layout that this run cannot regroup to from `before`."""
@@ -237,10 +254,16 @@ class Placement:
             hidden_stop=self._given.hidden_stop,
             max_kv_tokens=self._max_kv_tokens,
             kv_store=self.kv_store,
-            draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec),
+            draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec, self.config),
             connect_drafts=self.connect_drafts,
+            own_drafter=self._given.own_drafter,
+            remote=self._remote(layout, spec),
             draft_history=self.draft_history,
         )
+
+    def _remote(self, layout: Layout, spec: ReplicaSpec) -> RemoteDrafter | None:
+        self._present = layout
+        return None if self.draft_ranks is None else self.draft_ranks.connect(layout, spec)
 
     @property
     def _max_kv_tokens(self) -> int | None:
@@ -264,8 +287,9 @@ class Placement:
                 Joint.of(group, joint, before, after, max_tp_size=self._capacity.max_tp_size),
                 self._groups.get(spec.ranks),
                 places,
-                draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec),
+                draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec, self.config),
                 max_kv_tokens=self._max_kv_tokens,
+                remote=self._remote(after, spec),
             )
         return self.engine
 

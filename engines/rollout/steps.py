@@ -46,7 +46,11 @@ class Stepper:
         spec, paced_s = self._engine.spec, 0.0
         if self._pace is not None:
             waited_s = self._engine.replica.kv_moves.waited_s - waited_s
-            paced_s = waited_s + paced_step_s(self._pace, spec, output) + self._transfer_s(self._pace)
+            paced_s = (
+                waited_s
+                + paced_step_s(self._pace, spec, output, self._engine.config.draft_method)
+                + self._transfer_s(self._pace)
+            )
             wait_until(start + paced_s)
         return output, StepRecord.of(spec, self._epoch, start, time.monotonic() - start, output, paced_s)
 

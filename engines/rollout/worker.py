@@ -19,6 +19,7 @@ from engines.control.transport import Client
 from engines.decoding import from_msgpack
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
+from engines.rollout.draft_ranks import DraftRanks
 from engines.rollout.pace import Pace
 from engines.rollout.steps import Stepper, wait_until
 from engines.rollout.telemetry import StepRecord, SwitchRecord
@@ -58,6 +59,7 @@ class Worker:
         regroup: RegroupEngine,
         pace: Pace | None = None,
         load_from: LoadFrom | None = None,
+        draft_ranks: DraftRanks | None = None,
     ) -> None:
         """`regroup`: see `RegroupEngine`.
 
@@ -68,7 +70,9 @@ class Worker:
         self._regroup_engine = regroup
         self._pace = pace
         self._load_from = load_from
+        self._draft_ranks = draft_ranks
         self._core = WorkerCore(rank)
+        self._is_running = False
         self._last_heard = -1
         self._pending: deque[m.Command] = deque()
         self.is_shut_down = False
@@ -105,16 +109,30 @@ class Worker:
         Raises ConnectionError when the connection to the coordinator is lost.
         """
         self.step_records = []
-        while True:
-            if not self._pending:
-                self._pending.extend(self._next_commands())
-            while self._pending:
-                if self._obey(self._pending.popleft()):
-                    return  # other pending commands are for the next phase
-            if self._stepper is not None and self._core.has_work:
-                output, record = self._stepper.step()
-                self.step_records.append(record)
-                self._say(*self._core.on_step(output, record.seconds, record.start + record.seconds))
+        self._is_running = True
+        self._start_drafting()
+        try:
+            while True:
+                if not self._pending:
+                    self._pending.extend(self._next_commands())
+                while self._pending:
+                    if self._obey(self._pending.popleft()):
+                        return  # other pending commands are for the next phase
+                if self._stepper is not None and self._core.has_work:
+                    output, record = self._stepper.step()
+                    if output.num_running or output.released:
+                        self.step_records.append(record)
+                    self._say(*self._core.on_step(output, record.seconds, record.start + record.seconds))
+        finally:
+            self._is_running = False
+            if self._draft_ranks is not None:
+                self._draft_ranks.stop()
+
+    def _start_drafting(self) -> None:
+        """Drafts in a thread until the phase ends, if this rank's place is to draft."""
+        drafter = None if self.engine is None else self.engine.drafter
+        if self._is_running and self._draft_ranks is not None and self.engine is not None and drafter is not None:
+            self._draft_ranks.start(drafter, self.engine.spec)
 
     @property
     def _speaks(self) -> bool:
@@ -179,6 +197,8 @@ class Worker:
     def regroup(self, before: Layout, after: Layout, places: Mapping[SequenceId, int]) -> None:
         """Leaves this rank's place for that in another layout."""
         start = time.monotonic()
+        if self._draft_ranks is not None:
+            self._draft_ranks.stop()
         engine = self._regroup_engine(before, after, places)
         switch = None if engine is None else engine.switch
         if self._pace is not None:
@@ -193,6 +213,7 @@ class Worker:
             )
             self.switches.append(record)
         self._take_place(after, engine)
+        self._start_drafting()
 
     def _say(self, *events: m.Event) -> None:
         if not self._speaks:

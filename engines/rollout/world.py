@@ -20,6 +20,7 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import Coordinator, peer_of
+from engines.rollout.draft_ranks import DraftRanks
 from engines.rollout.pace import Pace
 from engines.rollout.telemetry import Mark, StepRecord, SwitchRecord, TurnSpan
 from engines.rollout.turns import Turns
@@ -62,6 +63,7 @@ class RolloutWorld:
         layout_policy: LayoutPolicy | None = None,
         check_layout: Callable[[Layout, Layout], None] | None = None,
         pace: Pace | None = None,
+        draft_ranks: DraftRanks | None = None,
     ) -> None:
         """`regroup`: see `Worker`; `check_layout`, and `can_regroup` as `keeps_kv`: see `RolloutCore`. `make_kv_store`
         makes this rank's store from the run's token, for the KV of sequences that move to other replicas or are
@@ -107,6 +109,7 @@ class RolloutWorld:
             engine=self._with_store(engine),
             regroup=self._regroup,
             pace=pace,
+            draft_ranks=draft_ranks,
         )
 
     def _meet(self, address: str, timeout_s: float) -> tuple[Launch, Server | None]:

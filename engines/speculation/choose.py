@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engines.config import EngineConfig
+from engines.config import LOOKUPS, EngineConfig
 from engines.speculation.client import DraftClient
 from engines.speculation.drafter import Drafter
 from engines.speculation.history import DraftHistory
 from engines.speculation.ngram import NGramDrafter
-from engines.speculation.policy import AdaptedDrafter, DraftPolicy, RowSeconds
+from engines.speculation.policy import AdaptedDrafter, DraftPolicy, Prices
 from engines.speculation.shared import SharedDrafter
 from engines.speculation.suffix import SuffixDrafter
 
@@ -24,22 +24,26 @@ Connect = Callable[[bool], DraftClient | None]
 def choose_drafter(
     config: EngineConfig,
     policy: DraftPolicy,
-    seconds: RowSeconds,
+    prices: Prices,
     shards: Communicator,
     *,
     connect: Connect | None = None,
     model: Drafter | None = None,
     history: DraftHistory | None = None,
+    remote: Drafter | None = None,
 ) -> Drafter | None:
     """Returns the drafter of a replica's shard; None for "none". `policy` makes what decides adaptive lengths.
-    All shards have `connect` where there is a draft server; `model` is the drafter of drafter="model", on the first
-    shard alone. `history` is what "grouped_suffix" knows of earlier rollouts."""
+    All shards have `connect` where there is a draft server; `model` is the drafter of drafter="model" or "own", on
+    the first shard alone, and `remote` that of a replica for which other ranks draft. `history` is what
+    "grouped_suffix" knows of earlier rollouts."""
     drafter: Drafter | None
     if config.drafter == "none":
         return None
-    if config.drafter == "ngram":
+    if remote is not None:
+        drafter = remote
+    elif config.drafter == "ngram":
         drafter = NGramDrafter()
-    elif config.drafter == "model":
+    elif config.drafter in ("model", "own"):
         drafter = model
     else:
         client = None if connect is None else connect(shards.rank == 0)
@@ -51,7 +55,7 @@ def choose_drafter(
             client=client,
             history=history,
         )
-    if shards.size > 1 and (connect is not None or config.drafter == "model"):
+    if shards.size > 1 and (connect is not None or remote is not None or config.drafter not in LOOKUPS):
         drafter = SharedDrafter(drafter if shards.rank == 0 else None, shards)
     assert drafter is not None
-    return drafter if config.draft_lengths == "fixed" else AdaptedDrafter(drafter, policy(seconds))
+    return drafter if config.draft_lengths == "fixed" else AdaptedDrafter(drafter, policy(prices))

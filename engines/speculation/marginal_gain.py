@@ -8,9 +8,10 @@ import numpy as np
 
 from engines.config import EngineConfig
 from engines.constraints import NonNegative, check_value
+from engines.sequence import SequenceState
 from engines.speculation.calibration import Calibration
-from engines.speculation.drafter import NO_DRAFT, Draft
-from engines.speculation.policy import DraftPolicy, RowSeconds, RowTable
+from engines.speculation.drafter import NO_DRAFT, Ask, Draft
+from engines.speculation.policy import DraftPolicy, Prices, RowTable
 from engines.speculation.verify import num_accepted
 
 
@@ -46,18 +47,23 @@ class MarginalGain:
     batch is smaller by an eighth; and what was learnt is slowly forgotten, so that they are tried again. Another path
     of a draft is taken whole or not at all: it adds the probabilities of the tokens that no path before it has, for a
     row per token and one more.
+
+    A small model takes a pass for each token of the longest draft, before anybody knows its estimates. How many are
+    worth that is decided by the mean acceptance so far.
     """
 
     _PATIENCE, _MOST_SKIPPED, _FORGOTTEN, _SMALLER = 8, 64, 0.02, 7 / 8
+    _HOPE, _WEIGHT = 0.8, 0.01  # of the mean acceptance: where nothing is known, and a draft token's in it
 
-    def __init__(self, seconds: RowSeconds, *, margin: float = 0.1) -> None:
+    def __init__(self, prices: Prices, *, margin: float = 0.1) -> None:
         """Drafts must promise a gain of more than `margin`, since times and probabilities are estimates, and a draft
         takes some time outside the pass.
 
         Raises ValueError for a negative one.
         """
         check_value("MarginalGain.margin", margin, NonNegative)
-        self._table = RowTable(seconds)
+        self._table, self._draft_seconds = RowTable(prices.verify), prices.draft
+        self._acceptance = self._HOPE
         self._margin = margin
         self._calibration = Calibration()
         self._num_vain = 0
@@ -66,7 +72,29 @@ class MarginalGain:
         self._vain_tokens = 0
         """Tokens of the smallest of these passes."""
 
-    def wants(self, num_tokens: int, num_sequences: int) -> bool:
+    def wants(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Ask]:
+        if not self._tries(num_tokens):
+            return []
+        count, most = len(asks), max(ask.limit for ask in asks)
+        if self._draft_seconds(count, most) <= self._draft_seconds(count, 1):
+            return asks
+        length = self._length(count, most, num_tokens, num_draws)
+        if not length:
+            self._give_up(num_tokens)
+        return [ask._replace(limit=min(ask.limit, length)) for ask in asks] if length else []
+
+    def _length(self, num_sequences: int, most: int, num_tokens: int, num_draws: int) -> int:
+        """Returns the length that makes the tokens per second of this pass and of drafting before it the most."""
+        lengths = np.arange(most + 1)
+        yields = num_draws + num_sequences * np.concatenate([[0.0], np.cumsum(self._acceptance ** lengths[1:])])
+        drafting = [0.0, *(self._draft_seconds(num_sequences, length) for length in range(1, most + 1))]
+        ends = num_tokens + num_sequences * lengths
+        rates = yields / (self._table.upto(int(ends[-1]))[ends] + drafting)
+        best = int(rates.argmax())
+        return best if rates[best] > (1 + self._margin) * rates[0] else 0
+
+    def _tries(self, num_tokens: int) -> bool:
+        """Whether to look drafts up for this pass, as far as passes before it say."""
         if self._num_vain < self._PATIENCE or num_tokens < self._SMALLER * self._vain_tokens:
             return True
         self._num_skipped += 1
@@ -75,7 +103,7 @@ class MarginalGain:
         self._num_skipped = 0
         return True
 
-    def shorten(self, num_tokens: int, num_draws: int, drafts: list[Draft]) -> list[Draft]:
+    def shorten(self, states: list[SequenceState], drafts: list[Draft], num_tokens: int, num_draws: int) -> list[Draft]:
         if not any(draft.tokens for draft in drafts):
             return drafts
         paths = self._calibration.paths(drafts)
@@ -95,17 +123,23 @@ class MarginalGain:
         best = int(rates.argmax())
         if rates[best] <= (1 + self._margin) * rates[0]:
             best = 0
-        self._num_vain = 0 if best else self._num_vain + 1
-        self._vain_tokens = num_tokens if self._num_vain <= 1 else min(self._vain_tokens, num_tokens)
         if not best:
-            self._calibration.forget(self._FORGOTTEN)
+            self._give_up(num_tokens)
             return [NO_DRAFT] * len(drafts)
+        self._num_vain = 0
         chosen = owners[:best]
         lengths = np.bincount(chosen[chosen >= 0], minlength=len(drafts)).tolist()
         others = [[0] * len(draft.others) for draft in drafts]
         for number in (-1 - chosen[chosen < 0]).tolist():
             others[branches[number].draft][branches[number].path] = branches[number].length
         return [draft.cut(length, more) for draft, length, more in zip(drafts, lengths, others, strict=True)]
+
+    def _give_up(self, num_tokens: int) -> None:
+        """Notes that no draft was worth it for a pass of this many tokens."""
+        self._num_vain += 1
+        self._vain_tokens = num_tokens if self._num_vain <= 1 else min(self._vain_tokens, num_tokens)
+        self._calibration.forget(self._FORGOTTEN)
+        self._acceptance += self._FORGOTTEN * (self._HOPE - self._acceptance)
 
     def _branches(self, drafts: list[Draft]) -> list[_Branch]:
         """Returns for each other path the beginning with the most expected tokens per row."""
@@ -124,5 +158,7 @@ class MarginalGain:
                 found.append(_Branch(number, path, length, float(gains[length - shared - 1])))
         return found
 
-    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+    def observe(self, state: SequenceState, probabilities: list[float], num_accepted: int) -> None:
         self._calibration.observe(probabilities, num_accepted)
+        for place in range(min(len(probabilities), num_accepted + 1)):
+            self._acceptance += self._WEIGHT * ((place < num_accepted) - self._acceptance)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from engines.sequence import SequenceId, SequenceState
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Ask, Draft, DraftPass, News
 
 
 class NGramDrafter:
@@ -20,9 +20,11 @@ class NGramDrafter:
         assert 1 <= min_n <= max_n
         self._max_n, self._min_n = max_n, min_n
         self._indices: dict[SequenceId, _Index] = {}
+        self.passes: Items[DraftPass] = ()
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
-        drafts = [self._propose(state, limit) for state, limit in zip(states, limits, strict=True)]
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        self.passes = (DraftPass(len(asks)),)
+        drafts = [self._propose(ask.state, ask.limit) for ask in asks]
         return [Draft(draft, [1.0] * len(draft)) for draft in drafts]
 
     def _propose(self, state: SequenceState, limit: int) -> list[int]:
@@ -35,11 +37,9 @@ class NGramDrafter:
         copied = state.tokens[start : start + limit]
         return (copied * -(-limit // len(copied)))[:limit]
 
-    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
-        """Nothing is learnt from it."""
-
-    def finish(self, state: SequenceState) -> None:
-        self._indices.pop(state.sequence_id, None)
+    def follow(self, news: News) -> None:
+        for state in news.ended:
+            self._indices.pop(state.sequence_id, None)
 
 
 class _Index:

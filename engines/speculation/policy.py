@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.sequence import SequenceId, SequenceState
-from engines.speculation.drafter import Draft, Drafter
+from engines.speculation.drafter import NO_DRAFT, Ask, Draft, Drafter, DraftPass, News
 
 RowSeconds = Callable[[int], float]
 """Number of tokens, one row each -> seconds of a forward pass over them, with a draw at each."""
+DraftSeconds = Callable[[int, int], float]
+"""Number of sequences, tokens of the longest draft -> seconds in which the replica drafts them before a pass."""
+
+
+def _free(num_sequences: int, length: int) -> float:
+    return 0.0
+
+
+class Prices(NamedTuple):
+    """What drafts cost a replica."""
+
+    verify: RowSeconds
+    draft: DraftSeconds = _free
+    """Free where other ranks draft."""
 
 
 class RowTable:
@@ -35,22 +49,23 @@ class RowTable:
 class SpeculationPolicy(Protocol):
     """Decides how many tokens and paths drafts have. It has no clock; all shards of a replica must decide alike."""
 
-    def wants(self, num_tokens: int, num_sequences: int) -> bool:
-        """Whether drafts of `num_sequences` sequences are worth looking up for a pass of `num_tokens` tokens."""
+    def wants(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Ask]:
+        """Returns those of the sequences, in this order, for which a draft is worth looking up, and how; their limits
+        may be lower. See `Drafter.propose`."""
         ...
 
-    def shorten(self, num_tokens: int, num_draws: int, drafts: list[Draft]) -> list[Draft]:
-        """Returns what of each draft joins a pass (`Draft.cut`) that without them has `num_tokens` tokens, and yields
-        the next token of `num_draws` sequences: of those with a draft, and of others that may take none."""
+    def shorten(self, states: list[SequenceState], drafts: list[Draft], num_tokens: int, num_draws: int) -> list[Draft]:
+        """Returns what of each sequence's draft joins a pass (`Draft.cut`) that without drafts has `num_tokens` tokens
+        and yields the next token of `num_draws` sequences: of these, and of others that may take none."""
         ...
 
-    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+    def observe(self, state: SequenceState, probabilities: list[float], num_accepted: int) -> None:
         """Learns from one path: its tokens' estimated probabilities, as in `Draft`, and how many were drawn."""
         ...
 
 
-DraftPolicy = Callable[[RowSeconds], SpeculationPolicy]
-"""Makes the policy of a replica, as a class that takes `RowSeconds` does."""
+DraftPolicy = Callable[[Prices], SpeculationPolicy]
+"""Makes the policy of a replica, as a class that takes `Prices` does."""
 
 
 class AdaptedDrafter:
@@ -60,20 +75,27 @@ class AdaptedDrafter:
         self._drafter = drafter
         self._policy = policy
         self._proposed: dict[SequenceId, list[float]] = {}
+        self.passes: Items[DraftPass] = ()
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
-        if not self._policy.wants(num_tokens, len(states)):
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        self.passes, self._proposed = (), {}
+        wanted = self._policy.wants(asks, num_tokens, num_draws)
+        if not wanted:
             return []
-        drafts = self._drafter.propose(states, limits, num_tokens, num_draws)
+        drafts = self._drafter.propose(wanted, num_tokens, num_draws)
+        self.passes = self._drafter.passes
+        states = [ask.state for ask in wanted]
         self._proposed = {
             state.sequence_id: draft.probabilities for state, draft in zip(states, drafts, strict=True) if draft.tokens
         }
-        return self._policy.shorten(num_tokens, num_draws, drafts)
+        shortened = self._policy.shorten(states, drafts, num_tokens, num_draws)
+        if len(wanted) == len(asks):
+            return shortened
+        found = {state.sequence_id: draft for state, draft in zip(states, shortened, strict=True)}
+        return [found.get(ask.state.sequence_id, NO_DRAFT) for ask in asks]
 
-    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
-        self._drafter.observe(states, drafts, num_accepted)
-        for state, draft, count in zip(states, drafts, num_accepted, strict=True):
-            self._policy.observe(self._proposed[state.sequence_id][: len(draft)], count)
-
-    def finish(self, state: SequenceState) -> None:
-        self._drafter.finish(state)
+    def follow(self, news: News) -> None:
+        self._drafter.follow(news)
+        for state, draft, num_accepted in news.drawn:
+            if draft:
+                self._policy.observe(state, self._proposed[state.sequence_id][: len(draft)], num_accepted)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engines.decoding import from_msgpack
-from engines.sequence import SequenceState
-from engines.speculation.drafter import Draft, Drafter
+from engines.speculation.drafter import Ask, Draft, Drafter, DraftPass, News
 
 if TYPE_CHECKING:
     from engines.parallel.collectives import Communicator
@@ -25,25 +24,26 @@ class SharedDrafter:
 
     def __init__(self, drafter: Drafter | None, shards: Communicator) -> None:
         self._drafter, self._shards = drafter, shards
+        self.passes: Items[DraftPass] = ()
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
         """Raises what the drafter raises; on the other shards RuntimeError."""
-        drafts: list[Draft] | None = None
+        proposed: tuple[list[Draft], Items[DraftPass]] | None = None
         if self._drafter is None:
-            drafts = from_msgpack(self._shards.broadcast_bytes(None), list[Draft] | None)
-            if drafts is None:
+            kind = tuple[list[Draft], tuple[DraftPass, ...]] | None
+            proposed = from_msgpack(self._shards.broadcast_bytes(None), kind)
+            if proposed is None:
                 raise RuntimeError("the drafter on the replica's first rank has failed")
+            drafts, self.passes = proposed
             return drafts
         try:
-            drafts = self._drafter.propose(states, limits, num_tokens, num_draws)
+            drafts = self._drafter.propose(asks, num_tokens, num_draws)
+            proposed = drafts, self._drafter.passes
+            self.passes = proposed[1]
             return drafts
         finally:  # also after an error: the others wait
-            self._shards.broadcast_bytes(_encode(drafts))
+            self._shards.broadcast_bytes(_encode(proposed))
 
-    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
+    def follow(self, news: News) -> None:
         if self._drafter is not None:
-            self._drafter.observe(states, drafts, num_accepted)
-
-    def finish(self, state: SequenceState) -> None:
-        if self._drafter is not None:
-            self._drafter.finish(state)
+            self._drafter.follow(news)

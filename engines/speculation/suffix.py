@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.sequence import SequenceState
 from engines.speculation.client import DraftClient
-from engines.speculation.drafter import NO_DRAFT, Draft
+from engines.speculation.drafter import NO_DRAFT, Ask, Draft, DraftPass, News
 from engines.speculation.history import NEW, DraftHistory, age_of
 from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, SuffixTree, Tokens, batch_speculate
 
@@ -74,10 +74,13 @@ class SuffixDrafter:
         self._groups: OrderedDict[_Key, _Group] = OrderedDict()  # the one used longest ago first
         self._num_bytes = self._turn = 0
         self._buffers = DraftBuffers.empty(0, num_paths, max_draft_tokens)
+        self.passes: Items[DraftPass] = ()
         self.num_evicted = 0
         """Groups that were dropped because of `max_bytes`."""
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        self.passes = (DraftPass(len(asks)),)
+        states, limits = [ask.state for ask in asks], [ask.limit for ask in asks]
         self._turn += 1
         drafts = [NO_DRAFT] * len(states)
         followed = [(place, group) for place, state in enumerate(states) if (group := self._follow(state)) is not None]
@@ -99,15 +102,17 @@ class SuffixDrafter:
                 drafts[place] = paths[0]._replace(others=tuple(paths[1:]))
         return drafts
 
-    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
-        """Counts what drafts yield, where there is a history."""
+    def follow(self, news: News) -> None:
+        """Of a group's sequence that has ended the tokens stay, as a reference for its siblings. What drafts yield is
+        counted where there is a history."""
         if self._history is not None:
-            for state, count in zip(states, num_accepted, strict=True):
-                if (group := self._groups.get(self._key(state))) is not None:
+            for state, draft, count in news.drawn:
+                if draft and (group := self._groups.get(self._key(state))) is not None:
                     self._history.yields[f"{group.age}/accepted"] += count
+        for state in news.ended:
+            self._end(state)
 
-    def finish(self, state: SequenceState) -> None:
-        """Of a group's sequence the tokens stay, as a reference for its siblings."""
+    def _end(self, state: SequenceState) -> None:
         key, request = self._key(state), self._request(state)
         group = self._groups.get(key)
         if group is not None and self._grouped:

@@ -219,7 +219,7 @@ def batch_speculate(
     drafts.lengths[: len(trees)] = 0
     for i, tree in enumerate(trees):
         pattern = None if span is None else span[0].reshape(-1)[span[1][i] : span[2][i]]
-        for k, (tokens, probabilities, _) in enumerate(tree._tree.speculate(int(request_ids[i]), pattern, args[i])):
+        for k, (tokens, probabilities, *_) in enumerate(tree._tree.speculate(int(request_ids[i]), pattern, args[i])):
             drafts.tokens[i, k, : len(tokens)], drafts.probabilities[i, k, : len(tokens)] = tokens, probabilities
             drafts.lengths[i, k] = len(tokens)
     return None

@@ -42,7 +42,7 @@ from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, share_lac
 from engines.replica.endings import Endings
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
-from engines.rollout.pace import Pace, row_seconds
+from engines.rollout.pace import Pace, prices_of
 from engines.rollout.telemetry import StepRecord, TurnSpan, turn_spans
 from engines.rollout.turns import Turns
 from engines.rollout.worker_core import REPORT_EVERY_S
@@ -412,7 +412,7 @@ class Cluster:
         drafter = SimulatedDrafter(config.drafts, seen)
         if config.engine.draft_lengths == "fixed":
             return drafter
-        return AdaptedDrafter(drafter, config.draft_policy(row_seconds(config.pace, spec)))
+        return AdaptedDrafter(drafter, config.draft_policy(prices_of(config.pace, spec, config.engine)))
 
     def regroup(self, command: messages.Regroup, ranks: Iterable[int], kept: dict[SequenceId, KeptKV]) -> None:
         """These ranks have left their replica, or were idle; `kept` is in their caches. Ranks that exchange weights and

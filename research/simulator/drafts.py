@@ -21,7 +21,7 @@ import numpy as np
 
 from engines.constraints import Count, Int64, check_fields
 from engines.sequence import SequenceKey, SequenceState
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Ask, Draft, DraftPass, News
 from research.simulator.runner import token_of
 
 SEER_TABLE_2 = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
@@ -115,11 +115,13 @@ class SimulatedDrafter:
     def __init__(self, acceptance: DraftAcceptance, references: References) -> None:
         """Drafters that share `references` know the sequences of each other's replicas, as by a draft server."""
         self._acceptance, self._references = acceptance, references
+        self.passes: Items[DraftPass] = ()
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
-        for state in states:
-            self._references.update(state)
-        return [self._draft(state, limit) for state, limit in zip(states, limits, strict=True)]
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        self.passes = (DraftPass(len(asks)),)
+        for ask in asks:
+            self._references.update(ask.state)
+        return [self._draft(ask.state, ask.limit) for ask in asks]
 
     def _draft(self, state: SequenceState, limit: int) -> Draft:
         drawn, clear = self._acceptance.draw(state.key, len(state.tokens), limit)
@@ -133,8 +135,6 @@ class SimulatedDrafter:
         shares = [1.0 if one else 0.5 for one in clear]
         return Draft([token_of(state.key)] * num_right + [_WRONG] * (limit - num_right), [*accumulate(shares, mul)])
 
-    def observe(self, states: list[SequenceState], drafts: Items[Items[int]], num_accepted: list[int]) -> None:
-        """Nothing is learnt from it."""
-
-    def finish(self, state: SequenceState) -> None:
-        self._references.update(state)
+    def follow(self, news: News) -> None:
+        for state in news.ended:
+            self._references.update(state)

@@ -5,13 +5,17 @@ Real processes that wait and simulated ones ask the same object, so that both ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from engines.config import LOOKUPS
 from engines.constraints import NonNegative, Positive, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec, share_lacked
 from engines.rollout.pace import Path
+from engines.speculation.drafter import DraftPass
 from research.simulator.datasheets import BYTES_PER_ELEMENT, Device, ModelShape
 from research.simulator.latency import TP_SIZES, Efficiencies, LatencyProfile, profile
 from research.simulator.links import HostLinks
@@ -40,6 +44,8 @@ class ProfilePace:
     Fig. 12: 8 A40, Llama-3.1-8B)."""
     lookup_s: NonNegative = 8e-6
     """To look up one sequence's draft, before the pass; suffix trees are on the host (measured: docs/drafting.md)."""
+    draft_shapes: Mapping[str, ModelShape] = field(default_factory=dict)
+    """Of small models that draft, by the name that `draft` is given. Each runs on single GPUs."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,7 +80,33 @@ class ProfilePace:
             pairs=max(output.num_tokens, output.num_pairs * self.token_scale),
             logit_rows=output.num_sampled,
         )
-        return self.scale * (seconds + output.num_looked_up * self.lookup_s)
+        return self.scale * seconds
+
+    def draft(self, spec: ReplicaSpec, method: str, passes: Items[DraftPass]) -> float:
+        """Raises ValueError for a small model without a shape here."""
+        if method in LOOKUPS:
+            return self.scale * self.lookup_s * sum(one.num_rows for one in passes)
+        if method not in self.draft_shapes:
+            raise ValueError(
+                f"ProfilePace.draft_shapes={sorted(self.draft_shapes)}: has no shape of draft model {method!r}; add it"
+            )
+        small = self._small[method]
+        seconds = 0.0
+        for one in passes:
+            rows, context = (
+                -(-one.num_rows // spec.tp_size),
+                round(one.num_context_tokens * self.token_scale / spec.tp_size),
+            )
+            seconds += small.step_seconds(rows, rows, max(rows, context))
+        return self.scale * seconds
+
+    @cached_property
+    def _small(self) -> dict[str, LatencyProfile]:
+        """One GPU with each of the small models."""
+        return {
+            name: LatencyProfile(device=self.device, shape=shape, tp_size=1, efficiencies=self.efficiencies)
+            for name, shape in self.draft_shapes.items()
+        }
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
         """Each rank moves its own KV heads at the same time as the others."""
@@ -118,6 +150,9 @@ class WideReplica:
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
         return self.pace.transfer(self._wide(spec), num_tokens, path)
+
+    def draft(self, spec: ReplicaSpec, method: str, passes: Items[DraftPass]) -> float:
+        return self.pace.draft(self._wide(spec), method, passes)
 
     def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
         return 0.0

@@ -104,7 +104,10 @@ class Rank:
         assert self._replica is not None and self._spec is not None
         cluster = self._cluster
         output = self._replica.step()
-        seconds = paced_step_s(cluster.config.pace, self._spec, output) + self._transfer_s()
+        seconds = (
+            paced_step_s(cluster.config.pace, self._spec, output, cluster.config.engine.draft_method)
+            + self._transfer_s()
+        )
         cluster.record(self._spec, self._epoch, start, seconds, output)
         cluster.queue.at(start + seconds, (STEP_END, self.number), lambda: self._end_step(output, seconds))
 

@@ -31,7 +31,7 @@ class Guesser(ScriptedDrafter):
         anything = [rng.randrange(VOCAB_SIZE) for _ in right]
         return {"truth": right, "wrong": wrong, "random": anything}[self._kind][:limit]
 
-    def observe(self, *_: object) -> None: ...
+    def follow(self, *_: object) -> None: ...
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from engines.replica.replica import Replica, StepOutput
 from engines.replica.schedule import Fork, Scheduled
 from engines.rollout.telemetry import chrome_trace
 from engines.sequence import Completion, Finished, SequenceId, SequenceState, Work
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Ask, Draft, DraftPass, News
 from engines.speculation.ngram import NGramDrafter
 from engines.speculation.verify import num_accepted
 from research.seer.thresholds import Thresholds
@@ -60,11 +60,13 @@ class ScriptedDrafter:
     def __init__(self, kind: str, truth: Truth, most: int = NUM_DRAFT_TOKENS) -> None:
         self._kind, self._truth, self._most = kind, truth, most
         self.known: set[SequenceId] = set()
+        self.passes: list[DraftPass] = []
         self.num_drafted = self.num_accepted = 0
         self.asked: tuple[int, int] | None = None
         """Tokens and draws of the next pass without drafts."""
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        states, limits = [ask.state for ask in asks], [ask.limit for ask in asks]
         assert num_tokens >= num_draws >= len(states)
         self.asked = num_tokens, num_draws
         assert states and all(1 <= limit <= self._most for limit in limits)
@@ -104,16 +106,17 @@ class ScriptedDrafter:
             return [rng.randrange(131) for _ in right]
         return right if self._kind == "truth" else wrong
 
-    def observe(self, states: list[SequenceState], drafts: Any, num_accepted: list[int]) -> None:
-        for state, draft, count in zip(states, drafts, num_accepted, strict=True):
+    def follow(self, news: News) -> None:
+        for state in news.ended:
+            self.known.discard(state.sequence_id)
+        for state, draft, count in news.drawn:
+            if not draft:
+                continue
             drawn = state.tokens[self._lengths[state.sequence_id] :]
             right = [guess == token for guess, token in zip(draft, drawn, strict=False)]
             assert count == (right.index(False) if False in right else len(right))
             self.num_drafted += len(draft)
             self.num_accepted += count
-
-    def finish(self, state: SequenceState) -> None:
-        self.known.discard(state.sequence_id)
 
 
 KINDS = ("ngram", "truth", "wrong", "random", "mixed", "paths")
@@ -590,7 +593,7 @@ def continuations(tokens: list[int], limit: int, min_n: int, max_n: int) -> list
 
 
 def propose(drafter: NGramDrafter, states: list[SequenceState], limits: list[int]) -> list[list[int]]:
-    return [draft.tokens for draft in drafter.propose(states, limits, len(states), len(states))]
+    return [draft.tokens for draft in drafter.propose([*map(Ask, states, limits)], len(states), len(states))]
 
 
 @settings(max_examples=300, deadline=None)
@@ -602,7 +605,7 @@ def test_ngrams_against_brute_force(data: st.DataObject, alphabet: int, min_n: i
         for state in states:
             if data.draw(st.integers(0, 9)) == 0:
                 del state.tokens[data.draw(st.integers(1, len(state.tokens))) :]
-                drafter.finish(state)
+                drafter.follow(News(ended=[state]))
             state.tokens += data.draw(st.lists(st.integers(0, alphabet - 1), min_size=1, max_size=8))
         limits = [data.draw(st.integers(1, 9)) for _ in states]
         expected = [
@@ -725,16 +728,14 @@ def test_with_group_drafts_sample_0_of_all_prompts_comes_first(qwen3: str) -> No
     assert order["grouped_suffix"] == [(uid, index) for index in range(3) for uid in range(4)]
 
 
-def test_a_drafter_that_fails_in_finish_too(qwen3: str) -> None:
+def test_a_drafter_that_fails_in_follow_too(qwen3: str) -> None:
     """As a tree without memory does. The LLM holds no sequence afterwards, and goes on with another drafter."""
 
     class Failing(ScriptedDrafter):
-        def propose(
-            self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int
-        ) -> list[Draft]:
+        def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
             raise MemoryError("no memory for a tree")
 
-        def finish(self, state: SequenceState) -> None:
+        def follow(self, news: News) -> None:
             raise MemoryError("no memory for a tree")
 
     llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**24)

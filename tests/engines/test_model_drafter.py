@@ -24,12 +24,13 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import nested_layout
 from engines.replica.model_drafter import ModelDrafter
 from engines.replica.schedule import Scheduled
-from engines.rollout.pace import ShortestStep
 from engines.sampling.sampler import make_sampling_batch, sample
 from engines.sequence import Completion, SequenceId, SequenceState, Work
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Ask, Draft, News
 from engines.speculation.marginal_gain import MarginalGain
+from engines.speculation.policy import Prices
 from engines.speculation.shared import SharedDrafter
+from research.simulator.pace import ProfilePace
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_drafts import NUM_DRAFT_TOKENS, OPTIONS, PARAMS, PROMPTS, Watch, check, make_states, submitted
 from tests.engines.test_drafts import make_llm as make_plain_llm
@@ -39,7 +40,7 @@ from tests.engines.test_rollout_world import Flip
 from tests.engines.test_token_equality import TIGHT_KV
 from tests.holding import Held, check_tokens, held_params, tokens_of
 from tests.interrupts import interrupts
-from tests.states import make_state
+from tests.states import asks, make_state
 from tests.worlds import join, run_world
 
 
@@ -141,19 +142,19 @@ class Sometimes:
         self._rng = random.Random(3)
         self._left = 0
 
-    def wants(self, num_tokens: int, num_sequences: int) -> bool:
+    def wants(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Ask]:
         self._left = self._left - 1 if self._left > -5 else self._rng.randint(1, 4)
-        return self._left > 0
+        return asks if self._left > 0 else []
 
-    def shorten(self, num_tokens: int, num_draws: int, drafts: list[Draft]) -> list[Draft]:
+    def shorten(self, states: Any, drafts: list[Draft], num_tokens: int, num_draws: int) -> list[Draft]:
         return [draft.cut(self._rng.randint(0, NUM_DRAFT_TOKENS)) for draft in drafts]
 
-    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+    def observe(self, state: SequenceState, probabilities: list[float], num_accepted: int) -> None:
         assert all(0 < one <= 1 for one in probabilities) and probabilities == sorted(probabilities, reverse=True)
 
 
 @pytest.mark.parametrize("draft", ["same", "near"])
-@pytest.mark.parametrize("policy", [lambda _: Sometimes(), lambda _: MarginalGain(lambda rows: 200.0 + rows)])
+@pytest.mark.parametrize("policy", [lambda _: Sometimes(), lambda _: MarginalGain(Prices(lambda rows: 200.0 + rows))])
 def test_policies(models: dict[str, str], plain: dict[SequenceId, Completion], policy: Any, draft: str) -> None:
     """A drafter that was not asked for some steps catches up, and guesses behind a shortened draft stay."""
     llm = make_llm(models["same"], models[draft], draft_policy=policy)
@@ -315,8 +316,13 @@ def test_without_blocks_there_is_no_draft(models: dict[str, str], plain: dict[Se
     check(watch.finish(), plain)
     assert watch.num_accepted == watch.num_drafted > 50
     states = [make_state(uid, [5 + uid] * 50) for uid in range(4)]
-    assert [bool(one.tokens) for one in drafter.propose(states, [5] * 4, 4, 4)] == [True, True, True, False]
-    assert [bool(one.tokens) for one in drafter.propose(states[2:], [5] * 2, 2, 2)] == [True, True]
+    assert [bool(one.tokens) for one in drafter.propose(asks(states, 5), 4, 4)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert [bool(one.tokens) for one in drafter.propose(asks(states[2:], 5), 2, 2)] == [True, True]
     drafter._blocks.check_integrity()
 
 
@@ -326,8 +332,8 @@ def test_without_blocks_there_is_no_draft(models: dict[str, str], plain: dict[Se
 def test_another_sequence_of_the_same_name(models: dict[str, str]) -> None:
     """As after an interrupt, when nobody has said that the first one has left."""
     drafters = [drafter_of(make_llm(models["same"], models["same"])) for _ in range(2)]
-    drafters[0].propose([make_state(0, PROMPTS[0])], [5], 1, 1)
-    again = [drafter.propose([make_state(0, [9] * 20)], [5], 1, 1) for drafter in drafters]
+    drafters[0].propose([Ask(make_state(0, PROMPTS[0]), 5)], 1, 1)
+    again = [drafter.propose([Ask(make_state(0, [9] * 20), 5)], 1, 1) for drafter in drafters]
     assert again[0][0].tokens == again[1][0].tokens
     assert again[0][0].probabilities == pytest.approx(again[1][0].probabilities, rel=1e-9)
 
@@ -412,8 +418,8 @@ def test_interrupts_at_every_few_lines(models: dict[str, str], call: str) -> Non
             assert {one: done[one].token_ids for one in done} == {one: expected[one].token_ids for one in done}
             assert watch.num_accepted == watch.num_drafted > 0
         llm.replica.clear()
-        drafter.propose([make_state(9, [4, 5])], [3], 1, 1)  # after an interrupt the first call forgets everything
-        drafter.finish(make_state(9, [4, 5]))
+        drafter.propose([Ask(make_state(9, [4, 5]), 3)], 1, 1)  # after an interrupt the first call forgets everything
+        drafter.follow(News(ended=[make_state(9, [4, 5])]))
         if call == "clear":  # an interrupt of the replica's own part leaves sequences that nobody will finish
             drafter._blocks.check_integrity()
         else:
@@ -517,14 +523,14 @@ def test_bad_checkpoints(qwen3: str, tmp_path: Path, changes: dict[str, Any] | N
 def paced(target: str, draft: str) -> str:
     groups = join(timeout_s=60)
     with pytest.raises(ValueError) as caught:
-        make_llm(target, draft, world=groups, schedule=OnDemand(), pace=ShortestStep(step_s=0.01))
+        make_llm(target, draft, world=groups, schedule=OnDemand(), pace=ProfilePace.of("h100-8b-tp1"))
     groups.close()
     return str(caught.value)
 
 
-def test_a_pace_is_refused(models: dict[str, str]) -> None:
+def test_a_pace_that_has_no_price_of_the_small_model_is_refused(models: dict[str, str]) -> None:
     for message in run_world(paced, 2, models["same"], models["near"]):
-        assert "pace: has no time for the passes of EngineConfig.drafter='model'" in message
+        assert "ProfilePace.draft_shapes=[]: has no shape of draft model" in message and models["near"] in message
 
 
 def test_another_tokenizer_is_refused(text_model: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engines import LLM, SamplingParams
@@ -11,8 +12,8 @@ from engines.replica.replica import StepOutput
 from engines.replica.row_times import RowTimes
 from engines.rollout.pace import Path, row_seconds
 from engines.sequence import Work
-from engines.speculation.drafter import Draft
-from engines.speculation.policy import RowSeconds
+from engines.speculation.drafter import Ask, Draft, DraftPass
+from engines.speculation.policy import Prices
 from tests.states import make_state
 from tests.worlds import join, run_world
 
@@ -25,7 +26,11 @@ class ByRows:
     """A `Pace`: 5 ms, 1 ms per token, and 8 ms per draft that was looked up."""
 
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
-        return 0.005 + 0.001 * output.num_tokens + 0.008 * output.num_looked_up
+        return 0.005 + 0.001 * output.num_tokens
+
+    def draft(self, spec: ReplicaSpec, method: str, passes: Sequence[DraftPass]) -> float:
+        assert method == "ngram"
+        return 0.008 * sum(one.num_rows for one in passes)
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
         return 0.0
@@ -37,24 +42,24 @@ class ByRows:
 class EverySecond:
     """A `SpeculationPolicy`: wants drafts for every second pass, and takes two tokens of each."""
 
-    def __init__(self, seconds: RowSeconds) -> None:
-        self.seconds = seconds
+    def __init__(self, prices: Prices) -> None:
+        self.seconds = prices.verify
         self._num_passes = 0
 
-    def wants(self, num_tokens: int, num_sequences: int) -> bool:
+    def wants(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Ask]:
         self._num_passes += 1
-        return self._num_passes % 2 == 0
+        return asks if self._num_passes % 2 == 0 else []
 
-    def shorten(self, num_tokens: int, num_draws: int, drafts: list[Draft]) -> list[Draft]:
+    def shorten(self, states: Any, drafts: list[Draft], num_tokens: int, num_draws: int) -> list[Draft]:
         return [draft.cut(2) for draft in drafts]
 
-    def observe(self, probabilities: list[float], num_accepted: int) -> None:
+    def observe(self, *_: object) -> None:
         pass
 
 
 def make_llm(model: str, made: list[EverySecond], **options: Any) -> LLM:
-    def make(seconds: RowSeconds) -> EverySecond:
-        made.append(EverySecond(seconds))
+    def make(prices: Prices) -> EverySecond:
+        made.append(EverySecond(prices))
         return made[-1]
 
     return LLM(model, drafter="ngram", draft_policy=make, **options)
@@ -96,6 +101,6 @@ def test_a_live_policy_decides_by_measured_times_and_only_drafts_that_were_looke
     looked_up, num_drafted = [], 0
     while llm.replica.has_work:
         output = llm.replica.step()
-        looked_up.append(output.num_looked_up)
+        looked_up.append(sum(one.num_rows for one in output.draft_passes))
         num_drafted += output.num_drafted
     assert num_drafted and looked_up[:5] == [0, 0, 2, 0, 2], "a prefill, then every second pass"

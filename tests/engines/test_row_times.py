@@ -14,6 +14,7 @@ from engines.replica.row_times import RowTimes
 from engines.replica.scratch import Scratch
 from engines.speculation.drafter import Draft
 from engines.speculation.marginal_gain import MarginalGain
+from engines.speculation.policy import Prices
 from tests.worlds import join, run_world
 
 
@@ -86,8 +87,8 @@ def test_without_memory_to_measure_in_nothing_is_drafted(qwen3: str, monkeypatch
 
     times = make(LLM(qwen3, kv_cache_bytes=2**20))
     monkeypatch.setattr(scratch, "PagedKVCache", refuse)
-    policy = MarginalGain(times)
-    assert policy.shorten(4, 4, [Draft([1, 2, 3], [0.9, 0.8, 0.7])] * 4) == [Draft([], [])] * 4
+    policy = MarginalGain(Prices(times))
+    assert policy.shorten([], [Draft([1, 2, 3], [0.9, 0.8, 0.7])] * 4, 4, 4) == [Draft([], [])] * 4
 
 
 def test_it_leaves_the_kv_cache_alone(qwen3: str) -> None:
@@ -101,13 +102,13 @@ def on_two_ranks(model: str) -> tuple[list[float], list[list[int]]]:
     heard: list[list[float]] = []
 
     class Hearing(MarginalGain):
-        def __init__(self, seconds) -> None:
-            super().__init__(seconds)
-            self.seconds = seconds
+        def __init__(self, prices) -> None:
+            super().__init__(prices)
+            self.seconds = prices.verify
 
-        def shorten(self, num_tokens, num_draws, drafts):
+        def shorten(self, states, drafts, num_tokens, num_draws):
             heard.append([self.seconds(rows) for rows in range(1, 30)])
-            return super().shorten(num_tokens, num_draws, drafts)
+            return super().shorten(states, drafts, num_tokens, num_draws)
 
     llm = LLM(
         model, world=join(), tensor_parallel_size=2, dtype="float64", drafter="suffix", draft_policy=Hearing,

@@ -10,8 +10,8 @@ from engines.config import EngineConfig
 from engines.kvcache.block_manager import BlockManager
 from engines.replica.schedule import Scheduled, Sequence
 from engines.replica.scheduler import Scheduler
-from engines.sequence import KVHandle, KVPart, SequenceState
-from engines.speculation.drafter import Draft
+from engines.sequence import KVHandle, KVPart
+from engines.speculation.drafter import Ask, Draft, DraftPass
 from tests.states import make_state
 
 
@@ -254,8 +254,10 @@ class Guesses:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def propose(self, states: list[SequenceState], limits: list[int], num_tokens: int, num_draws: int) -> list[Draft]:
-        lengths = [self.rng.randint(0, limit) for limit in limits]
+    passes: tuple[DraftPass, ...] = ()
+
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        lengths = [self.rng.randint(0, ask.limit) for ask in asks]
         return [Draft([1] * length, [1.0] * length) for length in lengths]
 
 

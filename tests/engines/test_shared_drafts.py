@@ -12,7 +12,7 @@ from engines.fleet.fleet import Fleet
 from engines.parallel.collectives import SingleRank
 from engines.replica.engine import LocalEngine
 from engines.sequence import Work
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Draft, DraftPass
 from engines.speculation.shared import SharedDrafter
 from engines.speculation.suffix import SuffixDrafter
 from tests.engines.speculation import test_draft_server
@@ -123,16 +123,16 @@ class Broken:
     def propose(self, *_: Any) -> list[Draft]:
         raise ValueError("no drafts today")
 
-    def observe(self, *_: Any) -> None: ...
+    passes = (DraftPass(3, 40),)
 
-    def finish(self, *_: Any) -> None: ...
+    def follow(self, *_: Any) -> None: ...
 
 
 def fail_on_the_first(_: str) -> str:
     groups = join(timeout_s=60)
     shards = groups.get((0, 1))
     drafter = SharedDrafter(Broken() if shards.rank == 0 else None, shards)
-    return error_of(lambda: drafter.propose([], [], 0, 0))
+    return error_of(lambda: drafter.propose([], 0, 0))
 
 
 def test_a_drafter_that_fails_leaves_no_shard_waiting() -> None:
@@ -155,7 +155,9 @@ def test_drafts_come_through_a_broadcast_unchanged() -> None:
             return drafts
 
     sent: list[Any] = []
-    assert SharedDrafter(Fixed(), Sends()).propose([], [], 0, 0) == SharedDrafter(None, Sends()).propose([], [], 0, 0)
+    first, other = SharedDrafter(Fixed(), Sends()), SharedDrafter(None, Sends())
+    assert first.propose([], 0, 0) == other.propose([], 0, 0) == drafts
+    assert first.passes == other.passes == Fixed.passes
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "suffix"])

@@ -21,6 +21,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.sampling.noise import gumbel
 from engines.sequence import Completion, SequenceKey, SequenceState, Work
 from engines.speculation.marginal_gain import MarginalGain
+from engines.speculation.policy import Prices
 from research.seer.thresholds import Thresholds
 from tests.engines.test_parity import engine_logits
 from tests.states import make_state
@@ -50,10 +51,11 @@ SWITCHES = {
     },
     "adaptive drafts": {"drafter": "grouped_suffix", "draft_paths": 2, "max_num_seqs": 5},
     "drafts of a group": {
-        "drafter": "grouped_suffix", "max_num_seqs": 5, "draft_policy": lambda _: MarginalGain(lambda rows: 9.0 + rows),
+        "drafter": "grouped_suffix", "max_num_seqs": 5,
+        "draft_policy": lambda _: MarginalGain(Prices(lambda rows: 9.0 + rows)),
     },
     "drafts of a group, preemption": {
-        "drafter": "grouped_suffix", "draft_policy": lambda _: Thresholds(lambda rows: 9.0 + rows, slack=3.0),
+        "drafter": "grouped_suffix", "draft_policy": lambda _: Thresholds(Prices(lambda rows: 9.0 + rows), slack=3.0),
         "kv_cache_bytes": TIGHT_KV, "max_model_len": 100,
     },
     "preemption": {"kv_cache_bytes": TIGHT_KV, "max_model_len": 100},

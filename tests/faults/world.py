@@ -110,6 +110,9 @@ class _RandomPace:
     def switch(self, *_: object) -> float:
         return 0.0
 
+    def draft(self, *_: object) -> float:
+        return 0.0
+
 
 class _Schedule:
     """What all ranks draw alike from the seed, and this rank's part of it."""

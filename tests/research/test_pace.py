@@ -7,10 +7,11 @@ import pytest
 from engines.parallel.layout import ReplicaSpec, contiguous_layout, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import ShortestStep, row_seconds
+from engines.speculation.drafter import DraftPass
 from research.simulator.datasheets import H100, QWEN_0_5B, QWEN_32B
-from research.simulator.latency import profile
+from research.simulator.latency import LatencyProfile, profile
 from research.simulator.links import HostLinks, Link
-from research.simulator.pace import ProfilePace
+from research.simulator.pace import ProfilePace, WideReplica
 
 SPEC = ReplicaSpec(id=0, ranks=(0, 1, 2, 3))
 LINKS = HostLinks(host=Link(bandwidth=50e9, latency_s=1e-5), network=Link(bandwidth=25e9, latency_s=1e-4))
@@ -54,11 +55,24 @@ def test_a_step_with_drafts() -> None:
     pace = ProfilePace(device=H100, shape=QWEN_32B, scale=2.0, lookup_s=1e-4)
     pairs, context = 2 * 1000 + 4 * (1000 + 1001 + 1002 + 1003), 2 * 1000 + 4 * 1003
     sizes = {"num_running": 6, "num_tokens": 18, "num_context_tokens": context, "num_pairs": pairs, "num_sampled": 18}
-    expected = profile("h100-32b-tp4").step_seconds(6, 18, context, pairs=pairs, logit_rows=18) + 6 * 1e-4
-    assert pace.step(SPEC, StepOutput(**sizes, num_looked_up=6)) == pytest.approx(2 * expected, rel=1e-12)
+    expected = profile("h100-32b-tp4").step_seconds(6, 18, context, pairs=pairs, logit_rows=18)
+    assert pace.step(SPEC, StepOutput(**sizes)) == pytest.approx(2 * expected, rel=1e-12)
+    assert pace.draft(SPEC, "suffix", [DraftPass(6)]) == pytest.approx(2 * 6 * 1e-4, rel=1e-12)
     rows = row_seconds(pace, SPEC)
     assert rows(18) == pytest.approx(2 * profile("h100-32b-tp4").step_seconds(18, 18, 18, pairs=18), rel=1e-12)
     assert rows(4000) > 2 * rows(18), "so many rows are bound by arithmetic"
+
+
+def test_a_small_models_passes_are_shared_by_the_gpus_of_a_replica() -> None:
+    """Four GPUs draft for ten sequences: the one with most has three of them, and a quarter of the context."""
+    pace = ProfilePace(device=H100, shape=QWEN_32B, scale=2.0, token_scale=8.0, draft_shapes={"small": QWEN_0_5B})
+    small = LatencyProfile(device=H100, shape=QWEN_0_5B, tp_size=1)
+    expected = small.step_seconds(3, 3, 2000) + small.step_seconds(1, 1, 8)
+    assert pace.draft(SPEC, "small", [DraftPass(10, 1000), DraftPass(1, 4)]) == pytest.approx(2 * expected, rel=1e-12)
+    alone, one = ReplicaSpec(id=0, ranks=(0,)), [DraftPass(1, 4)]
+    assert WideReplica(pace, 4).draft(alone, "small", one) == pace.draft(SPEC, "small", one)
+    with pytest.raises(ValueError, match=r"draft_shapes=\['small'\]: has no shape of draft model 'large'"):
+        pace.draft(SPEC, "large", [DraftPass(1)])
 
 
 def test_transfers_and_regroups_by_hand() -> None:

@@ -54,6 +54,9 @@ class Slow:
     def switch(self, *_: object) -> float:
         return 0.05
 
+    def draft(self, *_: object) -> float:
+        return 0.0
+
 
 def roll_out(model: str, text_model: str) -> dict[str, Any]:
     """On rank 0 a log, for rollouts on demand with random moves, with regroups beside them, and of trajectories."""

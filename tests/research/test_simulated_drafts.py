@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from engines.replica.replica import StepOutput
 from engines.rollout.pace import row_seconds
 from engines.sequence import SamplingParams, SequenceState
 from engines.speculation.calibration import Calibration
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Ask, Draft, DraftPass, News
 from engines.speculation.marginal_gain import MarginalGain
-from engines.speculation.policy import RowSeconds
+from engines.speculation.policy import Prices, RowSeconds
 from research.seer.thresholds import Thresholds
 from research.simulator.cluster import Cluster, SimulatedRollout
 from research.simulator.datasheets import H100, LLAMA_8B
@@ -34,7 +35,10 @@ class DraftPace(FlatPace):
     """10 ms and 1 ms per sequence, 3 ms per draft that was looked up and 0.2 ms per draft token."""
 
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
-        return 0.01 + 0.001 * output.num_running + self.drafting(output.num_looked_up, output.num_drafted)
+        return 0.01 + 0.001 * output.num_running + self.drafting(0, output.num_drafted)
+
+    def draft(self, spec: ReplicaSpec, method: str, passes: Sequence[DraftPass]) -> float:
+        return self.drafting(sum(one.num_rows for one in passes), 0)
 
     @staticmethod
     def drafting(num_looked_up: int, num_drafted: int) -> float:
@@ -78,7 +82,7 @@ def test_table_entries_as_probabilities() -> None:
 def propose(drafter: SimulatedDrafter, state: SequenceState, limit: int = 8) -> tuple[int, list[float]]:
     """Returns how many tokens of a draft at a new position are right, and its estimates."""
     state.tokens.append(5)
-    (draft,) = drafter.propose([state], [limit], 1, 1)
+    (draft,) = drafter.propose([Ask(state, limit)], 1, 1)
     assert len(draft.tokens) == limit
     return sum(token > 2**32 for token in draft.tokens), draft.probabilities
 
@@ -88,7 +92,7 @@ def test_the_mean_accepted_length_is_that_of_the_table(num_references: int) -> N
     """Drafts of 8 tokens at 4,000 positions; four standard errors."""
     drafter = SimulatedDrafter(DraftAcceptance(seed=3), References(lambda state: state.key.sample_index > 0))
     for index in range(1, 1 + num_references):
-        drafter.finish(make_state(7, [1, 2, 3], index=index))
+        drafter.follow(News(ended=[make_state(7, [1, 2, 3], index=index)]))
     state = make_state(7, [1, 2, 3])
     counts = [propose(drafter, state)[0] for _ in range(4_000)]
     error = statistics.stdev(counts) / len(counts) ** 0.5
@@ -173,9 +177,9 @@ def test_policies_are_the_live_ones_and_decide_by_the_pace() -> None:
     given: list[RowSeconds] = []
 
     class Gain(MarginalGain):
-        def __init__(self, seconds: RowSeconds) -> None:
-            given.append(seconds)
-            super().__init__(seconds)
+        def __init__(self, prices: Prices) -> None:
+            given.append(prices.verify)
+            super().__init__(prices)
 
     class DearRows(FlatPace):
         def step(self, spec: ReplicaSpec, output: StepOutput) -> float:

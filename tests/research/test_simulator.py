@@ -38,6 +38,9 @@ class FlatPace:
     def switch(self, before: Layout, after: Layout, num_kv_tokens: int) -> float:
         return 2.0
 
+    def draft(self, *_: object) -> float:
+        return 0.0
+
 
 def states(count: int, num_prompt_tokens: int = 16, max_tokens: int = 1000) -> list[SequenceState]:
     return [

@@ -20,7 +20,7 @@ from engines.control.sealing import new_token
 from engines.control.transport import Client
 from engines.sequence import SequenceState
 from engines.speculation.client import DraftClient, DraftTimes
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Ask, Draft, News
 from engines.speculation.messages import (
     DraftCacheInfo,
     Expected,
@@ -342,7 +342,7 @@ def drafter_of(client: DraftClient | None) -> SuffixDrafter:
 
 
 def propose(drafter: SuffixDrafter, *states: SequenceState) -> list[Draft]:
-    return drafter.propose(list(states), [8] * len(states), len(states), len(states))
+    return drafter.propose([Ask(state, 8) for state in states], len(states), len(states))
 
 
 WAITS = {"sleep", "lock.acquire", "SimpleQueue.get", "lock.__enter__", "RLock.acquire"}
@@ -381,7 +381,7 @@ def test_no_step_waits_for_a_server_that_does_not_answer() -> None:
             sys.setprofile(None)
             assert drafts == expected
         sys.setprofile(note)
-        shared.finish(states[0])
+        shared.follow(News(ended=[states[0]]))
         sys.setprofile(None)
         assert any(drafts[0].tokens) and threading.active_count() > 1
     assert any("client.py" in call for call in calls) and any("SimpleQueue.put" in call for call in calls)
@@ -414,7 +414,7 @@ def test_the_second_replica_copies_from_the_first(
     propose(here, first)
     first.tokens += TEXT[10:]
     if has_ended:
-        here.finish(first)
+        here.follow(News(ended=[first]))
     else:
         propose(here, first)
     second.tokens += TEXT[:3]
@@ -442,7 +442,7 @@ def test_tokens_arrive_again_after_a_group_was_dropped_here(
     here, there, client = pair
     first, second = make_state(0, PROMPT, index=0), make_state(0, PROMPT, index=1)
     first.tokens += TEXT
-    here.finish(first)
+    here.follow(News(ended=[first]))
     second.tokens += TEXT[:3]
     wait_until(lambda: propose(there, second)[0].tokens == TEXT[3:11])
     there._groups.clear()  # as when other groups need the bytes
@@ -455,7 +455,7 @@ def test_a_running_sequence_follows_its_state_alone(pair: tuple[SuffixDrafter, S
     here, there, client = pair
     longer, state = make_state(0, PROMPT, index=0), make_state(0, PROMPT, index=0)
     longer.tokens += TEXT
-    here.finish(longer)
+    here.follow(News(ended=[longer]))
     state.tokens += TEXT[:3]
     propose(there, state)
     wait_until(lambda: known_to(client).get("0:0", {}).get(1) == TEXT)
@@ -465,5 +465,5 @@ def test_a_running_sequence_follows_its_state_alone(pair: tuple[SuffixDrafter, S
     state.tokens += [*TEXT[3:], 77]
     propose(there, state)
     assert there._groups[0, 0].tree.length(1) == 24 + len(TEXT) + 1
-    there.finish(state)
+    there.follow(News(ended=[state]))
     wait_until(lambda: known_to(client)["0:0"][1] == [*TEXT, 77])

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from engines.sequence import SequenceState
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Ask, Draft, News
 from engines.speculation.native_suffix_tree import load
 from engines.speculation.suffix import SuffixDrafter
-from tests.states import make_state
+from tests.states import asks, make_state
 
 TREES = 2**16 if load() is not None else 80 * 2**16
 """Bytes for about 1,000 tokens."""
@@ -21,7 +21,7 @@ def make(grouped: bool, max_bytes: int = 2**24, max_draft_tokens: int = 4) -> Su
 
 
 def one(drafter: SuffixDrafter, state: SequenceState, limit: int = 4) -> list[int]:
-    (draft,) = drafter.propose([state], [limit], 1, 1)
+    (draft,) = drafter.propose([Ask(state, limit)], 1, 1)
     assert len(draft.tokens) == len(draft.probabilities) <= limit
     assert draft.probabilities == sorted(draft.probabilities, reverse=True)
     return draft.tokens
@@ -50,9 +50,9 @@ def test_only_a_group_copies_from_its_siblings(ended: bool) -> None:
     stranger.tokens += [5]
     for grouped, expected in ((True, [6, 7, 8]), (False, [])):
         drafter = make(grouped)
-        drafter.propose([first], [4], 1, 1)
+        drafter.propose([Ask(first, 4)], 1, 1)
         if ended:
-            drafter.finish(first)
+            drafter.follow(News(ended=[first]))
         assert one(drafter, second) == expected and one(drafter, stranger) == []
 
 
@@ -61,7 +61,7 @@ def test_the_last_tokens_of_an_ended_sequence_count() -> None:
     drafter, first = make(True), make_state(0, [1, 2])
     one(drafter, first)
     first.tokens += [5, 6, 7, 8]
-    drafter.finish(first)
+    drafter.follow(News(ended=[first]))
     assert one(drafter, sibling(first, 1, [5])) == [6, 7, 8]
 
 
@@ -73,11 +73,11 @@ def test_tokens_that_are_taken_back_and_generated_again(grouped: bool) -> None:
     for _ in range(300):
         if rng.random() < 0.2:
             state.cut(rng.randint(state.num_prompt_tokens, len(state.tokens)))
-            drafter.finish(state)
+            drafter.follow(News(ended=[state]))
         state.tokens += [rng.randint(0, 2) for _ in range(rng.randint(1, 3))]
         state.logprobs += [0.0] * (len(state.tokens) - state.num_prompt_tokens - len(state.logprobs))
         state.versions += [0] * (len(state.logprobs) - len(state.versions))
-        assert drafter.propose([state], [4], 1, 1) == make(grouped).propose([state], [4], 1, 1)
+        assert drafter.propose([Ask(state, 4)], 1, 1) == make(grouped).propose([Ask(state, 4)], 1, 1)
 
 
 def test_the_group_that_was_used_longest_ago_goes_first() -> None:
@@ -95,20 +95,20 @@ def test_the_group_that_was_used_longest_ago_goes_first() -> None:
 def test_running_groups_that_exceed_the_bound_are_not_built_again_and_again() -> None:
     rng, drafter = random.Random(0), make(True, max_bytes=2 * TREES)
     states = [make_state(uid, [rng.randrange(50) for _ in range(400)]) for uid in range(12)]
-    drafter.propose(states, [4] * 12, 12, 12)
+    drafter.propose(asks(states), 12, 12)
     trees = {key: group.tree for key, group in drafter._groups.items()}
     assert 3 < len(trees) < 12 and drafter.num_evicted == 0
     for _ in range(5):
         for state in states:
             state.tokens.append(rng.randrange(50))
-        drafts = drafter.propose(states, [4] * 12, 12, 12)
+        drafts = drafter.propose(asks(states), 12, 12)
         assert all(
             not draft.tokens for draft, state in zip(drafts, states, strict=True) if drafter._key(state) not in trees
         )
     assert {key: group.tree for key, group in drafter._groups.items()} == trees and drafter.num_evicted == 0
     assert drafter._num_bytes < 3 * TREES
-    drafter.propose(states[-1:], [4], 1, 1)
-    assert drafter.propose(states[-1:], [4], 1, 1) == make(True).propose(states[-1:], [4], 1, 1), (
+    drafter.propose(asks(states[-1:]), 1, 1)
+    assert drafter.propose(asks(states[-1:]), 1, 1) == make(True).propose(asks(states[-1:]), 1, 1), (
         "the others are not used"
     )
 
@@ -118,7 +118,7 @@ def test_a_sequence_that_its_own_group_evicts_gets_no_drafts_from_then_on() -> N
     first = make_state(0, [1, 2, 1, 2])
     states = [sibling(first, index, [rng.randrange(50) for _ in range(300)]) for index in range(4)]
     for _ in range(5):
-        drafter.propose(states, [4] * 4, 4, 4)
+        drafter.propose(asks(states), 4, 4)
         for state in states:
             state.tokens.append(1)
     (group,) = drafter._groups.values()
@@ -130,6 +130,6 @@ def test_a_batch_drafts_as_each_of_its_sequences_alone() -> None:
     rng = random.Random(1)
     states = [make_state(uid, [rng.randint(0, 3) for _ in range(30)]) for uid in range(20)]
     limits = [rng.randint(1, 4) for _ in states]
-    found = make(True).propose(states, limits, 20, 20)
-    alone = [make(True).propose([state], [limit], 1, 1)[0] for state, limit in zip(states, limits, strict=True)]
+    found = make(True).propose([*map(Ask, states, limits)], 20, 20)
+    alone = [make(True).propose([Ask(state, limit)], 1, 1)[0] for state, limit in zip(states, limits, strict=True)]
     assert found == alone and sum(map(bool, found)) == len(states) and found != [Draft([], [])] * 20

@@ -1,0 +1,158 @@
+"""Drafts from drafters on other ranks, which run ahead of this verifier (SpecActor §4.1). Torch-free.
+
+No draft is asked for: what has come by the time of a pass is used, and what was drawn is posted after it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engines.config import DraftMode
+from engines.sequence import SequenceId, SequenceState
+from engines.speculation.drafter import HELD, NO_DRAFT, Ask, Draft, DraftPass, News
+from engines.speculation.posts import Commit, Enter, Guessed, Leave, ToDrafter, ToVerifier
+from engines.speculation.window import Heard
+
+PATIENCE_S = 2.0
+"""After so long without news of a sequence, its drafter counts as silent: the sequence is entered there again, and
+decodes plainly meanwhile."""
+
+
+class Link(Protocol):
+    """A connection to one drafter. None of its methods waits, but `take` with `waits`."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the drafter is there. After it was gone, it knows no sequence."""
+        ...
+
+    def post(self, posts: list[ToDrafter]) -> None: ...
+
+    def take(self, *, waits: bool) -> list[ToVerifier]:
+        """Returns what has come; with `waits` it may wait a moment for the first message."""
+        ...
+
+
+@dataclass(eq=False)
+class _Followed:
+    """A sequence of this replica."""
+
+    link: int
+    window: int
+    ahead: bool
+    asked: int = 0
+    """Number of the call of `propose` that asked for it last."""
+    num_posted: int = 0
+    """Its first tokens, which the drafter has if no message is lost; 0: it must be entered."""
+    news_at: float = 0.0
+    """When it was entered, or its drafter last told something new."""
+    heard: Heard = field(default_factory=Heard)
+
+
+class RemoteDrafter:
+    """The verifier's side: a `Drafter` that never drafts itself.
+
+    - "filled": a sequence takes what has come, and without drafts decodes plainly.
+    - "strict": it waits for a whole window of w guesses and sits out passes meanwhile. w - 1 of them are rows of the
+      pass, which draws w tokens: the last draw verifies the last guess (annex C-D3).
+    - "naive": the same with w rows and w + 1 draws, where nothing is drafted ahead: drafting is on other ranks, and
+      drafter and verifier wait for each other.
+
+    A sequence always has the same drafter of the links. Late, doubled, reordered and lost messages, and a drafter that
+    is silent or gone, cost time only.
+    """
+
+    def __init__(self, links: Items[Link], mode: DraftMode, *, window: int, clock: Callable[[], float]) -> None:
+        """`window`: of sequences for which no draft was asked yet. `clock` returns seconds."""
+        self._links, self._mode, self._clock, self._window = links, mode, clock, window
+        self._followed: dict[SequenceId, _Followed] = {}
+        self._was_up = [True] * len(links)
+        self._num_asked = 0
+        self.passes: Items[DraftPass] = ()
+
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        self._num_asked += 1
+        now = self._clock()
+        self._hear(now, waits=False)
+        drafts = [self._draft(ask, now) for ask in asks]
+        if len(asks) == num_tokens and all(draft.holds for draft in drafts):  # the pass would be empty
+            self._hear(now, waits=True)
+            drafts = [self._draft(ask, now) for ask in asks]
+        return drafts
+
+    def _draft(self, ask: Ask, now: float) -> Draft:
+        state, limit, ahead = ask
+        one = self._followed.get(state.sequence_id) or self._enter(state)
+        one.window, one.ahead, one.asked = limit, ahead and self._mode != "naive", self._num_asked
+        if not self._links[one.link].is_up:
+            return NO_DRAFT
+        draft = one.heard.draft(state.tokens, limit)
+        if self._mode == "filled":
+            return draft
+        if len(draft.tokens) >= limit:
+            return draft.cut(limit - 1) if one.ahead else draft
+        return HELD if now < one.news_at + PATIENCE_S else NO_DRAFT
+
+    def follow(self, news: News) -> None:
+        posts: dict[int, list[ToDrafter]] = defaultdict(list)
+        now = self._clock()
+        for state, *_ in news.drawn:
+            one = self._followed.get(state.sequence_id) or self._enter(state)
+            posts[one.link].append(self._post(one, state, now))
+        ended: dict[int, list[SequenceId]] = defaultdict(list)
+        for state in news.ended:
+            gone = self._followed.pop(state.sequence_id, None)
+            if gone is not None:
+                ended[gone.link].append(state.sequence_id)
+        for link, ids in ended.items():
+            posts[link].append(Leave(sequence_ids=ids))
+        for link, some in posts.items():
+            if self._links[link].is_up:
+                self._links[link].post(some)
+
+    def _enter(self, state: SequenceState) -> _Followed:
+        key = state.key
+        link = (key.prompt_uid * 1_000_003 + key.sample_index) % len(self._links)
+        one = _Followed(link, self._window, self._mode != "naive", news_at=self._clock())
+        self._followed[state.sequence_id] = one
+        return one
+
+    def _post(self, one: _Followed, state: SequenceState, now: float) -> Commit | Enter:
+        window = one.window if one.asked in (0, self._num_asked) else 0
+        start, one.num_posted = one.num_posted, len(state.tokens)
+        if now >= one.news_at + PATIENCE_S:
+            start = 0
+        if start:
+            new = state.tokens[start:]
+            return Commit(sequence_id=state.sequence_id, start=start, tokens=new, window=window, ahead=one.ahead)
+        one.news_at = now
+        return Enter(
+            key=state.key,
+            group_id=state.group_id,
+            params=state.params,
+            num_prompt_tokens=state.num_prompt_tokens,
+            tokens=[*state.tokens],
+            window=window,
+            ahead=one.ahead,
+        )
+
+    def _hear(self, now: float, *, waits: bool) -> None:
+        for number, link in enumerate(self._links):
+            for post in link.take(waits=waits):
+                one = self._followed.get(post.sequence_id)
+                if one is None:
+                    continue
+                if isinstance(post, Guessed):
+                    one.heard.hear(post.num_known, post.tokens, post.shares)
+                    one.news_at = now
+                else:
+                    one.num_posted = min(one.num_posted, post.num_known)
+            if not link.is_up and self._was_up[number]:
+                for one in self._followed.values():
+                    if one.link == number:
+                        one.num_posted = 0
+            self._was_up[number] = link.is_up
