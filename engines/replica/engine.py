@@ -115,7 +115,6 @@ class LocalEngine:
         """Makes all that uses the weights and the KV cache, which have the shapes of this place."""
         config, model = self.config, self._model
         self.spec, self.tensor_parallel = spec, tensor_parallel
-        self._is_remote = remote is not None
         self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
         """Tokens that the KV cache holds; in another layout they may be more or fewer."""
         shared = (self.decoder, self.kv)
@@ -125,20 +124,6 @@ class LocalEngine:
         self.row_times = RowTimes(
             *shared, config, self._max_model_len, tensor_parallel, num_kv_tokens=self.num_kv_tokens
         )
-        drafts_here = spec.role == "draft" or (remote is None and tensor_parallel.rank == 0)
-        self._model_drafter = self.make_model_drafter(config, model, self._max_model_len) if drafts_here else None
-        choose = partial(
-            choose_drafter,
-            connect=self._connect_drafts,
-            history=self._draft_history,
-            model=self._model_drafter if self._own_drafter is None else self._own_drafter(),
-        )
-        prices = self.prices(config, self._model_drafter)
-        self.drafter: Drafter | None = None
-        """On a rank that only drafts: what drafts there."""
-        if spec.role == "draft":
-            alone = replace(config, draft_lengths="fixed")
-            self.drafter = choose(alone, self._draft_policy, Prices(self.row_times), SingleRank())
         self.replica = Replica(
             runner=self._runner,
             scheduler=Scheduler(config, blocks),
@@ -149,12 +134,36 @@ class LocalEngine:
             detokenize=self._detokenize,
             hidden_stop=self._hidden_stop,
             max_kv_tokens=self._max_kv_tokens,
-            drafter=(
-                None
-                if spec.role == "draft"
-                else choose(config, self._draft_policy, prices, tensor_parallel, remote=remote)
-            ),
+            drafter=self._choose_drafter(remote),
         )
+
+    def _choose_drafter(self, remote: Drafter | None) -> Drafter | None:
+        """Returns the drafter of this place's replica; on a rank that only drafts, makes what drafts there."""
+        config, shards, is_draft_rank = self.config, self.tensor_parallel, self.spec.role == "draft"
+        self._is_remote = remote is not None
+        drafts_here = is_draft_rank or (remote is None and shards.rank == 0)
+        self._model_drafter = self.make_model_drafter(config, self._model, self._max_model_len) if drafts_here else None
+        choose = partial(
+            choose_drafter,
+            connect=self._connect_drafts,
+            history=self._draft_history,
+            model=self._model_drafter if self._own_drafter is None else self._own_drafter(),
+        )
+        self.drafter: Drafter | None = None
+        """On a rank that only drafts: what drafts there."""
+        if is_draft_rank:
+            alone = replace(config, draft_lengths="fixed")
+            self.drafter = choose(alone, self._draft_policy, Prices(self.row_times), SingleRank())
+            return None
+        return choose(config, self._draft_policy, self.prices(config, self._model_drafter), shards, remote=remote)
+
+    def draft_with(self, remote: Drafter | None) -> None:
+        """Drafts on other ranks than before, or here again, while there are no sequences."""
+        self.replica.drafter = self._choose_drafter(remote)
+        if self.has_weights:
+            self.load_draft_model()
+        if self.is_asleep and self._model_drafter is not None:
+            self._model_drafter.sleep(weights=not self.has_weights)
 
     def regroup(
         self,

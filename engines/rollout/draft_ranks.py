@@ -23,7 +23,7 @@ from engines.parallel.layout import Layout, ReplicaSpec
 from engines.rollout.pace import Pace
 from engines.speculation.desk import Desk
 from engines.speculation.drafter import Drafter, DraftPass
-from engines.speculation.posts import ToDrafter, ToVerifier, decode_to_drafter, decode_to_verifier, encode
+from engines.speculation.posts import Serves, ToDrafter, ToVerifier, decode_to_drafter, decode_to_verifier, encode
 from engines.speculation.remote import RemoteDrafter
 
 _POLL_S = 0.05
@@ -108,6 +108,8 @@ class DraftLoop:
         """`price`: see `Pace.draft`; a pass that takes less time waits until it has passed."""
         self._server, self._desk, self._price = server, desk, price
         self._has_ended = False
+        for peer in server.peers():
+            self._send(peer, [Serves(is_so=True)])
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
         self._thread.start()
 
@@ -115,6 +117,8 @@ class DraftLoop:
         self._has_ended = True
         self._server.wake()
         self._thread.join()
+        for peer in self._server.peers():
+            self._send(peer, [Serves(is_so=False)])
         desk = self._desk
         return {"num_drafted": desk.num_drafted, "num_wasted": desk.num_wasted, "most_over": desk.most_over}
 
@@ -142,6 +146,8 @@ class DraftLoop:
                 self._send(notice.peer, self._desk.hear(notice.peer, posts))
             elif isinstance(notice, Joined | Lost):
                 self._desk.lose(notice.peer)
+                if isinstance(notice, Joined):
+                    self._send(notice.peer, [Serves(is_so=True)])
             notice = self._server.receive(0.0)
 
     def _draft(self) -> None:
@@ -152,7 +158,7 @@ class DraftLoop:
         for peer, posts in answers.items():
             self._send(peer, posts)
 
-    def _send(self, peer: str, posts: list[ToVerifier]) -> None:
+    def _send(self, peer: str, posts: Items[ToVerifier | Serves]) -> None:
         if posts:
             with contextlib.suppress(ConnectionError):  # its `Lost` comes, too
                 self._server.send(peer, encode(posts))
@@ -164,6 +170,7 @@ class LiveLink:
     def __init__(self, name: str, address: str, token: bytes) -> None:
         self._name, self._address, self._token = name, address, token
         self._client: Client | None = None
+        self._is_served = False
         self._has_ended = threading.Event()
         self._num_connections = 0
         self._connecting: threading.Thread | None = None
@@ -171,7 +178,7 @@ class LiveLink:
 
     @property
     def is_up(self) -> bool:
-        return self._client is not None
+        return self._client is not None and self._is_served
 
     def post(self, posts: list[ToDrafter]) -> None:
         if (client := self._client) is not None:
@@ -189,7 +196,11 @@ class LiveLink:
             data = client.receive(_WAIT_S if waits else 0.0)
             while data is not None:
                 with contextlib.suppress(DecodeError):
-                    found += decode_to_verifier(data)
+                    for post in decode_to_verifier(data):
+                        if isinstance(post, Serves):
+                            self._is_served = post.is_so
+                        else:
+                            found.append(post)
                 data = client.receive(0.0)
         except ConnectionError:
             self._lose()
@@ -197,7 +208,7 @@ class LiveLink:
 
     def _lose(self) -> None:
         if (client := self._client) is not None:
-            self._client = None
+            self._client, self._is_served = None, False
             client.close()
             self._connecting = threading.Thread(target=self._connect_again, name="draft-link", daemon=True)
             self._connecting.start()

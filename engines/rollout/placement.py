@@ -30,7 +30,7 @@ from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.regroup import Joint
-from engines.rollout.draft_ranks import DraftRanks
+from engines.rollout.draft_ranks import DraftRanks, drafters_of
 from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace, of_pace
 from engines.sequence import SequenceId
@@ -232,6 +232,8 @@ class Placement:
                     f"of {sorted(self._num_kv_tokens)}; add the layout to GroupCache's"
                 )
         self._capacity.check(layout)
+        if self.draft_ranks is None and any(spec.role == "draft" for spec in layout.replicas):
+            raise ValueError("layout: a replica has role='draft', and the first layout had none; begin with one")
         if not self.can_regroup(before, layout):
             raise ValueError(
                 f"layout: ranks {joint_groups(before, layout)} would exchange weights, and not all of these groups "
@@ -269,6 +271,13 @@ class Placement:
     def _max_kv_tokens(self) -> int | None:
         """The longest sequence that fits in every layout that a rollout may have; None without a layout policy."""
         return None if self._given.layout_policy is None else min(self._num_kv_tokens.values())
+
+    def find_drafters(self, before: Layout, after: Layout) -> None:
+        """Where only other ranks' roles have changed: lets the replica draft with those that draft now."""
+        spec = after.replica_of(self._world.rank)
+        assert spec is not None
+        if spec == before.replica_of(self._world.rank) and drafters_of(before, spec) != drafters_of(after, spec):
+            self.engine.draft_with(self._remote(after, spec))
 
     def can_regroup(self, before: Layout, after: Layout) -> bool:
         """Whether the ranks can exchange the weights and KV that they lack in the other layout."""

@@ -134,7 +134,7 @@ class Desk:
                 self._add(entry, draft)
         answers: Answers = defaultdict(list)
         for id_, entry in self._entries.items():
-            if entry.has_news and entry.guesses.tokens:
+            if entry.has_news and (entry.guesses.tokens or entry.is_stuck):
                 entry.has_news = False
                 guesses = entry.guesses
                 answers[entry.peer].append(
@@ -143,6 +143,7 @@ class Desk:
                         num_known=guesses.num_known,
                         tokens=[*guesses.tokens],
                         shares=[*guesses.shares],
+                        is_all=entry.is_stuck,
                     )
                 )
         return answers
@@ -151,7 +152,7 @@ class Desk:
         known = len(entry.guesses.tokens)
         new = draft.tokens[known : known + 1]
         if not new or draft.tokens[:known] != entry.guesses.tokens:
-            entry.is_stuck = True  # until the next tokens come
+            entry.is_stuck = entry.has_news = True  # until the next tokens come
             return
         before = draft.probabilities[known - 1] if known else 1.0
         entry.guesses.add(new, [min(1.0, draft.probabilities[known] / max(before, 1e-30))])

@@ -13,7 +13,7 @@ from msgspec import Meta
 from engines.decoding import from_msgpack
 from engines.sequence import SamplingParams, SequenceId, SequenceKey
 
-Token = Annotated[int, Meta(ge=0, lt=2**63)]
+Token = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -55,6 +55,8 @@ class Guessed(_Post, frozen=True, kw_only=True):
     num_known: Count
     tokens: list[Token]
     shares: list[Share]
+    is_all: bool
+    """Whether no more follow before the verifier has drawn: the last one ends the sequence, say."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.shares):
@@ -68,8 +70,15 @@ class Lacks(_Post, frozen=True, kw_only=True):
     num_known: Count
 
 
+class Serves(_Post, frozen=True, kw_only=True):
+    """Whether the rank drafts now."""
+
+    is_so: bool
+
+
 ToDrafter = Enter | Commit | Leave
 ToVerifier = Guessed | Lacks
+"""What `RemoteDrafter` takes from a link."""
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -79,6 +88,6 @@ def decode_to_drafter(data: bytes) -> list[ToDrafter]:
     return from_msgpack(data, list[ToDrafter])
 
 
-def decode_to_verifier(data: bytes) -> list[ToVerifier]:
+def decode_to_verifier(data: bytes) -> list[ToVerifier | Serves]:
     """Raises DecodeError."""
-    return from_msgpack(data, list[ToVerifier])
+    return from_msgpack(data, list[ToVerifier | Serves])

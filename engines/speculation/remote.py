@@ -70,7 +70,6 @@ class RemoteDrafter:
         """`window`: of sequences for which no draft was asked yet. `clock` returns seconds."""
         self._links, self._mode, self._clock, self._window = links, mode, clock, window
         self._followed: dict[SequenceId, _Followed] = {}
-        self._was_up = [True] * len(links)
         self._num_asked = 0
         self.passes: Items[DraftPass] = ()
 
@@ -93,7 +92,7 @@ class RemoteDrafter:
         draft = one.heard.draft(state.tokens, limit)
         if self._mode == "filled":
             return draft
-        if len(draft.tokens) >= limit:
+        if len(draft.tokens) >= limit or one.heard.is_waiting(len(state.tokens)):
             return draft.cut(limit - 1) if one.ahead else draft
         return HELD if now < one.news_at + PATIENCE_S else NO_DRAFT
 
@@ -102,7 +101,10 @@ class RemoteDrafter:
         now = self._clock()
         for state, *_ in news.drawn:
             one = self._followed.get(state.sequence_id) or self._enter(state)
-            posts[one.link].append(self._post(one, state, now))
+            if self._links[one.link].is_up:
+                posts[one.link].append(self._post(one, state, now))
+            else:
+                one.num_posted = 0
         ended: dict[int, list[SequenceId]] = defaultdict(list)
         for state in news.ended:
             gone = self._followed.pop(state.sequence_id, None)
@@ -111,8 +113,7 @@ class RemoteDrafter:
         for link, ids in ended.items():
             posts[link].append(Leave(sequence_ids=ids))
         for link, some in posts.items():
-            if self._links[link].is_up:
-                self._links[link].post(some)
+            self._links[link].post(some)
 
     def _enter(self, state: SequenceState) -> _Followed:
         key = state.key
@@ -142,17 +143,12 @@ class RemoteDrafter:
 
     def _hear(self, now: float, *, waits: bool) -> None:
         for number, link in enumerate(self._links):
-            for post in link.take(waits=waits):
+            for post in link.take(waits=waits and number == self._num_asked % len(self._links)):
                 one = self._followed.get(post.sequence_id)
                 if one is None:
                     continue
                 if isinstance(post, Guessed):
-                    one.heard.hear(post.num_known, post.tokens, post.shares)
+                    one.heard.hear(post.num_known, post.tokens, post.shares, is_all=post.is_all)
                     one.news_at = now
                 else:
                     one.num_posted = min(one.num_posted, post.num_known)
-            if not link.is_up and self._was_up[number]:
-                for one in self._followed.values():
-                    if one.link == number:
-                        one.num_posted = 0
-            self._was_up[number] = link.is_up

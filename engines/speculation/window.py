@@ -66,11 +66,17 @@ class Heard:
     tokens: Items[int] = ()
     """Its guesses behind them."""
     shares: Items[float] = ()
+    is_all: bool = False
+    """Whether no more follow before something is drawn."""
 
-    def hear(self, num_known: int, tokens: Items[int], shares: Items[float]) -> None:
+    def hear(self, num_known: int, tokens: Items[int], shares: Items[float], *, is_all: bool) -> None:
         """Takes the drafter's guesses; an older message than the last one changes nothing."""
-        if (num_known, len(tokens)) > (self.num_known, len(self.tokens)):
-            self.num_known, self.tokens, self.shares = num_known, tokens, shares
+        if (num_known, len(tokens), is_all) > (self.num_known, len(self.tokens), self.is_all):
+            self.num_known, self.tokens, self.shares, self.is_all = num_known, tokens, shares, is_all
+
+    def is_waiting(self, num_tokens: int) -> bool:
+        """Whether the drafter knows all tokens of the sequence, and waits for the verifier."""
+        return self.is_all and self.num_known == num_tokens
 
     def draft(self, tokens: Items[int], limit: int) -> Draft:
         """Returns the guesses behind these tokens, which the sequence has: at most `limit`, and none if one of those

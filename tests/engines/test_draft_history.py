@@ -15,12 +15,12 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import nested_layout
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SequenceState
-from engines.speculation.drafter import Draft
+from engines.speculation.drafter import Draft, News
 from engines.speculation.history import DraftHistory, age_of, tokens_per_step
 from engines.speculation.native_suffix_tree import load
 from engines.speculation.suffix import SuffixDrafter
 from tests.holding import tokens_of
-from tests.states import make_state
+from tests.states import asks, make_state
 from tests.worlds import join, run_world
 
 TREES = 2**16 if load() is not None else 80 * 2**16
@@ -76,7 +76,7 @@ def test_yields_by_age() -> None:
 
 
 def propose(drafter: SuffixDrafter, states: list[SequenceState]) -> list[Draft]:
-    return drafter.propose(states, [4] * len(states), len(states), len(states))
+    return drafter.propose(asks(states), len(states), len(states))
 
 
 def make(max_bytes: int = 2**24, history: DraftHistory | None = None, num_paths: int = 1) -> SuffixDrafter:
@@ -98,7 +98,7 @@ def test_a_group_copies_from_earlier_rollouts_as_from_siblings_that_have_ended()
             sibling = make_state(uid, prompt, index=index, version=5)
             sibling.tokens += response
             propose(copies, [sibling])
-            copies.finish(sibling)
+            copies.follow(News(ended=[sibling]))
     num_drafted = 0
     for uid, prompt in enumerate(prompts):
         state = make_state(uid, prompt, version=5)

@@ -1,0 +1,250 @@
+"""Ranks that only draft, in real worlds: the same tokens in every mode, and what becomes of drafters that fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engines import LLM, SamplingParams
+from engines.coordination.policies import OnDemand
+from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
+from engines.parallel.layout import Layout, ReplicaSpec, Role, contiguous_layout
+from engines.rollout.draft_ranks import drafters_of
+from engines.rollout.pace import ShortestStep
+from engines.speculation.drafter import Ask, Draft, DraftPass, News
+from tests.checkpoints import save_checkpoint
+from tests.engines.test_token_equality import TIGHT_KV
+from tests.holding import Held, check_tokens, held_params, tokens_of
+from tests.worlds import error_of, join, run_world
+
+PROMPTS = [[7, 8, 9, 10, uid] * 3 for uid in range(8)]
+PARAMS = SamplingParams(max_tokens=40)
+PACE = ShortestStep(step_s=0.008)
+"""So that drafts come in time."""
+BASE: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**24}
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that is like the target."""
+    folder = tmp_path_factory.mktemp("near")
+    model = save_checkpoint(folder, "qwen3")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def layout_of(*replicas: tuple[Role, tuple[int, ...]], epoch: int = 0) -> Layout:
+    specs = [ReplicaSpec(id=ranks[0], ranks=ranks, role=role) for role, ranks in replicas]
+    return Layout(epoch=epoch, replicas=tuple(specs))
+
+
+ONE_EACH = layout_of(("rollout", (0,)), ("draft", (1,)))
+WIDE = layout_of(("rollout", (0, 1)), ("draft", (2,)), ("rollout", (3,)))
+SHARED = layout_of(("draft", (0, 3)), ("rollout", (1,)), ("rollout", (2,)))
+
+
+class InChunks(OnDemand):
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        dispatch = super().next(view)
+        return None if dispatch is None else replace(dispatch, max_new_tokens=7)
+
+
+def plain_tokens(model: str, params: Any = PARAMS) -> list[list[list[int]]]:
+    return tokens_of(LLM(model, **BASE).generate(PROMPTS, params, prompt_uids=range(8)))
+
+
+MODES = ("filled", "strict", "naive", "filled", "strict", "strict", "filled", "strict")
+CASES: dict[str, list[dict[str, Any]]] = {
+    "modes": [
+        {"layout": ONE_EACH, "draft_mode": mode, "max_draft_tokens": window}
+        for window, mode in enumerate(MODES, start=1)
+    ],
+    "others": [
+        {"layout": WIDE, "draft_mode": "strict", "max_draft_tokens": 4},
+        {"layout": WIDE, "draft_mode": "filled", "max_draft_tokens": 3, "schedule": InChunks()},
+        {"layout": SHARED, "draft_mode": "strict", "max_draft_tokens": 3},
+        {"layout": SHARED, "draft_mode": "naive", "kv_cache_bytes": TIGHT_KV, "max_model_len": 80},
+        {"layout": SHARED, "draft_lengths": "adaptive"},
+        {"layout": SHARED, "drafter": "ngram", "draft_mode": "strict", "max_draft_tokens": 2},
+    ],
+}
+
+
+def roll_out(name: str, model: str, near: str) -> list[tuple[list[list[list[int]]], dict[str, float]]]:
+    """Returns for each case the tokens, and what was drafted and accepted."""
+    cases = CASES[name]
+    layouts = [case["layout"] for case in cases]
+    groups, found = join(layouts), []
+    for case in cases:
+        options = {"drafter": "model", "draft_model": near, "draft_lengths": "fixed", "schedule": OnDemand(), **case}
+        if options["drafter"] != "model":
+            del options["draft_model"]
+        llm = LLM(model, world=groups, pace=PACE, **BASE | options)
+        tokens = tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(8)))
+        assert llm.rollout is not None and llm._draft_ranks is not None
+        steps = llm.rollout.step_records
+        counts = {"drafted": sum(one.num_drafted for one in steps), "accepted": sum(one.num_accepted for one in steps)}
+        counts |= llm._draft_ranks.counts
+        counts["preempted"] = sum(one.num_preempted for one in steps)
+        found.append((tokens, counts))
+        llm.close()
+    groups.close()
+    return found
+
+
+def check(name: str, model: str, near: str, num_ranks: int) -> list[list[dict[str, float]]]:
+    """Checks the tokens; returns the counts by case and rank."""
+    plain, ranks = plain_tokens(model), run_world(roll_out, num_ranks, name, model, near)
+    for found in ranks:
+        for tokens, _ in found:
+            assert tokens == plain
+    return [[rank[number][1] for rank in ranks] for number in range(len(CASES[name]))]
+
+
+def test_the_same_tokens_in_every_mode(qwen3: str, near: str) -> None:
+    for case, (verifier, drafter) in zip(CASES["modes"], check("modes", qwen3, near, 2), strict=True):
+        assert drafter["num_drafted"] > 60 and drafter["most_over"] <= 0 and drafter["drafted"] == 0
+        assert verifier["accepted"] > 10, case
+
+
+def test_beside_everything_else(qwen3: str, near: str) -> None:
+    """Two verifiers, of one rank and of two; chunks, preemption, adaptive lengths; two drafters of one replica, which
+    share their sequences; a lookup on a draft rank."""
+    counts = check("others", qwen3, near, 4)
+    assert all(sum(rank["accepted"] for rank in ranks) > 20 for ranks in counts[:4])
+    assert sum(rank["preempted"] for rank in counts[3]) > 0
+    assert all(counts[2][rank]["num_drafted"] > 20 for rank in (0, 3)), "both share the sequences"
+    assert all(rank.get("most_over", 0) <= 0 for ranks in counts for rank in ranks)
+
+
+class ToOneReplica:
+    """The rollout ranks 0 and 1 become one replica; rank 2 goes on drafting."""
+
+    def decide(self, view: LayoutView) -> LayoutChange | None:
+        if view.layout.epoch or view.num_delivered < 2:
+            return None
+        return LayoutChange(layout=layout_of(("rollout", (0, 1)), ("draft", (2,)), epoch=1))
+
+
+def through_a_switch(model: str, near: str) -> Any:
+    apart = layout_of(("rollout", (0,)), ("rollout", (1,)), ("draft", (2,)))
+    together = layout_of(("rollout", (0, 1)), ("draft", (2,)), epoch=1)
+    all_verify = replace(contiguous_layout(range(3), 1), epoch=2)
+    groups = join([apart, together, all_verify])
+    held = Held({0}, 20, 20)
+    llm = LLM(
+        model, world=groups, layout=apart, schedule=OnDemand(), layout_policy=ToOneReplica(), hidden_stop=held,
+        drafter="model", draft_model=near, draft_lengths="fixed", draft_mode="strict", max_draft_tokens=3, **BASE,
+    )  # fmt: skip
+    held.until_epoch(llm, 1)
+    params = [held_params(PARAMS), *([PARAMS] * 7)]
+    tokens = tokens_of(llm.generate(PROMPTS, params, prompt_uids=range(8)))
+    assert llm.rollout is not None and llm._draft_ranks is not None
+    accepted = sum(one.num_accepted for one in llm.rollout.step_records if one.epoch == 1)
+    drafted = llm._draft_ranks.counts.get("num_drafted", 0)
+    groups.close()
+    return tokens, accepted, drafted
+
+
+def test_a_switch_in_mid_rollout(qwen3: str, near: str) -> None:
+    plain = plain_tokens(qwen3, [held_params(PARAMS), *([PARAMS] * 7)])
+    for rank, (tokens, accepted, drafted) in enumerate(run_world(through_a_switch, 3, qwen3, near)):
+        check_tokens(tokens, plain, uids=[0])
+        assert accepted > 5 if rank < 2 else drafted > 50
+
+
+def change_roles(model: str, near: str) -> Any:
+    groups = join([ONE_EACH])
+    llm = LLM(
+        model, world=groups, layout=ONE_EACH, schedule=OnDemand(), drafter="model", draft_model=near,
+        draft_lengths="fixed", draft_mode="strict", max_draft_tokens=3, **BASE,
+    )  # fmt: skip
+    found = [tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(8)))]
+    moved = []
+    for epoch, role in enumerate(("rollout", "draft"), start=1):
+        llm.regroup(layout_of(("rollout", (0,)), (role, (1,)), epoch=epoch))  # type: ignore[arg-type]
+        moved.append(llm._engine.switch and llm._engine.switch.weight_bytes)
+        found.append(tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(8))))
+    llm.close()
+    groups.close()
+    return found, moved
+
+
+def test_a_draft_rank_becomes_a_verifier_and_back_without_weights_that_move(qwen3: str, near: str) -> None:
+    plain = plain_tokens(qwen3)
+    (verifier, unmoved), (drafter, moved) = run_world(change_roles, 2, qwen3, near)
+    assert verifier == drafter == [plain] * 3
+    assert unmoved == [None, None] and moved == [0, 0]
+
+
+class Failing:
+    """A drafter that guesses the last token again, and fails after some passes."""
+
+    passes: tuple[DraftPass, ...] = ()
+
+    def __init__(self) -> None:
+        self._num_passes = 0
+
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        self._num_passes += 1
+        if self._num_passes > 20:
+            raise RuntimeError("no memory")
+        return [Draft([ask.state.tokens[-1]] * ask.limit, [0.5] * ask.limit) for ask in asks]
+
+    def follow(self, news: News) -> None: ...
+
+
+def lose_the_drafter(model: str) -> Any:
+    groups = join([ONE_EACH])
+    llm = LLM(
+        model, world=groups, layout=ONE_EACH, schedule=OnDemand(), drafter="own", own_drafter=Failing,
+        draft_lengths="fixed", draft_mode="strict", max_draft_tokens=2, **BASE,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="draft rank has failed .no memory.") if groups.world.rank else _nothing():
+        tokens = tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(8)))
+    groups.close()
+    return tokens
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_drafter_that_fails_leaves_plain_decoding(qwen3: str) -> None:
+    assert run_world(lose_the_drafter, 2, qwen3) == [plain_tokens(qwen3)] * 2
+
+
+def refused(model: str, near: str) -> list[str]:
+    groups = join([ONE_EACH])
+    found = []
+    for options in ({"drafter": "ngram"}, {"schedule": OnDemand()}, {"schedule": OnDemand(), "drafter": "own"}):
+        given = {"layout": ONE_EACH, "world": groups, **BASE, **options}
+        found.append(error_of(lambda given=given: LLM(model, **given)))
+    groups.close()
+    return found
+
+
+def test_refusals(qwen3: str, near: str) -> None:
+    for found in run_world(refused, 2, qwen3, near):
+        assert "role='draft', which needs a coordinated rollout; give a schedule" in found[0]
+        assert "role='draft', and EngineConfig.drafter='none'; give a drafter" in found[1]
+        assert "own_drafter=None, EngineConfig.drafter='own'" in found[2]
+    with pytest.raises(ValueError, match="all have role='draft'; at least one must have 'rollout'"):
+        layout_of(("draft", (0,)))
+
+
+def test_verifiers_share_drafters_evenly() -> None:
+    many = layout_of(*(("rollout", (rank,)) for rank in range(5)), ("draft", (5,)), ("draft", (6, 7)))
+    assert [drafters_of(many, spec) for spec in many.replicas] == [(5,), (6, 7), (5,), (6, 7), (5,), (), ()]
+    few = layout_of(("rollout", (0,)), ("rollout", (1,)), ("draft", (2,)), ("draft", (3,)), ("draft", (4,)))
+    assert [drafters_of(few, spec) for spec in few.replicas[:2]] == [(2, 4), (3,)]
+    assert drafters_of(contiguous_layout(range(2), 1), contiguous_layout(range(2), 1).replicas[0]) == ()
