@@ -21,7 +21,7 @@ from tests.holding import Held, check_tokens, held_params, tokens_of
 from tests.worlds import error_of, join, run_world
 
 PROMPTS = [[7, 8, 9, 10, uid] * 3 for uid in range(8)]
-PARAMS = SamplingParams(max_tokens=40)
+PARAMS = SamplingParams(max_tokens=30, n=2)
 PACE = ShortestStep(step_s=0.008)
 """So that drafts come in time."""
 BASE: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**24}
