@@ -70,7 +70,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"layout": WIDE, "draft_mode": "strict", "max_draft_tokens": 4},
         {"layout": WIDE, "draft_mode": "filled", "max_draft_tokens": 3, "schedule": InChunks()},
         {"layout": SHARED, "draft_mode": "strict", "max_draft_tokens": 3},
-        {"layout": SHARED, "draft_mode": "naive", "kv_cache_bytes": TIGHT_KV, "max_model_len": 80},
+        {"layout": SHARED, "draft_mode": "naive", "kv_cache_bytes": TIGHT_KV // 2, "max_model_len": 80},
         {"layout": SHARED, "draft_lengths": "adaptive"},
         {"layout": SHARED, "drafter": "ngram", "draft_mode": "strict", "max_draft_tokens": 2},
     ],
