@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -37,42 +37,58 @@ VARIANTS: dict[str, Sequence[str]] = {
 
 
 def measure(
-    model: Path, *, num_prompts: int = PROMPTS, per_step: int = PROMPTS_PER_STEP, options: Sequence[str] = ()
+    model: Path,
+    turns: int,
+    *,
+    num_prompts: int = PROMPTS,
+    per_step: int = PROMPTS_PER_STEP,
+    options: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Tokens of a sequence and step, and the rollouts' seconds, by variant and epoch; tokens of a sequence and step by
-    the age of the newest earlier completion; and whether all runs have drawn the same tokens.
+    """Tokens of a sequence and step, and the rollouts' seconds (medians of interleaved turns), by variant and epoch;
+    tokens of a sequence and step by the age of the newest earlier completion; and whether all runs have drawn the same
+    tokens.
 
     `options` are further ones of `train.py`. Raises ValueError if training fails; its own error is then on stderr.
     """
     steps = num_prompts // per_step
     rows: dict[str, list[dict[str, Any]]] = {}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
     digests: list[list[str]] = []
     with tempfile.TemporaryDirectory() as runs:
         data, held_out = Path(runs, "train.jsonl"), Path(runs, "held_out.jsonl")
         write_problems(data, held_out, num_prompts)
         always = [*OPTIONS, "--data", str(data), "--held-out-data", str(held_out), "--model", str(model)]
         always += ["--runs", runs, "--steps", str(EPOCHS * steps), "--rollout.prompts-per-step", str(per_step)]
-        for name, chosen in Bar(VARIANTS.items(), desc="epochs", unit="run"):
-            command = [str(Path(__file__).with_name("train.py")), *always, *options, *chosen]
-            folder = Path(launch.result_of([*command, "--name", name.replace(" ", "-")])["run_dir"])
+        for turn, name in Bar(list(product(range(turns), VARIANTS)), desc="epochs", unit="run"):
+            command = [str(Path(__file__).with_name("train.py")), *always, *options, *VARIANTS[name]]
+            run = f"{name.replace(' ', '-')}-{turn}"
+            folder = Path(launch.result_of([*command, "--name", run])["run_dir"])
             rows[name] = read_jsonl(folder / "metrics.jsonl")
+            seconds[name].append([steps * one for one in by_epoch(rows[name], "timing_s/gen")])
             digests.append([one["digest"] for one in read_jsonl(folder / "lengths.jsonl")])
-
-    def by_epoch(name: str, key: str) -> list[float]:
-        parts = [rows[name][first : first + steps] for first in range(0, EPOCHS * steps, steps)]
-        return [short(statistics.fmean(row.get(key, 1.0) for row in part)) for part in parts]
-
-    seconds = {name: [short(one * steps) for one in by_epoch(name, "timing_s/gen")] for name in rows}
+    medians = {
+        name: [short(statistics.median(turn[epoch] for turn in some)) for epoch in range(EPOCHS)]
+        for name, some in seconds.items()
+    }
     result = {
         "tokens_equal": all(one == digests[0] for one in digests),
-        "tokens_per_step": {name: by_epoch(name, "rollout/tokens_per_step") for name in rows},
+        "tokens_per_step": {
+            name: [short(one) for one in by_epoch(some, "rollout/tokens_per_step")] for name, some in rows.items()
+        },
         "by_age": ages(rows["history"]),
-        "rollout_seconds": seconds,
-        "speedup": ratios(seconds["group"], seconds["history"]),
-        "a_a": ratios(seconds["group"], seconds["group again"]),
+        "rollout_seconds": medians,
+        "speedup": ratios(medians["group"], medians["history"]),
+        "a_a": ratios(medians["group"], medians["group again"]),
     }
     print(*(f"{name}: {value}" for name, value in result.items()), sep="\n", file=sys.stderr)
     return {"epochs": result}
+
+
+def by_epoch(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The mean of each epoch's steps; without a drafter a sequence gets one token a step."""
+    size = len(rows) // EPOCHS
+    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+    return [statistics.fmean(row.get(key, 1.0) for row in part) for part in parts]
 
 
 def write_problems(data: Path, held_out: Path, num_prompts: int) -> None:

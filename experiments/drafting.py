@@ -111,7 +111,7 @@ def main() -> dict[str, Any] | None:
         "agreement": agreement,
         "server": server,
         "drift": drift,
-        "epochs": lambda config: draft_epochs.measure(make_model(config.models)),
+        "epochs": lambda config: draft_epochs.measure(make_model(config.models), config.turns),
     }
     start = time.monotonic()
     parts: dict[str, Any] = {}

@@ -84,7 +84,7 @@ def test_how_acceptance_drifts(text_model: str, monkeypatch: pytest.MonkeyPatch)
 def test_what_earlier_epochs_add(text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "result_of", lambda command: run_main("train", command[1:]))
     small = ("--rollout.max-tokens", "30", "--rollout.temperature", "0.3", "--rollout.group-size", "4")
-    found = draft_epochs.measure(Path(text_model), num_prompts=4, per_step=2, options=small)["epochs"]
+    found = draft_epochs.measure(Path(text_model), 1, num_prompts=4, per_step=2, options=small)["epochs"]
     variants = ["plain", "group", "history", "group again"]
     assert found["tokens_equal"] is True and list(found["rollout_seconds"]) == variants
     steps = found["tokens_per_step"]
