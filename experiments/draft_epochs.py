@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import count, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from algos.tasks.arithmetic import ArithmeticTask
 from engines.json_files import read_jsonl
@@ -20,6 +20,7 @@ from engines.progress import Bar
 from experiments import launch
 from experiments.comparison.turns import short
 
+T = TypeVar("T")
 EPOCHS, PROMPTS, PROMPTS_PER_STEP, GROUP = 3, 64, 8, 16
 OPTIONS = (
     *("--deterministic", "--wandb", "off", "--eval-every", "0", "--save-every", "0", "--task", "jsonl"),
@@ -44,9 +45,9 @@ def measure(
     per_step: int = PROMPTS_PER_STEP,
     options: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Tokens of a sequence and step, and the rollouts' seconds (medians of interleaved turns), by variant and epoch;
-    tokens of a sequence and step by the age of the newest earlier completion; and whether all runs have drawn the same
-    tokens.
+    """Tokens of a sequence and step, and the rollouts' seconds, by variant and epoch; tokens of a sequence and step by
+    the age of the newest earlier completion; and whether all runs have drawn the same tokens. A rollout does the same
+    work in each of the interleaved turns, so the least of its times counts: others may have used the cores meanwhile.
 
     `options` are further ones of `train.py`. Raises ValueError if training fails; its own error is then on stderr.
     """
@@ -64,31 +65,31 @@ def measure(
             run = f"{name.replace(' ', '-')}-{turn}"
             folder = Path(launch.result_of([*command, "--name", run])["run_dir"])
             rows[name] = read_jsonl(folder / "metrics.jsonl")
-            seconds[name].append([steps * one for one in by_epoch(rows[name], "timing_s/gen")])
+            seconds[name].append([row["timing_s/gen"] for row in rows[name]])
             digests.append([one["digest"] for one in read_jsonl(folder / "lengths.jsonl")])
-    medians = {
-        name: [short(statistics.median(turn[epoch] for turn in some)) for epoch in range(EPOCHS)]
-        for name, some in seconds.items()
-    }
+    least = {name: [min(times) for times in zip(*some, strict=True)] for name, some in seconds.items()}
+    spent = {name: [short(sum(part)) for part in by_epoch(some)] for name, some in least.items()}
     result = {
         "tokens_equal": all(one == digests[0] for one in digests),
-        "tokens_per_step": {
-            name: [short(one) for one in by_epoch(some, "rollout/tokens_per_step")] for name, some in rows.items()
-        },
+        "tokens_per_step": {name: tokens_per_step(some) for name, some in rows.items()},
         "by_age": ages(rows["history"]),
-        "rollout_seconds": medians,
-        "speedup": ratios(medians["group"], medians["history"]),
-        "a_a": ratios(medians["group"], medians["group again"]),
+        "rollout_seconds": spent,
+        "speedup": ratios(spent["group"], spent["history"]),
+        "a_a": ratios(spent["group"], spent["group again"]),
     }
     print(*(f"{name}: {value}" for name, value in result.items()), sep="\n", file=sys.stderr)
     return {"epochs": result}
 
 
-def by_epoch(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+def by_epoch(steps: Sequence[T]) -> list[Sequence[T]]:
+    size = len(steps) // EPOCHS
+    return [steps[first : first + size] for first in range(0, len(steps), size)]
+
+
+def tokens_per_step(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """The mean of each epoch's steps; without a drafter a sequence gets one token a step."""
-    size = len(rows) // EPOCHS
-    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
-    return [statistics.fmean(row.get(key, 1.0) for row in part) for part in parts]
+    name = "rollout/tokens_per_step"
+    return [short(statistics.fmean(row.get(name, 1.0) for row in part)) for part in by_epoch(rows)]
 
 
 def write_problems(data: Path, held_out: Path, num_prompts: int) -> None:

@@ -155,7 +155,7 @@ class Placement:
         self.connect_drafts: Connect | None = None
         """Makes a replica's client of the draft server; None without one."""
         self.draft_history = DraftHistory(num_bytes) if (num_bytes := self.config.draft_history_bytes) else None
-        """Responses of earlier rollouts, for drafts; it survives regroups and `sleep`."""
+        """Completions of earlier rollouts, for drafts; it survives regroups and `sleep`."""
         self.kv_store: KVStore | None = None
         """Where the engines made here store the KV of preempted sequences."""
         self.engine: LocalEngine

@@ -1,4 +1,4 @@
-"""Responses of earlier rollouts, so that the first members of a group have something to copy when RL meets its prompt
+"""Completions of earlier rollouts, so that the first members of a group have something to copy when RL meets its prompt
 again: the policy moves slowly. Torch-free.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 from engines.decoding import DecodeError, from_msgpack
 
 _TOKEN = np.dtype("<i4")
-_ENTRY_BYTES, _RESPONSE_BYTES = 512, 64
+_ENTRY_BYTES, _COMPLETION_BYTES = 512, 64
 """What Python takes beside the tokens, about."""
 NEW = "new"
-"""In the place of an age: there was no earlier response."""
+"""In the place of an age: there was no earlier completion."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -28,20 +28,20 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """The policy step of the call."""
     prompt: bytes
     """A digest of the prompt's tokens."""
-    responses: tuple[bytes, ...]
+    completions: tuple[bytes, ...]
     """The generated tokens of each sample, as `_TOKEN`."""
 
     @property
     def num_bytes(self) -> int:
-        return _ENTRY_BYTES + sum(_RESPONSE_BYTES + len(one) for one in self.responses)
+        return _ENTRY_BYTES + sum(_COMPLETION_BYTES + len(one) for one in self.completions)
 
     def tokens(self) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
         """Returns the tokens of each sample."""
-        return [np.frombuffer(one, _TOKEN) for one in self.responses]
+        return [np.frombuffer(one, _TOKEN) for one in self.completions]
 
 
 class DraftHistory:
-    """The responses of a run in at most `max_bytes` of memory; the oldest are dropped first.
+    """The completions of a run in at most `max_bytes` of memory; the oldest are dropped first.
 
     `LLM.generate` gives every rank all completions, in the order of the prompts, when all have ended. So all ranks have
     the same history, and drafts do not depend on which replica has generated what, nor on when.
@@ -53,12 +53,12 @@ class DraftHistory:
         self._by_prompt: defaultdict[bytes, list[int]] = defaultdict(list)
         self._next = self.num_bytes = 0
         self.yields = Counter[str]()
-        """Of this rank's replica since its start, by `age_of`: "<age>/passes" counts each sequence in each pass,
-        "<age>/accepted" the draft tokens that were drawn."""
+        """Of this rank's replica since its start, by `age_of`: "<age>/passes" counts each sequence in each pass that
+        draws, "<age>/accepted" the draft tokens that were drawn."""
 
-    def keep(self, prompt: Items[int], step: int, responses: Items[Items[int]]) -> None:
-        """Adds the responses of a call of `generate` to a prompt."""
-        entry = Entry(step, _digest(prompt), tuple(np.array(one, _TOKEN).tobytes() for one in responses))
+    def keep(self, prompt: Items[int], step: int, completions: Items[Items[int]]) -> None:
+        """Adds the completions of a call of `generate` to a prompt."""
+        entry = Entry(step, _digest(prompt), tuple(np.array(one, _TOKEN).tobytes() for one in completions))
         self._add(entry)
 
     def find(self, prompt: Items[int]) -> list[Entry]:
@@ -72,8 +72,8 @@ class DraftHistory:
     def restore(self, data: bytes) -> None:
         """Replaces all entries by those of `to_bytes`. Raises DecodeError for other bytes."""
         entries = from_msgpack(data, list[Entry])
-        if any(len(one) % _TOKEN.itemsize for entry in entries for one in entry.responses):
-            raise DecodeError("a response is no whole number of tokens")
+        if any(len(one) % _TOKEN.itemsize for entry in entries for one in entry.completions):
+            raise DecodeError("a completion is no whole number of tokens")
         self._entries.clear()
         self._by_prompt.clear()
         self.num_bytes = 0

@@ -20,7 +20,7 @@ from engines.speculation.suffix_tree import DraftBuffers, SpeculationArgs, Suffi
 
 _DEPTH = 24
 _PROMPT = 0  # the request that is the prompt; sample i is request i + 1
-_EARLIER = 2**62  # requests from here on are responses of earlier rollouts
+_EARLIER = 2**62  # requests from here on are completions of earlier rollouts
 _Key = tuple[int, ...]
 
 
@@ -33,7 +33,7 @@ class _Group:
     prompt_end: list[int]
     """The prompt's last tokens, with which each sibling begins in the tree."""
     age: str = NEW
-    """How old the newest response of an earlier rollout is."""
+    """How old the newest completion of an earlier rollout is."""
     known: dict[int, int] = field(default_factory=dict)
     """Request -> the length of the sequence, prompt included, up to which its tokens are in the tree."""
     running: set[int] = field(default_factory=set)
@@ -53,6 +53,9 @@ class SuffixDrafter:
     the bound loses its oldest sequences (`SuffixTree`), which get no drafts from then on. Drafts are a function of the
     states and of the order of the calls, the same on all shards of a replica, unless a client brings the tokens that
     other replicas' sequences of the groups have generated: these arrive at any time.
+
+    With a `history`, a group's tree begins with the completions of earlier rollouts, the newest first, while all trees
+    fill less than half of `max_bytes`: the other half is for running sequences.
     """
 
     def __init__(
@@ -84,8 +87,6 @@ class SuffixDrafter:
         self._turn += 1
         drafts = [NO_DRAFT] * len(states)
         followed = [(place, group) for place, state in enumerate(states) if (group := self._follow(state)) is not None]
-        if self._history is not None:
-            self._history.yields.update(f"{group.age}/passes" for _, group in followed)
         if self._client is not None:
             self._exchange(self._client, [states[place] for place, _ in followed], [group for _, group in followed])
         if len(self._buffers.tokens) < len(states):
@@ -106,8 +107,9 @@ class SuffixDrafter:
         """Of a group's sequence that has ended the tokens stay, as a reference for its siblings. What drafts yield is
         counted where there is a history."""
         if self._history is not None:
-            for state, draft, count in news.drawn:
-                if draft and (group := self._groups.get(self._key(state))) is not None:
+            for state, _, count in news.drawn:
+                if (group := self._groups.get(self._key(state))) is not None:
+                    self._history.yields[f"{group.age}/passes"] += 1
                     self._history.yields[f"{group.age}/accepted"] += count
         for state in news.ended:
             self._end(state)
@@ -177,11 +179,11 @@ class SuffixDrafter:
         """Fills a new group's tree with what earlier rollouts have generated."""
         entries = history.find(prompt)
         group.age = age_of(step, entries)
-        for number, response in enumerate(one for entry in entries for one in entry.tokens()):
+        for number, tokens in enumerate(one for entry in entries for one in entry.tokens()):
             if not self._make_room(self._max_bytes // 2, older_than=step):
                 return
             before = group.tree.num_bytes
-            group.tree.append(_EARLIER + number, np.concatenate([group.prompt_end, response]))
+            group.tree.append(_EARLIER + number, np.concatenate([group.prompt_end, tokens]))
             group.tree.finish(_EARLIER + number)
             self._num_bytes += group.tree.num_bytes - before
 

@@ -15,7 +15,7 @@ from engines.models.loader import checkpoint_tensors
 from engines.parallel.layout import nested_layout
 from engines.rollout.telemetry import StepRecord
 from engines.sequence import SequenceState
-from engines.speculation.drafter import Draft, News
+from engines.speculation.drafter import Draft, News, Outcome
 from engines.speculation.history import DraftHistory, age_of, tokens_per_step
 from engines.speculation.native_suffix_tree import load
 from engines.speculation.suffix import SuffixDrafter
@@ -38,9 +38,9 @@ def test_what_is_kept_against_brute_force() -> None:
     num_dropped = 0
     for step in range(300):
         prompt = [rng.randrange(3) for _ in range(rng.randint(1, 2))]
-        responses = [[rng.randrange(2**31) for _ in range(rng.randint(0, 60))] for _ in range(rng.randint(1, 4))]
-        history.keep(prompt, step, responses)
-        everything.append((prompt, step, responses))
+        completions = [[rng.randrange(2**31) for _ in range(rng.randint(0, 60))] for _ in range(rng.randint(1, 4))]
+        history.keep(prompt, step, completions)
+        everything.append((prompt, step, completions))
         while sum(512 + sum(64 + 4 * len(one) for one in some) for _, _, some in everything) > bound:
             del everything[0]
             num_dropped += 1
@@ -89,14 +89,14 @@ def test_a_group_copies_from_earlier_rollouts_as_from_siblings_that_have_ended()
     earlier: dict[int, list[list[int]]] = {}
     for step in (1, 2):
         for uid, prompt in enumerate(prompts[:3]):
-            responses = [[rng.randrange(4) for _ in range(50)] for _ in range(3)]
-            earlier[uid] = responses + earlier.get(uid, [])
-            history.keep(prompt, step, responses)
+            completions = [[rng.randrange(4) for _ in range(50)] for _ in range(3)]
+            earlier[uid] = completions + earlier.get(uid, [])
+            history.keep(prompt, step, completions)
     recalls, copies = make(history=history, num_paths=3), make(num_paths=3)
     for uid, prompt in enumerate(prompts):
-        for index, response in enumerate(earlier.get(uid, []), 1):
+        for index, completion in enumerate(earlier.get(uid, []), 1):
             sibling = make_state(uid, prompt, index=index, version=5)
-            sibling.tokens += response
+            sibling.tokens += completion
             propose(copies, [sibling])
             copies.follow(News(ended=[sibling]))
     num_drafted = 0
@@ -106,12 +106,14 @@ def test_a_group_copies_from_earlier_rollouts_as_from_siblings_that_have_ended()
             (draft,) = propose(recalls, [state])
             assert [draft] == propose(copies, [state])
             num_drafted += len(draft.tokens)
+            recalls.follow(News(drawn=[Outcome(state, draft.tokens, 2)]))
             state.tokens.append(rng.randrange(4))
         assert recalls._groups[5, uid].age == ("age_2" if uid < 3 else "new")
-    assert num_drafted > 100 and history.yields["age_2/passes"] == 90 and history.yields["new/passes"] == 30
+    assert num_drafted > 100 and tokens_per_step(history.yields) == {"age_2": 3, "new": 3}
+    assert history.yields["age_2/passes"] == 90 and history.yields["new/passes"] == 30
 
 
-def test_earlier_responses_leave_half_of_the_memory_to_running_sequences() -> None:
+def test_earlier_completions_leave_half_of_the_memory_to_running_sequences() -> None:
     rng, history, bound = random.Random(0), DraftHistory(2**24), 8 * TREES
     prompts = [[uid, *(rng.randrange(50) for _ in range(20))] for uid in range(12)]
     for prompt in prompts:
@@ -122,7 +124,7 @@ def test_earlier_responses_leave_half_of_the_memory_to_running_sequences() -> No
         propose(drafter, states)
         trees = {uid: group.tree for (at, uid), group in drafter._groups.items() if at == step}
         recalled = [tree.num_tokens > 500 for tree in trees.values()]
-        assert len(trees) == 12 and 2 < sum(recalled) < 12, "not all responses have room"
+        assert len(trees) == 12 and 2 < sum(recalled) < 12, "not all completions have room"
         assert bound // 2 < drafter._num_bytes < bound * 3 // 4
         assert drafter._num_bytes == sum(group.tree.num_bytes for group in drafter._groups.values())
         for _ in range(60):
