@@ -56,9 +56,16 @@ C = TypeVar("C", bound=PartsConfig)
 Measure = Callable[[C, "TorchGroup"], dict[str, Any]]
 
 
-def run_parts(experiment: str, kind: type[C], *, live: Measure[C], paced: Measure[C]) -> dict[str, Any] | None:
+def run_parts(
+    experiment: str,
+    kind: type[C],
+    *,
+    live: Measure[C],
+    paced: Measure[C],
+    summary: Callable[[dict[str, Any]], dict[str, Any]] = lambda measured: {},
+) -> dict[str, Any] | None:
     """Reads the command line and measures. All ranks call `live` and `paced`, which return fields of the result on
-    rank 0; `paced` returns one field of that name."""
+    rank 0; `paced` returns one field of that name. `summary` makes the first fields from these."""
     config = launch.options(kind)
     start = time.monotonic()
     in_place = config.parts == ("paced",) and launch.num_ranks() in (1, config.ranks)
@@ -70,4 +77,4 @@ def run_parts(experiment: str, kind: type[C], *, live: Measure[C], paced: Measur
         return None
     if "paced" in config.parts and not in_place:
         measured["paced"] = launch.start_anew("--parts", "paced")["paced"]
-    return report(experiment, config, {"seconds": round(time.monotonic() - start, 1), **measured})
+    return report(experiment, config, {"seconds": round(time.monotonic() - start, 1), **summary(measured), **measured})

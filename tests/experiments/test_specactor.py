@@ -1,0 +1,37 @@
+"""`specactor.py` on small rollouts, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.rollout.telemetry import StepRecord
+from experiments.specactor import SpecActorConfig
+from experiments.specactor_planning import accepted_share
+from tests.worlds import refused_by, run_main
+
+SMALL = ["--parts", "paced", "--ranks", "3", "--shrink", "8", "--turns", "1", "--scale", "0.1", "--cases", "even"]
+
+
+def test_all_modes_draw_the_tokens_of_plain_decoding() -> None:
+    found = run_main("specactor", SMALL, num_ranks=3)
+    assert found["tokens_equal"] is True and found["waste_max"] <= 0
+    modes = found["cases"]["even"]
+    assert list(modes) == ["coupled", "filled", "strict", "naive", "planner"]
+    assert modes["coupled"] == {"speedup": 1.0, "tail": 1.0}
+    assert all(one["speedup"] > 0 and one["tail"] > 0 for one in modes.values())
+    case = found["paced"]["cases"]["even"]
+    assert abs(case["acceptance"]["0.5B"] - 0.88) < 0.05, "it is learnt from outcomes"
+
+
+def test_the_share_of_right_guesses_counts_only_those_behind_right_ones() -> None:
+    step = StepRecord(
+        replica_id=0, epoch=0, tp_size=1, start=0.0, seconds=1.0, num_running=4, num_tokens=16,
+        drafted=(4, 4, 4), accepted=(3, 2, 1),
+    )  # fmt: skip
+    assert accepted_share([step]) == 6 / (4 + 3 + 2)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="ranks=1: one drafts, and one verifies; give 2 or more"):
+        SpecActorConfig(ranks=1)
+    assert "cases" in refused_by("specactor", ["--cases", "odd"])
