@@ -62,6 +62,19 @@ class Layout:
             raise ValueError(f"layout: places ranks {placed}; give each of the {num_ranks} ranks a replica")
 
 
+def drafters_of(layout: Layout, spec: ReplicaSpec) -> tuple[int, ...]:
+    """Returns the draft ranks that draft for a rollout replica; none if the layout has none. Verifiers share drafters
+    evenly, or the other way round."""
+    drafters = [one for one in layout.replicas if one.role == "draft"]
+    verifiers = [one.id for one in layout.replicas if one.role == "rollout"]
+    if not drafters or spec.id not in verifiers:
+        return ()
+    place, count = verifiers.index(spec.id), len(verifiers)
+    if len(drafters) <= count:
+        return drafters[place % len(drafters)].ranks
+    return tuple(rank for number, one in enumerate(drafters) if number % count == place for rank in one.ranks)
+
+
 def joint_groups(before: Layout, after: Layout) -> list[tuple[int, ...]]:
     """Returns the ranks that exchange weights and KV when one layout becomes the other: the ranks of replicas that only
     one of the two has, in sets that no such replica joins, ascending. A rank that keeps its replica is in none.

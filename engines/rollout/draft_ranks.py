@@ -19,7 +19,7 @@ from engines.control.transport import Client, Server
 from engines.decoding import DecodeError
 from engines.parallel.collectives import together
 from engines.parallel.groups import GroupCache
-from engines.parallel.layout import Layout, ReplicaSpec
+from engines.parallel.layout import Layout, ReplicaSpec, drafters_of
 from engines.rollout.pace import Pace
 from engines.speculation.desk import Desk
 from engines.speculation.drafter import Drafter, DraftPass
@@ -31,19 +31,6 @@ _WAIT_S = 0.005
 _PATIENCE_S = 5.0
 _RETRY_S = 0.2
 _LONGEST_PAUSE_S = 10.0
-
-
-def drafters_of(layout: Layout, spec: ReplicaSpec) -> tuple[int, ...]:
-    """Returns the draft ranks that draft for a rollout replica; none if the layout has none. Verifiers share drafters
-    evenly, or the other way round."""
-    drafters = [one for one in layout.replicas if one.role == "draft"]
-    verifiers = [one.id for one in layout.replicas if one.role == "rollout"]
-    if not drafters or spec.id not in verifiers:
-        return ()
-    place, count = verifiers.index(spec.id), len(verifiers)
-    if len(drafters) <= count:
-        return drafters[place % len(drafters)].ranks
-    return tuple(rank for number, one in enumerate(drafters) if number % count == place for rank in one.ranks)
 
 
 class DraftRanks:

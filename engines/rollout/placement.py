@@ -22,7 +22,7 @@ from engines.models.loader import check_adapter
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
 from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache, all_layouts, num_torchrun_ranks, start_world
-from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, nested_layout
+from engines.parallel.layout import Layout, ReplicaSpec, drafters_of, joint_groups, nested_layout
 from engines.parallel.owned_files import at_end
 from engines.parallel.sharding import check_shardable, is_shardable
 from engines.replica.capacity import Capacity
@@ -30,7 +30,7 @@ from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine, kv_capacity
 from engines.replica.preflight import check_engine, check_policy, usable_device
 from engines.replica.regroup import Joint
-from engines.rollout.draft_ranks import DraftRanks, drafters_of
+from engines.rollout.draft_ranks import DraftRanks
 from engines.rollout.generation import check_same_options
 from engines.rollout.pace import Pace, of_pace
 from engines.sequence import SequenceId

@@ -48,11 +48,8 @@ class Desk:
         self.most_over = -math.inf
         """The most guesses that were in vain at once, less 2 w - 1: at most 0."""
         self.num_drafted = 0
-
-    @property
-    def passes(self) -> Items[DraftPass]:
-        """Of the last `draft`."""
-        return self._drafter.passes
+        self.passes: Items[DraftPass] = ()
+        """Of the last `draft`; nothing if no sequence could be drafted for."""
 
     @property
     def has_work(self) -> bool:
@@ -128,10 +125,12 @@ class Desk:
         if len(ready) > self._max_num_seqs:
             ready.sort(key=lambda entry: len(entry.guesses.tokens))
             ready = ready[: self._max_num_seqs]
+        self.passes = ()
         if ready:
             asks = [Ask(entry.state, len(entry.guesses.tokens) + 1) for entry in ready]
             for entry, draft in zip(ready, self._drafter.propose(asks, len(ready), len(ready)), strict=True):
                 self._add(entry, draft)
+            self.passes = self._drafter.passes
         answers: Answers = defaultdict(list)
         for id_, entry in self._entries.items():
             if entry.has_news and (entry.guesses.tokens or entry.is_stuck):

@@ -21,7 +21,8 @@ class SimulatedWorld:
 
     pace: Pace
     options: Mapping[str, Any]
-    """Arguments of `LLM` for all variants: `max_model_len`, `draft_policy`, and fields of `EngineConfig`."""
+    """Arguments of `LLM` for all variants: `max_model_len`, `draft_policy`, `own_drafter`, and fields of
+    `EngineConfig`."""
     num_kv_tokens: Mapping[int, int] | None = None
     """Tokens that a replica's KV cache holds, by its TP size; by default what the variant gives each of its ranks."""
     drafts: DraftAcceptance = field(default_factory=DraftAcceptance)
@@ -59,6 +60,7 @@ class SimulatedWorld:
         """Returns a cluster that has not begun, and its layout policy."""
         options = {**self.options, **variant.options}
         max_model_len, draft_policy = options.pop("max_model_len"), options.pop("draft_policy", MarginalGain)
+        own_drafter = options.pop("own_drafter", None)
         engine = EngineConfig(**options)
         sizes = range(1, 1 + sum(spec.tp_size for spec in variant.layout.replicas))
         config = ClusterConfig(
@@ -67,7 +69,8 @@ class SimulatedWorld:
             pace=self.pace,
             num_kv_tokens=self.num_kv_tokens or {size: size * variant.num_kv_tokens for size in sizes},
             max_model_len=max_model_len,
-            drafts=None if engine.drafter == "none" else self.drafts,
+            drafts=None if engine.drafter in ("none", "own") else self.drafts,
+            own_drafter=own_drafter,
             draft_policy=draft_policy,
             **self.cluster,
         )

@@ -38,7 +38,7 @@ from engines.coordination.views import Decision
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.cost import SwapCost
 from engines.kvcache.kept import KeptKV, arrivals
-from engines.parallel.layout import Layout, ReplicaSpec, joint_groups, share_lacked
+from engines.parallel.layout import Layout, ReplicaSpec, drafters_of, joint_groups, share_lacked
 from engines.replica.endings import Endings
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
@@ -47,9 +47,11 @@ from engines.rollout.telemetry import StepRecord, TurnSpan, turn_spans
 from engines.rollout.turns import Turns
 from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId, SequenceState
-from engines.speculation.drafter import Drafter
+from engines.speculation.drafter import Drafter, DraftPass
 from engines.speculation.marginal_gain import MarginalGain, check_draft_policy
-from engines.speculation.policy import AdaptedDrafter, DraftPolicy
+from engines.speculation.policy import AdaptedDrafter, DraftPolicy, Prices
+from engines.speculation.remote import Link, RemoteDrafter
+from research.simulator.draft_ranks import DraftingRank
 from research.simulator.drafts import DraftAcceptance, References, SimulatedDrafter
 from research.simulator.events import STEP_END, TO_CORE, TO_WORKER, EventQueue
 from research.simulator.rank import Rank
@@ -110,6 +112,9 @@ class ClusterConfig:
     """By TP size, for `preemption="auto"`; where there is none, preempted sequences are recomputed."""
     drafts: DraftAcceptance | None = None
     """How often drafts are right. They are those of `EngineConfig.drafter="grouped_suffix"`, which it is given with."""
+    own_drafter: Callable[[], Drafter] | None = None
+    """As `LLM` has it, with `EngineConfig.drafter="own"`: one that knows simulated tokens, such as a `StatedDrafter`
+    of `simulated_token`. Draft ranks need it."""
     draft_policy: DraftPolicy = MarginalGain
     """As `LLM` has it; it decides by the pace."""
     outside: tuple[OutsideReplica, ...] = ()
@@ -120,11 +125,20 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         drafter = "none" if self.drafts is None else "grouped_suffix"
-        if self.engine.drafter != drafter or self.engine.draft_paths > 1:
+        drafter = drafter if self.own_drafter is None else "own"
+        if self.engine.drafter != drafter or self.engine.draft_paths > 1 or (drafter == "own" and self.drafts):
             raise ValueError(
-                f"ClusterConfig.drafts={self.drafts}: with drafter={self.engine.drafter!r} and draft_paths="
-                f"{self.engine.draft_paths}; give drafts with 'grouped_suffix' and 1 path, or neither with 'none'"
+                f"ClusterConfig.drafts={self.drafts}, own_drafter={self.own_drafter}: with drafter="
+                f"{self.engine.drafter!r} and draft_paths={self.engine.draft_paths}; give drafts with 'grouped_suffix' "
+                f"and 1 path, own_drafter with 'own', or neither with 'none'"
             )
+        if drafter != "own" and any(spec.role == "draft" for spec in self.layout.replicas):
+            raise ValueError(
+                f"layout: a replica has role='draft', and EngineConfig.drafter={self.engine.drafter!r}; simulated "
+                f"draft ranks need drafter='own'"
+            )
+        if drafter == "own" and self.layout.replicas:
+            self.pace.draft(self.layout.replicas[0], self.engine.draft_method, [DraftPass(1)])  # raises, if it cannot
         check_draft_policy(self.engine, self.draft_policy)
 
     def host_of(self, spec: ReplicaSpec) -> int:
@@ -185,6 +199,8 @@ class Cluster:
         self.pool = KVPool(capacity_tokens=config.pool_tokens)
         self._references = References(self._has_ended)
         """What all replicas know of each other's sequences, with a draft server."""
+        self.desks: dict[int, DraftingRank] = {}
+        """The drafters of ranks that only draft now."""
         self._steps: list[StepRecord] = []
         num_ranks = 1 + max((rank for spec in config.layout.replicas for rank in spec.ranks), default=-1)
 
@@ -297,7 +313,7 @@ class Cluster:
             self.queue.at(outside.death_s + outside.detection_s, (TO_CORE, rank.number), lambda: self._take(lost))
 
     def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
-        self._at_arrival((TO_CORE, event.rank), delay_s, lambda: self._take(event))
+        self.at_arrival((TO_CORE, event.rank), delay_s, lambda: self._take(event))
 
     def _take(self, event: Request | messages.Event) -> None:
         for output in self.core.on_event(event, self.queue.now):
@@ -344,9 +360,10 @@ class Cluster:
         rank = self._ranks[command.rank]
         if command.rank >= self._num_ranks:  # a copy, as in a live run: what it generates is lost with it
             command = messages.decode_command(messages.encode(command))
-        self._at_arrival((TO_WORKER, command.rank), 0.0, lambda: rank.hear(command))
+        self.at_arrival((TO_WORKER, command.rank), 0.0, lambda: rank.hear(command))
 
-    def _at_arrival(self, way: tuple[int, ...], delay_s: float, action: Callable[[], None]) -> None:
+    def at_arrival(self, way: tuple[int, ...], delay_s: float, action: Callable[[], None]) -> None:
+        """Does this when a message arrives that leaves after a delay. Of one way, none overtakes another."""
         time = self.queue.now + delay_s + self.vary(self.config.overheads.message_s)
         self._arrivals[way] = time = max(time, self._arrivals.get(way, time))
         self.queue.at(time, way, action)
@@ -369,8 +386,15 @@ class Cluster:
 
     # -- places
 
-    def replica(self, spec: ReplicaSpec, contents: Iterable[bytes]) -> tuple[Replica, SimulatedMover]:
-        """A live replica with a runner and a mover that only count, and these contents in its cache; and this mover."""
+    def drafters_of(self, spec: ReplicaSpec) -> tuple[int, ...]:
+        """See `engines.parallel.layout.drafters_of`."""
+        return drafters_of(self._layout, spec)
+
+    def replica(
+        self, spec: ReplicaSpec, contents: Iterable[bytes], links: Items[Link]
+    ) -> tuple[Replica, SimulatedMover]:
+        """A live replica with a runner and a mover that only count, and these contents in its cache; and this mover.
+        `links`: to the ranks that draft for it."""
         config, tp_size = self.config, spec.tp_size
         swap_cost = config.swap_cost.get(tp_size)
         mover = SimulatedMover(
@@ -393,7 +417,7 @@ class Cluster:
             detokenize=None,
             hidden_stop=self._stops,
             max_kv_tokens=min(config.num_kv_tokens.values()) // config.engine.block_size * config.engine.block_size,
-            drafter=self._drafter(spec),
+            drafter=self._drafter(spec, links),
         )
         return replica, mover
 
@@ -404,15 +428,24 @@ class Cluster:
     def _has_ended(self, state: SequenceState) -> bool:
         return state.num_generated >= self.lengths[state.sequence_id]
 
-    def _drafter(self, spec: ReplicaSpec) -> Drafter | None:
-        config = self.config
-        if config.drafts is None:
+    def _drafter(self, spec: ReplicaSpec, links: Items[Link]) -> Drafter | None:
+        config, engine = self.config, self.config.engine
+        drafter: Drafter
+        prices = prices_of(config.pace, spec, engine)
+        if spec.role == "draft":
             return None
-        seen = self._references if config.engine.draft_server else References(self._has_ended)
-        drafter = SimulatedDrafter(config.drafts, seen)
-        if config.engine.draft_lengths == "fixed":
-            return drafter
-        return AdaptedDrafter(drafter, config.draft_policy(prices_of(config.pace, spec, config.engine)))
+        if links:
+            window, mode = engine.max_draft_tokens, engine.draft_mode
+            drafter = RemoteDrafter(links, mode, window=window, clock=lambda: self.queue.now)
+            prices = Prices(prices.verify)
+        elif config.own_drafter is not None:
+            drafter = config.own_drafter()
+        elif config.drafts is not None:
+            seen = self._references if engine.draft_server else References(self._has_ended)
+            drafter = SimulatedDrafter(config.drafts, seen)
+        else:
+            return None
+        return drafter if engine.draft_lengths == "fixed" else AdaptedDrafter(drafter, config.draft_policy(prices))
 
     def regroup(self, command: messages.Regroup, ranks: Iterable[int], kept: dict[SequenceId, KeptKV]) -> None:
         """These ranks have left their replica, or were idle; `kept` is in their caches. Ranks that exchange weights and
@@ -420,6 +453,8 @@ class Cluster:
         before, after = command.before, command.layout
         self._layout = after
         self._unplaced |= set(ranks)
+        for rank in ranks:
+            self.desks.pop(rank, None)
         self._kept |= kept
         groups = joint_groups(before, after)
         for group in groups:
@@ -454,4 +489,6 @@ class Cluster:
         return self.config.num_kv_tokens[spec.tp_size] // self.config.engine.block_size
 
     def _form(self, spec: ReplicaSpec, epoch: int, contents: Iterable[bytes] = ()) -> None:
+        if spec.role == "draft" and self.config.own_drafter is not None:
+            self.desks |= {rank: DraftingRank(self, spec, rank, self.config.own_drafter()) for rank in spec.ranks}
         self._ranks[spec.ranks[0]].take_place(spec, epoch, contents)

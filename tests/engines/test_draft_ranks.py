@@ -11,8 +11,7 @@ import torch
 from engines import LLM, SamplingParams
 from engines.coordination.policies import OnDemand
 from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
-from engines.parallel.layout import Layout, ReplicaSpec, Role, contiguous_layout
-from engines.rollout.draft_ranks import drafters_of
+from engines.parallel.layout import Layout, ReplicaSpec, Role, contiguous_layout, drafters_of
 from engines.rollout.pace import ShortestStep
 from engines.speculation.drafter import Ask, Draft, DraftPass, News
 from tests.checkpoints import save_checkpoint
