@@ -149,6 +149,9 @@ class TrainConfig(ChunkFields):
     pat_profile: Path | None = None
     """What `experiments/pat_profile.py` has measured with the same model, engine options and ranks."""
     pat: PatOptions = field(default_factory=PatOptions)
+    speculation: Literal["none", "specactor"] = "none"
+    """specactor: some replicas only draft, and run ahead of those that verify, in rollouts for which that promises more
+    tokens per second (SpecActor). Needs several replicas, a draft model and dispatch on demand (docs/specactor.md)."""
     resume: bool = False
     """Continue the run called `--name`, or the newest run without a name, from its last published checkpoint."""
     steps: Count = 80
@@ -226,6 +229,7 @@ class TrainConfig(ChunkFields):
                     "leave --deterministic out"
                 )
         self._check_layout_policy()
+        self._check_speculation()
         self._check_environment()
         for name in ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags"):
             if self.wandb == "off" and (value := getattr(self, name)):
@@ -279,6 +283,22 @@ class TrainConfig(ChunkFields):
         if self.pat_profile is not None and not self.pat_profile.is_file():
             raise ValueError(f"pat_profile={str(self.pat_profile)!r}: is no file; experiments/pat_profile.py makes one")
 
+    def _check_speculation(self) -> None:
+        if self.speculation == "none":
+            return
+        for name, value, chosen, fix in (
+            ("deterministic", True, self.deterministic, "drafts depend on timing; leave it out"),
+            ("layout_policy", self.layout_policy, self.layout_policy != "none" and self.layout_policy, "give 'none'"),
+            ("dispatch", "static", self.dispatch, "draft ranks need a coordinator; give 'on-demand'"),
+        ):
+            if chosen == value:
+                raise ValueError(f"{name}={value!r}: does not go with speculation='specactor'; {fix}")
+        if self.rollout.engine.drafter != "model":
+            raise ValueError(
+                f"rollout.drafter={self.rollout.engine.drafter!r}: speculation='specactor' drafts with a small model; "
+                "give --rollout.drafter model --rollout.draft-model FOLDER"
+            )
+
     @property
     def stem(self) -> str:
         """How the folder names of runs without a name begin."""
@@ -291,7 +311,7 @@ class TrainConfig(ChunkFields):
             return self._schedule(self.dispatch)()
         is_static = self.deterministic or self.dispatch == "static"
         is_on_demand = num_ranks > self.tensor_parallel_size and not is_static
-        if is_on_demand or self.layout_policy != "none":
+        if is_on_demand or self.layout_policy != "none" or self.speculation != "none":
             return OnDemand()
         return (Static() if is_static else OnDemand()) if self.environment is not None and num_ranks > 1 else None
 

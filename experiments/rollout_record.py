@@ -18,6 +18,7 @@ from experiments import launch
 from experiments.pat_training import RolloutLayouts
 from experiments.policies import Logged
 from experiments.run_folder import RunFolder
+from experiments.specactor_training import DraftRoles
 
 STEP_FILES = ("metrics.jsonl", "lengths.jsonl", "samples.jsonl", "rollout_steps.jsonl", "decisions.jsonl")
 """Those with a line, or several, for each step."""
@@ -33,7 +34,7 @@ class RolloutRecord:
     """All ranks call `begin` before a rollout, `metrics` after it, and then `write`."""
 
     def __init__(
-        self, folder: RunFolder, collector: Collector, layouts: RolloutLayouts, dispatches: Logged | None
+        self, folder: RunFolder, collector: Collector, layouts: RolloutLayouts | DraftRoles, dispatches: Logged | None
     ) -> None:
         self._folder, self._llm, self._group = folder, collector.llm, collector.group
         self._layouts, self._dispatches = layouts, dispatches

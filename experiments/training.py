@@ -52,6 +52,7 @@ from experiments.run_folder import (
     make_run_folder,
     newest_run,
 )
+from experiments.specactor_training import DraftRoles, first_layout
 from experiments.tracking import CODE, Tracker, check_environment
 from experiments.training_checks import as_json, check_prompts, check_rollouts, check_same_run, prepare_model
 from experiments.training_environment import RunEnvironment, share_environment, start_environment
@@ -79,6 +80,8 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
     if config.resume:
         check_same_run(config)
     layout = nested_layout(range(launch.num_ranks()), config.tensor_parallel_size)
+    if config.speculation != "none":
+        layout = first_layout(launch.num_ranks(), config.tensor_parallel_size)
     sizes = check_rollouts(config)
     profile = load_profile(config, sizes)
     check_prompts(config, task, sizes)
@@ -133,11 +136,14 @@ def _make_llm(
 ) -> LLM:
     """Returns the engine, which has no weights yet."""
     rollout = config.rollout
+    placement: dict[str, Any] = {"tensor_parallel_size": config.tensor_parallel_size}
+    if config.speculation != "none":
+        placement = {"layout": first_layout(groups.world.size, config.tensor_parallel_size)}
     llm = LLM(
         model,
         device=device,
         world=groups,
-        tensor_parallel_size=config.tensor_parallel_size,
+        **placement,
         schedule=schedule,
         layout_policy=controller,
         draft_policy=DRAFT_POLICIES[rollout.draft_policy],
@@ -229,7 +235,8 @@ class Run:
             environment=environment.environments if environment else None,
             in_rounds=config.deterministic,
         )
-        self.layouts = RolloutLayouts(controller, self.collector)
+        speculates = config.speculation != "none"
+        self.layouts = DraftRoles(config, self.collector) if speculates else RolloutLayouts(controller, self.collector)
         self.record = RolloutRecord(self.folder, self.collector, self.layouts, dispatches)
 
     def _last_words(self) -> str:

@@ -78,15 +78,18 @@ def make_plan(
     rollout: Rollout,
     acceptance: Mapping[str, float],
     modes: tuple[DecoupledMode, ...] = ("filled",),
+    *,
+    num_drafters: int | None = None,
 ) -> Plan:
-    """Returns the fastest plan. `acceptance`: by method, the probability that a guess is right.
+    """Returns the fastest plan. `acceptance`: by method, the probability that a guess is right. `num_drafters`: only
+    plans with so many groups of GPUs that draft.
 
     Raises ValueError if there are too few GPUs, or too little KV cache, for each kind of verifier.
     """
     found = [
         _Candidate.of(costs, rollout, one) for size in sorted(costs.verifiers) for one in placements(rollout, size)
     ]
-    candidates = [one for one in found if one is not None]
+    candidates = [one for one in found if one is not None and num_drafters in (None, one.placement.num_drafters)]
     best: Plan | None = None
     for one in sorted(candidates, key=lambda one: one.placement.num_drafters > 0):  # coupled ones are soon estimated
         known = best.tokens_per_second / rollout.num_sequences if best else 0.0

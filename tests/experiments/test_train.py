@@ -129,9 +129,10 @@ def test_two_runs_are_bit_identical(model: Path, runs: Path, reward: str, uninte
 
 
 def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, runs: Path, reward: str) -> None:
-    """Data parallel, tensor parallel, on demand, in chunks, and by a user's own policy; the last three with rewards
-    beside the rollout."""
+    """Data parallel, tensor parallel, on demand, in chunks, by a user's own policy, and where a rank only drafts;
+    the last four with rewards beside the rollout."""
     digests, rewards = set(), set()
+    small = ["--rollout.drafter", "model", "--rollout.draft-model", str(model)]
     own = runs / "own.py"
     own.write_text("from engines.coordination.policies import OnDemand\n\nclass Mine(OnDemand):\n    pass\n")
     for name, arguments in {
@@ -140,6 +141,14 @@ def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, ru
         "on-demand": ["--dispatch", "on-demand"],
         "seer": ["--dispatch", "seer", "--chunk-tokens", "16"],
         "own": ["--dispatch", f"{own}:Mine"],
+        "draft ranks": [
+            "--speculation",
+            "specactor",
+            "--rollout.drafter",
+            "model",
+            "--rollout.draft-model",
+            str(model),
+        ],
     }.items():
         result = train(
             model, runs, "--name", name, *arguments, "--reward", reward, "--steps", "1", "--rollout.dtype", "float64"

@@ -1,0 +1,159 @@
+"""SpecActor in the main job: which replicas draft in the next rollout (§4.1, Algorithm 1).
+
+In the first rollout one replica drafts. D and V are measured once, after it; the acceptance is that of the rollouts so
+far. Where another placement promises enough, replicas change their roles, which moves no weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from algos.collect import Collector
+from engines import LLM
+from engines.config import EngineConfig
+from engines.parallel.layout import Layout, nested_layout
+from engines.rollout.telemetry import StepRecord
+from experiments import launch
+from experiments.config import TrainConfig
+from research.specactor.plan import Plan, Rollout, make_plan
+from research.specactor.profile import Costs, Pieces
+
+MARGIN = 1.05
+"""Gain in planned tokens per second from which roles change."""
+FIRST_ACCEPTANCE = 0.7
+"""Before anything was drafted."""
+
+
+def first_layout(num_ranks: int, tp_size: int) -> Layout:
+    """Returns the one in which the last replica drafts. Raises ValueError where there is only one."""
+    return with_drafters(nested_layout(range(num_ranks), tp_size), 1)
+
+
+def with_drafters(layout: Layout, count: int) -> Layout:
+    """Returns the layout whose last `count` replicas draft. Raises ValueError if no other is left."""
+    if count >= len(layout.replicas):
+        raise ValueError(
+            f"speculation='specactor': no rank is left to draft beside {len(layout.replicas)} replica(s); give more "
+            f"--ranks, or a smaller --tensor-parallel-size"
+        )
+    first = len(layout.replicas) - count
+    roles = [replace(spec, role="rollout" if place < first else "draft") for place, spec in enumerate(layout.replicas)]
+    return replace(layout, replicas=tuple(roles))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """An entry of decisions.jsonl."""
+
+    now: float
+    acceptance: float
+    num_drafters: int
+    mode: str
+    window: int
+    tokens_per_second: float
+    """Of all sequences, as planned."""
+    present: float
+    """What the present placement promises."""
+
+
+def acceptance_of(steps: Collection[StepRecord]) -> tuple[int, int]:
+    """Returns how many guesses were right, and how many were compared: those with no wrong one before them."""
+    accepted = compared = 0
+    for step in steps:
+        reached = step.drafted[0] if step.drafted else 0
+        for place, count in enumerate(step.drafted):
+            compared += min(count, reached)
+            reached = step.accepted[place] if place < len(step.accepted) else 0
+            accepted += reached
+    return accepted, compared
+
+
+def measured_costs(llm: LLM, num_sequences: int) -> Costs:
+    """Returns what passes of the target and of the draft model take here. All ranks call it together; the last one
+    drafts."""
+    sizes = [2**power for power in range(num_sequences.bit_length() + 1)]
+    engine, world = llm._engine, llm._world
+    verify = [engine.row_times(rows) for rows in (*sizes, 4 * sizes[-1])]
+    small = engine._model_drafter
+    draft = [] if small is None else [small.row_times(rows) for rows in sizes]
+    times = launch.gather(world, (verify, draft), tuple[list[float], list[float]])
+    rows_s = Pieces.fit(zip((*sizes, 4 * sizes[-1]), times[0][0], strict=True))
+    draft_s = Pieces.fit(zip(sizes, times[-1][1], strict=True))
+    return Costs(drafts={"model": draft_s}, verifiers={engine.spec.tp_size: lambda batch, rows: rows_s(batch * rows)})
+
+
+class DraftRoles:
+    """Chooses who drafts in each rollout. All ranks make the same calls."""
+
+    def __init__(self, config: TrainConfig, collector: Collector) -> None:
+        self.log = deque[Planned]()
+        """On rank 0 the plan of the last `begin`."""
+        rollout = config.rollout
+        self._num_sequences = rollout.prompts_per_step * rollout.group_size
+        self._engine: EngineConfig = rollout.engine
+        self._llm, self._group = collector.llm, collector.group
+        self._costs: Costs | None = None
+        self._accepted = self._compared = 0.0
+        self._num_rollouts = 0
+
+    def recall(self, path: Path) -> None:
+        """Acceptance is learnt anew in a resumed run."""
+
+    def begin(self, index: int, *, keep_weights: bool) -> float:
+        """Changes roles, if that pays, for a rollout after an update (`keep_weights` is False); returns the seconds."""
+        if keep_weights or not self._num_rollouts:
+            return 0.0
+        start = time.perf_counter()
+        self.log.clear()
+        if self._costs is None:
+            self._costs = measured_costs(self._llm, self._num_sequences)
+        count = int(launch.on_rank_0(self._group, self._num_drafters))
+        if count != self._num_now:
+            layout = nested_layout(
+                range(self._group.size), self._llm.layout.replicas[0].tp_size, epoch=self._llm.layout.epoch + 1
+            )
+            self._llm.regroup(with_drafters(layout, count), keep_weights=False)
+        return time.perf_counter() - start
+
+    @property
+    def _num_now(self) -> int:
+        return sum(spec.role == "draft" for spec in self._llm.layout.replicas)
+
+    def _num_drafters(self) -> int:
+        p = (self._accepted + 10 * FIRST_ACCEPTANCE) / (self._compared + 10)
+        best, now = self._plan(p), self._plan(p, self._num_now)
+        pays = best.tokens_per_second > MARGIN * now.tokens_per_second
+        chosen = best if pays else now
+        self.log.append(
+            Planned(
+                now=time.monotonic(),
+                acceptance=p,
+                num_drafters=chosen.placement.num_drafters,
+                mode=chosen.mode,
+                window=chosen.window,
+                tokens_per_second=chosen.tokens_per_second,
+                present=now.tokens_per_second,
+            )
+        )
+        return chosen.placement.num_drafters
+
+    def _plan(self, p: float, num_drafters: int | None = None) -> Plan:
+        assert self._costs is not None
+        rollout = Rollout(num_sequences=self._num_sequences, num_gpus=self._group.size, whole_replicas=True)
+        return make_plan(self._costs, rollout, {"model": p}, num_drafters=num_drafters)
+
+    def metrics(self) -> dict[str, float]:
+        """Learns from the last rollout, whose steps of all ranks count."""
+        assert self._llm.rollout is not None
+        self._num_rollouts += 1
+        found = launch.gather(self._group, acceptance_of(self._llm.rollout.step_records), tuple[int, int])
+        accepted, compared = (float(sum(part)) for part in zip(*found, strict=True))
+        self._accepted, self._compared = 0.5 * self._accepted + accepted, 0.5 * self._compared + compared
+        metrics = {"rollout/num_draft_ranks": float(self._num_now * self._llm.layout.replicas[0].tp_size)}
+        if compared:
+            metrics["rollout/spec_token_acceptance"] = accepted / compared
+        return metrics
