@@ -141,14 +141,7 @@ def test_however_it_is_dispatched_a_step_samples_the_same_tokens(model: Path, ru
         "on-demand": ["--dispatch", "on-demand"],
         "seer": ["--dispatch", "seer", "--chunk-tokens", "16"],
         "own": ["--dispatch", f"{own}:Mine"],
-        "draft ranks": [
-            "--speculation",
-            "specactor",
-            "--rollout.drafter",
-            "model",
-            "--rollout.draft-model",
-            str(model),
-        ],
+        "draft ranks": ["--speculation", "specactor", *small],
     }.items():
         result = train(
             model, runs, "--name", name, *arguments, "--reward", reward, "--steps", "1", "--rollout.dtype", "float64"
