@@ -79,15 +79,17 @@ class Pair:
     """Of a message; at most about one pass of the drafter."""
 
 
-def decoupled(pair: Pair, p: float, window: int, mode: DecoupledMode) -> Rate:
+def decoupled(pair: Pair, p: float, window: int, mode: DecoupledMode, *, ahead: bool = True) -> Rate:
     """Returns the rate of one sequence, by a fixed point of the rows, on which V depends.
 
-    The rows of a pass vary with its sequences, which makes passes longer where V rises faster than by a line.
+    The drafter may be 2 w guesses ahead of the known tokens; without `ahead` w, so that it waits for the verifier. The
+    rows of a pass vary with its sequences, which makes passes longer where V rises faster than by a line.
 
     `strict` needs w D seconds for a window where that is more than V: then sequences that have missed wait for the
     others' next windows, and a miss costs just one period. With V between w D and (w + 1) D it may be off by a tenth;
     where V and w D are equal within a percent, or few sequences may all wait at once, by a third.
     """
+    p = min(p, 1 - 1e-6)  # without a miss a sequence may stay in one of several cycles of the chain
     full_s = window * pair.draft_s
     if mode == "strict" and full_s >= pair.verify(window):
         return Rate(renewal_tau(p, window) / full_s, window / (2 - p**window))
@@ -95,7 +97,7 @@ def decoupled(pair: Pair, p: float, window: int, mode: DecoupledMode) -> Rate:
     last = None
     for _ in range(100):
         verify_s = (pair.verify(max(0.0, rows - spread)) + pair.verify(rows + spread)) / 2
-        yields, found, variance = _steady(pair, p, window, mode, verify_s / pair.draft_s)
+        yields, found, variance = _steady(pair, p, window, mode, verify_s / pair.draft_s, window * (2 if ahead else 1))
         spread = math.sqrt(variance / pair.batch)
         if abs(found - rows) < 1e-3:
             break
@@ -118,11 +120,13 @@ class _State(NamedTuple):
     guesses: int
     """That have come, and continue its tokens."""
     drafting: Literal["on", "next", "now"]
-    """The drafter is in a pass for it; or, after a miss or at the limit of 2 w guesses, begins with its next pass; or
+    """The drafter is in a pass for it; or, after a miss or at the limit of guesses, begins with its next pass; or
     at once, because it has waited for all of its sequences."""
 
 
-def _steady(pair: Pair, p: float, window: int, mode: DecoupledMode, ratio: float) -> tuple[float, float, float]:
+def _steady(
+    pair: Pair, p: float, window: int, mode: DecoupledMode, ratio: float, limit: int
+) -> tuple[float, float, float]:
     """Returns a sequence's tokens and rows per verifier's pass, and the variance of the rows, in the steady state of a
     Markov chain over `_State`.
 
@@ -142,10 +146,10 @@ def _steady(pair: Pair, p: float, window: int, mode: DecoupledMode, ratio: float
         kept = p**taken
         followers = [(start, 1 - kept)]
         for made, chance in _made(state, ratio, 2 * pair.delay_s / pair.draft_s):
-            ahead = min(state.guesses + made, 2 * window)
+            ahead = min(state.guesses + made, limit)
             if ahead < taken:  # the guess that is being made is for a token that is known
                 followers.append((start, kept * chance))
-            elif ahead < 2 * window:
+            elif ahead < limit:
                 followers.append((_State(ahead - taken, "on"), kept * chance))
             else:
                 followers.append((_State(ahead - taken, "now"), kept * chance * all_wait))

@@ -39,6 +39,7 @@ class Played:
     mode: str
     batch: int
     delay_s: float = 0.0
+    ahead: bool = True
     jitter: float = 0.05
     seed: int = 0
     num_passes: int = 0
@@ -78,7 +79,8 @@ class Played:
         for number, heard in enumerate(self._heard):
             if not self._chains[number].fits(heard) or self._chains[number].end < heard:
                 self._chains[number] = Chain(heard)
-        room = [one.end - heard < 2 * self.window for one, heard in zip(self._chains, self._heard, strict=True)]
+        limit = self.window * (2 if self.ahead else 1)
+        room = [one.end - heard < limit for one, heard in zip(self._chains, self._heard, strict=True)]
         drafting = [number for number in range(self.batch) if room[number]]
         if drafting:
             self._drafter_works = True

@@ -1,0 +1,139 @@
+"""SpecActor's reconfiguration: what it learns, and what it decides, against played drafters and verifiers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from engines.sequence import SequenceId
+from research.specactor.plan import Mode, Placement, Plan
+from research.specactor.profile import Affine, Costs, Verifier
+from research.specactor.reconfigure import Acceptance, Choice, Reconfiguration, choices
+from research.specactor.throughput import Pair, coupled, decoupled
+from tests.research.specactor_world import Played
+
+# 1 s for a pass of a drafter; a verifier's pass takes 4 s, and 0.02 s more per row.
+COSTS = Costs(
+    drafts={"small": Affine(0.0, 1.0)},
+    verifiers={4: Verifier(tuple(Affine(0.02 * rows, 4.0) for rows in range(1, 18)))},
+)
+BATCH = 32
+FIRST, SECOND = (0, 0, 0), (0, 1, 0)
+
+
+def plan_of(mode: Mode) -> Plan:
+    num_drafters = 1 if mode in ("filled", "strict") else 0
+    return Plan(
+        placement=Placement(num_drafters, 1, 2, 4),
+        batch=BATCH,
+        leftover_gpus=0,
+        mode=mode,
+        method="small",
+        window=5,
+        tokens_per_second=1.0,
+    )
+
+
+def outcomes(p: float, tried: int, draws: random.Random) -> int:
+    return next((place for place in range(tried) if draws.random() >= p), tried)
+
+
+def test_acceptance_is_that_of_guesses_that_were_compared() -> None:
+    """The share of accepted guesses of those tried is lower, and would depend on the window."""
+    draws = random.Random(0)
+    for p, tried in itertools.product((0.0, 0.5, 0.9, 1.0), (1, 8)):
+        acceptance = Acceptance()
+        assert acceptance.estimate is None
+        for _ in range(4000):
+            acceptance.observe(tried, outcomes(p, tried, draws))
+        assert acceptance.estimate == pytest.approx(p, abs=0.04), "a deviation of sqrt(p (1 - p) / 2000), three times"
+    for _ in range(1000):
+        acceptance.observe(8, 0)
+    assert acceptance.estimate == pytest.approx(0.368, abs=0.01), "1 / e of what was before"
+
+
+@pytest.mark.parametrize("p", [0.5, 0.8, 0.95])
+def test_a_drafter_that_waits_for_the_verifier_is_as_fast_as_played(p: float) -> None:
+    for window, ratio in ((1, 3.6), (2, 5.2), (3, 2.4), (4, 3.5), (6, 5.37)):
+        pair = Pair(1.0, lambda _, ratio=ratio: ratio, 16)  # type: ignore[misc]
+        game = Played(lambda _: 1.0, lambda _, x=ratio: x, p, window, "filled", 16, ahead=False)  # type: ignore[misc]
+        found = decoupled(pair, p, window, "filled", ahead=False).tokens_per_second
+        assert found == pytest.approx(game.rate(2000), rel=0.02), (window, ratio)
+        assert found <= decoupled(pair, p, window, "filled").tokens_per_second + 1e-9
+
+
+@pytest.mark.parametrize("mode", ["filled", "strict", "coupled"])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_the_choice_is_the_best_of_all_windows(mode: Mode, p: float) -> None:
+    found = {(one.mode, one.window): one.tokens_per_second for one in choices(COSTS, plan_of(mode), p, BATCH)}
+    off = 1 / COSTS.verifiers[4](BATCH, 1)
+    assert found["off", 0] == pytest.approx(off)
+    for window in range(1, 17):
+        barrier = coupled(p, window, window, COSTS.verifiers[4](BATCH, window + 1))
+        if mode != "filled":
+            assert found["coupled", window] == pytest.approx(barrier)
+        if mode != "coupled":
+            pair = Pair(1.0, lambda rows: COSTS.verifiers[4](BATCH, rows), BATCH)
+            rate = decoupled(pair, p, window, mode).tokens_per_second  # type: ignore[arg-type]
+            assert max(found.values()) >= rate - 1e-6
+            assert found.get(("decoupled", window), rate) == pytest.approx(rate)
+
+
+def play(policy: Reconfiguration, chances: dict[SequenceId, float], until: int) -> dict[SequenceId, Choice]:
+    """Draws outcomes until each sequence has `until` tokens."""
+    draws = random.Random(1)
+    generated = dict.fromkeys(chances, 0)
+    while min(generated.values()) < until:
+        chosen = policy.update(generated)
+        for one, p in chances.items():
+            accepted = outcomes(p, chosen[one].window, draws)
+            if chosen[one].window:
+                policy.observe(one, chosen[one].window, accepted)
+            generated[one] += accepted + 1
+    return policy.update(generated)
+
+
+def test_sequences_get_their_own_windows_after_an_interval() -> None:
+    others: dict[SequenceId, float] = {(1, number, 0): 0.8 for number in range(BATCH - 2)}
+    policy = Reconfiguration(COSTS, plan_of("filled"), interval_tokens=500)
+    before = play(policy, {FIRST: 0.95, SECOND: 0.0, **others}, 480)[SECOND]
+    assert (before.mode, before.window) == ("decoupled", 5)
+    policy = Reconfiguration(COSTS, plan_of("filled"), interval_tokens=500)
+    after = play(policy, {FIRST: 0.95, SECOND: 0.0, **others}, 520)
+    assert after[SECOND].mode == "off" and after[FIRST].mode == "decoupled"
+    mine = next(one for one in policy.decisions if one.sequence_id == SECOND)
+    assert (mine.acceptance, mine.batch, mine.num_generated) == (0.0, BATCH, 500)
+    assert mine.choice.tokens_per_second == mine.off.tokens_per_second > 0
+    assert all(one.choice.tokens_per_second >= one.off.tokens_per_second for one in policy.decisions)
+
+
+def test_drafts_that_are_wrong_for_all_end_and_are_tried_again() -> None:
+    policy = Reconfiguration(COSTS, plan_of("filled"), interval_tokens=800)
+    assert {one.mode for one in play(policy, {FIRST: 0.0, SECOND: 0.0}, 1000).values()} == {"off"}
+    assert policy.update({FIRST: 1650, SECOND: 1650})[FIRST].mode == "decoupled"
+    for _ in range(100):
+        policy.observe(FIRST, 5, 5)
+        policy.observe(SECOND, 5, 0)
+    chosen = policy.update({FIRST: 1750, SECOND: 1750})
+    assert chosen[FIRST].mode == "decoupled" and chosen[SECOND].mode == "off"
+    assert policy.decisions[-1].mean_acceptance == pytest.approx(0.5)
+
+
+def test_as_printed_only_sequences_below_the_mean_are_decided_for_a_batch_of_one() -> None:
+    dear = Costs(drafts=COSTS.drafts, verifiers={4: Verifier(tuple(Affine(rows / 4, 1.0) for rows in range(1, 18)))})
+    for printed, decided in ((True, [SECOND]), (False, [FIRST, SECOND])):
+        policy = Reconfiguration(dear, plan_of("strict"), interval_tokens=500, printed=printed)
+        chosen = play(policy, {FIRST: 0.7, SECOND: 0.4}, 540)
+        assert sorted({one.sequence_id for one in policy.decisions}) == decided
+        assert (
+            chosen[SECOND].window
+            == max(
+                choices(dear, plan_of("strict"), round(policy.decisions[-1].acceptance, 2), 1 if printed else 2),
+                key=lambda one: one.tokens_per_second,
+            ).window
+            or policy.decisions[-1].sequence_id != SECOND
+        )
+    with pytest.raises(ValueError, match="interval_tokens=0"):
+        Reconfiguration(dear, plan_of("strict"), interval_tokens=0)
