@@ -1,4 +1,4 @@
-"""A drafter and a verifier with sequences between them, played event by event, for SpecActor's formulas."""
+"""A drafter and a verifier with sequences between them, played event by event with the state machines of live runs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from engines.speculation.verify import num_accepted
+from engines.speculation.window import Guesses, Heard
 
-@dataclass(eq=False)
-class Chain:
-    """Guesses of one sequence, each made from the ones before it."""
-
-    end: int
-    """The position behind the last one."""
-    wrong: int | None = None
-    """The first wrong one."""
-    arrived: int = 0
-    """The end that the verifier knows."""
-
-    def fits(self, num_tokens: int) -> bool:
-        return self.wrong is None or self.wrong >= num_tokens
+RIGHT, WRONG = 0, 1
 
 
 @dataclass
 class Played:
-    """Sequences without an end. A guess is right with probability `p`.
+    """Sequences without an end, whose tokens are all `RIGHT`. A guess is right with probability `p`.
 
     `draft_s`: sequences in a pass -> its seconds; `verify_s`: rows -> seconds. Both vary by `jitter`, as in life, since
     otherwise a ratio of V and D that is a fraction of small numbers keeps the phase in which it began.
@@ -50,15 +40,17 @@ class Played:
     def rate(self, num_passes: int) -> float:
         """Returns tokens per second of a sequence."""
         self._draws, self._numbers = random.Random(self.seed), count()
-        self._chains = [Chain(0) for _ in range(self.batch)]
-        self._seen, self._known, self._heard = list(self._chains), [0] * self.batch, [0] * self.batch
+        self._guesses = [Guesses(0, self.window, self.ahead) for _ in range(self.batch)]
+        self._drawn: list[list[int]] = [[] for _ in range(self.batch)]  # that the drafter takes before its next pass
+        self._heard = [Heard() for _ in range(self.batch)]
+        self._tokens: list[list[int]] = [[] for _ in range(self.batch)]
         self._drafter_works = self._verifier_works = False
         self._begin()
         while self.num_passes < num_passes:
             self._now, _, event = heapq.heappop(self._events)
             event()
             self._begin()
-        return sum(self._known) / self.batch / self._now
+        return sum(map(len, self._tokens)) / self.batch / self._now
 
     def _after(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._numbers), event))
@@ -76,54 +68,50 @@ class Played:
             self._begin_pass()
 
     def _begin_draft(self) -> None:
-        for number, heard in enumerate(self._heard):
-            if not self._chains[number].fits(heard) or self._chains[number].end < heard:
-                self._chains[number] = Chain(heard)
-        limit = self.window * (2 if self.ahead else 1)
-        room = [one.end - heard < limit for one, heard in zip(self._chains, self._heard, strict=True)]
-        drafting = [number for number in range(self.batch) if room[number]]
+        for one, drawn in zip(self._guesses, self._drawn, strict=True):
+            if drawn:
+                one.commit(drawn)
+                drawn.clear()
+        drafting = [number for number, one in enumerate(self._guesses) if one.room]
         if drafting:
             self._drafter_works = True
             self._after(self.draft_s(len(drafting)) * self._vary(), lambda: self._end_draft(drafting))
 
     def _end_draft(self, drafting: list[int]) -> None:
         self._drafter_works = False
+        messages = []
         for number in drafting:
-            chain = self._chains[number]
-            if self._draws.random() >= self.p and chain.wrong is None:
-                chain.wrong = chain.end
-            chain.end += 1
-        ends = [(number, self._chains[number], self._chains[number].end) for number in drafting]
+            one = self._guesses[number]
+            one.add([RIGHT if self._draws.random() < self.p else WRONG], [self.p])
+            messages.append((self._heard[number], one.num_known, list(one.tokens), list(one.shares), not one.room))
 
         def arrive() -> None:
-            for number, chain, end in ends:
-                self._seen[number], chain.arrived = chain, end
+            for heard, num_known, tokens, shares, is_all in messages:
+                heard.hear(num_known, tokens, shares, is_all=is_all)
 
         self._after(self.delay_s, arrive)
 
     def _begin_pass(self) -> None:
-        rows = []
-        for chain, known in zip(self._seen, self._known, strict=True):
-            come = max(0, chain.arrived - known) if chain.fits(known) else 0
-            if self.mode == "filled":
-                rows.append(min(come, self.window) + 1)
-            else:
-                rows.append(self.window if come >= self.window else 0)
+        drafts = [one.draft(tokens, self.window).tokens for one, tokens in zip(self._heard, self._tokens, strict=True)]
+        if self.mode == "filled":
+            rows = [len(draft) + 1 for draft in drafts]
+        else:
+            rows = [len(draft) if len(draft) == self.window else 0 for draft in drafts]
         if any(rows):
             self._verifier_works = True
             self.num_passes += 1
             self.num_rows += sum(rows)
-            self._after(self.verify_s(sum(rows)) * self._vary(), lambda: self._end_pass(rows))
+            self._after(self.verify_s(sum(rows)) * self._vary(), lambda: self._end_pass(drafts, rows))
 
-    def _end_pass(self, rows: list[int]) -> None:
+    def _end_pass(self, drafts: list[list[int]], rows: list[int]) -> None:
         self._verifier_works = False
-        for number, taken in enumerate(rows):
-            known, chain = self._known[number], self._seen[number]
-            wrong = chain.wrong if chain.fits(known) else None
-            self._known[number] += taken if wrong is None else min(taken, wrong - known + 1)
-        known = list(self._known)
+        drawn = []
+        for tokens, draft, taken in zip(self._tokens, drafts, rows, strict=True):
+            drawn.append([RIGHT] * (taken and 1 + num_accepted(draft[: taken - 1], [RIGHT] * taken)))
+            tokens += drawn[-1]
 
         def hear() -> None:
-            self._heard = known
+            for waiting, more in zip(self._drawn, drawn, strict=True):
+                waiting += more
 
         self._after(self.delay_s, hear)

@@ -139,7 +139,7 @@ def played(costs: Costs, plan: Plan, acceptance: dict[str, float]) -> float:
         mode="filled",
         batch=plan.batch,
     )
-    return game.rate(max(300, 24_000 // plan.batch))
+    return game.rate(max(250, 14_000 // plan.batch))
 
 
 def test_the_printed_algorithm() -> None:
