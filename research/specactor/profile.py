@@ -15,6 +15,7 @@ import numpy as np
 from engines.parallel.layout import ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Pace
+from engines.speculation.drafter import DraftPass
 
 Point = tuple[float, float]
 """(batch, seconds of a pass)."""
@@ -107,6 +108,24 @@ class Costs:
         """Returns the seconds until each sequence of a batch has `window` guesses."""
         passes = min(window, 1) if method in self.lookups else window
         return passes * self.draft(method, batch, num_gpus) if passes else 0.0
+
+
+def drafter_of(
+    pace: Pace,
+    spec: ReplicaSpec,
+    method: str,
+    *,
+    batches: Collection[int],
+    context: int,
+    fit: Callable[[Iterable[Point]], Curve] = Pieces.fit,
+) -> Curve:
+    """Returns D of one GPU of a replica at this pace, for these batches of sequences with `context` tokens each."""
+
+    def seconds(batch: int) -> float:
+        rows = batch * spec.tp_size
+        return pace.draft(spec, method, (DraftPass(rows, rows * context),))
+
+    return fit((batch, seconds(batch)) for batch in batches)
 
 
 def verifier_of(

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engines.constraints import Count, check_value
-from engines.sequence import SequenceId
+from engines.sequence import SequenceId, SequenceState
+from engines.speculation.drafter import Ask, Draft
 from research.specactor.plan import MAX_WINDOW, Plan
 from research.specactor.profile import Costs
 from research.specactor.throughput import Pair, coupled, decoupled
@@ -114,7 +115,10 @@ class _Known:
 
 
 class Reconfiguration:
-    """Algorithm 2 for the sequences of one replica that verifies; the plan's window is that of the first interval."""
+    """A `SpeculationPolicy`: Algorithm 2 for the sequences of one replica that verifies.
+
+    The plan's window holds for the first interval of each.
+    """
 
     def __init__(self, costs: Costs, plan: Plan, *, interval_tokens: int = 1000, printed: bool = False) -> None:
         """`printed`: for a batch of one, and only for sequences below the mean. Raises ValueError for an interval of
@@ -128,25 +132,36 @@ class Reconfiguration:
         self._known: dict[SequenceId, _Known] = {}
         self._choices: dict[tuple[float, int], tuple[Choice, Choice]] = {}
 
-    def observe(self, sequence_id: SequenceId, num_tried: int, num_accepted: int) -> None:
-        """Learns from the guesses of a sequence in a pass."""
-        if sequence_id in self._known:
-            self._known[sequence_id].acceptance.observe(num_tried, num_accepted)
+    def wants(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Ask]:
+        chosen = self._update({ask.state.sequence_id: ask.state.num_generated for ask in asks}, num_draws)
+        return [
+            ask._replace(limit=min(ask.limit, choice.window), ahead=choice.mode == "decoupled")
+            for ask, choice in zip(asks, chosen, strict=True)
+            if choice.window
+        ]
 
-    def update(self, generated: Mapping[SequenceId, int]) -> dict[SequenceId, Choice]:
-        """Returns what holds for each sequence of the replica's batch, by its tokens so far; forgets all others."""
-        known = {}
-        for one in generated:
-            known[one] = self._known.get(one) or _Known(Acceptance(), self._planned, generated[one] + self._interval)
-        self._known = known
-        due = [one for one, count in generated.items() if count >= known[one].due]
+    def shorten(self, states: list[SequenceState], drafts: list[Draft], num_tokens: int, num_draws: int) -> list[Draft]:
+        return drafts
+
+    def observe(self, state: SequenceState, probabilities: list[float], num_accepted: int) -> None:
+        if state.sequence_id in self._known:
+            self._known[state.sequence_id].acceptance.observe(len(probabilities), num_accepted)
+
+    def _update(self, generated: Mapping[SequenceId, int], batch: int) -> list[Choice]:
+        """Returns what holds for each of these sequences, by its tokens so far, in a batch of so many."""
+        if len(self._known) > 2 * len(generated) + 64:
+            self._known = {one: known for one, known in self._known.items() if one in generated}
+        for one, count in generated.items():
+            if one not in self._known:
+                self._known[one] = _Known(Acceptance(), self._planned, count + self._interval)
+        due = [one for one, count in generated.items() if count >= self._known[one].due]
         if due:
-            estimates = [each.acceptance.estimate for each in known.values()]
+            estimates = [self._known[one].acceptance.estimate for one in generated]
             seen = [estimate for estimate in estimates if estimate is not None]
             mean = sum(seen) / max(1, len(seen))
             for one in due:
-                self._decide(one, generated[one], mean, len(generated))
-        return {one: each.choice for one, each in known.items()}
+                self._decide(one, generated[one], mean, batch)
+        return [self._known[one].choice for one in generated]
 
     def _decide(self, sequence_id: SequenceId, num_generated: int, mean: float, batch: int) -> None:
         known = self._known[sequence_id]

@@ -11,11 +11,14 @@ import pytest
 
 from engines.parallel.layout import nested_layout
 from engines.replica.replica import StepOutput
+from research.simulator.datasheets import QWEN_0_5B
 from research.simulator.pace import ProfilePace
 from research.specactor.plan import Plan, Rollout, make_plan, printed_plan
-from research.specactor.profile import Affine, Costs, Pieces, Verifier, verifier_of
+from research.specactor.profile import Affine, Costs, Pieces, Verifier, drafter_of, verifier_of
 from research.specactor.throughput import DecoupledMode, Pair, coupled, decoupled, printed_tau, renewal_tau
 from tests.research.specactor_world import Played
+
+BATCHES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
 
 
 def random_costs(draws: random.Random) -> Costs:
@@ -117,7 +120,7 @@ def test_estimates_are_as_played() -> None:
     num_played = 0
     while num_played < 50:
         costs = random_costs(draws)
-        rollout = Rollout(num_sequences=draws.randint(20, 120), num_gpus=draws.choice([4, 6, 8]))
+        rollout = Rollout(num_sequences=draws.randint(10, 60), num_gpus=draws.choice([4, 6, 8]))
         acceptance = {method: draws.uniform(0.6, 0.97) for method in costs.drafts}
         plan = make_plan(costs, rollout, acceptance)
         if plan.mode != "filled":
@@ -173,12 +176,28 @@ def test_lines_through_measured_passes() -> None:
     assert [costs.whole_drafts(method, 10, 4, 5) for method in ("small", "ngram")] == pytest.approx([15.0, 3.0])
 
 
+def test_half_of_the_cases_that_decoupling_is_measured_on_stay_coupled() -> None:
+    """Eight replicas of 32B on H100, and Qwen2.5-0.5B as drafter: TP8 with 16 sequences each gains, TP4 with 64 does
+    not (issue 29)."""
+    for tp_size, each, p, mode, gain in ((8, 16, 0.88, "filled", 1.1), (4, 64, 0.6, "coupled", 1.0)):
+        pace = replace(ProfilePace.of(f"h100-32b-tp{tp_size}"), draft_shapes={"small": QWEN_0_5B})
+        spec, one = (nested_layout(range(size), size).replicas[0] for size in (tp_size, 1))
+        costs = Costs(
+            drafts={"small": drafter_of(pace, one, "small", batches=BATCHES, context=1500)},
+            verifiers={tp_size: verifier_of(pace, spec, batches=BATCHES, max_rows=17, context=1500)},
+        )
+        rollout = Rollout(num_sequences=8 * each, num_gpus=8 * tp_size, whole_replicas=True)
+        plan = make_plan(costs, rollout, {"small": p})
+        assert plan.mode == mode
+        assert plan.tokens_per_second >= gain * make_plan(costs, rollout, {"small": p}, ()).tokens_per_second
+
+
 def test_a_pace_as_verifier() -> None:
     """32B on four H100, between the batches that were timed, too; the printed line is off by a fifth."""
-    pace, batches = ProfilePace.of("h100-32b-tp4"), [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    pace = ProfilePace.of("h100-32b-tp4")
     spec = nested_layout(range(4), 4).replicas[0]
-    pieces = verifier_of(pace, spec, batches=batches, max_rows=8, context=1500)
-    printed = verifier_of(pace, spec, batches=batches, max_rows=8, context=1500, fit=Affine.fit)
+    pieces = verifier_of(pace, spec, batches=BATCHES, max_rows=8, context=1500)
+    printed = verifier_of(pace, spec, batches=BATCHES, max_rows=8, context=1500, fit=Affine.fit)
     errors, printed_errors = [], []
     for batch, rows in itertools.product(range(1, 257, 5), range(1, 9)):
         context = batch * (1500 + rows)

@@ -7,10 +7,11 @@ import random
 
 import pytest
 
-from engines.sequence import SequenceId
+from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
+from engines.speculation.drafter import Ask
 from research.specactor.plan import Mode, Placement, Plan
 from research.specactor.profile import Affine, Costs, Verifier
-from research.specactor.reconfigure import Acceptance, Choice, Reconfiguration, choices
+from research.specactor.reconfigure import Acceptance, Reconfiguration, choices
 from research.specactor.throughput import Pair, coupled, decoupled
 from tests.research.specactor_world import Played
 
@@ -19,7 +20,7 @@ COSTS = Costs(
     drafts={"small": Affine(0.0, 1.0)},
     verifiers={4: Verifier(tuple(Affine(0.02 * rows, 4.0) for rows in range(1, 18)))},
 )
-BATCH = 32
+BATCH, PARAMS = 32, SamplingParams(max_tokens=10_000)
 FIRST, SECOND = (0, 0, 0), (0, 1, 0)
 
 
@@ -81,59 +82,68 @@ def test_the_choice_is_the_best_of_all_windows(mode: Mode, p: float) -> None:
             assert found.get(("decoupled", window), rate) == pytest.approx(rate)
 
 
-def play(policy: Reconfiguration, chances: dict[SequenceId, float], until: int) -> dict[SequenceId, Choice]:
+def ask(one: SequenceId, generated: int) -> Ask:
+    step, prompt, sample = one
+    key = SequenceKey(run_seed=0, policy_step=step, prompt_uid=prompt, sample_index=sample)
+    state = SequenceState(key=key, group_id=0, tokens=[0] * (1 + generated), num_prompt_tokens=1, params=PARAMS)
+    return Ask(state, limit=16)
+
+
+def chosen(policy: Reconfiguration, generated: dict[SequenceId, int]) -> dict[SequenceId, tuple[int, bool]]:
+    """Returns (window, ahead) of each sequence that is drafted for."""
+    asks = [ask(*item) for item in generated.items()]
+    return {one.state.sequence_id: (one.limit, one.ahead) for one in policy.wants(asks, len(asks), len(asks))}
+
+
+def play(policy: Reconfiguration, chances: dict[SequenceId, float], until: int) -> dict[SequenceId, tuple[int, bool]]:
     """Draws outcomes until each sequence has `until` tokens."""
     draws = random.Random(1)
     generated = dict.fromkeys(chances, 0)
     while min(generated.values()) < until:
-        chosen = policy.update(generated)
+        windows = chosen(policy, generated)
         for one, p in chances.items():
-            accepted = outcomes(p, chosen[one].window, draws)
-            if chosen[one].window:
-                policy.observe(one, chosen[one].window, accepted)
+            accepted = 0
+            if one in windows:
+                accepted = outcomes(p, windows[one][0], draws)
+                policy.observe(ask(one, 0).state, [1.0] * windows[one][0], accepted)
             generated[one] += accepted + 1
-    return policy.update(generated)
+    return chosen(policy, generated)
 
 
 def test_sequences_get_their_own_windows_after_an_interval() -> None:
     others: dict[SequenceId, float] = {(1, number, 0): 0.8 for number in range(BATCH - 2)}
     policy = Reconfiguration(COSTS, plan_of("filled"), interval_tokens=500)
-    before = play(policy, {FIRST: 0.95, SECOND: 0.0, **others}, 480)[SECOND]
-    assert (before.mode, before.window) == ("decoupled", 5)
+    assert play(policy, {FIRST: 0.95, SECOND: 0.0, **others}, 480)[SECOND] == (5, True)
     policy = Reconfiguration(COSTS, plan_of("filled"), interval_tokens=500)
     after = play(policy, {FIRST: 0.95, SECOND: 0.0, **others}, 520)
-    assert after[SECOND].mode == "off" and after[FIRST].mode == "decoupled"
+    assert SECOND not in after and after[FIRST][1]
     mine = next(one for one in policy.decisions if one.sequence_id == SECOND)
     assert (mine.acceptance, mine.batch, mine.num_generated) == (0.0, BATCH, 500)
-    assert mine.choice.tokens_per_second == mine.off.tokens_per_second > 0
+    assert mine.choice == mine.off and mine.off.tokens_per_second > 0
     assert all(one.choice.tokens_per_second >= one.off.tokens_per_second for one in policy.decisions)
 
 
 def test_drafts_that_are_wrong_for_all_end_and_are_tried_again() -> None:
     policy = Reconfiguration(COSTS, plan_of("filled"), interval_tokens=800)
-    assert {one.mode for one in play(policy, {FIRST: 0.0, SECOND: 0.0}, 1000).values()} == {"off"}
-    assert policy.update({FIRST: 1650, SECOND: 1650})[FIRST].mode == "decoupled"
+    assert play(policy, {FIRST: 0.0, SECOND: 0.0}, 1000) == {}
+    assert chosen(policy, {FIRST: 1650, SECOND: 1650}) == {FIRST: (5, True), SECOND: (5, True)}
     for _ in range(100):
-        policy.observe(FIRST, 5, 5)
-        policy.observe(SECOND, 5, 0)
-    chosen = policy.update({FIRST: 1750, SECOND: 1750})
-    assert chosen[FIRST].mode == "decoupled" and chosen[SECOND].mode == "off"
-    assert policy.decisions[-1].mean_acceptance == pytest.approx(0.5)
+        policy.observe(ask(FIRST, 0).state, [1.0] * 5, 5)
+        policy.observe(ask(SECOND, 0).state, [1.0] * 5, 0)
+    again = chosen(policy, {FIRST: 1750, SECOND: 1750})
+    assert FIRST in again and SECOND not in again
+    assert policy.decisions[-1].mean_acceptance == pytest.approx(0.5, abs=0.01)
 
 
 def test_as_printed_only_sequences_below_the_mean_are_decided_for_a_batch_of_one() -> None:
     dear = Costs(drafts=COSTS.drafts, verifiers={4: Verifier(tuple(Affine(rows / 4, 1.0) for rows in range(1, 18)))})
     for printed, decided in ((True, [SECOND]), (False, [FIRST, SECOND])):
         policy = Reconfiguration(dear, plan_of("strict"), interval_tokens=500, printed=printed)
-        chosen = play(policy, {FIRST: 0.7, SECOND: 0.4}, 540)
+        found = play(policy, {FIRST: 0.8, SECOND: 0.6}, 540)
         assert sorted({one.sequence_id for one in policy.decisions}) == decided
-        assert (
-            chosen[SECOND].window
-            == max(
-                choices(dear, plan_of("strict"), round(policy.decisions[-1].acceptance, 2), 1 if printed else 2),
-                key=lambda one: one.tokens_per_second,
-            ).window
-            or policy.decisions[-1].sequence_id != SECOND
-        )
+        last = next(one for one in reversed(policy.decisions) if one.sequence_id == SECOND)
+        rates = choices(dear, plan_of("strict"), round(last.acceptance, 2), 1 if printed else 2)
+        assert last.choice == max(rates, key=lambda one: one.tokens_per_second)
+        assert found.get(SECOND, (0, False))[0] == last.choice.window
     with pytest.raises(ValueError, match="interval_tokens=0"):
         Reconfiguration(dear, plan_of("strict"), interval_tokens=0)
