@@ -77,6 +77,12 @@ class DraftRanks:
             self.counts = self._loop.stop()
             self._loop = None
 
+    def flush(self) -> None:
+        """Sends the draft ranks what is new for them. Called after each step, once its time has passed: a drafter must
+        not hear of tokens before they are drawn."""
+        for link in self._links:
+            link.flush()
+
     def _close_links(self) -> None:
         for link in self._links:
             link.close()
@@ -158,6 +164,7 @@ class LiveLink:
         self._name, self._address, self._token = name, address, token
         self._client: Client | None = None
         self._is_served = False
+        self._posts: list[ToDrafter] = []
         self._has_ended = threading.Event()
         self._num_connections = 0
         self._connecting: threading.Thread | None = None
@@ -168,7 +175,12 @@ class LiveLink:
         return self._client is not None and self._is_served
 
     def post(self, posts: list[ToDrafter]) -> None:
-        if (client := self._client) is not None:
+        """They leave with the next `flush`."""
+        self._posts += posts
+
+    def flush(self) -> None:
+        posts, self._posts = self._posts, []
+        if posts and (client := self._client) is not None:
             try:
                 client.send(encode(posts))
             except ConnectionError:

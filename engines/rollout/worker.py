@@ -123,6 +123,8 @@ class Worker:
                     if output.num_running or output.released:
                         self.step_records.append(record)
                     self._say(*self._core.on_step(output, record.seconds, record.start + record.seconds))
+                if self._draft_ranks is not None:
+                    self._draft_ranks.flush()
         finally:
             self._is_running = False
             if self._draft_ranks is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -247,3 +248,39 @@ def test_verifiers_share_drafters_evenly() -> None:
     few = layout_of(("rollout", (0,)), ("rollout", (1,)), ("draft", (2,)), ("draft", (3,)), ("draft", (4,)))
     assert [drafters_of(few, spec) for spec in few.replicas[:2]] == [(2, 4), (3,)]
     assert drafters_of(contiguous_layout(range(2), 1), contiguous_layout(range(2), 1).replicas[0]) == ()
+
+
+class Listening(Failing):
+    """Guesses the last token again, and notes when it first knows how many tokens a sequence has."""
+
+    heard: ClassVar[dict[int, float]] = {}
+
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        self._num_passes = 0
+        for ask in asks:
+            self.heard.setdefault(len(ask.state.tokens), time.monotonic())
+        return super().propose(asks, num_tokens, num_draws)
+
+
+def listen(model: str) -> Any:
+    groups = join([ONE_EACH])
+    llm = LLM(
+        model, world=groups, layout=ONE_EACH, schedule=OnDemand(), drafter="own", own_drafter=Listening,
+        draft_lengths="fixed", max_draft_tokens=2, pace=ShortestStep(step_s=0.1), **BASE,
+    )  # fmt: skip
+    llm.generate(PROMPTS[:1], SamplingParams(max_tokens=12), prompt_uids=[0])
+    assert llm.rollout is not None
+    steps = [(one.num_accepted, one.start + one.paced_seconds) for one in llm.rollout.step_records]
+    groups.close()
+    return steps, Listening.heard
+
+
+def test_a_drafter_hears_of_tokens_when_their_step_has_passed(qwen3: str) -> None:
+    (steps, _), (_, heard) = run_world(listen, 2, qwen3)
+    length, known = len(PROMPTS[0]), 0
+    for num_accepted, end in steps:
+        length += 1 + num_accepted
+        if length in heard:
+            known += 1
+            assert heard[length] >= end, length
+    assert known > 5
