@@ -5,7 +5,7 @@ What the paper leaves open, and what is chosen here:
 - Its rates are those of a batch of one, although sequences run beside others, so that windows are too long where rows
   are dear. Here the batch is the one that runs, as if all its sequences were like this one.
 - It decides for sequences below the mean acceptance. Here for all, since drafts may be worse than planned for all.
-- A sequence may leave speculation. Since nothing is learnt of it then, drafts are tried again after an interval.
+- A sequence may leave speculation. Since nothing is learnt of it then, drafts are tried again, ever more rarely.
 - ProfileProbability has no body. Here: the mean over the last guesses of the sequence that were compared, by outcomes.
 """
 
@@ -112,12 +112,15 @@ class _Known:
     choice: Choice
     due: int
     """Generated tokens at which it is decided again."""
+    num_off: int = 0
+    """Times in a row that plain decoding was chosen."""
 
 
 class Reconfiguration:
     """A `SpeculationPolicy`: Algorithm 2 for the sequences of one replica that verifies.
 
-    The plan's window holds for the first interval of each.
+    The plan's window holds for the first interval of each. A sequence that decodes plainly tries drafts again after an
+    interval, for a thirty-second part of one; in vain, then after two, four and more.
     """
 
     def __init__(self, costs: Costs, plan: Plan, *, interval_tokens: int = 1000, printed: bool = False) -> None:
@@ -169,12 +172,14 @@ class Reconfiguration:
         estimate = known.acceptance.estimate
         if known.choice.mode == "off" and self._planned.mode != "off":
             known.acceptance, known.choice = Acceptance(), self._planned
-            known.due = num_generated + math.ceil(self._interval / 8)
+            known.due = num_generated + math.ceil(self._interval / 32)
             return
         if estimate is None or (self._printed and estimate >= mean):
             known.choice = self._planned
             return
         known.choice, off = self._best(round(estimate, 2), 1 if self._printed else batch)
+        known.num_off = known.num_off + 1 if known.choice.mode == "off" else 0
+        known.due = num_generated + self._interval * 2 ** max(0, known.num_off - 1)
         self.decisions.append(
             Decision(
                 sequence_id=sequence_id,

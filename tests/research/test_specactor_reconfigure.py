@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from engines.config import EngineConfig
+from engines.coordination.policies import Static
 from engines.sequence import SamplingParams, SequenceId, SequenceKey, SequenceState
 from engines.speculation.drafter import Ask
+from engines.speculation.marginal_gain import MarginalGain
+from engines.speculation.policy import DraftPolicy, Prices
+from research.simulator.cluster import Cluster, ClusterConfig, Overheads
+from research.simulator.stated import StatedDrafter, simulated_token
 from research.specactor.plan import Mode, Placement, Plan
 from research.specactor.profile import Affine, Costs, Verifier
 from research.specactor.reconfigure import Acceptance, Reconfiguration, choices
 from research.specactor.throughput import Pair, coupled, decoupled
 from tests.research.specactor_world import Played
+from tests.research.test_simulated_draft_ranks import ALONE, PAIR, PairPace
+from tests.research.test_simulator import states
 
 # 1 s for a pass of a drafter; a verifier's pass takes 4 s, and 0.02 s more per row.
 COSTS = Costs(
@@ -132,7 +142,45 @@ def test_drafts_that_are_wrong_for_all_end_and_are_tried_again() -> None:
         policy.observe(ask(SECOND, 0).state, [1.0] * 5, 0)
     again = chosen(policy, {FIRST: 1750, SECOND: 1750})
     assert FIRST in again and SECOND not in again
+    assert SECOND not in chosen(policy, {FIRST: 3300, SECOND: 3300}), "after twice the interval"
+    assert SECOND in chosen(policy, {FIRST: 3400, SECOND: 3400})
     assert policy.decisions[-1].mean_acceptance == pytest.approx(0.5, abs=0.01)
+
+
+def test_in_a_rollout_that_waits_for_whole_windows_bad_drafts_cost_one_interval() -> None:
+    """Afterwards sequences decode within 3 % of what they do without a drafter."""
+    pace = PairPace()
+    costs = Costs(
+        drafts={"small": lambda batch: pace.drafts[0] + pace.drafts[1] * batch},
+        verifiers={4: lambda batch, rows: pace.verify[0] + pace.verify[1] * batch * rows},
+    )
+
+    def seconds(length: int, policy: DraftPolicy | None, p: float = 0.05) -> float:
+        engine = {"max_num_seqs": 8, "max_num_batched_tokens": 4096, "draft_mode": "strict", "max_draft_tokens": 4}
+        drafts = {"drafter": "own", "draft_lengths": "adaptive"} if policy else {}
+        config = ClusterConfig(
+            layout=PAIR if policy else ALONE,
+            engine=EngineConfig(**engine, **drafts),  # type: ignore[arg-type]
+            pace=pace,
+            num_kv_tokens={1: 100_000},
+            max_model_len=4096,
+            own_drafter=partial(StatedDrafter, simulated_token, lambda *_: p) if policy else None,
+            overheads=Overheads(),
+            draft_policy=policy or MarginalGain,
+        )
+        lengths = {(0, uid, 0): length for uid in range(8)}
+        return Cluster(config, schedule_policy=Static(), lengths=lengths).roll_out(states(8)).makespan
+
+    def reconfigured(_: Prices) -> Reconfiguration:
+        return Reconfiguration(costs, replace(plan_of("strict"), window=4), interval_tokens=200)
+
+    def planned(_: Prices) -> Reconfiguration:
+        return Reconfiguration(costs, replace(plan_of("strict"), window=4), interval_tokens=4096)
+
+    plain = seconds(390, None) - seconds(250, None)
+    assert seconds(390, reconfigured) - seconds(250, reconfigured) < 1.03 * plain
+    assert seconds(390, planned) - seconds(250, planned) > 1.3 * plain
+    assert seconds(390, reconfigured, 0.95) < 0.7 * seconds(390, None), "good drafts are kept"
 
 
 def test_as_printed_only_sequences_below_the_mean_are_decided_for_a_batch_of_one() -> None:
