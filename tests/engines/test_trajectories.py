@@ -18,7 +18,8 @@ from engines.coordination.policies import OnDemand, Static
 from engines.coordination.requests import RequestMove, RequestRegroup, SubmitSequences
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.fleet.fleet import Fleet
-from engines.parallel.layout import nested_layout
+from engines.parallel.groups import all_layouts
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.endings import Endings
 from engines.rollout.coordinator import Coordinator
 from engines.rollout.environment import Answer, Observation
@@ -286,6 +287,13 @@ def pat() -> PatController:
     )
 
 
+DRAFTING = Layout(
+    epoch=0,
+    replicas=(
+        ReplicaSpec(id=0, ranks=(0,)), ReplicaSpec(id=1, ranks=(1, 2)), ReplicaSpec(id=3, ranks=(3,), role="draft"),
+    ),
+)  # fmt: skip
+
 WORLDS: dict[str, dict[str, Any]] = {
     "on demand": {"tp": 1},
     "static": {"tp": 1, "schedule": Static, "in_rounds": True},
@@ -301,6 +309,12 @@ WORLDS: dict[str, dict[str, Any]] = {
     "drafts by a server, moves": {
         "tp": 1, "meddling": "moves", "drafter": "grouped_suffix", "draft_lengths": "fixed", "draft_server": True,
     },
+    "a rank that only drafts": {
+        "layout": DRAFTING, "drafter": "suffix", "draft_lengths": "fixed", "draft_mode": "strict",
+    },
+    "a rank that only drafts, moves": {
+        "layout": DRAFTING, "meddling": "moves", "drafter": "grouped_suffix", "draft_lengths": "fixed",
+    },
     "preemption, regroups": {
         "tp": 1, "meddling": "regroups", "kv_cache_bytes": TIGHT_KV, "max_model_len": 140, "preemption": "swap",
     },
@@ -310,15 +324,15 @@ WORLDS: dict[str, dict[str, Any]] = {
 def in_a_world(model: str, names: list[str]) -> list[Any]:
     """On a rank: completions of each of these worlds as plain values, what environments heard, regroups."""
     found = []
-    groups = join()
+    groups = join([*all_layouts(range(4)), DRAFTING])
     for name in names:
         options = dict(WORLDS[name])
-        tp, in_rounds = options.pop("tp"), options.pop("in_rounds", False)
+        tp, in_rounds = options.pop("tp", 1), options.pop("in_rounds", False)
         schedule = options.pop("schedule", OnDemand)()
         if "layout_policy" in options:
             options["layout_policy"] = options["layout_policy"]()
         layouts = [nested_layout(range(4), size, epoch=epoch) for epoch, size in enumerate((2, 1, 4, 2, 1), start=1)]
-        layout = nested_layout(range(4), tp)
+        layout = options.pop("layout", nested_layout(range(4), tp))
         with Meddling(options.pop("meddling", ""), layouts) as environments:
             llm = make(model, world=groups, layout=layout, schedule=schedule, **options)
             assert llm.rollout is not None
