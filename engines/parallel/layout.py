@@ -44,12 +44,9 @@ class Layout:
             raise ValueError("Layout.replicas: a replica has no ranks; leave it out")
 
     def has_draft_model(self, rank: int) -> bool:
-        """Whether a rank draws drafts with a small model, if there is one: the ranks that only draft, or without them
-        the first rank of each replica."""
+        """Whether a rank draws drafts with a small model, if there is one: all that only draft, or else all."""
         spec = self.replica_of(rank)
-        if any(one.role == "draft" for one in self.replicas):
-            return spec is not None and spec.role == "draft"
-        return spec is not None and rank == spec.ranks[0]
+        return spec is not None and (spec.role == "draft" or all(one.role != "draft" for one in self.replicas))
 
     def replica_of(self, rank: int) -> ReplicaSpec | None:
         """The replica that a rank belongs to; None when it is idle."""

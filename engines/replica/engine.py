@@ -141,7 +141,7 @@ class LocalEngine:
         """Returns the drafter of this place's replica; on a rank that only drafts, makes what drafts there."""
         config, shards, is_draft_rank = self.config, self.tensor_parallel, self.spec.role == "draft"
         self._is_remote = remote is not None
-        drafts_here = is_draft_rank or (remote is None and shards.rank == 0)
+        drafts_here = is_draft_rank or remote is None
         self._model_drafter = self.make_model_drafter(config, self._model, self._max_model_len) if drafts_here else None
         choose = partial(
             choose_drafter,
@@ -239,11 +239,11 @@ class LocalEngine:
 
     def prices(self, config: EngineConfig, drafter: ModelDrafter | None) -> Prices:
         """Returns what drafts cost, as measured here when asked. `config` may have other options of drafts than the
-        engine's; `drafter` is its small model's, on the replica's first rank."""
+        engine's; `drafter` is its small model's."""
         if config.drafter != "model" or self._is_remote:
             return Prices(self.row_times)
-        times = None if drafter is None else drafter.row_times
-        return Prices(self.row_times, DraftTimes(times, self.tensor_parallel))
+        assert drafter is not None
+        return Prices(self.row_times, DraftTimes(drafter.row_times, self.tensor_parallel))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies this shard's part of every parameter; `load_draft_model` first, where it was not called. Raises

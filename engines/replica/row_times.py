@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import partial
 
 import numpy as np
@@ -11,7 +10,7 @@ from engines.config import EngineConfig
 from engines.kvcache.paged import PagedKVCache
 from engines.models.decoder import Decoder
 from engines.parallel.collectives import Communicator
-from engines.replica.scratch import Scratch
+from engines.replica.scratch import Scratch, slowest
 
 _CONTEXT = 256  # tokens that each row attends to
 _ENOUGH_S = 0.02  # longer passes are extrapolated from one that takes this long, and four times as long as of one row
@@ -68,15 +67,16 @@ class RowTimes:
 
 
 class DraftTimes:
-    """Seconds in which a small model drafts: a pass for each token of the longest draft. The same on all ranks."""
+    """Seconds in which the small models of a replica's ranks, which share the sequences, draft: a pass for each token
+    of the longest draft. The same on all ranks."""
 
-    def __init__(self, times: RowTimes | None, tensor_parallel: Communicator) -> None:
-        """`times` are the small model's, on the replica's first rank alone, whose only rank it runs on."""
+    def __init__(self, times: RowTimes, tensor_parallel: Communicator) -> None:
+        """`times` are those of this rank's small model."""
         self._times, self._group = times, tensor_parallel
         self._known: dict[int, float] = {}
 
     def __call__(self, num_sequences: int, length: int) -> float:
-        if num_sequences not in self._known:
-            data = None if self._times is None else struct.pack("<d", self._times(num_sequences))
-            (self._known[num_sequences],) = struct.unpack("<d", self._group.broadcast_bytes(data))
-        return length * self._known[num_sequences]
+        share = -(-num_sequences // self._group.size)
+        if share not in self._known:
+            self._known[share] = slowest(self._times(share), self._group)
+        return length * self._known[share]

@@ -11,7 +11,7 @@ from engines.speculation.drafter import Drafter
 from engines.speculation.history import DraftHistory
 from engines.speculation.ngram import NGramDrafter
 from engines.speculation.policy import AdaptedDrafter, DraftPolicy, Prices
-from engines.speculation.shared import SharedDrafter
+from engines.speculation.shared import SharedDrafter, SplitDrafter
 from engines.speculation.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def choose_drafter(
     remote: Drafter | None = None,
 ) -> Drafter | None:
     """Returns the drafter of a replica's shard; None for "none". `policy` makes what decides adaptive lengths.
-    All shards have `connect` where there is a draft server; `model` is the drafter of drafter="model" or "own", on
-    the first shard alone, and `remote` that of a replica for which other ranks draft. `history` is what
+    All shards have `connect` where there is a draft server; `model` is this shard's drafter of drafter="model" or
+    "own", and `remote` that of a replica for which other ranks draft. `history` is what
     "grouped_suffix" knows of earlier rollouts."""
     drafter: Drafter | None
     if config.drafter == "none":
@@ -55,7 +55,10 @@ def choose_drafter(
             client=client,
             history=history,
         )
-    if shards.size > 1 and (connect is not None or remote is not None or config.drafter not in LOOKUPS):
+    if shards.size > 1 and (connect is not None or remote is not None):
         drafter = SharedDrafter(drafter if shards.rank == 0 else None, shards)
+    elif shards.size > 1 and config.drafter not in LOOKUPS:
+        assert drafter is not None
+        drafter = SplitDrafter(drafter, shards)
     assert drafter is not None
     return drafter if config.draft_lengths == "fixed" else AdaptedDrafter(drafter, policy(prices))

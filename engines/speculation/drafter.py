@@ -73,6 +73,11 @@ class DraftPass(NamedTuple):
     """Sum of the sequences' contexts."""
 
 
+def share_of(state: SequenceState, count: int) -> int:
+    """Returns which of `count` drafters always drafts for a sequence."""
+    return (state.key.prompt_uid * 1_000_003 + state.key.sample_index) % count
+
+
 class Drafter(Protocol):
     """Guesses next tokens. A wrong guess costs time, and never changes a token. `NGramDrafter` is one."""
 

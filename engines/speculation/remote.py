@@ -13,7 +13,7 @@ from typing import Protocol
 
 from engines.config import DraftMode
 from engines.sequence import SequenceId, SequenceState
-from engines.speculation.drafter import HELD, NO_DRAFT, Ask, Draft, DraftPass, News
+from engines.speculation.drafter import HELD, NO_DRAFT, Ask, Draft, DraftPass, News, share_of
 from engines.speculation.posts import Commit, Enter, Guessed, Leave, ToDrafter, ToVerifier
 from engines.speculation.window import Heard
 
@@ -116,8 +116,7 @@ class RemoteDrafter:
             self._links[link].post(some)
 
     def _enter(self, state: SequenceState) -> _Followed:
-        key = state.key
-        link = (key.prompt_uid * 1_000_003 + key.sample_index) % len(self._links)
+        link = share_of(state, len(self._links))
         one = _Followed(link, self._window, self._mode != "naive", news_at=self._clock())
         self._followed[state.sequence_id] = one
         return one
