@@ -48,6 +48,8 @@ class _Followed:
     """Number of the call of `propose` that asked for it last."""
     num_posted: int = 0
     """Its first tokens, which the drafter has if no message is lost; 0: it must be entered."""
+    posted: int = 0
+    """The window that its drafter has heard of last."""
     news_at: float = 0.0
     """When it was entered, or its drafter last told something new."""
     heard: Heard = field(default_factory=Heard)
@@ -92,8 +94,11 @@ class RemoteDrafter:
         draft = one.heard.draft(state.tokens, limit)
         if self._mode == "filled":
             return draft
-        if len(draft.tokens) >= limit or one.heard.is_waiting(len(state.tokens)):
-            return draft.cut(limit - 1) if one.ahead else draft
+        if not one.posted:
+            return NO_DRAFT
+        window = min(limit, one.posted)
+        if len(draft.tokens) >= window or one.heard.is_waiting(len(state.tokens)):
+            return draft.cut(window - 1 if one.ahead else window)
         return HELD if now < one.news_at + PATIENCE_S else NO_DRAFT
 
     def follow(self, news: News) -> None:
@@ -104,7 +109,7 @@ class RemoteDrafter:
             if self._links[one.link].is_up:
                 posts[one.link].append(self._post(one, state, now))
             else:
-                one.num_posted = 0
+                one.num_posted = one.posted = 0
         ended: dict[int, list[SequenceId]] = defaultdict(list)
         for state in news.ended:
             gone = self._followed.pop(state.sequence_id, None)
@@ -122,7 +127,7 @@ class RemoteDrafter:
         return one
 
     def _post(self, one: _Followed, state: SequenceState, now: float) -> Commit | Enter:
-        window = one.window if one.asked in (0, self._num_asked) else 0
+        one.posted = window = one.window if one.asked in (0, self._num_asked) else 0
         start, one.num_posted = one.num_posted, len(state.tokens)
         if now >= one.news_at + PATIENCE_S:
             start = 0

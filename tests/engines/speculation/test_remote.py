@@ -217,6 +217,30 @@ def test_a_silent_drafter_is_not_waited_for_long() -> None:
     assert set(world.gains) == {1} and world.num_silent < 10 * LENGTH
 
 
+def test_no_sequence_waits_for_guesses_that_its_drafter_was_not_asked_for() -> None:
+    """It comes with its KV, so that its first pass may have a draft; then nothing is drafted; then a longer window."""
+    channel = Channel(random.Random(0))
+    remote, state = RemoteDrafter([channel], "strict", window=2, clock=lambda: 0.0), make_state(0, [1, 2, 3])
+    desk = Desk(Guesser({0: list(range(1, 60))}, 1.0), max_num_seqs=2)
+
+    def step(limit: int) -> int:
+        (draft,) = remote.propose([Ask(state, limit)], 1, 1) if limit else (Draft([], []),)
+        assert not draft.holds
+        drawn = range(len(state.tokens) + 1, len(state.tokens) + 2 + len(draft.tokens))
+        state.tokens += drawn
+        remote.follow(News(drawn=[Outcome(state, draft.tokens, len(draft.tokens))]))
+        channel.answer(desk.hear("verifier", channel.heard()))
+        for _ in range(12):
+            for posts in desk.draft().values():
+                channel.answer(posts)
+        return len(drawn)
+
+    assert [step(2), step(2)] == [1, 2], "it was not entered before the first"
+    remote.propose([], 0, 0)
+    remote.follow(News(drawn=[Outcome(state)]))
+    assert [step(6), step(6), step(6)] == [1, 6, 6]
+
+
 def test_the_drafter_waits_at_its_window() -> None:
     guesses = Guesses(10, window=3, ahead=True)
     assert guesses.room == 6
