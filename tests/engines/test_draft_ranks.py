@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -10,14 +12,20 @@ import pytest
 import torch
 
 from engines import LLM, SamplingParams
+from engines.config import DraftMode
 from engines.coordination.policies import OnDemand
 from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
 from engines.parallel.layout import Layout, ReplicaSpec, Role, contiguous_layout, drafters_of
 from engines.rollout.pace import ShortestStep
+from engines.sequence import Work
+from engines.speculation.desk import Desk
 from engines.speculation.drafter import Ask, Draft, DraftPass, News
+from engines.speculation.remote import RemoteDrafter
 from tests.checkpoints import save_checkpoint
+from tests.engines.speculation.test_remote import Channel
 from tests.engines.test_token_equality import TIGHT_KV
 from tests.holding import Held, check_tokens, held_params, tokens_of
+from tests.states import make_state
 from tests.worlds import error_of, join, run_world
 
 PROMPTS = [[7, 8, 9, 10, uid] * 3 for uid in range(8)]
@@ -122,6 +130,41 @@ def test_beside_everything_else(qwen3: str, near: str) -> None:
     assert sum(rank["preempted"] for rank in counts[3]) > 0
     assert all(counts[2][rank]["num_drafted"] > 20 for rank in (0, 3)), "both share the sequences"
     assert all(rank.get("most_over", 0) <= 0 for ranks in counts for rank in ranks)
+
+
+@pytest.mark.parametrize("mode", ["filled", "strict", "naive"])
+def test_the_same_tokens_over_a_hostile_channel(qwen3: str, near: str, mode: DraftMode) -> None:
+    """Messages are lost, doubled, late and in another order, and the drafter dies and comes back; windows of 1 to 8."""
+    small = LLM(qwen3, drafter="model", draft_model=near, draft_lengths="fixed", **BASE)._engine._model_drafter
+    assert small is not None
+    llm, plain = LLM(qwen3, max_num_seqs=5, **BASE), plain_tokens(qwen3)
+    num_accepted = 0
+    for window in range(1, 9):
+        rng = random.Random(window)
+        channel = Channel(rng, lost=0.2, doubled=0.3, late=0.4)
+        desk, clock = Desk(small, max_num_seqs=4), itertools.count()
+        replica = llm.replica
+        remote = RemoteDrafter([channel], mode, window=window, clock=lambda clock=clock: next(clock) / 20)  # type: ignore[misc]
+        replica.drafter, replica.scheduler._config = remote, replace(llm.config, max_draft_tokens=window)
+        for uid, prompt in enumerate(PROMPTS):
+            for index in range(2):
+                replica.submit(Work(state=make_state(uid, prompt, replace(PARAMS, n=1), index=index)))
+        done = {}
+        while replica.has_work:
+            channel.is_up = rng.random() < 0.95
+            if not channel.is_up:
+                desk.clear()
+            for _ in range(rng.randint(0, 2 * window)):
+                channel.answer(desk.hear("verifier", channel.heard()))
+                for posts in desk.draft().values():
+                    channel.answer(posts)
+            output = replica.step()
+            num_accepted += output.num_accepted
+            done |= {one.state.sequence_id: one.completion.token_ids for one in output.finished}
+        assert [[done[0, uid, index] for index in range(2)] for uid in range(8)] == plain
+        assert desk.most_over <= 0
+        desk.clear()
+    assert num_accepted > 100
 
 
 class ToOneReplica:
