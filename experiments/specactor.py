@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -32,6 +33,7 @@ from experiments.comparison.results import longer_than_paced
 from experiments.comparison.rollouts import Rollout, Workload
 from experiments.comparison.turns import AGAIN, interleave, make_row, short, table
 from experiments.specactor_cases import CASES, NUM_PROMPT_TOKENS, PACED_MODEL, Case, CaseName, Known, Setting
+from experiments.specactor_live import live_part
 from experiments.specactor_planning import Planning, Seen, setting_of
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 class SpecActorConfig(PartsConfig):
     """Measure drafting on ranks of their own."""
 
+    models: Path = Path("runs/models")
+    """Folder of the live part's models. What is missing is made."""
     cases: Annotated[tuple[CaseName, ...], Meta(min_length=1, description="one or more cases")] = tuple(
         one.name for one in CASES
     )
@@ -54,7 +58,11 @@ class SpecActorConfig(PartsConfig):
 
 
 def main() -> dict[str, Any] | None:
-    return run_parts("specactor", SpecActorConfig, live=lambda config, world: {}, paced=paced_part, summary=summary)
+    return run_parts("specactor", SpecActorConfig, live=live, paced=paced_part, summary=summary)
+
+
+def live(config: SpecActorConfig, world: TorchGroup) -> dict[str, Any]:
+    return {"live": live_part(config.models, config.turns, world)}
 
 
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
