@@ -314,6 +314,11 @@ class LLM:
         return self.tokenizer
 
     @property
+    def draft_counts(self) -> dict[str, float]:
+        """What this rank has drafted for others in the last `generate`: see `DraftRanks.counts`; empty if nothing."""
+        return {} if self._draft_ranks is None else self._draft_ranks.counts
+
+    @property
     def draft_metrics(self) -> dict[str, float]:
         """How many tokens the drafter guessed in this rank's part of the last `generate`, and how many were right: see
         `engines.rollout.telemetry.draft_metrics`."""

@@ -23,8 +23,10 @@ import msgspec
 from msgspec import Meta
 
 import engines
+from engines.constraints import Count
 from engines.decoding import from_msgpack
 from engines.sequence import Finished, SequenceId
+from engines.speculation.policy import DraftPolicy
 from experiments import launch
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.comparison.parts import PartsConfig, run_parts
@@ -33,8 +35,17 @@ from experiments.comparison.results import longer_than_paced
 from experiments.comparison.rollouts import Rollout, Workload
 from experiments.comparison.turns import AGAIN, interleave, make_row, short, table
 from experiments.specactor_cases import CASES, NUM_PROMPT_TOKENS, PACED_MODEL, Case, CaseName, Known, Setting
-from experiments.specactor_live import live_part
-from experiments.specactor_planning import Planning, Seen, setting_of
+from experiments.specactor_figures import draw_roles
+from experiments.specactor_live import LIVE_FIELDS, live_part
+from experiments.specactor_planning import (
+    Planning,
+    Seen,
+    plan_ms,
+    renewal_error,
+    seen_in,
+    setting_of,
+    tokens_per_second,
+)
 
 if TYPE_CHECKING:
     from engines.parallel.collectives import TorchGroup
@@ -50,6 +61,8 @@ class SpecActorConfig(PartsConfig):
         one.name for one in CASES
     )
     """Cases of the paced part."""
+    processes: Count | None = None
+    """Simulations at a time while the coupled settings are tried; by default one per core."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,16 +80,21 @@ def live(config: SpecActorConfig, world: TorchGroup) -> dict[str, Any]:
 
 def summary(measured: dict[str, Any]) -> dict[str, Any]:
     """The result's first fields, of all cases."""
-    cases: dict[str, dict[str, Any]] = measured.get("paced", {}).get("cases", {})
-    if not cases:
-        return {}
-    return {
-        "tokens_equal": all(one["tokens_equal"] for one in cases.values()),
-        "waste_max": max(one["waste_max"] for one in cases.values()),
-        "cases": {name: one["modes"] for name, one in cases.items()},
-        "steps_longer_than_paced": max(one["steps_longer_than_paced"] for one in cases.values()),
-        "a_a": {name: one["a_a"] for name, one in cases.items()},
-    }
+    paced, of_live = measured.get("paced", {}), measured.get("live", {})
+    cases: dict[str, dict[str, Any]] = paced.get("cases", {})
+    found: dict[str, Any] = {}
+    if cases:
+        found = {
+            "tokens_equal": all(one["tokens_equal"] for one in [*cases.values(), paced["steady"]]),
+            "plan_equal": all(one["plan_equal"] for one in cases.values()),
+            "waste_max": max(one["waste_max"] for one in [*cases.values(), paced["steady"]]),
+            "renewal_error": short(renewal_error()),
+            "plan_ms": short(plan_ms()),
+            "cases": {name: one["modes"] for name, one in cases.items()},
+            "steps_longer_than_paced": max(one["steps_longer_than_paced"] for one in cases.values()),
+            "a_a": {name: one["a_a"] for name, one in cases.items()},
+        }
+    return found | {name: of_live[name] for name in LIVE_FIELDS if name in of_live}
 
 
 @dataclass(frozen=True)
@@ -102,9 +120,8 @@ class Bench:
     def num_ranks(self) -> int:
         return self.world.groups.world.size
 
-    def draw(self, seed: int, shrink: int) -> Batch:
+    def draw(self, lengths: list[int], seed: int) -> Batch:
         """Rolls out plainly, at this machine's own speed, to know the tokens."""
-        lengths = self.case.lengths(self.num_ranks, seed, shrink)
         prompts = random_prompts(len(lengths), NUM_PROMPT_TOKENS, PACED_MODEL.vocab, seed=seed)
         workload = self.case.workload(lengths, prompts)
         ended: dict[SequenceId, list[int]] = {}
@@ -117,14 +134,17 @@ class Bench:
         data = self.world.groups.world.broadcast_bytes(msgspec.msgpack.encode([*ended.items()]))
         return Batch(workload, Known(dict(from_msgpack(data, list[tuple[SequenceId, list[int]]]))), rollout.digest)
 
-    def roll_out(self, setting: Setting, batch: Batch) -> Rollout:
-        world = replace(self.world, pace=self.case.pace(setting.method, self.scale))
+    def roll_out(
+        self, setting: Setting, batch: Batch, policy: DraftPolicy | None = None, dearer: float = 1.0
+    ) -> Rollout:
+        """`policy` adapts windows; `dearer`: see `Case.pace`."""
+        world = replace(self.world, pace=self.case.pace(setting.method, self.scale, dearer))
 
         def count(llm: engines.LLM) -> None:
-            mine = {} if llm._draft_ranks is None else llm._draft_ranks.counts
-            self.counts.extend(one for one in launch.gather(self.world.groups.world, mine) if one)
+            counts = launch.gather(self.world.groups.world, llm.draft_counts)
+            self.counts.extend(one for one in counts if one and math.isfinite(one["most_over"]))
 
-        variant = self.case.variant(setting, self.num_ranks, batch.known)
+        variant = self.case.variant(setting, self.num_ranks, batch.known, policy)
         return world.roll_out(batch.workload, variant, on_end=count)
 
 
@@ -134,49 +154,64 @@ def paced_part(config: SpecActorConfig, world: TorchGroup) -> dict[str, Any]:
     torch.set_num_threads(1)
     groups = engines.GroupCache(world, [])
     found: dict[str, Any] = {}
-    for case in (one for one in CASES if one.name in config.cases):
-        start = time.monotonic()
-        longest = NUM_PROMPT_TOKENS + case.longest
-        with checkpoint(PACED_MODEL, max_positions=longest, dtype="float64", world=world) as model:
-            real = RealWorld(model=model, groups=groups, pace=None, options=case.options())
-            measured = measure(config, Bench(case, real, config.scale))
-        if world.rank == 0:
-            found[case.name] = measured | {"seconds": short(time.monotonic() - start)}
+    cases = [one for one in CASES if one.name in config.cases]
+    longest = NUM_PROMPT_TOKENS + max(one.longest for one in cases)
+    with checkpoint(PACED_MODEL, max_positions=longest, dtype="float64", world=world) as model:
+        benches = [
+            Bench(case, RealWorld(model=model, groups=groups, pace=None, options=case.options()), config.scale)
+            for case in cases
+        ]
+        for bench in benches:
+            start = time.monotonic()
+            measured = measure(config, bench)
+            found[bench.case.name] = measured | {"seconds": short(time.monotonic() - start)}
+        steady_states = steady(replace(benches[0], counts=[]), config)
     groups.close()
-    return {"paced": {"tier": "paced", "cases": found}}
+    return {"paced": {"tier": "paced", "cases": found, "steady": steady_states}}
 
 
 def measure(config: SpecActorConfig, bench: Bench) -> dict[str, Any]:
-    """Returns what `describe` does."""
-    case, world = bench.case, bench.world.groups.world
-    batches = [bench.draw(config.seed + turn, config.shrink) for turn in range(config.turns)]
-    planning = Planning(case, bench.num_ranks, len(batches[0].known.tokens), config.scale)
-    probes = {one: bench.roll_out(one, batches[0]) for one in planning.best_coupled(3)}
+    """Returns what `describe` does; on other ranks than the first, nothing."""
+    case, world, shrink = bench.case, bench.world.groups.world, config.shrink
+    seeds = range(config.seed, config.seed + config.turns)
+    batches = [bench.draw(case.lengths(bench.num_ranks, seed, shrink), seed) for seed in seeds]
+    workload = batches[0].workload
+    planning = Planning(case, bench.num_ranks, len(workload.prompts), config.scale)
+    ranked = launch.on_rank_0(
+        world, lambda: [asdict(one) for one in planning.best_coupled(workload, 3, config.processes)]
+    )
+    probes = {(setting := Setting(**one)): bench.roll_out(setting, batches[0]) for one in ranked}
     best = min(probes, key=lambda one: probes[one].seconds)
-    seen = Seen.of({one.method: run.steps for one, run in probes.items() if one.window})
+    seen = seen_in(probes)
     plan = planning.plan(seen)
     settings = {
         "coupled": best,
         **{mode: planning.best(mode, seen) for mode in ("filled", "strict", "naive")},
         "planner": setting_of(plan),
+        "reconfigured": setting_of(plan),
     }
+    policies = {"reconfigured": planning.reconfigured(plan, seen)}
     calls = {
-        name: [partial(bench.roll_out, setting, batch) for batch in batches[: 1 if name == "naive" else None]]
+        name: [partial(bench.roll_out, setting, batch, policies.get(name)) for batch in batches]
         for name, setting in settings.items()
-        if name != "planner" or setting not in (settings["coupled"], settings["filled"])
+        if name != "planner" or setting not in (best, settings["filled"])
     }
+    calls["naive"] = calls["naive"][:1]
     runs = interleave(calls, config.turns, name=case.name, warm_up=False)
-    if "planner" not in runs:
-        runs["planner"] = runs["coupled" if settings["planner"] == best else "filled"]
     if world.rank:
         return {}
-    facts = {
-        "settings": {name: one.name for name, one in settings.items()},
+    if "planner" not in runs:  # it is another mode's setting
+        runs["planner"] = runs["coupled" if settings["planner"] == best else "filled"]
+    simulated = planning.plan(seen_in({one: planning.simulate(one, workload) for one in probes}))
+    if config.figure is not None:
+        draw_roles(config.figure / f"specactor_{case.name}.png", case, runs, settings, bench.num_ranks)
+    return describe(case, batches, runs, bench.counts) | {
+        "plan_equal": plan == simulated,
+        "settings": {name: f"{one.name}, {one.num_drafters} draft" for name, one in settings.items()},
         "coupled_probed_s": {one.name: short(run.seconds) for one, run in probes.items()},
         "acceptance": {method: short(p) for method, p in seen.acceptance.items()},
         "plan": asdict(plan),
     }
-    return describe(case, batches, runs, bench.counts) | facts
 
 
 def describe(
@@ -194,6 +229,10 @@ def describe(
         ours, its = zip(*((getattr(one, attribute), getattr(other, attribute)) for one, other in pairs), strict=True)
         return statistics.median(ours) / statistics.median(its)
 
+    def half(one: Rollout) -> float:
+        """Seconds until half of the sequences have ended, while replicas are crowded."""
+        return one.ends[len(one.ends) // 2] - min(step.start for step in one.steps)
+
     return {
         "tokens_equal": equal,
         "modes": {
@@ -201,10 +240,62 @@ def describe(
             for name in runs
             if not name.endswith(AGAIN)
         },
-        "waste_max": max((one["most_over"] for one in counts if math.isfinite(one["most_over"])), default=None),
+        "first_half": {
+            name: short(statistics.median(half(one) for one in base) / statistics.median(half(one) for one in some))
+            for name, some in runs.items()
+            if not name.endswith(AGAIN)
+        },
+        "waste_max": max((one["most_over"] for one in counts), default=0),
         "a_a": row["a_a"],
         "row": row,
         **longer_than_paced(case.name, (one for some in runs.values() for one in some)),
+    }
+
+
+def steady(bench: Bench, config: SpecActorConfig) -> dict[str, Any]:
+    """Equally long sequences, of which none ends for a while: tokens per second of one, over what is expected."""
+    case, num_ranks, world = bench.case, bench.num_ranks, bench.world.groups.world
+    per_rank = max(2, case.per_rank // config.shrink)
+    shared = per_rank * (num_ranks - 1)
+    batches = {length: bench.draw([length] * shared, config.seed) for length in (96, 160, 240)}
+    plain_batch = bench.draw([96] * (per_rank * num_ranks), config.seed)
+    planning = Planning(case, num_ranks, shared, config.scale)
+    seen = Seen({"0.5B": case.chances[0]}, 2 * case.interval)
+    filled, costs = planning.best("filled", seen, 1), planning.costs(2 * case.interval)
+    runs, found = dict[str, tuple[Rollout, Batch]](), dict[str, Any]()
+
+    def rate(name: str, setting: Setting, batch: Batch, chance: float | None = None, **options: Any) -> float:
+        chances = case.chances if chance is None else (chance, chance)
+        run = replace(bench, case=replace(case, chances=chances)).roll_out(setting, batch, **options)
+        runs[name] = run, batch
+        return short(tokens_per_second(run.steps) / len(batch.workload.prompts))
+
+    for window in (4, 8):
+        strict = Setting(mode="strict", window=window, num_drafters=1)
+        drafting_s = window * costs.draft("0.5B", shared, case.tp_size)
+        best = window / max(drafting_s, costs.verifiers[case.tp_size](per_rank, window))
+        found[f"oracle, w={window}"] = short(rate(f"oracle {window}", strict, batches[240], 1.0) / best)
+    plan = planning.plan_of(filled, seen)
+    plain = rate("plain", Setting(mode="off"), plain_batch)
+    policy = planning.reconfigured(plan, seen)
+    found["always wrong, reconfigured"] = short(rate("wrong", filled, batches[96], 0.0, policy=policy) / plain)
+    found["always wrong"] = short(rate("wrong, fixed", filled, batches[96], 0.0) / plain)
+    found["drafter of twice the price"] = short(
+        rate("dearer", filled, batches[160], dearer=2.0) / rate("filled", filled, batches[160])
+    )
+    windows = planning.strict_windows(0.7, 2 * case.interval)
+    rates = {
+        name: rate(name, Setting(mode="strict", window=window, num_drafters=1), batches[160], 0.7)
+        for name, window in windows.items()
+    }
+    found["printed tau's window"] = short(rates["printed"] / rates["renewal"])
+    late = longer_than_paced("steady", (run for run, _ in runs.values())) if world.rank == 0 else {}
+    return {
+        "tokens_equal": all(run.digest == batch.digest for run, batch in runs.values()),
+        "rates": found,
+        "windows": windows,
+        "waste_max": max((one["most_over"] for one in bench.counts), default=0),
+        **late,
     }
 
 

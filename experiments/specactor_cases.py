@@ -19,6 +19,7 @@ from experiments.comparison.rollouts import Variant, Workload
 from research.simulator.datasheets import H100, QWEN_0_5B, QWEN_1_5B, QWEN_32B
 from research.simulator.pace import ProfilePace, WideReplica
 from research.simulator.stated import StatedDrafter
+from research.specactor.plan import MAX_WINDOW
 from research.workloads.lengths import LogNormalLengths
 from research.workloads.shapes import DecoderShape
 
@@ -142,7 +143,7 @@ class Case:
         token_of: Callable[[SequenceState, int], int],
         policy: DraftPolicy | None = None,
     ) -> Variant:
-        """`policy`: adapts windows."""
+        """`policy` adapts windows."""
         pace, options = self.pace(setting.method).pace, dict[str, Any]()
         if setting.mode != "off":
             make = partial(StatedDrafter, token_of, self.acceptance(setting.method), seed=len(setting.method))
@@ -155,7 +156,7 @@ class Case:
         if setting.num_drafters:
             options["draft_mode"] = setting.mode
         if policy is not None:
-            options |= {"draft_lengths": "adaptive", "draft_policy": policy}
+            options |= {"draft_lengths": "adaptive", "draft_policy": policy, "max_draft_tokens": MAX_WINDOW}
         return Variant(
             layout=layout(num_ranks, setting.num_drafters),
             num_kv_tokens=pace.num_kv_tokens(self.longest)[self.tp_size],

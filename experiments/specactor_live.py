@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,15 @@ import numpy as np
 
 import engines
 from algos.warmstart_config import ModelSize
+from engines.rollout.generation import make_states
 from engines.rollout.telemetry import StepRecord
+from engines.sequence import SamplingParams
+from engines.speculation.desk import Desk
+from engines.speculation.drafter import Ask, News, Outcome
+from engines.speculation.posts import Serves, ToDrafter, ToVerifier, decode_to_drafter, decode_to_verifier
+from engines.speculation.posts import encode as encode_posts
+from engines.speculation.remote import RemoteDrafter
+from engines.speculation.verify import num_accepted
 from experiments import launch
 from experiments.comparison.real import RealWorld
 from experiments.comparison.rollouts import Rollout, Variant, Workload
@@ -23,6 +32,7 @@ from experiments.comparison.turns import AGAIN, interleave, short
 from experiments.specactor_cases import Setting, layout
 from experiments.specactor_planning import accepted_share, setting_of
 from experiments.trained import dtype, encode, make_model, prompts, trained
+from research.simulator.stated import StatedDrafter
 from research.specactor.plan import Rollout as Planned
 from research.specactor.plan import make_plan
 from research.specactor.profile import Costs, Pieces
@@ -33,10 +43,12 @@ if TYPE_CHECKING:
 
 WINDOWS, BATCHES = (2, 4, 6), (2, 4, 8)
 """Batches of each of the two replicas; a verifier alone has both."""
-PROFILE_WINDOW = 8
+MOST = 8
+"""Window of the profile."""
 LENGTH, MAX_LEN = 96, 256
 METHOD: ModelSize = "draft-2l"
-PLAIN = Setting(mode="off", method=METHOD)
+LIVE_FIELDS = ("tgs_error", "planner_vs_best_fixed", "live_bound", "host_us")
+"""Of the result, that are among its first ones."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +58,14 @@ class Bench:
     world: RealWorld
     draft_model: str
     prompts: list[list[int]]
-    row_seconds: dict[int, float] = field(default_factory=dict)
-    """Rows -> seconds of the target's pass, as this engine measures it."""
 
-    def roll_out(self, setting: Setting, batch: int) -> Rollout:
-        """`batch`: of each rank, where none drafts."""
+    def roll_out(self, setting: Setting, batch: int, *, is_in_vain: bool = False) -> Rollout:
+        """`batch`: of each rank, where none drafts. `is_in_vain`: all guesses are wrong, and free."""
         options: dict[str, Any] = {}
-        if setting.window:
+        if is_in_vain:
+            options = {"drafter": "own", "own_drafter": partial(StatedDrafter, lambda *_: 0, lambda *_: 0.0)}
+            options |= {"draft_lengths": "fixed", "max_draft_tokens": setting.window}
+        elif setting.window:
             options = {"drafter": "model", "draft_model": self.draft_model, "draft_lengths": "fixed"}
             options["max_draft_tokens"] = setting.window
         if setting.num_drafters:
@@ -60,11 +73,7 @@ class Bench:
         groups = [[LENGTH]] * (2 * batch)
         workload = Workload.forced(groups, num_prompt_tokens=1, most=LENGTH, prompts=self.prompts[: 2 * batch])
         variant = Variant(layout=layout(2, setting.num_drafters), num_kv_tokens=64 * MAX_LEN, options=options)
-        return self.world.roll_out(workload, variant, on_end=self._time_rows if setting == PLAIN else lambda _: None)
-
-    def _time_rows(self, llm: engines.LLM) -> None:
-        for rows in (2**power for power in range(9)):
-            self.row_seconds.setdefault(rows, llm._engine.row_times(rows))
+        return self.world.roll_out(workload, variant)
 
 
 def tokens_per_second(steps: Iterable[StepRecord]) -> float:
@@ -95,17 +104,15 @@ def _rate(steps: list[StepRecord]) -> tuple[float, float]:
 class Profile:
     """D and V as measured here."""
 
-    plain_s: Mapping[int, float]
-    """Batch -> seconds of a pass without drafts."""
-    row_s: Mapping[int, float]
+    verify_s: Mapping[int, Mapping[int, float]]
+    """Batch -> rows of a sequence -> seconds of a pass."""
     draft_s: Mapping[int, float]
     """Batch -> seconds of a drafter's pass."""
     acceptance: float
 
     def verify(self, batch: float, rows: float) -> float:
-        counts, seconds = [*self.row_s], [*self.row_s.values()]
-        more = np.interp(batch * max(1.0, rows), counts, seconds) - np.interp(batch, counts, seconds)
-        return float(np.interp(batch, [*self.plain_s], [*self.plain_s.values()]) + max(0.0, more))
+        of_rows = [np.interp(rows, [*some], [*some.values()]) for some in self.verify_s.values()]
+        return float(np.interp(batch, [*self.verify_s], of_rows))
 
     @property
     def costs(self) -> Costs:
@@ -133,16 +140,18 @@ class Profile:
 
 def profile(bench: Bench) -> Profile:
     batches = sorted({size for batch in BATCHES for size in (batch, 2 * batch)})
-    plain_s, draft_s, drafted = {}, {}, []
+    verify_s: dict[int, dict[int, float]] = {}
+    draft_s, drafted = dict[int, float](), list[StepRecord]()
     for batch in batches:
-        plain_s[batch] = seconds_of_pass(bench.roll_out(PLAIN, batch).steps)
-    found = Profile(plain_s, bench.row_seconds, {}, 0.0)
-    for batch in batches:
-        steps = bench.roll_out(Setting(mode="coupled", method=METHOD, window=PROFILE_WINDOW), batch).steps
-        drafting_s = seconds_of_pass(steps) - found.verify(batch, PROFILE_WINDOW + 1)
-        draft_s[batch] = max(1e-5, drafting_s / PROFILE_WINDOW)
+        some = {window: Setting(mode="coupled" if window else "off", window=window) for window in (0, 2, 4, MOST)}
+        verify_s[batch] = {
+            1 + window: seconds_of_pass(bench.roll_out(one, batch, is_in_vain=window > 0).steps)
+            for window, one in some.items()
+        }
+        steps = bench.roll_out(some[MOST], batch).steps
+        draft_s[batch] = max(1e-5, (seconds_of_pass(steps) - verify_s[batch][1 + MOST]) / MOST)
         drafted += steps
-    return replace(found, draft_s=draft_s, acceptance=accepted_share(drafted))
+    return Profile(verify_s, draft_s, accepted_share(drafted))
 
 
 def live_part(models: Path, turns: int, world: TorchGroup) -> dict[str, Any]:
@@ -154,7 +163,7 @@ def live_part(models: Path, turns: int, world: TorchGroup) -> dict[str, Any]:
     start = time.monotonic()
     bench.roll_out(Setting(mode="coupled", method=METHOD, window=2), BATCHES[0])  # warms up
     known = profile(bench)
-    found = {batch: _measure(bench, known, batch, turns) for batch in BATCHES}
+    found = {batch: _measure(bench, known, batch, max(1, turns - 1)) for batch in BATCHES}
     groups.close()
     errors = [row["error"] for one in found.values() for row in one["settings"].values()]
     return {
@@ -163,11 +172,12 @@ def live_part(models: Path, turns: int, world: TorchGroup) -> dict[str, Any]:
         "acceptance": short(known.acceptance),
         "draft_ms": {batch: short(1e3 * one) for batch, one in known.draft_s.items()},
         "verify_ms": {
-            batch: [short(1e3 * known.verify(batch, rows)) for rows in (1, 3, 5, 7)] for batch in known.plain_s
+            batch: {rows: short(1e3 * one) for rows, one in some.items()} for batch, some in known.verify_s.items()
         },
         "live_bound": {f"{w},{b}": short(known.bound(w, b)) for w in WINDOWS for b in BATCHES},
         "tgs_error": short(statistics.fmean(errors)),
         "planner_vs_best_fixed": short(min(one["planner_vs_best_fixed"] for one in found.values())),
+        "host_us": host_us(),
         "batches": found,
     }
 
@@ -207,3 +217,47 @@ def _measure(bench: Bench, known: Profile, batch: int, turns: int) -> dict[str, 
 
 def _as_dict(setting: Setting) -> dict[str, Any]:
     return {"mode": setting.mode, "window": setting.window, "num_drafters": setting.num_drafters}
+
+
+@dataclass
+class _Loop:
+    """A `Link` to a desk in this process, by encoded messages."""
+
+    desk: Desk
+    data: list[bytes] = field(default_factory=list)
+    is_up: bool = True
+
+    def post(self, posts: list[ToDrafter]) -> None:
+        self.data.append(encode_posts(posts))
+
+    def take(self, *, waits: bool) -> list[ToVerifier]:
+        received, self.data = self.data, []
+        found: list[ToVerifier] = []
+        for one in received:
+            found += [post for post in decode_to_verifier(one) if not isinstance(post, Serves)]
+        return found
+
+    def draft(self) -> None:
+        """What the other rank does meanwhile, twice."""
+        posts = [post for one in self.data for post in decode_to_drafter(one)]
+        answers = [self.desk.hear("", posts), *(self.desk.draft().get("", []) for _ in range(2))]
+        self.data = [encode_posts(one) for one in answers if one]
+
+
+def host_us(count: int = 64, passes: int = 50) -> float:
+    """Returns the microseconds that a pass of a verifier spends on its remote drafter: messages, windows, drafts."""
+    params = SamplingParams(max_tokens=4096, ignore_eos=True)
+    states = make_states([[1] * 64] * count, [params] * count, range(count), run_seed=0, policy_step=0)
+    link = _Loop(Desk(StatedDrafter(lambda *_: 2, lambda *_: 0.9), max_num_seqs=count))
+    drafter, took = RemoteDrafter([link], "filled", window=4, clock=time.monotonic), []
+    for _ in range(passes):
+        start = time.perf_counter()
+        drafts = drafter.propose([Ask(state, 4) for state in states], count, count)
+        between = time.perf_counter()
+        for state, draft in zip(states, drafts, strict=True):
+            state.tokens += [2] * (1 + num_accepted(draft.tokens, [2] * 5))
+        again = time.perf_counter()
+        drafter.follow(News(drawn=[Outcome(state) for state in states]))
+        took.append(time.perf_counter() - again + between - start)
+        link.draft()
+    return short(1e6 * statistics.median(took[5:]))
