@@ -79,7 +79,7 @@ def measured_costs(llm: LLM, num_sequences: int) -> Costs:
     engine, world = llm._engine, llm._world
     verify = [engine.row_times(rows) for rows in (*sizes, 4 * sizes[-1])]
     small = engine._model_drafter
-    draft = [] if small is None else [small.row_times(rows) for rows in sizes]
+    draft = [] if small is None else [small.hosted.row_times(rows) for rows in sizes]
     times = launch.gather(world, (verify, draft), tuple[list[float], list[float]])
     rows_s = Pieces.fit(zip((*sizes, 4 * sizes[-1]), times[0][0], strict=True))
     draft_s = Pieces.fit(zip(sizes, times[-1][1], strict=True))

@@ -10,29 +10,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engines.attention.choose import choose_backend, setting_of
 from engines.config import EngineConfig, ModelConfig, draft_model_config
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.kept import arrivals
 from engines.kvcache.migrate import migrate_kv
 from engines.kvcache.paged import PagedKVCache
 from engines.kvcache.store import KVStore
-from engines.memory.free_memory import free_memory
 from engines.memory.plan import draft_kv_blocks, kv_block_bytes
 from engines.models.decoder import Decoder
-from engines.models.kernels import choose_kernels
 from engines.models.loader import load_weights
 from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, SingleRank
 from engines.parallel.layout import ReplicaSpec
-from engines.parallel.sharding import Shard, shard_config
+from engines.parallel.sharding import Shard
 from engines.replica.endings import HiddenStop
+from engines.replica.hosted import HostedModel
 from engines.replica.model_drafter import ModelDrafter
 from engines.replica.mover import KVMover
 from engines.replica.regroup import Joint
 from engines.replica.replica import Replica
 from engines.replica.row_times import DraftTimes, RowTimes
-from engines.replica.runner import ModelRunner
 from engines.replica.scheduler import Scheduler
 from engines.replica.swap import SwapPolicy
 from engines.replica.switch import Switch
@@ -82,33 +79,37 @@ class LocalEngine:
         self._own_drafter = own_drafter
         self._detokenize, self._hidden_stop, self._max_kv_tokens = detokenize, hidden_stop, max_kv_tokens
         self._editor = Editor(vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, tokenizer=detokenize)
-        shard = Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size)
-        local = shard_config(model, shard)
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        self.decoder = Decoder(
+        self.hosted = HostedModel.make(
             model,
-            dtype=dtype,
-            device=device,
-            max_positions=max_model_len,
-            shard=shard,
+            config,
+            shard=Shard(index=tensor_parallel.rank, count=spec.tp_size, max_count=max_tp_size),
             tensor_parallel=tensor_parallel,
-            attention=choose_backend(config, local, device),
-            kernels=choose_kernels(config.kernels, setting_of(config, local, device)),
-            batch_invariant=config.batch_invariant,
+            max_model_len=max_model_len,
+            device=device,
+            num_kv_tokens=kv_capacity(model, config, spec.tp_size),
+            editor=self._editor,
         )
-        num_kv_tokens = kv_capacity(model, config, spec.tp_size)
-        self.kv = _make_cache(model, config, num_kv_tokens, local.num_kv_heads, dtype, device)
-        blocks = BlockManager(self._num_blocks(spec), config.block_size)
-        self._assemble(spec, tensor_parallel, blocks, kv_store, remote)
+        self._assemble(spec, tensor_parallel, kv_store, remote)
         self.has_weights = self.is_asleep = False
         self.switch: Switch | None = None
         """What the last `regroup` took."""
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.hosted.decoder
+
+    @property
+    def kv(self) -> PagedKVCache:
+        return self.hosted.kv
+
+    @property
+    def row_times(self) -> RowTimes:
+        return self.hosted.row_times
 
     def _assemble(
         self,
         spec: ReplicaSpec,
         tensor_parallel: Communicator,
-        blocks: BlockManager,
         kv_store: KVStore | None,
         remote: Drafter | None,
     ) -> None:
@@ -117,16 +118,11 @@ class LocalEngine:
         self.spec, self.tensor_parallel = spec, tensor_parallel
         self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
         """Tokens that the KV cache holds; in another layout they may be more or fewer."""
-        shared = (self.decoder, self.kv)
-        self._runner = ModelRunner(*shared, config, self._max_model_len, self._editor)
-        swap_policy = SwapPolicy(config.preemption, *shared, self._max_model_len, tensor_parallel)
+        swap_policy = SwapPolicy(config.preemption, self.decoder, self.kv, self._max_model_len, tensor_parallel)
         self.mover = KVMover(self.kv, model, self.decoder.shard, tensor_parallel, swap_policy, kv_store)
-        self.row_times = RowTimes(
-            *shared, config, self._max_model_len, tensor_parallel, num_kv_tokens=self.num_kv_tokens
-        )
         self.replica = Replica(
-            runner=self._runner,
-            scheduler=Scheduler(config, blocks),
+            runner=self.hosted.runner,
+            scheduler=Scheduler(config, self.hosted.blocks),
             mover=self.mover,
             max_model_len=self._max_model_len,
             vocab_size=model.vocab_size,
@@ -186,7 +182,7 @@ class LocalEngine:
         self.mover.close(waits=False)
         has_weights, self.has_weights = self.has_weights, False
         self._draft_policy, self._max_kv_tokens = draft_policy, max_kv_tokens
-        self._runner.drop_graphs()
+        self.hosted.runner.drop_graphs()
         if self._model_drafter is not None:
             self._model_drafter.sleep(weights=True)
         moves, num_preemptions = self.mover.moves, self.replica.scheduler.num_preemptions
@@ -206,7 +202,9 @@ class LocalEngine:
             blocks.adopt(list(arriving[joint.mine.id])),
         )
         moved = time.perf_counter()
-        self._assemble(joint.mine, tensor_parallel, blocks, store, remote)
+        num_kv_tokens = kv_capacity(self._model, self.config, joint.mine.tp_size)
+        self.hosted = self.hosted.placed(blocks, tensor_parallel, num_kv_tokens)
+        self._assemble(joint.mine, tensor_parallel, store, remote)
         self.mover.moves, self.replica.scheduler.num_preemptions = moves, num_preemptions
         if has_weights:
             self.decoder.prepare()
@@ -232,10 +230,18 @@ class LocalEngine:
         draft = draft_model_config(config, model)
         if draft is None:
             return None
-        block_size, decoder = config.block_size, self.decoder
-        num_tokens = draft_kv_blocks(config, self.num_kv_tokens // block_size, max_model_len) * block_size
-        kv = _make_cache(draft, config, num_tokens, draft.num_kv_heads, decoder.dtype, decoder.device)
-        return ModelDrafter(draft, config, kv, max_model_len=max_model_len, editor=self._editor)
+        num_blocks = draft_kv_blocks(config, self.num_kv_tokens // config.block_size, max_model_len)
+        hosted = HostedModel.make(
+            draft,
+            config.of_draft_model,
+            shard=Shard(count=1),
+            tensor_parallel=SingleRank(),
+            max_model_len=max_model_len,
+            device=self.decoder.device,
+            num_kv_tokens=num_blocks * config.block_size,
+            editor=self._editor,
+        )
+        return ModelDrafter(hosted, config)
 
     def prices(self, config: EngineConfig, drafter: ModelDrafter | None) -> Prices:
         """Returns what drafts cost, as measured here when asked. `config` may have other options of drafts than the
@@ -243,7 +249,7 @@ class LocalEngine:
         if config.drafter != "model" or self._is_remote:
             return Prices(self.row_times)
         assert drafter is not None
-        return Prices(self.row_times, DraftTimes(drafter.row_times, self.tensor_parallel))
+        return Prices(self.row_times, DraftTimes(drafter.hosted.row_times, self.tensor_parallel))
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies this shard's part of every parameter; `load_draft_model` first, where it was not called. Raises
@@ -271,44 +277,21 @@ class LocalEngine:
 
     def sleep(self, *, weights: bool = False) -> None:
         """Releases the KV caches; with `weights` also the weights, the draft model's too, which `load` reads again."""
-        self._runner.drop_graphs()  # memory that is allocated again has another address
         if self._model_drafter is not None:
             self._model_drafter.sleep(weights=weights)
         if not self.is_asleep:
             self.replica.scheduler.blocks.forget()
-            self.kv.release()
             self.is_asleep = True
+        self.hosted.sleep(weights=weights)
         if weights:
             self.has_weights = False
-            self.decoder.release(weights=True)
 
     def wake_up(self) -> None:
         if self.is_asleep:
-            self.kv.restore()
+            self.hosted.wake_up()
             if self._model_drafter is not None:
                 self._model_drafter.wake_up()
             self.is_asleep = False
-
-
-def _make_cache(
-    model: ModelConfig, config: EngineConfig, num_tokens: int, num_heads: int, dtype: torch.dtype, device: torch.device
-) -> PagedKVCache:
-    """Allocates a cache of `num_heads` KV heads. Raises ValueError when there is no memory for it."""
-    try:
-        return PagedKVCache(
-            num_layers=model.num_layers,
-            num_blocks=num_tokens // config.block_size,
-            block_size=config.block_size,
-            num_kv_heads=num_heads,
-            head_dim=model.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-    except RuntimeError as error:  # what torch's allocators raise; on a CPU it has no narrower type
-        raise ValueError(
-            f"EngineConfig.kv_cache_bytes={config.kv_cache_bytes}: {device} has {free_memory(device).free} bytes "
-            f"free; give less"
-        ) from error
 
 
 def kv_capacity(model: ModelConfig, config: EngineConfig, tp_size: int) -> int:

@@ -16,19 +16,11 @@ from itertools import accumulate
 from math import exp
 from operator import mul
 
-from engines.attention.choose import choose_backend, setting_of
-from engines.config import EngineConfig, ModelConfig
-from engines.kvcache.block_manager import BlockManager, content_key
-from engines.kvcache.paged import PagedKVCache
-from engines.models.decoder import Decoder
-from engines.models.kernels import choose_kernels
+from engines.config import EngineConfig
+from engines.kvcache.block_manager import content_key
 from engines.models.loader import checkpoint_tensors, load_weights
-from engines.parallel.collectives import SingleRank
-from engines.parallel.sharding import Shard
-from engines.replica.row_times import RowTimes
-from engines.replica.runner import ModelRunner
+from engines.replica.hosted import HostedModel
 from engines.replica.schedule import Scheduled, Sequence
-from engines.sampling.edits import Editor
 from engines.sequence import SequenceId, SequenceState
 from engines.speculation.drafter import Ask, Draft, DraftPass, News
 from engines.speculation.verify import num_accepted
@@ -70,36 +62,14 @@ class ModelDrafter:
     are never shared, as other tokens may be written there later.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: EngineConfig,
-        kv: PagedKVCache,
-        *,
-        max_model_len: int,
-        editor: Editor,
-    ) -> None:
-        """`config` and `editor` are the target's. Allocates the weights' memory; `load` reads them."""
+    def __init__(self, hosted: HostedModel, config: EngineConfig) -> None:
+        """`config` is the target's. The weights are not loaded yet; `load` reads them."""
         assert config.draft_model is not None
-        dtype, device = kv.keys[0].dtype, kv.keys[0].device
-        self._folder, self._config, self._kv = config.draft_model, config, kv
-        own = config.of_draft_model
-        self._decoder = Decoder(
-            model,
-            dtype=dtype,
-            device=device,
-            max_positions=max_model_len,
-            shard=Shard(count=1),
-            tensor_parallel=SingleRank(),
-            attention=choose_backend(own, model, device),
-            kernels=choose_kernels(own.kernels, setting_of(own, model, device)),
-        )
-        self._runner = ModelRunner(self._decoder, kv, own, max_model_len, editor)
-        num_tokens = kv.keys[0].shape[0] * config.block_size
-        self.row_times = RowTimes(self._decoder, kv, own, max_model_len, SingleRank(), num_kv_tokens=num_tokens)
-        self._blocks = BlockManager(kv.scratch_block, config.block_size)
-        self._max_model_len = max_model_len
-        self._eos = frozenset(editor.eos_token_ids)
+        self.hosted = hosted
+        self._folder, self._config = config.draft_model, config
+        self._runner, self._blocks = hosted.runner, hosted.blocks
+        self._max_model_len = hosted.max_model_len
+        self._eos = frozenset(hosted.editor.eos_token_ids)
         self._has_weights = self._is_disturbed = False
         self.passes: list[DraftPass] = []
         self._reset()
@@ -107,20 +77,17 @@ class ModelDrafter:
     def load(self) -> None:
         """Reads the weights if they are not in memory. Raises FileNotFoundError or ValueError for a damaged folder."""
         if not self._has_weights:
-            load_weights(self._decoder, checkpoint_tensors(self._folder))
+            load_weights(self.hosted.decoder, checkpoint_tensors(self._folder))
             self._has_weights = True
 
     def sleep(self, *, weights: bool) -> None:
         """Releases the KV cache; with `weights` also the weights. There must be no sequences."""
-        self._runner.drop_graphs()
         self._reset()
-        self._kv.release()
-        if weights:
-            self._has_weights = False
-            self._decoder.release(weights=True)
+        self.hosted.sleep(weights=weights)
+        self._has_weights = self._has_weights and not weights
 
     def wake_up(self) -> None:
-        self._kv.restore()
+        self.hosted.wake_up()
 
     def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
         """See `Drafter`. A sequence that lacks more tokens than a pass takes, or blocks, gets no draft."""

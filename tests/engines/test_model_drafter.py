@@ -282,7 +282,7 @@ def test_kv_is_that_of_a_fresh_prefill(models: dict[str, str], noise: str, optio
             assert not drafter._blocks._key_of.keys() & {*sequence.blocks[prompt_blocks:]}, "guesses may be there"
             engine_logits(fresh, tokens, len(tokens))
             blocks = list(range(-(-len(tokens) // 16)))
-            mine = read_kv(drafter._kv, sequence.blocks, len(tokens))
+            mine = read_kv(drafter.hosted.kv, sequence.blocks, len(tokens))
             for layer, expected in zip(mine, read_kv(fresh._engine.kv, blocks, len(tokens)), strict=True):
                 torch.testing.assert_close(layer, expected, rtol=1e-9, atol=1e-9)
             compared += 1
@@ -359,12 +359,12 @@ def test_sleep_releases_the_kv_and_keeps_the_weights(models: dict[str, str]) -> 
     assert expected[1] == 1
     llm.sleep()
     llm.sleep()
-    assert not drafter._kv.keys[0].untyped_storage().size()
-    assert drafter._decoder.parameters.embedding.untyped_storage().size()
+    assert not drafter.hosted.kv.keys[0].untyped_storage().size()
+    assert drafter.hosted.decoder.parameters.embedding.untyped_storage().size()
     llm.wake_up()
     assert generate() == expected
     llm.sleep(weights=True)
-    assert not drafter._decoder.parameters.embedding.untyped_storage().size()
+    assert not drafter.hosted.decoder.parameters.embedding.untyped_storage().size()
     llm.wake_up()
     llm.update_weights(checkpoint_tensors(models["same"]), version=0)
     assert generate() == expected
@@ -401,7 +401,7 @@ def test_passes_that_fail(models: dict[str, str], plain: dict[SequenceId, Comple
 
 def test_a_small_model_of_nan_is_named(models: dict[str, str]) -> None:
     llm = make_llm(models["same"], models["same"])
-    drafter_of(llm)._decoder.parameters.final_norm.fill_(float("nan"))
+    drafter_of(llm).hosted.decoder.parameters.final_norm.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match=r"EngineConfig\.draft_model='.*': the model's logits are not finite"):
         llm.generate(PROMPTS, PARAMS)
     check_forgotten(drafter_of(llm))
@@ -474,10 +474,10 @@ def test_memory_is_planned_for(models: dict[str, str]) -> None:
     llm = make_llm(models["same"], models["near"], max_num_seqs=8, kv_cache_bytes=2**20)
     drafter, plan = drafter_of(llm), llm.memory.drafter
     assert plan is not None
-    assert plan.weights == sum(tensor.nbytes for tensor in drafter._decoder.parameters.tensors())
-    caches = (*drafter._kv.keys, *drafter._kv.values)
-    assert plan.kv_cache == sum(cache[: drafter._kv.scratch_block].nbytes for cache in caches)
-    assert drafter._kv.scratch_block == llm._engine.kv.scratch_block + 8 * 2
+    assert plan.weights == sum(tensor.nbytes for tensor in drafter.hosted.decoder.parameters.tensors())
+    caches = (*drafter.hosted.kv.keys, *drafter.hosted.kv.values)
+    assert plan.kv_cache == sum(cache[: drafter.hosted.kv.scratch_block].nbytes for cache in caches)
+    assert drafter.hosted.kv.scratch_block == llm._engine.kv.scratch_block + 8 * 2
     without = make_plain_llm(models["same"], max_num_seqs=8, kv_cache_bytes=2**20).memory
     assert llm.memory.total >= without.total + plan.weights + plan.kv_cache
     assert "draft model" in llm.memory.summary() and "draft model" not in without.summary()
