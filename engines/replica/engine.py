@@ -39,7 +39,7 @@ from engines.speculation.choose import Connect, choose_drafter
 from engines.speculation.drafter import Drafter
 from engines.speculation.history import DraftHistory
 from engines.speculation.marginal_gain import MarginalGain
-from engines.speculation.policy import DraftPolicy, Prices
+from engines.speculation.policy import DraftPolicy, Prices, elsewhere
 
 
 class LocalEngine:
@@ -246,7 +246,9 @@ class LocalEngine:
     def prices(self, config: EngineConfig, drafter: ModelDrafter | None) -> Prices:
         """Returns what drafts cost, as measured here when asked. `config` may have other options of drafts than the
         engine's; `drafter` is its small model's."""
-        if config.drafter != "model" or self._is_remote:
+        if self._is_remote:
+            return Prices(self.row_times, elsewhere)
+        if config.drafter != "model":
             return Prices(self.row_times)
         assert drafter is not None
         return Prices(self.row_times, DraftTimes(drafter.hosted.row_times, self.tensor_parallel))

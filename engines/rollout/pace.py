@@ -14,7 +14,7 @@ from engines.constraints import NonNegative, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.speculation.drafter import DraftPass
-from engines.speculation.policy import DraftPolicy, Prices, RowSeconds
+from engines.speculation.policy import DraftPolicy, Prices, RowSeconds, elsewhere
 
 Path = Literal["host", "network"]
 """Between a replica's devices and the memory of their host, or another host's memory."""
@@ -91,7 +91,10 @@ def prices_of(pace: Pace, spec: ReplicaSpec, config: EngineConfig) -> Prices:
 
 def of_pace(policy: DraftPolicy, pace: Pace | None, spec: ReplicaSpec, config: EngineConfig) -> DraftPolicy:
     """Returns the policy of a replica that decides by its pace, if it has one, and not by this machine's times."""
-    return policy if pace is None else lambda _: policy(prices_of(pace, spec, config))
+    if pace is None:
+        return policy
+    prices = prices_of(pace, spec, config)
+    return lambda measured: policy(prices._replace(draft=elsewhere) if measured.draft is elsewhere else prices)
 
 
 def decode_seconds(pace: Pace, spec: ReplicaSpec, batch: int, num_context_tokens: int) -> float:

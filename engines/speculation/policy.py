@@ -22,12 +22,16 @@ def _free(num_sequences: int, length: int) -> float:
     return 0.0
 
 
+def elsewhere(num_sequences: int, length: int) -> float:
+    """The `DraftSeconds` of a replica for which other ranks draft."""
+    return 0.0
+
+
 class Prices(NamedTuple):
     """What drafts cost a replica."""
 
     verify: RowSeconds
     draft: DraftSeconds = _free
-    """Free where other ranks draft."""
 
 
 class RowTable:

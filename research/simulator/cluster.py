@@ -49,7 +49,7 @@ from engines.rollout.worker_core import REPORT_EVERY_S
 from engines.sequence import Finished, SequenceId, SequenceState
 from engines.speculation.drafter import Drafter, DraftPass
 from engines.speculation.marginal_gain import MarginalGain, check_draft_policy
-from engines.speculation.policy import AdaptedDrafter, DraftPolicy, Prices
+from engines.speculation.policy import AdaptedDrafter, DraftPolicy, elsewhere
 from engines.speculation.remote import Link, RemoteDrafter
 from research.simulator.draft_ranks import DraftingRank
 from research.simulator.drafts import DraftAcceptance, References, SimulatedDrafter
@@ -437,7 +437,7 @@ class Cluster:
         if links:
             window, mode = engine.max_draft_tokens, engine.draft_mode
             drafter = RemoteDrafter(links, mode, window=window, clock=lambda: self.queue.now)
-            prices = Prices(prices.verify)
+            prices = prices._replace(draft=elsewhere)
         elif config.own_drafter is not None:
             drafter = config.own_drafter()
         elif config.drafts is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from engines import LLM, SamplingParams
@@ -43,7 +44,7 @@ class EverySecond:
     """A `SpeculationPolicy`: wants drafts for every second pass, and takes two tokens of each."""
 
     def __init__(self, prices: Prices) -> None:
-        self.seconds = prices.verify
+        self.seconds, self.draft = prices
         self._num_passes = 0
 
     def wants(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Ask]:
@@ -65,8 +66,10 @@ def make_llm(model: str, made: list[EverySecond], **options: Any) -> LLM:
     return LLM(model, drafter="ngram", draft_policy=make, **options)
 
 
-def roll_out(model: str) -> dict[str, Any]:
+def roll_out(model: str, with_drafter: bool) -> dict[str, Any]:
     layout = nested_layout(range(1), 1)
+    if with_drafter:
+        layout = replace(layout, replicas=(*layout.replicas, ReplicaSpec(id=1, ranks=(1,), role="draft")))
     groups = join([layout])
     made: list[EverySecond] = []
     llm = make_llm(model, made, world=groups, layout=layout, schedule=OnDemand(), pace=ByRows())
@@ -74,7 +77,8 @@ def roll_out(model: str) -> dict[str, Any]:
     result = {
         "tokens": [one.outputs[0].token_ids for one in done],
         "steps": [[one.seconds, one.num_tokens, (*one.drafted, 0)[0]] for one in llm.step_records],
-        "rows": [made[0].seconds(rows) for rows in ROWS],
+        "rows": [one.seconds(rows) for one in made for rows in ROWS],
+        "drafting": [one.draft(3, 4) for one in made],
     }
     llm.close()
     groups.close()
@@ -82,14 +86,20 @@ def roll_out(model: str) -> dict[str, Any]:
 
 
 def test_a_paced_step_takes_what_the_pace_says_and_its_policy_decides_by_the_pace(qwen3: str) -> None:
-    paced = run_world(roll_out, 1, qwen3)[0]
+    paced = run_world(roll_out, 1, qwen3, False)[0]
     drafted = [one for one in paced["steps"] if one[2]]
     assert drafted and len(drafted) < len(paced["steps"])
     for seconds, num_tokens, num_sequences in paced["steps"]:
         assert seconds >= 0.005 + 0.001 * num_tokens + 0.008 * num_sequences
     expected = row_seconds(ByRows(), ReplicaSpec(id=0, ranks=(0,)))
     assert paced["rows"] == [expected(rows) for rows in ROWS] == [0.005 + 0.001 * rows for rows in ROWS]
+    assert paced["drafting"] == [0.008 * 3]
     assert paced["tokens"] == [one.outputs[0].token_ids for one in LLM(qwen3).generate(PROMPTS, PARAMS)]
+
+
+def test_drafts_of_other_ranks_are_free_for_the_policy_of_their_verifier(qwen3: str) -> None:
+    verifier = run_world(roll_out, 2, qwen3, True)[0]
+    assert verifier["drafting"] == [0] and verifier["rows"] == [0.005 + 0.001 * rows for rows in ROWS]
 
 
 def test_a_live_policy_decides_by_measured_times_and_only_drafts_that_were_looked_up_count(qwen3: str) -> None:
