@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 from experiments.comparison.rollouts import Rollout
 from experiments.figures import save
 from experiments.specactor_cases import Case, Setting
+from experiments.specactor_planning import Planning
 
 
 def draw_roles(
@@ -34,3 +35,21 @@ def draw_roles(
         ax.set(title=f"{name}: {setting.name}", ylabel="rank", yticks=range(num_ranks))
     axes[-1].set_xlabel("seconds; blue: verifies, darker with more sequences; orange: drafts")
     return save(figure, path, f"SpecActor, case {case.name}", "paced")
+
+
+def draw_gains(path: Path, planning: Planning, p: float, context: int) -> Path:
+    """Draws what drafting gains over plain decoding by the formulas, each mode with its best window and drafters: by
+    the batch of a replica (Fig. 6b), and by acceptance (Fig. 7)."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
+    batches = (1, 4, 8, 16, 32, 64, 128, 256)
+    chances = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.95)
+    here = planning.num_sequences // planning.num_ranks
+    for mode in ("coupled", "filled", "strict", "naive"):
+        left.plot(batches, [planning.gain(mode, p, batch, context) for batch in batches], label=mode)
+        right.plot(chances, [planning.gain(mode, one, here, context) for one in chances], label=mode)
+    left.set(xscale="log", xlabel=f"sequences of a replica, p = {p:g}", ylabel="times plain decoding")
+    right.set(xlabel=f"probability that a guess is right, {here} sequences")
+    for ax in (left, right):
+        ax.axhline(1.0, color="grey", linewidth=0.5)
+    left.legend(fontsize="small")
+    return save(figure, path, f"32B on {planning.case.tp_size} H100, drafts of 0.5B", "formula")

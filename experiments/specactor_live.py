@@ -3,11 +3,12 @@ models at this machine's own speed, and what the formulas predict from passes th
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
 
 WINDOWS, BATCHES = (2, 4, 6), (2, 4, 8)
 """Batches of each of the two replicas; a verifier alone has both."""
+PROFILED = sorted({size for batch in BATCHES for size in (batch, 2 * batch)})
 MOST = 8
-"""Window of the profile."""
-LENGTH, MAX_LEN = 96, 256
+"""Longest window of the profile."""
+LENGTH, MAX_LEN = 64, 256
 METHOD: ModelSize = "draft-2l"
 LIVE_FIELDS = ("tgs_error", "planner_vs_best_fixed", "live_bound", "host_us")
 """Of the result, that are among its first ones."""
@@ -138,20 +140,36 @@ class Profile:
         return setting_of(plan)
 
 
-def profile(bench: Bench) -> Profile:
-    batches = sorted({size for batch in BATCHES for size in (batch, 2 * batch)})
-    verify_s: dict[int, dict[int, float]] = {}
-    draft_s, drafted = dict[int, float](), list[StepRecord]()
-    for batch in batches:
-        some = {window: Setting(mode="coupled" if window else "off", window=window) for window in (0, 2, 4, MOST)}
-        verify_s[batch] = {
-            1 + window: seconds_of_pass(bench.roll_out(one, batch, is_in_vain=window > 0).steps)
-            for window, one in some.items()
+@dataclass
+class Profiler:
+    """Times passes of each batch, again and again: this machine's speed changes from minute to minute."""
+
+    bench: Bench
+    seconds: dict[tuple[int, int, bool], list[float]] = field(default_factory=dict)
+    """Batch, rows of a sequence, whether a small model drafts -> seconds of each rollout's passes."""
+    drafted: list[StepRecord] = field(default_factory=list)
+
+    def measure(self) -> Profile:
+        for batch, window in itertools.product(PROFILED, (0, 2, MOST)):
+            setting = Setting(mode="coupled" if window else "off", window=window)
+            self._add(batch, window, self.bench.roll_out(setting, batch, is_in_vain=window > 0), has_model=False)
+        for batch in PROFILED:
+            run = self.bench.roll_out(Setting(mode="coupled", window=MOST), batch)
+            self._add(batch, MOST, run, has_model=True)
+            self.drafted += run.steps
+        return self.profile
+
+    def _add(self, batch: int, window: int, run: Rollout, *, has_model: bool) -> None:
+        self.seconds.setdefault((batch, 1 + window, has_model), []).append(seconds_of_pass(run.steps))
+
+    @property
+    def profile(self) -> Profile:
+        known = {key: statistics.median(some) for key, some in self.seconds.items()}
+        verify_s = {batch: {rows: known[batch, rows, False] for rows in (1, 3, 1 + MOST)} for batch in PROFILED}
+        draft_s = {
+            batch: max(1e-5, (known[batch, 1 + MOST, True] - verify_s[batch][1 + MOST]) / MOST) for batch in PROFILED
         }
-        steps = bench.roll_out(some[MOST], batch).steps
-        draft_s[batch] = max(1e-5, (seconds_of_pass(steps) - verify_s[batch][1 + MOST]) / MOST)
-        drafted += steps
-    return Profile(verify_s, draft_s, accepted_share(drafted))
+        return Profile(verify_s, draft_s, accepted_share(self.drafted))
 
 
 def live_part(models: Path, turns: int, world: TorchGroup) -> dict[str, Any]:
@@ -162,9 +180,11 @@ def live_part(models: Path, turns: int, world: TorchGroup) -> dict[str, Any]:
     bench = Bench(real, paths[1], encode(Path(paths[0]), prompts(4 * max(BATCHES))))
     start = time.monotonic()
     bench.roll_out(Setting(mode="coupled", method=METHOD, window=2), BATCHES[0])  # warms up
-    known = profile(bench)
-    found = {batch: _measure(bench, known, batch, max(1, turns - 1)) for batch in BATCHES}
+    profiler = Profiler(bench)
+    runs = {batch: _measure(bench, profiler.measure(), batch, max(1, turns - 1)) for batch in BATCHES}
     groups.close()
+    known = profiler.profile
+    found = {batch: _describe(known, batch, *one) for batch, one in runs.items()}
     errors = [row["error"] for one in found.values() for row in one["settings"].values()]
     return {
         "tier": "live",
@@ -182,24 +202,35 @@ def live_part(models: Path, turns: int, world: TorchGroup) -> dict[str, Any]:
     }
 
 
-def _measure(bench: Bench, known: Profile, batch: int, turns: int) -> dict[str, Any]:
-    """Measures all settings of a batch; of an even number of turns the first half finds the best fixed one."""
+Rates = dict[str, list[float]]
+
+
+def _measure(bench: Bench, known: Profile, batch: int, turns: int) -> tuple[Setting, dict[str, Setting], Rates]:
+    """Returns what the planner chooses, all settings of a batch, and tokens per second, each of `turns` twice."""
     settings = [
         Setting(mode=mode, method=METHOD, window=window, num_drafters=int(mode == "filled"))
         for window in WINDOWS
         for mode in ("coupled", "filled")
     ]
-    planned = launch.on_rank_0(bench.world.groups.world, lambda: _as_dict(known.plan(batch)))
+    planned = launch.on_rank_0(bench.world.groups.world, lambda: asdict(known.plan(batch)))
     planner = replace(Setting(**planned), method=METHOD)
     every = {one.name: one for one in dict.fromkeys([*settings, planner])}
     calls = {name: lambda one=one: tokens_per_second(bench.roll_out(one, batch).steps) for name, one in every.items()}
-    rates = interleave(calls, 2 * turns, name=f"live, {batch}", warm_up=False)
-    first = {name: statistics.median(some[:turns]) for name, some in rates.items() if not name.endswith(AGAIN)}
+    return planner, every, interleave(calls, 2 * turns, name=f"live, {batch}", warm_up=False)
+
+
+def _describe(
+    known: Profile, batch: int, planner: Setting, settings: Mapping[str, Setting], rates: Rates
+) -> dict[str, Any]:
+    """The first half of the turns finds the best fixed setting, the other half times it."""
+    first = {
+        name: statistics.median(some[: len(some) // 2]) for name, some in rates.items() if not name.endswith(AGAIN)
+    }
     best = max(first, key=lambda name: first[name])
-    later = {name: statistics.median(some[turns:]) for name, some in rates.items()}
-    base = next(iter(rates))
+    later = {name: statistics.median(some[len(some) // 2 :]) for name, some in rates.items()}
+    base = next(iter(settings))
     rows = {}
-    for name, one in every.items():
+    for name, one in settings.items():
         predicted, measured = known.predict(one, batch), statistics.median(rates[name])
         rows[name] = {
             "predicted": short(predicted),
@@ -213,10 +244,6 @@ def _measure(bench: Bench, known: Profile, batch: int, turns: int) -> dict[str, 
         "a_a": short(statistics.median(rates[base + AGAIN]) / statistics.median(rates[base])),
         "settings": rows,
     }
-
-
-def _as_dict(setting: Setting) -> dict[str, Any]:
-    return {"mode": setting.mode, "window": setting.window, "num_drafters": setting.num_drafters}
 
 
 @dataclass

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from engines.parallel.layout import ReplicaSpec
@@ -100,9 +100,14 @@ class Planning:
 
     def best(self, mode: Mode, seen: Seen, most_drafters: int | None = None) -> Setting:
         """The setting with drafters of its own that is the fastest by its formula, whatever coupled drafting gives."""
+        rates = self.rates(mode, seen, most_drafters or self.num_ranks // 2)
+        return max(rates, key=lambda one: rates[one])
+
+    def rates(self, mode: Mode, seen: Seen, most_drafters: int) -> dict[Setting, float]:
+        """Returns tokens per second of a sequence, by the formula of a mode with drafters of its own."""
         costs, size = self.costs(seen.context), self.case.tp_size
         rates: dict[Setting, float] = {}
-        for num_drafters in range(1, 1 + (most_drafters or self.num_ranks // 2)):
+        for num_drafters in range(1, 1 + most_drafters):
             batch = math.ceil(self.num_sequences / (self.num_ranks - num_drafters))
             of_drafter = math.ceil(self.num_sequences / num_drafters)
             for method, p in seen.acceptance.items():
@@ -115,7 +120,19 @@ class Planning:
                         kind: DecoupledMode = "strict" if mode == "strict" else "filled"
                         rate = decoupled(Pair(draft_s, verify, batch, MESSAGE_S), p, window, kind).tokens_per_second
                     rates[Setting(mode=mode, method=method, window=window, num_drafters=num_drafters)] = rate
-        return max(rates, key=lambda one: rates[one])
+        return rates
+
+    def gain(self, mode: Mode, p: float, batch: int, context: int) -> float:
+        """Returns what a mode at its best gains over plain decoding, with so many sequences on each replica."""
+        costs, size = self.costs(context), self.case.tp_size
+        verify = costs.verifiers[size]
+        if mode == "coupled":
+            drafting_s = {window: costs.whole_drafts("0.5B", batch, size, window) for window in WINDOWS}
+            rates = [coupled(p, window, took, verify(batch, window + 1)) for window, took in drafting_s.items()]
+        else:
+            crowd = replace(self, num_sequences=batch * self.num_ranks)
+            rates = [*crowd.rates(mode, Seen({"0.5B": p}, context), 2).values()]
+        return max(rates) * verify(batch, 1)
 
     def plan_of(self, setting: Setting, seen: Seen) -> planner.Plan:
         """The plan that would name a setting with drafters of its own; its rate is not estimated."""
