@@ -180,6 +180,17 @@ class BlockManager:
         assert self._num_holders[block] == 1
         del self._block_of[self._key_of.pop(block)]
 
+    def retract(self, holder: object, index: int) -> bool:
+        """Forgets the content of block number `index` of the holder's table, if it is known. Returns False, and changes
+        nothing, where others hold it, too."""
+        block = self._tables[holder][index]
+        if block not in self._key_of:
+            return True
+        if self._num_holders[block] > 1:
+            return False
+        del self._block_of[self._key_of.pop(block)]
+        return True
+
     def forget(self) -> None:
         """Forgets all contents; tables stay."""
         self._free.extend(self._free_cached)

@@ -128,12 +128,14 @@ class ModelDrafter:
 
     def _follow_each(self, asks: list[Ask]) -> Iterator[_Copy]:
         """Yields the sequences' copies, each with the state's tokens and with blocks for as many guesses as its limit;
-        the limit is 0 where too few blocks are free, even after all other sequences were forgotten."""
+        the limit is 0 where too few blocks are free, even after all other sequences were forgotten, and lower at the
+        end of the model's context, beyond which a drafter that runs ahead is asked for guesses."""
         busy = {ask.state.sequence_id for ask in asks}
         for sequence_id in self._copies.keys() & busy:
             self._copies.move_to_end(sequence_id)
         for state, limit, _ in asks:
             copy = self._follow(state)
+            limit = max(0, min(limit, self._max_model_len - copy.num_known))
             copy.limit = limit if self._make_room(copy, copy.num_known + limit - 1, busy) else 0
             yield copy
 

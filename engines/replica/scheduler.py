@@ -125,7 +125,7 @@ class Scheduler:
         others: list[tuple[int, Draft, int]] = []
         held: set[int] = set()
         for (place, (state, limit, _)), draft in zip(asks.items(), drafts, strict=True):
-            if draft.holds:
+            if draft.holds and self._may_wait(schedule.batch[place].sequence):
                 held.add(place)
             num_known = len(state.tokens)
             if not draft.tokens or draft.start not in (None, num_known):
@@ -146,6 +146,17 @@ class Scheduler:
         if held:
             schedule.batch = [item for place, item in enumerate(schedule.batch) if place not in held]
         schedule.batch = _in_order(schedule.batch)
+
+    def _may_wait(self, sequence: Sequence) -> bool:
+        """Whether the sequence may leave the batch. A block that this pass would have filled is not known then; it must
+        be filled where a sequence that was admitted to the pass shares it."""
+        num_full, rest = divmod(len(sequence.state.tokens), self.blocks.block_size)
+        if rest or sequence.num_published < num_full:
+            return True
+        if not self.blocks.retract(sequence, num_full - 1):
+            return False
+        sequence.num_published = num_full - 1
+        return True
 
     def _fork(self, item: Scheduled, path: tuple[int, ...], budget: int) -> Fork | None:
         """Returns another path of the item's draft, as far as budget and free blocks last; None if it adds nothing."""

@@ -29,6 +29,8 @@ class _Entry:
     state: SequenceState
     """A copy: its tokens are those that are known to be drawn."""
     guesses: Guesses
+    number: int
+    """That of its last `Enter`."""
     is_stuck: bool = False
     """Whether the drafter had nothing to add: at a token that ends the sequence, or without memory."""
     has_news: bool = True
@@ -101,12 +103,13 @@ class Desk:
         if entry is not None and entry.peer == peer:
             known, length = entry.state.tokens, min(len(entry.state.tokens), len(post.tokens))
             if post.tokens[:length] == known[:length]:
+                entry.number = post.number
                 self._commit(entry, post.tokens[length:], post.window, post.ahead)
                 return
         if entry is not None:
             self._forget([state.sequence_id])
         guesses = Guesses(len(post.tokens), post.window, post.ahead)
-        self._entries[state.sequence_id] = _Entry(peer, state, guesses)
+        self._entries[state.sequence_id] = _Entry(peer, state, guesses, post.number)
 
     def _commit(self, entry: _Entry, drawn: Items[int], window: int, ahead: bool) -> None:
         guesses = entry.guesses
@@ -139,6 +142,7 @@ class Desk:
                 answers[entry.peer].append(
                     Guessed(
                         sequence_id=id_,
+                        number=entry.number,
                         num_known=guesses.num_known,
                         tokens=[*guesses.tokens],
                         shares=[*guesses.shares],

@@ -25,6 +25,8 @@ class _Post(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_
 class Enter(_Post, frozen=True, kw_only=True):
     """Draft for this sequence, of which the drafter may know nothing."""
 
+    number: Count
+    """What the guesses say again: a later rollout may have another sequence of the same key."""
     key: SequenceKey
     group_id: int
     params: SamplingParams
@@ -52,6 +54,8 @@ class Guessed(_Post, frozen=True, kw_only=True):
     """All guesses behind the first `num_known` tokens of the sequence, which the drafter knows to be drawn."""
 
     sequence_id: SequenceId
+    number: Count
+    """That of its `Enter`."""
     num_known: Count
     tokens: list[Token]
     shares: list[Share]

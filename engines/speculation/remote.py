@@ -42,6 +42,8 @@ class _Followed:
     """A sequence of this replica."""
 
     link: int
+    number: int
+    """What its drafter's guesses must say: those for a sequence of an earlier rollout may still be on their way."""
     window: int
     ahead: bool
     asked: int = 0
@@ -51,7 +53,8 @@ class _Followed:
     posted: int = 0
     """The window that its drafter has heard of last."""
     news_at: float = 0.0
-    """When it was entered, or its drafter last told something new."""
+    """When its drafter last told something new, or had all reason to begin."""
+    entered_at: float = 0.0
     heard: Heard = field(default_factory=Heard)
 
 
@@ -72,7 +75,7 @@ class RemoteDrafter:
         """`window`: of sequences for which no draft was asked yet. `clock` returns seconds."""
         self._links, self._mode, self._clock, self._window = links, mode, clock, window
         self._followed: dict[SequenceId, _Followed] = {}
-        self._num_asked = 0
+        self._num_asked = self._num_entered = 0
         self.passes: Items[DraftPass] = ()
 
     def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
@@ -122,20 +125,24 @@ class RemoteDrafter:
 
     def _enter(self, state: SequenceState) -> _Followed:
         link = share_of(state, len(self._links))
-        one = _Followed(link, self._window, self._mode != "naive", news_at=self._clock())
+        self._num_entered += 1
+        ahead = self._mode != "naive"
+        one = _Followed(link, self._num_entered, self._window, ahead, news_at=self._clock())
         self._followed[state.sequence_id] = one
         return one
 
     def _post(self, one: _Followed, state: SequenceState, now: float) -> Commit | Enter:
         one.posted = window = one.window if one.asked in (0, self._num_asked) else 0
         start, one.num_posted = one.num_posted, len(state.tokens)
-        if now >= one.news_at + PATIENCE_S:
-            start = 0
-        if start:
+        is_silent = now >= max(one.news_at, one.entered_at) + PATIENCE_S
+        if start and not is_silent:
             new = state.tokens[start:]
             return Commit(sequence_id=state.sequence_id, start=start, tokens=new, window=window, ahead=one.ahead)
-        one.news_at = now
+        one.entered_at = now
+        if not start:
+            one.news_at = now  # where it was silent, nobody waits for it again before it says something
         return Enter(
+            number=one.number,
             key=state.key,
             group_id=state.group_id,
             params=state.params,
@@ -152,6 +159,8 @@ class RemoteDrafter:
                 if one is None:
                     continue
                 if isinstance(post, Guessed):
+                    if post.number != one.number:
+                        continue
                     one.heard.hear(post.num_known, post.tokens, post.shares, is_all=post.is_all)
                     one.news_at = now
                 else:
