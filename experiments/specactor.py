@@ -31,7 +31,7 @@ from experiments import launch
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.comparison.parts import PartsConfig, run_parts
 from experiments.comparison.real import RealWorld
-from experiments.comparison.results import longer_than_paced
+from experiments.comparison.results import longer_than_paced, track
 from experiments.comparison.rollouts import Rollout, Workload
 from experiments.comparison.turns import AGAIN, interleave, make_row, short, table
 from experiments.specactor_cases import CASES, NUM_PROMPT_TOKENS, PACED_MODEL, Case, CaseName, Known, Setting
@@ -68,6 +68,8 @@ class SpecActorConfig(PartsConfig):
         super().__post_init__()
         if self.ranks < 2:
             raise ValueError(f"ranks={self.ranks}: one drafts, and one verifies; give 2 or more")
+        if "live" in self.parts and self.live_ranks != 2:
+            raise ValueError(f"live_ranks={self.live_ranks}: one drafts, and one verifies; give 2")
 
 
 def main() -> dict[str, Any] | None:
@@ -75,6 +77,8 @@ def main() -> dict[str, Any] | None:
 
 
 def live(config: SpecActorConfig, world: TorchGroup) -> dict[str, Any]:
+    if world.size != 2:
+        raise ValueError(f"nproc-per-node={world.size}: one rank drafts, and one verifies; give 2")
     return {"live": live_part(config.models, config.turns, world)}
 
 
@@ -188,20 +192,24 @@ def measure(config: SpecActorConfig, bench: Bench) -> dict[str, Any]:
         "coupled": best,
         **{mode: planning.best(mode, seen) for mode in ("filled", "strict", "naive")},
         "planner": setting_of(plan),
-        "reconfigured": setting_of(plan),
     }
-    policies = {"reconfigured": planning.reconfigured(plan, seen)}
+    settings["reconfigured"] = settings["filled" if settings["planner"].num_drafters == 0 else "planner"]
+    decoupled = plan if settings["planner"].num_drafters else planning.plan_of(settings["filled"], seen)
+    policies = {"reconfigured": planning.reconfigured(decoupled, seen)}
     calls = {
         name: [partial(bench.roll_out, setting, batch, policies.get(name)) for batch in batches]
         for name, setting in settings.items()
         if name != "planner" or setting not in (best, settings["filled"])
     }
-    calls["naive"] = calls["naive"][:1]
+    for name in ("strict", "naive"):
+        calls[name] = calls[name][:1]
     runs = interleave(calls, config.turns, name=case.name, warm_up=False)
     if world.rank:
         return {}
     if "planner" not in runs:  # it is another mode's setting
         runs["planner"] = runs["coupled" if settings["planner"] == best else "filled"]
+    if config.wandb != "off":
+        track(f"specactor-{case.name}", runs)
     simulated = planning.plan(seen_in({one: planning.simulate(one, workload) for one in probes}))
     if config.figure is not None:
         draw_gains(config.figure / f"specactor_{case.name}_gains.png", planning, case.chances[0], seen.context)

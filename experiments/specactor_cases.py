@@ -174,7 +174,7 @@ def layout(num_ranks: int, num_drafters: int) -> Layout:
 
 
 CASES = (
-    Case(name="even", tp_size=8, per_rank=16, chances=(0.88, 0.88), scale=6.0, token_scale=32),
-    Case(name="crowded", tp_size=4, per_rank=64, chances=(0.6, 0.6), scale=6.0, token_scale=64),
-    Case(name="mixed", tp_size=4, per_rank=48, chances=(0.88, 0.5), scale=6.0, token_scale=64),
+    Case(name="even", tp_size=8, per_rank=16, chances=(0.88, 0.88), scale=5.0, token_scale=32),
+    Case(name="crowded", tp_size=4, per_rank=64, chances=(0.6, 0.6), scale=4.5, token_scale=64),
+    Case(name="mixed", tp_size=4, per_rank=48, chances=(0.88, 0.5), scale=4.5, token_scale=64),
 )

@@ -196,7 +196,7 @@ def setting_of(plan: planner.Plan) -> Setting:
     )
 
 
-def renewal_error(num_periods: int = 4000) -> float:
+def renewal_error(num_periods: int = 20_000) -> float:
     """Returns the mean error of the renewal rate, against windows that are drafted, verified and lost one by one."""
     errors = []
     for p, window in itertools.product((0.5, 0.7, 0.9), (2, 4, 8)):

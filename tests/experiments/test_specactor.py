@@ -43,4 +43,6 @@ def test_the_share_of_right_guesses_counts_only_those_behind_right_ones() -> Non
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="ranks=1: one drafts, and one verifies; give 2 or more"):
         SpecActorConfig(ranks=1)
+    with pytest.raises(ValueError, match="live_ranks=3: one drafts, and one verifies; give 2"):
+        SpecActorConfig(live_ranks=3)
     assert "cases" in refused_by("specactor", ["--cases", "odd"])
