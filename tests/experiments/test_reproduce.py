@@ -40,6 +40,12 @@ RESULTS: dict[str, Any] = {
             }
         ]
     },
+    "specactor_sim.json": {
+        "rows": [
+            {"case": f"{name}-32B-20K", "paper": [{"name": "naive over plain", "ours": 0.9, "inside": True}]}
+            for name in ("DAPO", "GRPO")
+        ]
+    },
     "pat_profile.json": {"predictor_error": [{"tp_size": 1, "what": "held out", "error": 0.12, "a_a": 0.01}]},
 }
 
@@ -65,6 +71,10 @@ def test_each_row_says_what_was_measured_and_whether_it_is_inside(results: Path)
         "11a, over the best (TP8)": {"ours": pytest.approx(-0.0101), "inside": None},
     }
     assert rows["8"] == {"TP1, held out": {"ours": 0.12, "inside": False}}
+    assert rows["9"] == {
+        "DAPO, naive over plain": {"ours": 0.9, "inside": True},
+        "GRPO, naive over plain": {"ours": 0.9, "inside": None},
+    }
     assert list(run_main("reproduce", ["3", "8", "--results", str(results)])["rows"]) == ["3", "8"]
 
 
@@ -90,7 +100,7 @@ def test_the_committed_page_is_that_of_the_committed_results() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["9"], "rows: there is no row 9; give numbers of 1 to 8"),
+        (["10"], "rows: there is no row 10; give numbers of 1 to 9"),
         (["--results", "/nowhere"], "results='/nowhere': there is no such folder; make it"),
     ],
 )

@@ -15,7 +15,9 @@ from engines.coordination.policies import OnDemand, Static
 from engines.coordination.views import LayoutChange, LayoutView
 from engines.parallel.layout import Layout, ReplicaSpec, Role
 from engines.replica.replica import StepOutput
+from engines.speculation.desk import Desk
 from engines.speculation.drafter import DraftPass
+from engines.speculation.posts import Enter
 from research.simulator.cluster import Cluster, ClusterConfig, Overheads, SimulatedRollout
 from research.simulator.stated import StatedDrafter, simulated_token
 from tests.research.test_simulator import FlatPace, Moving, check_after_every_event, long_tail, states
@@ -158,17 +160,29 @@ class DraftersToRollout:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafts_before", [True, False])
 def test_a_rank_changes_its_role(mode: DraftMode, drafts_before: bool) -> None:
-    """A drafter that leaves is waited for no longer than a silent one; one that comes drafts for those formed then."""
+    """The only drafter leaves, for which all sequences may be waiting; a second one comes."""
+    others: list[tuple[Role, tuple[int, ...]]] = [] if drafts_before else [("draft", (1,))]
     before, after = (
-        layout_of(("rollout", (0,)), ("draft", (1,)), ("draft" if one else "rollout", (2,)), epoch=epoch)
+        layout_of(("rollout", (0,)), *others, ("draft" if one else "rollout", (2,)), epoch=epoch)
         for epoch, one in enumerate((drafts_before, not drafts_before))
     )
     lengths = long_tail(24, 1)
     options = {"engine": {"draft_mode": mode, "max_draft_tokens": 3}, "layout_policy": DraftersToRollout(after)}
-    options["num_kv_tokens"] = {1: 1600}
+    slow = drafts_before and mode != "filled"  # so that all sequences wait for drafts most of the time
+    pace = PairPace(drafts=(0.02 if slow else 0.002, 0.0))
+    options |= {"num_kv_tokens": {1: 1600}, "pace": pace}
     done = check_run(make(before, 0.9, lengths, OnDemand(), **options), lengths)
     ranks = [{step.replica_id for step in done.steps if step.epoch == epoch} for epoch in (0, 1)]
     assert (2 in ranks[0], 2 in ranks[1]) == (not drafts_before, drafts_before)
+
+
+def test_a_desk_without_work_runs_no_pass() -> None:
+    state = states(1)[0]
+    desk = Desk(StatedDrafter(simulated_token, lambda *_: 1.0), max_num_seqs=4)
+    fields = {name: getattr(state, name) for name in ("key", "group_id", "params", "num_prompt_tokens")}
+    desk.hear("verifier", [Enter(**fields, tokens=[*state.tokens], window=1, ahead=False)])
+    assert desk.draft() and desk.passes == [DraftPass(16, 16)]
+    assert not desk.draft() and not desk.passes
 
 
 def test_bad_input() -> None:
