@@ -35,7 +35,6 @@ from experiments.comparison.results import longer_than_paced, track
 from experiments.comparison.rollouts import Rollout, Workload
 from experiments.comparison.turns import AGAIN, interleave, make_row, short, table
 from experiments.specactor_cases import CASES, NUM_PROMPT_TOKENS, PACED_MODEL, Case, CaseName, Known, Setting
-from experiments.specactor_figures import draw_gains, draw_roles
 from experiments.specactor_live import LIVE_FIELDS, live_part
 from experiments.specactor_planning import (
     Planning,
@@ -212,6 +211,8 @@ def measure(config: SpecActorConfig, bench: Bench) -> dict[str, Any]:
         track(f"specactor-{case.name}", runs)
     simulated = planning.plan(seen_in({one: planning.simulate(one, workload) for one in probes}))
     if config.figure is not None:
+        from experiments.specactor_figures import draw_gains, draw_roles  # matplotlib takes half a second
+
         draw_gains(config.figure / f"specactor_{case.name}_gains.png", planning, case.chances[0], seen.context)
         draw_roles(config.figure / f"specactor_{case.name}.png", case, runs, settings, bench.num_ranks)
     return describe(case, batches, runs, bench.counts) | {

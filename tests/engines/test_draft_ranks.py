@@ -19,7 +19,7 @@ from engines.parallel.layout import Layout, ReplicaSpec, Role, contiguous_layout
 from engines.rollout.pace import ShortestStep
 from engines.sequence import Work
 from engines.speculation.desk import Desk
-from engines.speculation.drafter import Ask, Draft, DraftPass, News
+from engines.speculation.drafter import HELD, NO_DRAFT, Ask, Draft, DraftPass, News
 from engines.speculation.remote import RemoteDrafter
 from tests.checkpoints import save_checkpoint
 from tests.engines.speculation.test_remote import Channel
@@ -165,6 +165,48 @@ def test_the_same_tokens_over_a_hostile_channel(qwen3: str, near: str, mode: Dra
         assert desk.most_over <= 0
         desk.clear()
     assert num_accepted > 100
+
+
+class Holding:
+    """Holds the first sequence while `is_on`."""
+
+    passes: tuple[DraftPass, ...] = ()
+    is_on = False
+
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        return [HELD if self.is_on and ask.state.key.prompt_uid == 0 else NO_DRAFT for ask in asks]
+
+    def follow(self, news: News) -> None: ...
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_held_sequence_leaves_no_unfilled_block_that_others_share(qwen3: str, others: int) -> None:
+    """Its next pass would fill a block, whose content is known from the moment in which the pass is scheduled."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    options = {**BASE, "block_size": 4}
+    whole = LLM(qwen3, **options).generate([PROMPTS[0][:8]], params)[0].outputs[0].token_ids
+    longer = [*PROMPTS[0][:8], *whole[:4], 5, 6]
+    plain = LLM(qwen3, **options).generate([longer], params)[0].outputs[0].token_ids
+    llm = LLM(qwen3, **options)
+    drafter = Holding()
+    llm.replica.drafter = drafter
+    first = make_state(0, PROMPTS[0][:8], params)
+    llm.replica.submit(Work(state=first))
+    while len(first.tokens) < 12:
+        llm.replica.step()
+    drafter.is_on = True
+    done = {}
+    for uid in range(1, 1 + others):
+        llm.replica.submit(Work(state=make_state(uid, longer, params)))
+    for _ in range(3):
+        done |= {one.state.sequence_id: one.completion.token_ids for one in llm.replica.step().finished}
+    llm.replica.submit(Work(state=make_state(9, longer, params)))
+    llm.replica.step()
+    drafter.is_on = False
+    while llm.replica.has_work:
+        done |= {one.state.sequence_id: one.completion.token_ids for one in llm.replica.step().finished}
+    assert done.pop((0, 0, 0)) == whole
+    assert len(done) == 1 + others and all(tokens == plain for tokens in done.values())
 
 
 class ToOneReplica:

@@ -407,6 +407,15 @@ def test_a_small_model_of_nan_is_named(models: dict[str, str]) -> None:
     check_forgotten(drafter_of(llm))
 
 
+def test_guesses_end_with_the_context(models: dict[str, str]) -> None:
+    """A drafter that runs ahead is asked for more than the model's context holds."""
+    drafter = drafter_of(make_llm(models["same"], models["same"], max_model_len=60))
+    state = make_state(0, [5, 6, 7] * 18)
+    (draft,) = drafter.propose([Ask(state, 20)], 1, 1)
+    assert 0 < len(draft.tokens) <= 6
+    drafter._blocks.check_integrity()
+
+
 @pytest.mark.parametrize("call", ["step", "pause", "clear"])
 def test_interrupts_at_every_few_lines(models: dict[str, str], call: str) -> None:
     llm = make_llm(models["same"], models["same"], kv_cache_bytes=2**19, max_model_len=90)

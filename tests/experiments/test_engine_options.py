@@ -37,6 +37,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "drafter": (["drafter", "grouped_suffix"], "grouped_suffix"),
     "max_draft_tokens": (["max-draft-tokens", "3"], 3),
     "draft_lengths": (["draft-lengths", "fixed"], "fixed"),
+    "draft_mode": (["draft-mode", "strict"], "strict"),
     "draft_paths": (["draft-paths", "2"], 2),
     "draft_history_bytes": (["draft-history-mib", "3"], 3 * 2**20),
     "draft_tree_bytes": (["draft-tree-mib", "2"], 2 * 2**20),

@@ -214,7 +214,7 @@ def test_a_drafter_that_dies_and_comes_back(mode: DraftMode) -> None:
 def test_a_silent_drafter_is_not_waited_for_long() -> None:
     world = World("strict", 4, 1.0, Channel(random.Random(0), lost=1.0), num_sequences=1)
     world.run()
-    assert set(world.gains) == {1} and world.num_silent < 10 * LENGTH
+    assert set(world.gains) == {1} and world.num_silent < 10
 
 
 def test_no_sequence_waits_for_guesses_that_its_drafter_was_not_asked_for() -> None:
@@ -239,6 +239,24 @@ def test_no_sequence_waits_for_guesses_that_its_drafter_was_not_asked_for() -> N
     remote.propose([], 0, 0)
     remote.follow(News(drawn=[Outcome(state)]))
     assert [step(6), step(6), step(6)] == [1, 6, 6]
+
+
+def test_guesses_for_an_earlier_sequence_of_the_same_key_do_not_count() -> None:
+    """They may still be on their way when a later rollout has one, which is shorter."""
+    channel = Channel(random.Random(0))
+    remote = RemoteDrafter([channel], "filled", window=2, clock=lambda: 0.0)
+    guesser = Guesser({0: list(range(1, 60))}, 1.0)
+    desk = Desk(guesser, max_num_seqs=2)
+    for length in (30, 3):
+        state = make_state(0, range(1, length + 1))
+        remote.follow(News(drawn=[Outcome(state)]))
+        channel.answer(desk.hear("verifier", channel.heard()))
+        for posts in desk.draft().values():
+            channel.answer(posts)
+        if length == 30:
+            remote.follow(News(ended=[state]))
+    (draft,) = remote.propose([Ask(state, 2)], 1, 1)
+    assert draft.tokens == [4]
 
 
 def test_the_drafter_waits_at_its_window() -> None:
