@@ -271,7 +271,8 @@ def steady(bench: Bench, config: SpecActorConfig) -> dict[str, Any]:
     plain_batch = bench.draw([96] * (per_rank * num_ranks), config.seed)
     planning = Planning(case, num_ranks, shared, config.scale)
     seen = Seen({"0.5B": case.chances[0]}, 2 * case.interval)
-    filled, costs = planning.best("filled", seen, 1), planning.costs(2 * case.interval)
+    longest = max(batches)
+    filled, costs = planning.best("filled", seen, 1), planning.costs(NUM_PROMPT_TOKENS + longest // 2)
     runs, found = dict[str, tuple[Rollout, Batch]](), dict[str, Any]()
 
     def rate(name: str, setting: Setting, batch: Batch, chance: float | None = None, **options: Any) -> float:
@@ -284,7 +285,7 @@ def steady(bench: Bench, config: SpecActorConfig) -> dict[str, Any]:
         strict = Setting(mode="strict", window=window, num_drafters=1)
         drafting_s = window * costs.draft("0.5B", shared, case.tp_size)
         best = window / max(drafting_s, costs.verifiers[case.tp_size](per_rank, window))
-        found[f"oracle, w={window}"] = short(rate(f"oracle {window}", strict, batches[240], 1.0) / best)
+        found[f"oracle, w={window}"] = short(rate(f"oracle {window}", strict, batches[longest], 1.0) / best)
     plan = planning.plan_of(filled, seen)
     plain = rate("plain", Setting(mode="off"), plain_batch)
     policy = planning.reconfigured(plan, seen)
