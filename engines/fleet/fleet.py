@@ -295,6 +295,8 @@ def _plan(
             f"EngineConfig.draft_history_bytes={config.draft_history_bytes}: is kept by an LLM; leave it "
             "out of a Fleet's options"
         )
+    if config.drafter == "own":
+        raise ValueError("EngineConfig.drafter='own': is of LLM's own_drafter; give a Fleet another drafter")
     sizes = ModelConfig.from_pretrained(model)
     check_adapter(model)
     check_engine(config, sizes, device)

@@ -50,7 +50,7 @@ class DraftRanks:
         self.counts: dict[str, float] = {}
         """Of this rank's last drafting: guesses, those in vain, and the most at once less 2 w - 1."""
 
-    def connect(self, layout: Layout, spec: ReplicaSpec) -> RemoteDrafter | None:
+    def connect(self, layout: Layout, spec: ReplicaSpec, vocab_size: int) -> RemoteDrafter | None:
         """Returns the drafter of a rollout replica's first rank; None where the layout has no draft ranks. Closes the
         links of the layout before."""
         self._close_links()
@@ -61,7 +61,11 @@ class DraftRanks:
             name = f"verifier-{self._world.rank}-{layout.epoch}"
             self._links = [LiveLink(name, self._addresses[rank], self._token) for rank in ranks]
         return RemoteDrafter(
-            self._links, self._config.draft_mode, window=self._config.max_draft_tokens, clock=time.monotonic
+            self._links,
+            self._config.draft_mode,
+            window=self._config.max_draft_tokens,
+            clock=time.monotonic,
+            vocab_size=vocab_size,
         )
 
     def start(self, drafter: Drafter, spec: ReplicaSpec) -> None:

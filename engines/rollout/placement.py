@@ -265,7 +265,7 @@ class Placement:
 
     def _remote(self, layout: Layout, spec: ReplicaSpec) -> RemoteDrafter | None:
         self._present = layout
-        return None if self.draft_ranks is None else self.draft_ranks.connect(layout, spec)
+        return None if self.draft_ranks is None else self.draft_ranks.connect(layout, spec, self.model.vocab_size)
 
     @property
     def _max_kv_tokens(self) -> int | None:

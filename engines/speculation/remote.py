@@ -71,9 +71,19 @@ class RemoteDrafter:
     is silent or gone, cost time only.
     """
 
-    def __init__(self, links: Items[Link], mode: DraftMode, *, window: int, clock: Callable[[], float]) -> None:
-        """`window`: of sequences for which no draft was asked yet. `clock` returns seconds."""
+    def __init__(
+        self,
+        links: Items[Link],
+        mode: DraftMode,
+        *,
+        window: int,
+        clock: Callable[[], float],
+        vocab_size: int = 2**62,
+    ) -> None:
+        """`window`: of sequences for which no draft was asked yet. `clock` returns seconds. Guesses that are no tokens
+        of the vocabulary are dropped."""
         self._links, self._mode, self._clock, self._window = links, mode, clock, window
+        self._vocab_size = vocab_size
         self._followed: dict[SequenceId, _Followed] = {}
         self._num_asked = self._num_entered = 0
         self.passes: Items[DraftPass] = ()
@@ -159,7 +169,7 @@ class RemoteDrafter:
                 if one is None:
                     continue
                 if isinstance(post, Guessed):
-                    if post.number != one.number:
+                    if post.number != one.number or max(post.tokens, default=0) >= self._vocab_size:
                         continue
                     one.heard.hear(post.num_known, post.tokens, post.shares, is_all=post.is_all)
                     one.news_at = now

@@ -15,6 +15,7 @@ from engines import LLM, SamplingParams
 from engines.config import DraftMode
 from engines.coordination.policies import OnDemand
 from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
+from engines.fleet.fleet import Fleet
 from engines.parallel.layout import Layout, ReplicaSpec, Role, contiguous_layout, drafters_of
 from engines.rollout.pace import ShortestStep
 from engines.sequence import Work
@@ -323,6 +324,8 @@ def test_refusals(qwen3: str, near: str) -> None:
         assert "role='draft', which needs a coordinated rollout; give a schedule" in found[0]
         assert "role='draft', and EngineConfig.drafter='none'; give a drafter" in found[1]
         assert "own_drafter=None, EngineConfig.drafter='own'" in found[2]
+    with pytest.raises(ValueError, match=r"EngineConfig\.drafter='own': is of LLM's own_drafter"):
+        Fleet(qwen3, num_replicas=1, drafter="own")
     with pytest.raises(ValueError, match="all have role='draft'; at least one must have 'rollout'"):
         layout_of(("draft", (0,)))
 

@@ -12,7 +12,7 @@ from engines.config import DraftMode
 from engines.sequence import SequenceState
 from engines.speculation.desk import Desk
 from engines.speculation.drafter import Ask, Draft, DraftPass, News, Outcome
-from engines.speculation.posts import ToDrafter, ToVerifier, decode_to_drafter, decode_to_verifier, encode
+from engines.speculation.posts import Guessed, ToDrafter, ToVerifier, decode_to_drafter, decode_to_verifier, encode
 from engines.speculation.remote import PATIENCE_S, RemoteDrafter
 from engines.speculation.verify import num_accepted
 from engines.speculation.window import Guesses
@@ -239,6 +239,20 @@ def test_no_sequence_waits_for_guesses_that_its_drafter_was_not_asked_for() -> N
     remote.propose([], 0, 0)
     remote.follow(News(drawn=[Outcome(state)]))
     assert [step(6), step(6), step(6)] == [1, 6, 6]
+
+
+def test_guesses_beyond_the_vocabulary_are_dropped() -> None:
+    channel, state = Channel(random.Random(0)), make_state(0, [1, 2, 3])
+    remote = RemoteDrafter([channel], "filled", window=2, clock=lambda: 0.0, vocab_size=131)
+    remote.follow(News(drawn=[Outcome(state)]))
+    drafts = []
+    for token in (131, 2**62, 130):
+        guessed = Guessed(
+            sequence_id=state.sequence_id, number=1, num_known=3, tokens=[token], shares=[1.0], is_all=False
+        )
+        channel.answer([guessed])
+        drafts += remote.propose([Ask(state, 2)], 1, 1)
+    assert [one.tokens for one in drafts] == [[], [], [130]]
 
 
 def test_guesses_for_an_earlier_sequence_of_the_same_key_do_not_count() -> None:
