@@ -180,7 +180,7 @@ def test_a_desk_without_work_runs_no_pass() -> None:
     state = states(1)[0]
     desk = Desk(StatedDrafter(simulated_token, lambda *_: 1.0), max_num_seqs=4)
     fields = {name: getattr(state, name) for name in ("key", "group_id", "params", "num_prompt_tokens")}
-    desk.hear("verifier", [Enter(**fields, tokens=[*state.tokens], window=1, ahead=False)])
+    desk.hear("verifier", [Enter(**fields, number=1, tokens=[*state.tokens], window=1, ahead=False)])
     assert desk.draft() and desk.passes == [DraftPass(16, 16)]
     assert not desk.draft() and not desk.passes
 
