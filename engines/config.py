@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from engines.adapter_config import base_folder, checkpoint_folder
-from engines.constraints import Count, Int64, Positive, Share, WholeNumber, check_fields
+from engines.constraints import Count, Int64, Margin, Positive, Share, WholeNumber, check_fields
 from engines.json_files import read_json
 
 DType = Literal["float64", "float32", "bfloat16"]
@@ -251,6 +251,9 @@ class EngineConfig:
     """What happens to the KV of a preempted sequence: "swap" stores it in host memory or on disk while they have room,
     "recompute" drops it, "auto" does what is faster by costs measured in the run. "auto" depends on time: where tokens
     of low precision must repeat bit for bit, choose one of the other two."""
+    priority_margin: Margin = 0.0
+    """Share of a running sequence's priority by which that of a waiting one must exceed it, to preempt it where slots
+    or blocks are lacking; with inf priorities only order those that wait. Only a schedule policy gives priorities."""
     kv_host_bytes: WholeNumber | None = None
     """Most host memory (/dev/shm) that a rank fills with KV outside its cache; None: 1 GiB, or less when little is
     free."""

@@ -17,6 +17,7 @@ Count = Annotated[int, Meta(ge=1, le=2**63 - 1, description="an integer of at le
 Counts = Annotated[tuple[Count, ...], Meta(min_length=1, description="numbers of at least 1")]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="above 0")]
 NonNegative = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="at least 0")]
+Margin = Annotated[float, Meta(ge=0, description="at least 0, or inf")]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")]
 Seconds = Annotated[float, Meta(gt=0, le=1e6, description="above 0, and at most 1e+06 (seconds)")]
 """Sockets and timers do not accept much longer times."""

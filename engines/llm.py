@@ -34,6 +34,7 @@ from engines.rollout.generation import Requests, as_prompts, check_same_states, 
 from engines.rollout.journal import CompletionStore
 from engines.rollout.pace import Pace
 from engines.rollout.placement import Arguments, Placement
+from engines.rollout.prediction import LengthPredictor
 from engines.rollout.steps import roll_out_static
 from engines.rollout.telemetry import StepRecord, draft_metrics
 from engines.rollout.turns import Turns
@@ -219,6 +220,7 @@ class LLM:
         environment: Environments | None = None,
         columns: Items[Mapping[str, Any]] | None = None,
         in_rounds: bool = False,
+        predictor: LengthPredictor | None = None,
     ) -> list[RequestOutput]:
         """Completes every prompt `n` times; returns the outputs in the order of the prompts.
 
@@ -234,7 +236,8 @@ class LLM:
         With an `environment`, each completion is a trajectory: a stop ends its turn, and what the environment observes
         follows, until that ends it (docs/trajectories.md). `columns` are for its `reset`, one mapping per prompt. Rank
         0 calls it (others may give `OnRankZero()`); several ranks need a `schedule`. With `in_rounds`, trajectories go
-        on together, when none runs: with `Static` no batch then depends on how long a call takes.
+        on together, when none runs: with `Static` no batch then depends on how long a call takes. A `predictor`
+        estimates their lengths for the `schedule` policy; rank 0 asks it.
 
         Raises ValueError before anything runs; its message begins with `prompts[3]` if that prompt cannot run here.
         Raises RuntimeError while another call runs. After an error or an interrupt the LLM holds no sequence of the
@@ -256,7 +259,13 @@ class LLM:
                 states.sort(key=lambda state: state.key.sample_index)  # a group in lockstep has nothing to copy
             for index, (tokens, one) in enumerate(zip(requests.tokens, requests.params, strict=True)):
                 self.replica.check(tokens, one, f"prompts[{index}]")
-            turns = None if environment is None else self._turns(environment, requests, columns, in_rounds)
+            if predictor is not None and (environment is None or self.rollout is None):
+                raise ValueError(
+                    "predictor: is for trajectories and policies; give an environment and LLM(schedule=...)"
+                )
+            turns = None
+            if environment is not None:
+                turns = self._turns(environment, requests, columns, in_rounds, predictor)
         if prompt_uids is None:
             self._next_uid += len(requests.uids)
         if self._world.size > 1:
@@ -288,6 +297,7 @@ class LLM:
         requests: Requests,
         columns: Items[Mapping[str, Any]] | None,
         in_rounds: bool,
+        predictor: LengthPredictor | None,
     ) -> Turns:
         """Raises ValueError if this LLM, or one of the requests, cannot have an environment."""
         if self.rollout is None and self._world.size > 1:
@@ -307,6 +317,7 @@ class LLM:
             endings=self.replica.endings,
             max_model_len=self.max_model_len,
             in_rounds=in_rounds,
+            predictor=predictor,
         )
 
     def get_tokenizer(self) -> Any:

@@ -462,6 +462,9 @@ class Work:
     """Stored KV of its first tokens; the KV of the other tokens is recomputed."""
     turn: str | None = None
     """Of a trajectory that comes back since its turn has ended: the turn's text."""
+    priority: float = 0.0
+    """The replica admits a sequence of higher priority first, and preempts one of lower priority for it: see
+    `EngineConfig.priority_margin`. The order among equals is that of their coming."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,14 @@ class SubmitWork(_Message, frozen=True, kw_only=True):
     works: tuple[Work, ...]
 
 
+class ExpectSequences(_Message, frozen=True, kw_only=True):
+    """Read the KV of these sequences, which will be submitted here. Not answered."""
+
+    works: tuple[Work, ...]
+    dropped: tuple[SequenceId, ...] = ()
+    """Sequences that will not be submitted here after all."""
+
+
 class PauseSequences(_Message, frozen=True, kw_only=True):
     """Return sequences between two steps; skips those that are not here (any more). -> `SequencesPaused`."""
 
@@ -94,7 +102,7 @@ class Shutdown(_Message, frozen=True, kw_only=True):
     """End the process. Not answered."""
 
 
-Command = SubmitWork | PauseSequences | AbortSequences | Regroup | LoadWeights | EndPhase | Shutdown
+Command = SubmitWork | ExpectSequences | PauseSequences | AbortSequences | Regroup | LoadWeights | EndPhase | Shutdown
 
 # --- Events: replica -> coordinator
 
@@ -124,6 +132,9 @@ class StepReported(_Message, frozen=True, kw_only=True):
     """Time of the steps since the last report."""
     progress: tuple[tuple[SequenceId, int], ...]
     """Tokens generated per sequence since the last report; sequences without new tokens are left out."""
+    waits: tuple[tuple[SequenceId, float, float], ...] = ()
+    """Trajectories that have left the replica's queue since the last report: how many seconds before this one they had
+    come into it, and for how many seconds they were there."""
 
 
 class SequencesFinished(_Message, frozen=True, kw_only=True):

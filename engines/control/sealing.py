@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-VERSION: Final = 5
+VERSION: Final = 6
 MAX_BYTES: Final = 64 << 20
 """Most bytes of one frame's payload; a longer message is sent in parts."""
 PREFIX: Final = struct.Struct("<4sHB")  # magic, version, kind: the same in all versions, so that errors can name both

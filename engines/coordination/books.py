@@ -5,16 +5,33 @@ The time of an operation on one sequence does not grow with the number of waitin
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from types import MappingProxyType
 
-from engines.control.messages import StepReported
+from engines.control.messages import ExpectSequences, StepReported
 from engines.coordination.outbox import Outbox
 from engines.coordination.records import PhaseRecord, ReplicaRecord, SequenceRecord
-from engines.coordination.requests import Deliver, DiscardKV, Failed, RequestRefused, TurnEnded
-from engines.coordination.views import Decision, EndedView, Passage, Place, ReplicaView, SequenceView
+from engines.coordination.requests import (
+    Deliver,
+    DiscardKV,
+    Failed,
+    PredictedLength,
+    RequestRefused,
+    TurnEnded,
+)
+from engines.coordination.views import (
+    Decision,
+    EndedView,
+    Passage,
+    Place,
+    Prediction,
+    QueueWait,
+    ReplicaView,
+    SequenceView,
+)
 from engines.parallel.layout import Layout
 from engines.sequence import Finished, FinishReason, SequenceId, SequenceState, Work
 
@@ -22,8 +39,8 @@ MAX_DECISIONS = 100_000
 """Only the latest decisions are kept."""
 
 
-class _Unfinished(Mapping[SequenceId, SequenceView]):
-    """A window on the records of unfinished sequences."""
+class _Views(Mapping[SequenceId, SequenceView]):
+    """A window on the records of sequences."""
 
     def __init__(self, records: Mapping[SequenceId, SequenceRecord]) -> None:
         self._records = records
@@ -55,6 +72,8 @@ class Books:
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.passages: list[Passage] = []
         """Of the trajectories of the phase."""
+        self.waits: list[QueueWait] = []
+        """Of the trajectories of the phase, in queues of replicas."""
         self.replicas: dict[int, ReplicaRecord] = {}
         self.forming: list[ReplicaRecord] = []
         """Replicas of the layout to come, while old ones are paused for it."""
@@ -70,6 +89,8 @@ class Books:
         self.waiting: Mapping[SequenceId, SequenceView] = MappingProxyType(self._waiting)
         """Sequences that wait for any replica."""
         self._entered: list[SequenceView] = []
+        self._news: dict[SequenceId, None] = {}
+        """Trajectories that have parked, or of which a predictor has said something, since a policy was last asked."""
         self._ended: list[list[EndedView]] = []
         self._views: dict[int, ReplicaView] = {}
         # A dict for its order: with a set, the order in which a policy sees replicas would depend on memory addresses.
@@ -82,7 +103,8 @@ class Books:
         self.phase = phase
         self._num_submitted = 0
         self.delivered.clear()
-        self.passages = []
+        self.passages, self.waits = [], []
+        self._news.clear()
         self._changed.update(dict.fromkeys(self.replicas.values()))
 
     def fail(self, reason: str) -> None:
@@ -139,6 +161,7 @@ class Books:
         """Keeps a trajectory that is in no place until an observation comes."""
         self.parked[sequence.id] = sequence
         sequence.is_parked = True
+        self._news[sequence.id] = None
         self._note(sequence, "parked")
 
     def unqueue(self, sequence: SequenceRecord) -> None:
@@ -173,7 +196,44 @@ class Books:
         sequence.state.observe(observation)
         sequence.num_tokens = len(sequence.state.tokens)
 
+    def note_prediction(self, answer: PredictedLength, source: str) -> None:
+        """Notes a predictor's answer, unless it is about an earlier turn than the last."""
+        sequence = self.sequences.get(answer.sequence_id)
+        if sequence is None or not max(sequence.num_turns, sequence.answered_turns) <= answer.num_turns:
+            self.ignored["a prediction that comes too late"] += 1
+            return
+        sequence.answered_turns = answer.num_turns
+        if 0 <= answer.remaining < math.inf:
+            num_generated = sequence.state.num_generated
+            sequence.prediction = Prediction(
+                remaining=answer.remaining,
+                num_generated=num_generated,
+                num_turns=answer.num_turns,
+                now=self._outbox.now,
+                source=source,
+            )
+        else:
+            self.ignored["a prediction that is no length"] += 1
+        self._news[sequence.id] = None
+        if sequence.id in self._waiting:
+            self._waiting[sequence.id] = sequence.view()
+
+    def expect(self, sequence: SequenceRecord, replica: ReplicaRecord | None) -> None:
+        """Notes which replica reads the sequence's KV now; another one that did forgets it."""
+        before = sequence.expected_at
+        if before is not None:
+            del before.expected[sequence.id]
+            if before is not replica:
+                self._outbox.send(ExpectSequences, before, works=(), dropped=(sequence.id,))
+        sequence.expected_at = replica
+        if replica is not None:
+            replica.expected[sequence.id] = sequence
+
     def assign(self, sequence: SequenceRecord, replica: ReplicaRecord, max_new_tokens: int | None) -> None:
+        if sequence.expected_at is not None:
+            self.expect(sequence, replica)  # which the sequence itself now asks to go on
+            del replica.expected[sequence.id]
+            sequence.expected_at = None
         self.unqueue(sequence)
         self.pin(sequence, None)
         if not replica.assigned:
@@ -189,6 +249,11 @@ class Books:
         for sequence_id, num_new_tokens in report.progress:
             if sequence := self.find_assigned(sequence_id, replica):
                 replica.progress(sequence, num_new_tokens)
+        now, id_ = self._outbox.now, replica.spec.id
+        self.waits += [
+            QueueWait(sequence_id=sequence_id, replica_id=id_, start=now - ago, seconds=seconds)
+            for sequence_id, ago, seconds in report.waits
+        ]
 
     def take_back(self, works: Iterable[Work], replica: ReplicaRecord) -> None:
         """Takes sequences that a replica has released or paused; each waits again, or is delivered as aborted."""
@@ -218,6 +283,7 @@ class Books:
     def deliver(self, sequence: SequenceRecord, finished: Finished) -> None:
         self.unqueue(sequence)
         self.pin(sequence, None)
+        self.expect(sequence, None)
         if sequence.replica is not None:
             self._changed[sequence.replica] = None
             sequence.replica.give_up(sequence)
@@ -248,6 +314,9 @@ class Books:
         """Removes a replica that has no assigned sequences; sequences pinned to it may then go to any replica."""
         assert not replica.assigned, f"{replica} still has sequences"
         del self.replicas[replica.spec.id]
+        for sequence in replica.expected.values():
+            sequence.expected_at = None
+        replica.expected.clear()
         self._views.pop(replica.spec.id, None)
         self._changed.pop(replica, None)
         for sequence in list(replica.pins.values()):
@@ -278,12 +347,22 @@ class Books:
 
     @property
     def unfinished(self) -> Mapping[SequenceId, SequenceView]:
-        return _Unfinished(self.sequences)
+        return _Views(self.sequences)
+
+    @property
+    def parked_views(self) -> Mapping[SequenceId, SequenceView]:
+        return _Views(self.parked)
 
     def take_entered(self) -> tuple[SequenceView, ...]:
         """Returns the sequences that began to wait for any replica since the last call."""
         entered, self._entered = tuple(self._entered), []
         return entered
+
+    def take_news(self) -> tuple[SequenceView, ...]:
+        """Returns the trajectories that have parked, or of which a predictor has said something, since the last
+        call."""
+        news, self._news = self._news, {}
+        return tuple(self.sequences[id_].view() for id_ in news if id_ in self.sequences)
 
     def list_ended(self) -> list[EndedView]:
         """Returns a list of the caller's own, to which each sequence that ends from now on is appended."""
@@ -315,6 +394,7 @@ class Books:
             assert all(sequence.replica is replica for sequence in replica.assigned.values())
             assert all(sequence.pin is replica for sequence in replica.pins.values())
             assert set(replica.pinned_waiting) <= set(replica.pins)
+            assert all(one.expected_at is replica and one.replica is None for one in replica.expected.values())
             assert replica.num_tokens == sum(sequence.num_tokens for sequence in replica.assigned.values())
             assert replica.num_reserved_blocks == sum(sequence.num_blocks for sequence in replica.assigned.values())
         assert sorted(places) == sorted(self.sequences), "a sequence is nowhere, or in two places"

@@ -32,7 +32,7 @@ from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.coordination.records import PhaseRecord, ReplicaRecord
 from engines.coordination.regroup import Regrouper, check_ranks
 from engines.coordination.requests import Request, RequestRefused, Result
-from engines.coordination.views import Decision, Passage
+from engines.coordination.views import Decision, Passage, QueueWait
 from engines.parallel.layout import Layout
 
 # Events about sequences that count only within their own phase. Answers are checked against what is awaited.
@@ -125,6 +125,11 @@ class RolloutCore:
         return self._books.passages
 
     @property
+    def waits(self) -> list[QueueWait]:
+        """What they have waited in the queues of replicas."""
+        return self._books.waits
+
+    @property
     def num_unfinished(self) -> int:
         """Sequences submitted and not delivered."""
         return len(self._books.sequences)
@@ -179,6 +184,9 @@ class RolloutCore:
             case requests.AnswerTurns():
                 self._require_phase(request)
                 self._dispatcher.answer(request.answers)
+            case requests.NotePredictions():
+                for answer in request.answers:
+                    self._books.note_prediction(answer, request.source)
             case requests.RequestAbort():
                 self._require_phase(request)
                 self._dispatcher.abort(request.sequence_ids)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from engines.control import messages
 from engines.coordination.books import Books
 from engines.coordination.outbox import Outbox
-from engines.coordination.policies import SchedulePolicy, mistake, named
+from engines.coordination.policies import PrefetchingPolicy, SchedulePolicy, mistake, named
 from engines.coordination.records import ReplicaRecord, SequenceRecord
-from engines.coordination.requests import ContinueTurn, EndTrajectory, RequestMove, RequestRefused
-from engines.coordination.views import Dispatch, ScheduleView, num_reserved_tokens
+from engines.coordination.requests import (
+    ContinueTurn,
+    EndTrajectory,
+    RequestMove,
+    RequestRefused,
+)
+from engines.coordination.views import Dispatch, Prefetch, ScheduleView, num_reserved_tokens
 from engines.sequence import SequenceId, Work
 
 
@@ -21,6 +27,7 @@ class Dispatcher:
         self._books = books
         self._outbox = outbox
         self._policy = policy
+        self._prefetching = policy if isinstance(policy, PrefetchingPolicy) else None
         self._ended = books.list_ended()
 
     def dispatch(self) -> None:
@@ -35,6 +42,53 @@ class Dispatcher:
             for replica, works in batches.items():
                 self._outbox.send(messages.SubmitWork, replica, works=tuple(works))
 
+    def _view(self) -> ScheduleView:
+        ended = tuple(self._ended)
+        self._ended.clear()
+        return ScheduleView(
+            now=self._outbox.now,
+            layout=self._books.layout,
+            waiting=self._books.waiting,
+            entered=self._books.take_entered(),
+            ended=ended,
+            replicas=self._books.views(),
+            parked=self._books.parked_views,
+            changed=self._books.take_news(),
+        )
+
+    def _prefetch_all(self, policy: PrefetchingPolicy) -> None:
+        """Lets replicas read the KV of parked trajectories, as the policy decides."""
+        while self._books.parked:
+            try:
+                prefetch = policy.prefetch(self._view())
+            except Exception as error:
+                raise mistake(policy, "prefetch", error) from error
+            if prefetch is None:
+                break
+            sequence, replica = self._check_prefetch(prefetch)
+            self._books.decide("prefetch", [sequence.id], replica)
+            self._expect(sequence, replica)
+
+    def _expect(self, sequence: SequenceRecord, replica: ReplicaRecord) -> None:
+        """Lets the replica read the KV of a parked trajectory, beside its tool."""
+        self._books.expect(sequence, replica)
+        if sequence.kv is not None:
+            work = Work(state=sequence.state, kv=sequence.kv)
+            self._outbox.send(messages.ExpectSequences, replica, works=(work,))
+
+    def _check_prefetch(self, prefetch: Prefetch) -> tuple[SequenceRecord, ReplicaRecord]:
+        if not isinstance(prefetch, Prefetch):
+            raise self._refusal(prefetch, "is no Prefetch and not None")
+        sequence = self._books.parked.get(prefetch.sequence_id)
+        if sequence is None:
+            raise self._refusal(prefetch, "the sequence is not parked; only in a tool gap may a trajectory be moved")
+        replica = self._books.replicas.get(prefetch.replica_id)
+        if replica is None or not self._books.views()[replica.spec.id].accepts:
+            raise self._refusal(prefetch, "there is no such replica that accepts sequences")
+        if sequence.expected_at is replica:
+            raise self._refusal(prefetch, f"{replica} reads its KV already")
+        return sequence, replica
+
     def _assign_all(self, batches: dict[ReplicaRecord, list[Work]]) -> None:
         for replica in self._books.replicas.values():
             while replica.pinned_waiting:
@@ -43,24 +97,17 @@ class Dispatcher:
                 if not self._has_room(replica, sequence, max_new_tokens):
                     break
                 self._assign(sequence, replica, max_new_tokens, batches)
+        if self._prefetching is not None:
+            self._prefetch_all(self._prefetching)
         while self._books.waiting:
-            ended = tuple(self._ended)
-            self._ended.clear()
-            view = ScheduleView(
-                now=self._outbox.now,
-                layout=self._books.layout,
-                waiting=self._books.waiting,
-                entered=self._books.take_entered(),
-                ended=ended,
-                replicas=self._books.views(),
-            )
             try:
-                dispatch = self._policy.next(view)
+                dispatch = self._policy.next(self._view())
             except Exception as error:
                 raise mistake(self._policy, "next", error) from error
             if dispatch is None:
                 break
             sequence, replica = self._check_dispatch(dispatch)
+            sequence.priority = dispatch.priority
             self._assign(sequence, replica, dispatch.max_new_tokens, batches)
 
     def _has_room(self, replica: ReplicaRecord, sequence: SequenceRecord, max_new_tokens: int | None) -> bool:
@@ -80,6 +127,8 @@ class Dispatcher:
         bound = dispatch.max_new_tokens
         if bound is not None and (type(bound) is not int or bound < 1):
             raise self._refusal(dispatch, "max_new_tokens must be at least 1 and an integer, or None")
+        if not -math.inf < dispatch.priority < math.inf:
+            raise self._refusal(dispatch, "priority must be a finite number")
         if not dispatch.queued and not self._has_room(replica, sequence, dispatch.max_new_tokens):
             raise self._refusal(dispatch, f"{replica} has no room for it")
         return sequence, replica
@@ -97,7 +146,7 @@ class Dispatcher:
     ) -> None:
         self._books.decide("dispatch", [sequence.id], replica)
         self._books.assign(sequence, replica, max_new_tokens)
-        work = Work(state=sequence.state, max_new_tokens=max_new_tokens, kv=sequence.kv)
+        work = Work(state=sequence.state, max_new_tokens=max_new_tokens, kv=sequence.kv, priority=sequence.priority)
         batches.setdefault(replica, []).append(work)
 
     # --- Back from replicas
@@ -114,6 +163,8 @@ class Dispatcher:
         replica = sequence.replica
         if replica is None:
             books.repin(sequence, target)
+            if sequence.is_parked and target is not None and request.with_kv:
+                self._expect(sequence, target)
         elif replica is target and sequence.pause_seq < 0:
             books.pin(sequence, None)
         else:

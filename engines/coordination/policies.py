@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import heapq
 import sys
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
+from engines.coordination.views import Dispatch, LayoutChange, LayoutView, Prefetch, ScheduleView
 from engines.sequence import SequenceId
 
 
@@ -18,6 +18,19 @@ class SchedulePolicy(Protocol):
 
     def next(self, view: ScheduleView) -> Dispatch | None:
         """Returns the next dispatch; None if there is none now. Called repeatedly until None, after every event."""
+        ...
+
+
+@runtime_checkable
+class PrefetchingPolicy(SchedulePolicy, Protocol):
+    """A schedule policy that also decides in the tool gaps of trajectories where they will go on."""
+
+    def prefetch(self, view: ScheduleView) -> Prefetch | None:
+        """Returns a parked trajectory and the replica that begins to read its KV now; None if there is none now.
+
+        Called repeatedly until None, after each event, while trajectories are parked; before `next`, which then sees
+        only what is new since. The policy itself must dispatch the trajectory there later.
+        """
         ...
 
 

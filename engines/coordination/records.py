@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engines.control.messages import ReplicaReady, StepReported
-from engines.coordination.views import ReplicaView, SequenceView, num_reserved_tokens
+from engines.coordination.views import Prediction, ReplicaView, SequenceView, num_reserved_tokens
 from engines.parallel.layout import ReplicaSpec
 from engines.sequence import Completion, Finished, FinishReason, KVHandle, SequenceId, SequenceState
 
@@ -52,6 +52,13 @@ class SequenceRecord:
     """`seq` of the command that pauses it on its replica; -1 if there is none."""
     is_parked: bool = False
     """Whether it is a trajectory that waits for an observation."""
+    expected_at: ReplicaRecord | None = None
+    """The replica that reads its KV, while it is parked or waits."""
+    priority: float = 0.0
+    """Of its last dispatch."""
+    prediction: Prediction | None = None
+    answered_turns: int = -1
+    """See `SequenceView`, like `prediction`."""
     aborting: bool = False
     last_replica_id: int | None = None
 
@@ -70,12 +77,18 @@ class SequenceRecord:
     def max_len(self) -> int:
         return self.state.num_prompt_tokens + self.state.params.most_tokens
 
+    @property
+    def num_turns(self) -> int:
+        """Turns that it has ended."""
+        num_observed = len(self.state.observed)
+        return max(0, num_observed - (not self.is_parked)) if num_observed else 0
+
     def take_back(self, state: SequenceState, kv: KVHandle | None) -> None:
         self.state, self.kv, self.num_tokens = state, kv, len(state.tokens)
         self.pause_seq = -1
 
     def view(self) -> SequenceView:
-        observed, num_observed = self.state.observed, self.state.num_observed
+        num_observed = self.state.num_observed
         return SequenceView(
             sequence_id=self.id,
             index=self.index,
@@ -86,8 +99,10 @@ class SequenceRecord:
             last_replica_id=self.last_replica_id,
             has_kv=self.kv is not None,
             num_observed=num_observed,
-            num_turns=max(0, len(observed) - (not self.is_parked)) if observed else 0,
+            num_turns=self.num_turns,
             is_parked=self.is_parked,
+            prediction=self.prediction,
+            answered_turns=self.answered_turns,
         )
 
     def ended(self, reason: FinishReason, text: str = "") -> Finished:
@@ -116,6 +131,8 @@ class ReplicaRecord:
     """Sequences pinned to it; another replica may still have them."""
     pinned_waiting: OrderedDict[SequenceId, SequenceRecord] = field(default_factory=OrderedDict)
     """Sequences pinned to it that wait to be dispatched."""
+    expected: dict[SequenceId, SequenceRecord] = field(default_factory=dict)
+    """Sequences that are not here, whose KV it reads."""
     num_tokens: int = 0
     num_reserved_blocks: int = 0
     report: StepReported | None = None

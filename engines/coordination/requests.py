@@ -67,6 +67,26 @@ class AnswerTurns:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictedLength:
+    """A predictor's answer about a trajectory that had ended `num_turns` turns."""
+
+    sequence_id: SequenceId
+    num_turns: int
+    remaining: float
+    """Tokens that it will still generate. An estimate that is negative or not finite leaves the last one in force."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotePredictions:
+    """What a predictor has answered. An answer about an earlier turn than the last, or about a delivered trajectory,
+    has no effect."""
+
+    source: str
+    """Name of the predictor."""
+    answers: tuple[PredictedLength, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestMove:
     """Move a sequence to a replica, or, when None, back to wait for any. No effect if the sequence ends before."""
 
@@ -127,6 +147,7 @@ Request = (
     BeginPhase
     | SubmitSequences
     | AnswerTurns
+    | NotePredictions
     | RequestMove
     | RequestAbort
     | RequestRegroup

@@ -16,8 +16,28 @@ from engines.sequence import FinishReason, SequenceId
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a length predictor has said of a trajectory (Heddle, §4.1)."""
+
+    remaining: float
+    """Tokens that it will still generate, from `num_generated` on."""
+    num_generated: int
+    num_turns: int
+    """Turns that it had ended."""
+    now: float
+    """When the estimate came, on the clock of the core's caller."""
+    source: str
+    """Name of the predictor."""
+
+    @property
+    def total(self) -> float:
+        """Tokens that it will have generated at its end."""
+        return self.num_generated + self.remaining
+
+
+@dataclass(frozen=True, kw_only=True)
 class SequenceView:
-    """An unfinished sequence; a schedule policy sees waiting ones only."""
+    """An unfinished sequence."""
 
     sequence_id: SequenceId
     index: int
@@ -37,6 +57,15 @@ class SequenceView:
     """Of a trajectory: the turns that it has ended."""
     is_parked: bool = False
     """Whether it waits for an observation, so that nothing runs it."""
+    prediction: Prediction | None = None
+    """The last estimate of its length; None if there was none."""
+    answered_turns: int = -1
+    """The ended turns about which the predictor has answered last, with an estimate or without; -1: about nothing."""
+
+    @property
+    def predicted_remaining(self) -> float | None:
+        """Tokens that it will still generate by the last estimate, at least 0."""
+        return None if self.prediction is None else max(0.0, self.prediction.total - self.num_generated)
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +166,10 @@ class ScheduleView:
     ended: tuple[EndedView, ...]
     """Sequences that have ended since the last call, in that order; also sequences that no replica ran."""
     replicas: Mapping[int, ReplicaView]
+    parked: Mapping[SequenceId, SequenceView] = field(default_factory=dict)
+    """Trajectories between two turns. Views are made as they are read."""
+    changed: tuple[SequenceView, ...] = ()
+    """Trajectories that have parked, or of which the predictor has said something, since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +216,16 @@ class Dispatch:
     max_new_tokens: int | None = None
     queued: bool = False
     """Dispatch even without room: the sequence waits in the replica's own queue."""
+    priority: float = 0.0
+    """Of the sequence on the replica until it comes back; see `Work.priority`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """The replica begins to read the stored KV of a parked trajectory, which goes on there: Heddle, §5.3."""
+
+    sequence_id: SequenceId
+    replica_id: int
 
 
 Place = Literal["waiting", "assigned", "parked", "delivered"]
@@ -197,6 +240,16 @@ class Passage:
     place: Place
     replica_id: int | None = None
     """Of the replica that it is assigned to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueWait:
+    """The time of a trajectory in the own queue of the replica that it was assigned to."""
+
+    sequence_id: SequenceId
+    replica_id: int
+    start: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,10 @@ class BlockManager:
         if blocks:
             self._tables[holder] = list(blocks)
 
+    def num_held_alone(self, holder: object) -> int:
+        """Returns how many blocks `release` would make free."""
+        return sum(self._num_holders[block] == 1 for block in self.table(holder))
+
     def num_common(self, holder: object, keys: Items[bytes]) -> int:
         """Returns how many of the holder's leading blocks, of contents `keys`, another holder also has (in any block).
 

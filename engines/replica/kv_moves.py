@@ -113,6 +113,10 @@ class Mover(Protocol):
         """Returns the sequences whose reads have ended since the last call; with `waits`, waits for the first one."""
         ...
 
+    def hand_over(self, expected: Sequence, sequence: Sequence) -> None:
+        """What `fetch` reads or has read for the first is for the second, which has come in its place."""
+        ...
+
     def store_later(self, sequence: Sequence, policy_version: int) -> bool:
         """Starts to store the KV of a running sequence that is about to leave, while others step; its blocks are free
         then. Returns False when there is nothing to store, or too much is being stored already."""

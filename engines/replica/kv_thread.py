@@ -56,6 +56,10 @@ class KVThread(Generic[Result]):
 
         self._jobs[sequence] = _Job(future=self._thread.submit(run), num_bytes=num_bytes)
 
+    def hand_over(self, sequence: Sequence, other: Sequence) -> None:
+        """Makes a sequence's job that of another one."""
+        self._jobs[other] = self._jobs.pop(sequence)
+
     def ready(self, *, waits: bool) -> tuple[list[Sequence], float]:
         """Returns the sequences whose jobs have become ready on all ranks, and the seconds that this took.
 

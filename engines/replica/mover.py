@@ -160,6 +160,10 @@ class KVMover:
         self.moves.waited_s += seconds
         return ready
 
+    def hand_over(self, expected: Sequence, sequence: Sequence) -> None:
+        """See `Mover.hand_over`."""
+        self._reader.hand_over(expected, sequence)
+
     def store_later(self, sequence: Sequence, policy_version: int) -> bool:
         """See `Mover.store_later`. Its KV is copied at once, as its blocks are about to be others'."""
         cached = sequence.cached

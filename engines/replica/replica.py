@@ -14,7 +14,7 @@ from typing import Protocol
 
 from engines.replica.endings import Endings, HiddenStop
 from engines.replica.kv_moves import KVMoves, Mover
-from engines.replica.schedule import Drawn, Scheduled, Sequence
+from engines.replica.schedule import Drawn, Schedule, Scheduled, Sequence
 from engines.replica.scheduler import Scheduler
 from engines.replica.sequence_limits import SequenceLimits
 from engines.sequence import (
@@ -50,6 +50,10 @@ class StepOutput:
     """Draft tokens in the forward pass, by their place in the draft; those that two paths begin with count once."""
     accepted: list[int] = field(default_factory=list)
     """Draft tokens that are now tokens of their sequences, by their place in the draft."""
+    admitted: list[SequenceId] = field(default_factory=list)
+    """Trajectories that have entered the forward pass from the replica's queue."""
+    preempted: list[SequenceId] = field(default_factory=list)
+    """Trajectories that went back to it before the forward pass."""
     num_preempted: int = 0
     """Sequences that lost their blocks before the forward pass."""
     num_swapped_out: int = 0
@@ -126,6 +130,10 @@ class Replica:
         """Sequences whose stored KV is being read; then they wait in the scheduler's queue."""
         self._leaving: dict[Sequence, None] = {}
         """Sequences that have used up their tokens or ended a turn here; they leave when their KV has been stored."""
+        self._expected: dict[SequenceId, Sequence] = {}
+        """Sequences that are not here yet, whose stored KV is being read, or has been."""
+        self._read_ahead: set[Sequence] = set()
+        """Of these, those whose KV has been read."""
         self.policy_version = 0
 
     @property
@@ -171,18 +179,47 @@ class Replica:
             is_bounded=is_bounded,
             kv=work.kv,
             num_returning=state.num_returning,
+            priority=work.priority,
         )
+        expected = self._expected.pop(state.sequence_id, None)
         try:
             self._sequences[state.sequence_id] = sequence
-            num_known = 0 if work.kv is None else self.scheduler.num_known_tokens(sequence)
-            if work.kv is not None and self.mover.fetch(sequence, num_known, self.policy_version):
-                self._fetching[sequence] = None
+            if expected is not None and expected.kv == work.kv:
+                self.mover.hand_over(expected, sequence)
+                is_read = expected in self._read_ahead
+                self._read_ahead.discard(expected)
             else:
+                self._forget_expected(expected)
+                num_known = 0 if work.kv is None else self.scheduler.num_known_tokens(sequence)
+                is_read = work.kv is None or not self.mover.fetch(sequence, num_known, self.policy_version)
+            if is_read:
                 self.scheduler.add(sequence)
+            else:
+                self._fetching[sequence] = None
         except BaseException:  # an interrupt
             self._sequences.pop(state.sequence_id, None)
             self._restart()
             raise
+
+    def expect(self, work: Work) -> None:
+        """Starts to read the stored KV of a sequence that will be submitted here, while others step. Has no effect
+        where there is nothing to read, or too much is being read already."""
+        self.give_up([work.state.sequence_id])
+        length = len(work.state.tokens)
+        sequence = Sequence(state=work.state, max_len=length, release_len=length, kv=work.kv)
+        num_known = self.scheduler.num_known_tokens(sequence)
+        if work.kv is not None and self.mover.fetch(sequence, num_known, self.policy_version):
+            self._expected[work.state.sequence_id] = sequence
+
+    def give_up(self, sequence_ids: Iterable[SequenceId] | None = None) -> None:
+        """Forgets what was read of these expected sequences, or of all, as they will not be submitted here."""
+        for sequence_id in [*self._expected] if sequence_ids is None else sequence_ids:
+            self._forget_expected(self._expected.pop(sequence_id, None))
+
+    def _forget_expected(self, expected: Sequence | None) -> None:
+        if expected is not None:
+            self._read_ahead.discard(expected)
+            self.mover.forget(expected)
 
     def step(self) -> StepOutput:
         """Runs one forward pass over the sequences that the scheduler chooses.
@@ -200,7 +237,10 @@ class Replica:
         leaving: list[Sequence] = []
         stored: list[Sequence] = []
         try:
-            scheduled = self._schedule()
+            schedule = self._schedule()
+            scheduled = schedule.batch
+            output.admitted = [one.state.sequence_id for one in schedule.admitted if one.state.in_turns]
+            output.preempted = [one.state.sequence_id for one, _ in schedule.preempted if one.state.in_turns]
             results = self._runner.run(scheduled) if scheduled else []
             output.num_sampled, drawn = len(results), iter(results)
             lengths = [len(item.sequence.state.tokens) for item in scheduled]
@@ -257,12 +297,15 @@ class Replica:
             self._restart([*ended, *leaving], stored)
             raise
 
-    def _schedule(self) -> list[Scheduled]:
-        """Stores the KV of preempted sequences, loads that of arriving ones, and returns the batch of the next pass."""
-        if self._fetching:
-            for sequence in self.mover.fetched(waits=not self.scheduler.has_work):
-                del self._fetching[sequence]
-                self.scheduler.add(sequence)
+    def _schedule(self) -> Schedule:
+        """Plans the next pass; stores the KV of preempted sequences, and loads that of arriving ones."""
+        if self._fetching or self._expected:
+            for sequence in self.mover.fetched(waits=bool(self._fetching) and not self.scheduler.has_work):
+                if sequence in self._fetching:
+                    del self._fetching[sequence]
+                    self.scheduler.add(sequence)
+                else:
+                    self._read_ahead.add(sequence)
         schedule = self.scheduler.schedule(with_drafts=self.drafter is not None)
         for sequence, cached in schedule.preempted:
             handle = self.mover.swap_out(cached, self.policy_version)
@@ -281,7 +324,7 @@ class Replica:
             # states. One that depends on time runs on the first shard, which sends its drafts to the others
             # (`SharedDrafter`).
             self.scheduler.add_drafts(schedule, self.drafter)
-        return schedule.batch
+        return schedule
 
     def _verify(self, item: Scheduled, drawn: Iterator[Drawn]) -> FinishReason | None:
         """Takes the item's draws; appends those behind accepted draft tokens, up to one that ends sequence or turn."""
@@ -335,6 +378,8 @@ class Replica:
             self._sequences[sequence.state.sequence_id] = sequence
             self._leaving.pop(sequence, None)
         self._fetching.clear()
+        self._expected.clear()
+        self._read_ahead.clear()
         self.mover.forget()
         self.scheduler.restart([one for one in self._sequences.values() if one not in self._leaving])
         if self.drafter is not None:

@@ -42,6 +42,8 @@ class Sequence:
     """Whether its stay here has a bound of its own, so that it is not preempted."""
     kv: KVHandle | None = None
     """Stored KV of its first tokens. What the cache lacks of it is loaded when the sequence is admitted."""
+    priority: float = 0.0
+    """See `Work.priority`."""
     num_pooled: int | None = None
     """How many tokens of `kv` had been stored before its KV was swapped out; None unless it waits swapped out."""
     blocks: list[int] = field(default_factory=list)
@@ -127,6 +129,8 @@ class Schedule:
     """Preempted sequences. Their KV stays in the blocks that they lost until the next pass or load."""
     arriving: list[Sequence]
     """Admitted sequences with stored KV. Their blocks are allocated; the first `num_computed` tokens are filled."""
+    admitted: list[Sequence]
+    """Sequences that have left the queue for this batch."""
     returning: list[Sequence]
     """Admitted trajectories whose next turn begins."""
     budget: int

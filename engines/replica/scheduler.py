@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from engines.config import EngineConfig
@@ -17,9 +18,11 @@ from engines.speculation.verify import num_accepted
 class Scheduler:
     """Schedules running sequences first, then admits waiting ones while slots, blocks and the token budget last.
 
-    A waiting sequence shares blocks of known content; `Admission` says whether it may enter. When a running sequence
-    cannot grow, the one without a bound that was admitted last is preempted: its blocks are released, and KV that is
-    not stored is recomputed when the sequence is admitted again. Bounded ones are not.
+    A waiting sequence shares blocks of known content; `Admission` says whether it may enter. Sequences wait in the
+    order of their priority. When a running sequence cannot grow, or one of higher priority waits and lacks a slot or
+    blocks, one without a bound is preempted: that of the lowest priority, among equals the one that was admitted last.
+    Its blocks are released, and KV that is not stored is recomputed when the sequence is admitted again. Bounded ones
+    are never preempted: their priority orders only their admission.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -38,7 +41,15 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Queues a sequence behind those of its priority."""
+        self._wait(sequence, bisect_right)
+
+    def _wait(self, sequence: Sequence, place: Callable[..., int]) -> None:
+        waiting, rank = self.waiting, -sequence.priority
+        if not waiting or rank > -waiting[-1].priority:
+            waiting.append(sequence)
+        else:
+            waiting.insert(place(waiting, rank, key=lambda one: -one.priority), sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a finished, paused or aborted sequence at once."""
@@ -64,6 +75,7 @@ class Scheduler:
         unfinished: list[Sequence] = []
         preempted: list[tuple[Sequence, CachedKV]] = []
         block_size = self.blocks.block_size
+        outranked = self._preempt_outranked(preempted) if self.waiting else 0
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
@@ -84,8 +96,8 @@ class Scheduler:
         chunks: list[Scheduled] = []
         for sequence in unfinished:
             budget -= self._chunk(sequence, budget, chunks)
-        schedule = Schedule(batch=[], preempted=preempted, arriving=[], returning=[], budget=budget)
-        if self.waiting and not preempted:
+        schedule = Schedule(batch=[], preempted=preempted, admitted=[], arriving=[], returning=[], budget=budget)
+        if self.waiting and len(preempted) == outranked:
             num_ahead = self._config.max_draft_tokens // 2 if with_drafts else 0
             self._admit(schedule, chunks, [item.sequence for item in decodes], num_ahead)
         schedule.batch = decodes + _in_order(chunks)
@@ -198,8 +210,11 @@ class Scheduler:
 
     def _admit(self, schedule: Schedule, chunks: list[Scheduled], decodes: list[Sequence], num_ahead: int) -> None:
         """Adds to `chunks`, and to what the schedule says of those that enter."""
+        gone = {one for one, _ in schedule.preempted}
         while self.waiting and self._free_slots and schedule.budget > 0:
             sequence = self.waiting[0]
+            if sequence in gone:
+                break  # its KV is about to be stored
             if self._config.prefix_caching and any(
                 not item.samples and item.sequence.state.group_id == sequence.state.group_id for item in chunks
             ):
@@ -218,6 +233,7 @@ class Scheduler:
             self.num_shared_tokens += sequence.num_computed
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
+            schedule.admitted.append(sequence)
             self.admission.keep_free(sequence)
             if sequence.num_returning:
                 schedule.returning.append(sequence)
@@ -300,7 +316,7 @@ class Scheduler:
         num_missing = self.blocks.blocks_for(len(sequence.state.tokens)) - len(sequence.blocks)
         num_left_free = self.admission.num_left_free(sequence)
         while num_missing > self.blocks.num_free_blocks - num_left_free:
-            preempted.append(self._preempt_latest())
+            preempted.append(self._preempt(self._lowest()))
             if preempted[-1][0] is sequence:
                 return False
         if self.blocks.grow(sequence, len(sequence.state.tokens)):
@@ -321,17 +337,49 @@ class Scheduler:
     def _queue(self, sequences: Iterable[Sequence]) -> None:
         self._free_slots = list(range(self._config.max_num_seqs - 1, -1, -1))
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque(sequences)
+        self.waiting: deque[Sequence] = deque(sorted(sequences, key=lambda one: -one.priority))
         self.admission = Admission(self.blocks)
         for sequence in self.waiting:
             sequence.leave_slot()
             sequence.content_keys = []  # some may name tokens that a failed step took back
 
-    def _preempt_latest(self) -> tuple[Sequence, CachedKV]:
-        victim = self.running.pop(max((i for i, one in enumerate(self.running) if not one.is_bounded), default=-1))
+    def _lowest(self) -> Sequence:
+        """The running sequence to preempt first: of the lowest priority without a bound, the latest admitted one."""
+        return min((one for one in reversed(self.running) if not one.is_bounded), key=lambda one: one.priority)
+
+    def _preempt_outranked(self, preempted: list[tuple[Sequence, CachedKV]]) -> int:
+        """Preempts running sequences that the first waiting one outranks by more than the margin, as many as it needs
+        to enter, or none if that would not suffice; returns how many (Heddle, §4.2, Algorithm 1)."""
+        first, margin = self.waiting[0], self._config.priority_margin
+        if all(first.priority <= one.priority for one in self.running):
+            return 0
+        lower = [
+            one
+            for one in reversed(self.running)
+            if not one.is_bounded and first.priority - one.priority > margin * abs(one.priority)
+        ]
+        lower.sort(key=lambda one: one.priority)
+        shared, _ = self._find_prefix(first)
+        num_tokens = first.release_len - 1 if first.is_bounded else len(first.state.tokens)
+        num_wanted = self.blocks.blocks_for(num_tokens) - len(shared) + self.blocks.num_free_of(shared)
+        num_lacking = num_wanted + self.admission.num_kept_free.total() - self.blocks.num_free_blocks
+        needs_slot, victims = not self._free_slots, list[Sequence]()
+        for one in lower:
+            if num_lacking <= 0 and not needs_slot:
+                break
+            victims.append(one)
+            num_lacking -= self.blocks.num_held_alone(one) + one.num_kept_free
+            needs_slot = False
+        if num_lacking > 0 or needs_slot:
+            return 0
+        preempted += [self._preempt(one) for one in victims]
+        return len(victims)
+
+    def _preempt(self, victim: Sequence) -> tuple[Sequence, CachedKV]:
+        self.running.remove(victim)
         cached = victim.cached._replace(num_common=self._num_common_tokens(victim))
         self._vacate(victim)
-        self.waiting.appendleft(victim)
+        self._wait(victim, bisect_left)
         self.num_preemptions += 1
         return victim, cached
 

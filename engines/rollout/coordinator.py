@@ -222,6 +222,8 @@ class Coordinator:
     def _take_turns(self) -> None:
         if self._turns is None:
             return
+        if predictions := self._turns.take_predictions():
+            self._take(predictions)
         is_running = self.core.num_unfinished > self.core.num_parked
         if answers := self._turns.take(is_running=is_running):
             self._take(requests.AnswerTurns(answers=answers))
@@ -302,7 +304,7 @@ class Coordinator:
 
     def turn_spans(self) -> list[TurnSpan]:
         """Returns where the trajectories of the last rollout were, and when."""
-        return turn_spans(self.core.passages, self.monotonic_time)
+        return turn_spans(self.core.passages, self.monotonic_time, self.core.waits)
 
     def close(self) -> None:
         """Ends the connections. Peers that still listen get the error that ended the last rollout, if one did."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.coordination.views import Passage
+from engines.coordination.views import Passage, QueueWait
 from engines.parallel.layout import ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.replica.switch import Switch
@@ -104,8 +104,9 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnSpan:
-    """What a trajectory did for a while: it waited for a replica, was on one (admitted, or in its queue), or waited for
-    its tool. A turn is a time on replicas between two calls of the tool. Times are as in `StepRecord`."""
+    """What a trajectory did for a while: it waited for a replica, was on one, or waited for its tool. Of the time on a
+    replica, what passed in the replica's own queue is a "queue" span, too, with that `replica_id`. A turn is a time on
+    replicas between two calls of the tool. Times are as in `StepRecord`."""
 
     sequence_id: SequenceId
     kind: Literal["queue", "replica", "tool"]
@@ -114,8 +115,11 @@ class TurnSpan:
     replica_id: int | None = None
 
 
-def turn_spans(passages: Iterable[Passage], clock: Callable[[float], float] = float) -> list[TurnSpan]:
-    """Returns the times between the passages of each trajectory; `clock` translates the core's time."""
+def turn_spans(
+    passages: Iterable[Passage], clock: Callable[[float], float] = float, waits: Iterable[QueueWait] = ()
+) -> list[TurnSpan]:
+    """Returns the times between the passages of each trajectory, in their order, then its waits in replicas' queues;
+    `clock` translates the core's time."""
     spans, last = list[TurnSpan](), dict[SequenceId, Passage]()
     kinds: dict[str, Literal["queue", "replica", "tool"]]
     kinds = {"waiting": "queue", "assigned": "replica", "parked": "tool"}
@@ -135,16 +139,27 @@ def turn_spans(passages: Iterable[Passage], clock: Callable[[float], float] = fl
                 )
             )
         last[one.sequence_id] = one
-    return spans
+    return spans + [
+        TurnSpan(
+            sequence_id=one.sequence_id,
+            kind="queue",
+            start=clock(one.start),
+            seconds=one.seconds,
+            replica_id=one.replica_id,
+        )
+        for one in waits
+    ]
 
 
 def turn_metrics(spans: Sequence[TurnSpan]) -> dict[str, float]:
     """Returns for how many seconds the mean trajectory waited for replicas, and was on them."""
     count = max(1, len({span.sequence_id for span in spans}))
-    names = {"queue": "queue", "replica": "generate_sequences"}
+    queue_s = sum(span.seconds for span in spans if span.kind == "queue")
+    inner_s = sum(span.seconds for span in spans if span.kind == "queue" and span.replica_id is not None)
+    replica_s = sum(span.seconds for span in spans if span.kind == "replica")
     return {
-        f"timing_s/agent_loop/{name}/mean": sum(span.seconds for span in spans if span.kind == kind) / count
-        for kind, name in names.items()
+        "timing_s/agent_loop/queue/mean": queue_s / count,
+        "timing_s/agent_loop/generate_sequences/mean": (replica_s - inner_s) / count,
     }
 
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engines.coordination.requests import ContinueTurn, EndTrajectory
+from engines.coordination.requests import ContinueTurn, EndTrajectory, NotePredictions, PredictedLength
 from engines.replica.endings import Endings
 from engines.rollout.environment import Answer, CallCounts, Environments
+from engines.rollout.prediction import Context, LengthPredictor
 from engines.sequence import Completion, Finished, FinishReason, KVHandle, SequenceId, SequenceState, Work
 
 logger = logging.getLogger(__name__)
@@ -51,9 +52,11 @@ class Turns:
         endings: Endings,
         max_model_len: int,
         in_rounds: bool = False,
+        predictor: LengthPredictor | None = None,
     ) -> None:
         """`columns`, by prompt uid, are for `Environment.reset`. With `in_rounds`, trajectories go on when none runs,
-        together and in the order in which they began: then no batch depends on how long a call takes."""
+        together and in the order in which they began: then no batch depends on how long a call takes. A `predictor` is
+        asked before the first turn and at the end of each one, beside the environment."""
         self._environments = environments
         self._columns = columns
         self._encode = encode
@@ -68,6 +71,8 @@ class Turns:
         self._live: set[SequenceId] = set()
         """Trajectories whose environment has begun and not ended."""
         self._next: dict[SequenceId, ContinueTurn | EndTrajectory] = {}
+        self._predictor = predictor
+        self._predicted: queue.SimpleQueue[PredictedLength] = queue.SimpleQueue()
         self._num_ending = 0
         self._finished: list[Finished] = []
         self.calls = CallCounts()
@@ -84,13 +89,38 @@ class Turns:
         self._begun[state.sequence_id] = len(self._begun)
         self._live.add(state.sequence_id)
         self._waiting[state.sequence_id] = (0, state)
+        self._predict(state)
         columns = self._columns.get(state.key.prompt_uid, {})
         self._environments.begin(state.sequence_id, columns, self._answer(state))
 
     def step(self, state: SequenceState, text: str) -> None:
         """Passes on what a turn says."""
         self._waiting[state.sequence_id] = (len(state.observed), state)
+        self._predict(state)
         self._environments.step(state.sequence_id, text, self._answer(state))
+
+    def _predict(self, state: SequenceState) -> None:
+        if self._predictor is None:
+            return
+        context = Context.of(state)
+
+        def take(remaining: Sequence[float]) -> None:
+            answer = PredictedLength(
+                sequence_id=context.sequence_id, num_turns=context.num_turns, remaining=remaining[0]
+            )
+            self._predicted.put(answer)
+            self.wake()
+
+        self._predictor.ask([context], take)
+
+    def take_predictions(self) -> NotePredictions | None:
+        """Returns what the predictor has answered since the last call; None if that is nothing."""
+        if self._predictor is None or self._predicted.empty():
+            return None
+        answers = []
+        while not self._predicted.empty():
+            answers.append(self._predicted.get())
+        return NotePredictions(source=self._predictor.source, answers=tuple(answers))
 
     def end(self, finished: Finished) -> None:
         """Ends a trajectory's environment; see `take_finished`."""

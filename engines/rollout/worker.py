@@ -179,7 +179,7 @@ class Worker:
     def _obey(self, command: m.Command) -> bool:
         """Executes a command; returns whether the phase or the process's work is over."""
         start = time.monotonic()
-        events = self._core.obey(command)
+        events = self._core.obey(command, start)
         if self._stepper is not None:
             self._stepper.wait_for_transfers(start)
         self._say(*events)

@@ -36,6 +36,10 @@ class WorkerCore:
         self._lengths: dict[SequenceId, int] = {}
         self._reported = now
         self._seconds = 0.0
+        self._queued: dict[SequenceId, float] = {}
+        """Since when trajectories are in the replica's queue."""
+        self._waits: list[tuple[SequenceId, float, float]] = []
+        """Those that have left it: since when they were there, and for how long."""
 
     @property
     def has_work(self) -> bool:
@@ -58,11 +62,15 @@ class WorkerCore:
             **fields,
         )
 
-    def obey(self, command: m.Command) -> list[m.Event]:
+    def obey(self, command: m.Command, now: float) -> list[m.Event]:
         """Applies a command to the replica's sequences; returns the answers. The caller does what else it asks for."""
         self._phase = command.phase
         if isinstance(command, m.SubmitWork):
-            return self._submit(command)
+            return self._submit(command, now)
+        if isinstance(command, m.ExpectSequences):
+            self._here.give_up(command.dropped)
+            for work in command.works:
+                self._here.expect(work)
         if isinstance(command, m.PauseSequences):
             ids = command.sequence_ids
             here = None if ids is None else [id_ for id_ in ids if self._here.holds(id_)]
@@ -72,15 +80,20 @@ class WorkerCore:
             finished = tuple(self._here.abort(id_) for id_ in command.sequence_ids if self._here.holds(id_))
             return [self.event(m.SequencesAborted, acks=command.seq, finished=finished)]
         if isinstance(command, m.EndPhase):
+            if self._replica is not None:
+                self._replica.give_up()
+            self._queued.clear()
             return [self.event(m.PhaseEnded, acks=command.seq)]
         return []
 
-    def _submit(self, command: m.SubmitWork) -> list[m.Event]:
+    def _submit(self, command: m.SubmitWork, now: float) -> list[m.Event]:
         events = []
         for work in command.works:
             try:
                 self._here.submit(work)
                 self._lengths[work.state.sequence_id] = len(work.state.tokens)
+                if work.state.in_turns:
+                    self._queued[work.state.sequence_id] = now
             except ValueError as error:
                 fields = {"sequence_id": work.state.sequence_id, "reason": str(error)}
                 events.append(self.event(m.WorkRejected, **fields))
@@ -95,12 +108,19 @@ class WorkerCore:
         """Returns the events after a step that took `seconds` and ended at `now`."""
         self._num_steps += 1
         self._seconds += seconds
+        start = now - seconds
+        for sequence_id in output.preempted:
+            self._queued[sequence_id] = start
+        for sequence_id in output.admitted:
+            since = self._queued.pop(sequence_id, start)
+            if since < start:
+                self._waits.append((sequence_id, since, start - since))
         events = []
         if output.finished:
             events.append(self.event(m.SequencesFinished, finished=tuple(output.finished)))
         if output.released:
             events.append(self.event(m.SequencesReleased, works=tuple(output.released)))
-        if now - self._reported >= REPORT_EVERY_S:
+        if now - self._reported >= REPORT_EVERY_S or (self._waits and not self.has_work):
             events.append(self._report(now))
         return events
 
@@ -109,6 +129,7 @@ class WorkerCore:
         grown = [(id_, length - self._lengths[id_]) for id_, length in lengths.items()]
         seconds, self._seconds = self._seconds, 0.0
         self._lengths, self._reported = lengths, now
+        waits, self._waits = self._waits, []
         scheduler = self._here.scheduler
         return self.event(
             m.StepReported,
@@ -117,4 +138,5 @@ class WorkerCore:
             num_free_blocks=scheduler.blocks.num_free_blocks,
             seconds=seconds,
             progress=tuple(one for one in grown if one[1]),
+            waits=tuple((id_, now - since, wait) for id_, since, wait in waits),
         )

@@ -139,7 +139,8 @@ class _Driver:
     def report(self, replica: int) -> None:
         progress: tuple[tuple[SequenceId, int], ...] = tuple((s.sequence_id, 1) for s in self.running[replica])
         load: dict[str, Any] = {"num_running": len(progress), "num_waiting": 0, "num_free_blocks": 0, "seconds": 0.1}
-        self.say(StepReported(**self.envelope(replica), **load, progress=progress), "reported")
+        envelope: dict[str, Any] = self.envelope(replica)
+        self.say(StepReported(**envelope, **load, progress=progress), "reported")
 
 
 if __name__ == "__main__":

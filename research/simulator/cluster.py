@@ -43,6 +43,7 @@ from engines.replica.endings import Endings
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
 from engines.rollout.pace import Pace, prices_of
+from engines.rollout.prediction import LengthPredictor
 from engines.rollout.telemetry import StepRecord, TurnSpan, turn_spans
 from engines.rollout.turns import Turns
 from engines.rollout.worker_core import REPORT_EVERY_S
@@ -56,7 +57,7 @@ from research.simulator.drafts import DraftAcceptance, References, SimulatedDraf
 from research.simulator.events import STEP_END, TO_CORE, TO_WORKER, EventQueue
 from research.simulator.rank import Rank
 from research.simulator.runner import OBSERVED, VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
-from research.workloads.trajectories import TimedTools, Turn, turn_has_ended
+from research.workloads.trajectories import Later, TimedTools, Turn, turn_has_ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +183,10 @@ class Cluster:
         lengths: Mapping[SequenceId, int],
         turns: Mapping[SequenceId, Items[Turn]] | None = None,
         layout_policy: LayoutPolicy | None = None,
+        predictor: Callable[[Later], LengthPredictor] | None = None,
     ) -> None:
         """`lengths` are the tokens that each sequence will generate, `turns` those of trajectories, turn by turn: the
-        policies do not see them.
+        policies do not see them. `predictor` makes one that answers through a function that calls another one later.
 
         Raises ValueError for a layout with a replica for whose TP size `config` has no KV cache.
         """
@@ -227,11 +229,12 @@ class Cluster:
             timeout_s=config.timeout_s,
         )
         self._calls = Turns(
-            TimedTools(self.turns, lambda seconds, act: self.queue.at(self.queue.now + seconds, (TO_CORE,), act)),
+            TimedTools(self.turns, self._later),
             columns={},
             encode=lambda _, answer, __: [OBSERVED] * len(answer.text or ""),
             endings=Endings(eos_token_ids=(), detokenize=None),
             max_model_len=config.max_model_len,
+            predictor=None if predictor is None else predictor(self._later),
         )
         self._calls.wake = self._wake
         self._layout = config.layout
@@ -294,7 +297,7 @@ class Cluster:
             decisions=list(self.core.decisions),
             num_preempted=self._num_preempted,
             lengths=self._lengths_of_ended,
-            turns=turn_spans(self.core.passages),
+            turns=turn_spans(self.core.passages, waits=self.core.waits),
         )
 
     def _schedule(self, spec: ReplicaSpec, outside: OutsideReplica) -> None:
@@ -342,6 +345,9 @@ class Cluster:
             self._is_submitted = False
             self._take(RequestEndPhase())
 
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        self.queue.at(self.queue.now + seconds, (TO_CORE,), act)
+
     def _wake(self) -> None:
         """Takes, after all else that is at this time, what tools have answered."""
         if not self._is_awake:
@@ -350,6 +356,8 @@ class Cluster:
 
     def _take_answers(self) -> None:
         self._is_awake = False
+        if predictions := self._calls.take_predictions():
+            self._take(predictions)
         for finished in self._calls.take_finished():
             self._deliver(finished)
         if answers := self._calls.take(is_running=True):

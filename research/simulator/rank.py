@@ -108,7 +108,7 @@ class Rank:
                     kept = kept_kv(replica.kept, replica.scheduler.blocks, spec.id)
                     cluster.regroup(command, spec.ranks, kept)
                 return
-            events = self._core.obey(command)
+            events = self._core.obey(command, cluster.queue.now + delay_s)
             delay_s += self._transfer_s()
             for event in events:
                 cluster.send_event(event, delay_s)

@@ -158,6 +158,12 @@ class SimulatedMover:
         self._read |= {one: self._reading.pop(one)[1:] for one in ready}
         return ready
 
+    def hand_over(self, expected: Sequence, sequence: Sequence) -> None:
+        if expected in self._reading:
+            self._reading[sequence] = self._reading.pop(expected)
+        else:
+            self._read[sequence] = self._read.pop(expected)
+
     def store_later(self, sequence: Sequence, policy_version: int) -> bool:
         """The copy from the device takes its time in this step; the sequence leaves after the next one."""
         cached = sequence.cached

@@ -81,6 +81,10 @@ def turn_has_ended(state: SequenceState, turns: Sequence[Turn]) -> bool:
     return len(state.tokens) - state.turn_start >= turns[len(state.observed) - 1].num_generated
 
 
+Later = Callable[[float, Callable[[], None]], object]
+"""Calls a function after so many seconds, real or virtual."""
+
+
 class TimedTools:
     """The `Environments` of trajectories whose turns are known: a tool takes its time, and returns a character for each
     token that is observed. The last turn ends the trajectory."""
@@ -88,9 +92,8 @@ class TimedTools:
     def __init__(
         self,
         turns: Mapping[SequenceId, Sequence[Turn]],
-        later: Callable[[float, Callable[[], None]], object],
+        later: Later,
     ) -> None:
-        """`later` calls a function after so many seconds, real or virtual."""
         self._turns = turns
         self._later = later
         self._num_ended: Counter[SequenceId] = Counter()

@@ -647,12 +647,14 @@ def _end_when_done(server: Any, commands: list[messages.Command], seen: list[mes
 def test_a_worker_s_rules_need_no_clock(qwen3: str) -> None:
     replica, core = LLM(qwen3, **OPTIONS).replica, WorkerCore(rank=3)
     core.take_place(epoch=2, replica_id=7, replica=replica, now=10.0)
-    assert core.obey(messages.SubmitWork(**address(0, 5), works=(Work(state=states(0)[0]),))) == []
+    assert core.obey(messages.SubmitWork(**address(0, 5), works=(Work(state=states(0)[0]),)), 0.0) == []
     assert core.on_step(replica.step(), 0.25, now=10.01) == []
     (report,) = core.on_step(replica.step(), 0.5, now=10.0 + REPORT_EVERY_S)
     assert (report.replica_id, report.rank, report.phase, report.epoch, report.seq) == (7, 3, 5, 2, 0)
     assert report.seconds == 0.75 and report.progress == (((0, 0, 0), 2),)
-    (paused,) = core.obey(messages.PauseSequences(**address(8, 5), sequence_ids=((0, 0, 0), (0, 9, 0)), with_kv=False))
+    (paused,) = core.obey(
+        messages.PauseSequences(**address(8, 5), sequence_ids=((0, 0, 0), (0, 9, 0)), with_kv=False), 0.0
+    )
     assert (paused.seq, paused.acks, len(paused.works)) == (1, 8, 1) and not core.has_work
 
 

@@ -222,7 +222,7 @@ def test_what_others_hold_is_found_again() -> None:
         for sequence in make_group(2, prompt_len, 9):
             scheduler.add(sequence)
         run_step(scheduler)
-        _, cached = scheduler._preempt_latest()
+        _, cached = scheduler._preempt(scheduler._lowest())
         assert (cached.num_common, cached.num_tokens) == (num_common, prompt_len)
         assert len(cached.blocks) == -(-prompt_len // 4), "its blocks are still named"
         assert run_step(scheduler) == [(3, 1), (3, prompt_len + 1 - num_common)]
@@ -233,7 +233,7 @@ def test_a_preempted_sequence_finds_what_is_left_of_its_blocks() -> None:
     scheduler.add(make_sequence(3, 14, 9))
     run_step(scheduler)
     run_step(scheduler)
-    scheduler._preempt_latest()
+    scheduler._preempt(scheduler._lowest())
     assert run_step(scheduler) == [(3, 4)]  # of 16 tokens the first 12 are there
 
 
