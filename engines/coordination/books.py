@@ -223,7 +223,7 @@ class Books:
         before = sequence.expected_at
         if before is not None:
             del before.expected[sequence.id]
-            if before is not replica:
+            if before is not replica and sequence.kv is not None:
                 self._outbox.send(ExpectSequences, before, works=(), dropped=(sequence.id,))
         sequence.expected_at = replica
         if replica is not None:

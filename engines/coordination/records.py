@@ -101,6 +101,7 @@ class SequenceRecord:
             num_observed=num_observed,
             num_turns=self.num_turns,
             is_parked=self.is_parked,
+            expected_at=None if self.expected_at is None else self.expected_at.spec.id,
             prediction=self.prediction,
             answered_turns=self.answered_turns,
         )

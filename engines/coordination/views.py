@@ -57,6 +57,8 @@ class SequenceView:
     """Of a trajectory: the turns that it has ended."""
     is_parked: bool = False
     """Whether it waits for an observation, so that nothing runs it."""
+    expected_at: int | None = None
+    """Id of the replica that reads its KV while it is parked or waits."""
     prediction: Prediction | None = None
     """The last estimate of its length; None if there was none."""
     answered_turns: int = -1

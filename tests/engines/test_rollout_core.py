@@ -19,7 +19,14 @@ from engines.control.messages import ProtocolError, decode_command, decode_event
 from engines.coordination import requests as r
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
-from engines.coordination.views import Dispatch, EndedView, LayoutChange, LayoutView, ScheduleView
+from engines.coordination.views import (
+    Dispatch,
+    EndedView,
+    LayoutChange,
+    LayoutView,
+    Prefetch,
+    ScheduleView,
+)
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
 from engines.sequence import (
     Completion,
@@ -107,6 +114,7 @@ class ModelReplica:
         self.slots, self.num_blocks = slots, num_blocks
         self.works: dict[SequenceId, tuple[SequenceState, int | None]] = {}
         self.reported: dict[SequenceId, int] = {}
+        self.expected: set[SequenceId] = set()
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque()
         self.num_events = 0
@@ -146,7 +154,14 @@ class ModelReplica:
                     assert not state.in_turns or state.observed, "a trajectory that has not begun"
                     stop = None if work.max_new_tokens is None else len(state.tokens) + work.max_new_tokens
                     self.works[state.sequence_id] = (state, stop)
+                    self.expected.discard(state.sequence_id)
                     self.reported[state.sequence_id] = len(state.tokens)
+            case m.ExpectSequences():
+                assert self.expected >= set(command.dropped)
+                self.expected -= set(command.dropped)
+                for work in command.works:
+                    assert work.kv is not None and work.state.in_turns and work.state.sequence_id not in self.works
+                    self.expected.add(work.state.sequence_id)
             case m.PauseSequences():
                 ids = list(self.works) if command.sequence_ids is None else command.sequence_ids
                 states = [self.works.pop(id_)[0] for id_ in ids if id_ in self.works]
@@ -161,6 +176,7 @@ class ModelReplica:
                 self.emit(m.WeightsLoaded, acks=command.seq, version=command.version, checksum=7 * command.version)
             case m.EndPhase():
                 assert not self.works, "the phase ends with work left"
+                assert not self.expected, "the phase ends, and a replica still expects sequences"
                 self.emit(m.PhaseEnded, acks=command.seq)
             case m.Regroup():
                 assert not self.works
@@ -223,8 +239,18 @@ class RandomPolicy:
             roomy = [replica for replica in view.replicas.values() if replica.room_for(sequence, bound)]
             if roomy:
                 chosen = self.rng.choice(roomy).spec.id
-                return Dispatch(sequence_id=sequence.sequence_id, replica_id=chosen, max_new_tokens=bound)
+                id_, priority = sequence.sequence_id, self.rng.random()
+                return Dispatch(sequence_id=id_, replica_id=chosen, max_new_tokens=bound, priority=priority)
         return None
+
+    def prefetch(self, view: ScheduleView) -> Prefetch | None:
+        self.ended += view.ended
+        assert all(view.parked[one].is_parked for one in view.parked)
+        accepting = [id_ for id_, one in view.replicas.items() if one.accepts]
+        if not accepting or not view.parked or self.rng.random() < 0.5:
+            return None
+        prefetch = Prefetch(sequence_id=self.rng.choice(list(view.parked)), replica_id=self.rng.choice(accepting))
+        return None if view.parked[prefetch.sequence_id].expected_at == prefetch.replica_id else prefetch
 
 
 class World:
@@ -327,6 +353,9 @@ class World:
                 raise AssertionError(item.reason)
             case r.DiscardKV():
                 self.count("discarded")
+            case m.ExpectSequences():
+                self.count("expected" if item.works else "not expected any more")
+                self.deliver_command(item)
             case _:
                 self.deliver_command(item)
 
@@ -462,7 +491,7 @@ class World:
 
     def fault(self) -> None:
         rng = self.rng
-        kind = rng.choice(["move", "move", "regroup", "lose", "add", "abort", "submit", "tick"])
+        kind = rng.choice(["move", "move", "regroup", "lose", "add", "abort", "submit", "tick", "predict"])
         outside = [key[0] for key in self.alive() if key[0] >= 100]
         known = list(self.submitted)
         if kind == "move" and known:
@@ -485,6 +514,16 @@ class World:
             self.submit(rng.randint(1, 3))
         elif kind == "tick":
             self.say(r.Tick())
+        elif kind == "predict" and known:
+            answers = [
+                r.PredictedLength(
+                    sequence_id=rng.choice(known),
+                    num_turns=rng.randint(0, 3),
+                    remaining=rng.choice([0.0, 7.5, float("nan"), float("inf"), -1.0]),
+                )
+                for _ in range(3)
+            ]
+            self.say(r.NotePredictions(source="random", answers=tuple(answers)))
 
     def submit(self, number: int) -> None:
         states = []
@@ -606,6 +645,7 @@ def replay(seed: int, keeps_log: bool = False, policy: SchedulePolicy | None = N
 
 NUM_CASES, NUM_PARTS = 10_000, 20
 KINDS = ("regroups", "moves", "lost", "repeated", "kv", "discarded", "turns", "answers again")
+KINDS += ("expected", "not expected any more")
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -805,6 +845,123 @@ def test_an_invalid_dispatch_is_named(fields: dict[str, Any], message: str) -> N
     with pytest.raises(RuntimeError, match=message) as error:
         open_desk(2, num_ranks=1, slots=1, policy=Fixed(first, second))
     assert str(error.value).startswith(f"schedule policy Fixed of {__file__}: Dispatch(sequence_id=")
+
+
+class Reading(Fixed):
+    """Answers with these prefetches, and dispatches each sequence to replica 1, with a priority."""
+
+    def __init__(self, *prefetches: Any) -> None:
+        super().__init__()
+        self.prefetches = list(prefetches)
+
+    def prefetch(self, view: ScheduleView) -> Any:
+        self.seen.append(view)
+        return self.prefetches.pop(0) if view.parked and self.prefetches else None
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        self.seen.append(view)
+        for id_ in view.waiting:
+            return Dispatch(sequence_id=id_, replica_id=1, queued=True, priority=2.5)
+        return None
+
+
+def end_turn(desk: Desk, state: SequenceState) -> list[Any]:
+    """The first turn of the trajectory, which replica 1 has, ends; its KV has been stored."""
+    state = SequenceState.from_bytes(state.to_bytes())
+    state.tokens += [1, STOP_TOKEN]
+    state.logprobs, state.versions = [0.0] * 2, [0] * 2
+    kv = KVHandle(policy_version=0, dtype="f", parts=(replace(PART, num_tokens=len(state.tokens) - 1),))
+    return desk.hear(m.SequencesReleased, 1, works=(Work(state=state, kv=kv, turn="turn 1"),))
+
+
+def in_a_gap(*prefetches: Any) -> tuple[Desk, Reading, list[Any]]:
+    """A trajectory whose first turn has ended; what the core then said."""
+    policy = Reading()
+    desk, _ = open_desk(0, policy=policy)
+    state = make_state(0, in_turns=True)
+    desk.ask(r.SubmitSequences(states=(state,)))
+    observed = r.ContinueTurn(sequence_id=state.sequence_id, turn=0, observation=())
+    (work,) = only(desk.ask(r.AnswerTurns(answers=(observed,))), m.SubmitWork).works
+    assert work.priority == 2.5
+    policy.prefetches += prefetches
+    return desk, policy, end_turn(desk, work.state)
+
+
+def test_the_kv_of_a_parked_trajectory_is_read_where_it_will_go_on() -> None:
+    desk, _policy, output = in_a_gap(Prefetch(sequence_id=(0, 0, 0), replica_id=0))
+    (expected,) = [item for item in output if isinstance(item, m.ExpectSequences)]
+    assert expected.replica_id == 0 and not expected.dropped
+    assert [work.state.sequence_id for work in expected.works] == [(0, 0, 0)] and expected.works[0].kv is not None
+    assert [decision.action for decision in desk.core.decisions][-1] == "prefetch"
+    desk.core.check_integrity()
+    # It goes on elsewhere after all.
+    observed = r.ContinueTurn(sequence_id=(0, 0, 0), turn=1, observation=(7, 8))
+    output = desk.ask(r.AnswerTurns(answers=(observed,)))
+    assert only(output, m.ExpectSequences).dropped == ((0, 0, 0),)
+    assert only(output, m.SubmitWork).replica_id == 1
+    desk.core.check_integrity()
+
+
+def test_a_move_in_a_tool_gap_begins_to_read() -> None:
+    desk, _, _ = in_a_gap()
+    assert only(desk.move(0, 0), m.ExpectSequences).replica_id == 0
+    observed = r.ContinueTurn(sequence_id=(0, 0, 0), turn=1, observation=(7, 8))
+    (work,) = only(desk.ask(r.AnswerTurns(answers=(observed,))), m.SubmitWork).works
+    assert work.priority == 2.5, "the last one"
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "message"),
+    [
+        (Prefetch(sequence_id=(0, 1, 0), replica_id=0), "the sequence is not parked; only in a tool gap may"),
+        (Prefetch(sequence_id=(0, 0, 0), replica_id=7), "there is no such replica that accepts sequences"),
+        ("anything", "is no Prefetch and not None"),
+    ],
+)
+def test_an_invalid_prefetch_is_named(prefetch: Any, message: str) -> None:
+    with pytest.raises(RuntimeError, match=f"schedule policy Reading of .*{message}"):
+        in_a_gap(prefetch)
+
+
+def test_a_running_trajectory_cannot_be_prefetched_nor_read_twice() -> None:
+    desk, policy, _ = in_a_gap(Prefetch(sequence_id=(0, 0, 0), replica_id=0))
+    policy.prefetches.append(Prefetch(sequence_id=(0, 0, 0), replica_id=0))
+    with pytest.raises(RuntimeError, match="reads its KV already"):
+        desk.ask(r.Tick())
+    desk.ask(r.SubmitSequences(states=(make_state(1, in_turns=True),)))  # so that one is parked
+    desk.ask(r.AnswerTurns(answers=(r.ContinueTurn(sequence_id=(0, 0, 0), turn=1, observation=()),)))
+    policy.prefetches.append(Prefetch(sequence_id=(0, 0, 0), replica_id=0))
+    with pytest.raises(RuntimeError, match="is not parked"):
+        desk.ask(r.Tick())
+
+
+def test_views_have_the_last_estimate_that_came_in_time() -> None:
+    desk, policy, _ = in_a_gap()
+
+    def say(num_turns: int, remaining: float) -> None:
+        desk.now += 1.0
+        answer = r.PredictedLength(sequence_id=(0, 0, 0), num_turns=num_turns, remaining=remaining)
+        desk.ask(r.NotePredictions(source="the predictor", answers=(answer,)))
+
+    assert [view.changed for view in policy.seen][-2:-1] == [()] or policy.seen[-1].changed
+    say(0, 30.0)  # about the turn that is over
+    assert policy.seen[-1].parked[0, 0, 0].prediction is None and desk.core.ignored
+    say(1, 20.0)
+    (changed,) = policy.seen[-1].changed
+    assert changed.prediction is not None and changed.answered_turns == 1
+    assert (changed.prediction.remaining, changed.prediction.num_generated) == (20.0, 2)
+    assert (changed.prediction.now, changed.prediction.source) == (1.0 + 1.0, "the predictor")
+    assert changed.predicted_remaining == 20.0 and changed.prediction.total == 22.0
+    for wrong in (float("nan"), float("inf"), -1.0):
+        say(1, wrong)
+        (changed,) = policy.seen[-1].changed
+        assert changed.predicted_remaining == 20.0
+    desk.ask(r.AnswerTurns(answers=(r.ContinueTurn(sequence_id=(0, 0, 0), turn=1, observation=()),)))
+    say(1, 10.0)  # later than the tool, but before the turn's end
+    record = desk.core._books.sequences[0, 0, 0]
+    assert record.view().predicted_remaining == 10.0
+    desk.report(1, ((0, 0, 0), 4))
+    assert record.view().predicted_remaining == 6.0
 
 
 def test_what_was_assigned_before_a_policy_s_error_is_sent() -> None:

@@ -494,9 +494,16 @@ def test_every_trajectory_ends_once_with_all_its_turns(policy, num_kv_tokens: in
     assert list(done.finish_times.values()) == sorted(done.finish_times.values())
     for id_ in simulated.turns:
         own = [span for span in done.turns if span.sequence_id == id_]
+        queued = [span for span in own if span.kind == "queue" and span.replica_id is not None]
+        own = [span for span in own if span not in queued]
         ends = [span.start + span.seconds for span in own]
         assert [0.0, *ends] == pytest.approx([*(span.start for span in own), done.finish_times[id_]])
         assert all((span.kind == "replica") == (span.replica_id is not None) for span in own)
+        for inner in queued:  # in the own queue of a replica that it was on then
+            there = [span for span in own if span.start <= inner.start + 1e-9 and span.replica_id == inner.replica_id]
+            assert any(inner.start + inner.seconds <= span.start + span.seconds + 1e-9 for span in there)
+    in_queues = [span for span in done.turns if span.kind == "queue" and span.replica_id is not None]
+    assert bool(in_queues) == (policy is Static or num_kv_tokens == 700)
     assert outside or simulated.pool.num_tokens == 0
     assert (done.num_preempted > 0) == (num_kv_tokens == 700 and policy is not Moving)
     assert len([one for one in done.decisions if one.action == "drop"]) == len(outside)
