@@ -76,20 +76,23 @@ class Scheduler:
         preempted: list[tuple[Sequence, CachedKV]] = []
         block_size = self.blocks.block_size
         outranked = self._preempt_outranked(preempted) if self.waiting else 0
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
+        for sequence in tuple(self.running):
+            if sequence.slot < 0:
+                continue  # one of higher priority has needed its blocks
             num_tokens = len(sequence.state.tokens)
             # The sequence has all blocks that the runner has copied: most steps need no further check.
             if num_tokens > sequence.num_table_blocks * block_size and not self._make_room(sequence, preempted):
                 continue  # it is preempted itself
-            index += 1
             if num_tokens - sequence.num_computed == 1:
                 decodes.append(item := Scheduled(sequence, 1))
                 if not num_tokens % block_size:
                     filling.append(item)
             else:
                 unfinished.append(sequence)
+        if len(preempted) > outranked:
+            decodes = [item for item in decodes if item.sequence.slot >= 0]
+            filling = [item for item in filling if item.sequence.slot >= 0]
+            unfinished = [sequence for sequence in unfinished if sequence.slot >= 0]
         budget -= len(decodes)
         for item in filling:
             self._publish(item)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -21,7 +24,7 @@ def make_sequence(uid: int, prompt_len: int, num_new: int) -> Sequence:
     )
 
 
-def make_scheduler(num_blocks: int, **options: int) -> Scheduler:
+def make_scheduler(num_blocks: int, **options: Any) -> Scheduler:
     config = EngineConfig(block_size=4, **options)
     return Scheduler(config, BlockManager(num_blocks, 4))
 
@@ -58,6 +61,8 @@ def test_every_sequence_ends_and_every_pass_fits(seed: int) -> None:
     )
     # Some begin alike.
     sequences = [make_sequence(uid % 8, rng.randint(1, 20), rng.randint(1, 25)) for uid in range(25)]
+    for sequence in sequences if seed % 2 else []:
+        sequence.priority = rng.choice([0.0, 1.0, 2.0])
     pending = list(sequences)
     steps = 0
     while pending or scheduler.has_work:
@@ -320,3 +325,118 @@ def run_bounded(seed: int) -> tuple[int, int]:
     assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
     assert not any(num_kept_free.values())
     return scheduler.num_preemptions, num_packed
+
+
+# --- Priorities (Heddle, §4.2)
+
+
+def ranked(uid: int, priority: float, prompt_len: int = 3, num_new: int = 9, *, bounded: bool = False) -> Sequence:
+    sequence = make_sequence(uid, prompt_len, num_new)
+    sequence.priority, sequence.is_bounded = priority, bounded
+    return sequence
+
+
+def uids(sequences: Iterable[Sequence]) -> list[int]:
+    return [sequence.state.key.prompt_uid for sequence in sequences]
+
+
+def test_those_of_higher_priority_enter_first_and_equals_in_their_order() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=1)
+    for uid, priority in enumerate([1.0, 2.0, 1.0, 3.0, 2.0]):
+        scheduler.add(ranked(uid, priority))
+    assert uids(scheduler.waiting) == [3, 1, 4, 0, 2]
+    run_step(scheduler)
+    assert uids(scheduler.running) == [3]
+
+
+def test_a_slot_is_taken_from_the_lowest_and_it_comes_back_before_its_equals() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=3)
+    for uid, priority in enumerate([5.0, 1.0, 1.0, 1.0]):
+        scheduler.add(ranked(uid, priority))
+    run_step(scheduler)
+    assert uids(scheduler.running) == [0, 1, 2]
+    scheduler.add(ranked(4, 3.0))
+    schedule = scheduler.schedule()
+    assert uids(one for one, _ in schedule.preempted) == [2] and uids(schedule.admitted) == [4]
+    assert uids(item.sequence for item in schedule.batch) == [0, 1, 4]
+    advance(scheduler, schedule.batch)
+    assert uids(scheduler.waiting) == [2, 3], "the preempted one before one that has not run"
+    scheduler.blocks.check_integrity()
+
+
+@pytest.mark.parametrize(("margin", "preempts"), [(0.0, True), (0.4, True), (0.5, False), (math.inf, False)])
+def test_the_margin_is_a_share_of_the_running_one_s_priority(margin: float, preempts: bool) -> None:
+    scheduler = make_scheduler(100, max_num_seqs=1, priority_margin=margin)
+    scheduler.add(ranked(0, 2.0))
+    run_step(scheduler)
+    scheduler.add(ranked(1, 3.0))
+    run_step(scheduler)
+    assert uids(scheduler.running) == [int(preempts)]
+
+
+def test_equals_and_bounded_ones_are_not_preempted() -> None:
+    scheduler = make_scheduler(100, max_num_seqs=2)
+    for one in (ranked(0, 1.0), ranked(1, 0.0, bounded=True)):
+        scheduler.add(one)
+    run_step(scheduler)
+    scheduler.add(ranked(2, 1.0))
+    run_step(scheduler)
+    assert uids(scheduler.running) == [0, 1] and not scheduler.num_preemptions
+    scheduler.add(ranked(3, 4.0, bounded=True))
+    run_step(scheduler)
+    assert uids(scheduler.running) == [1, 3], "bounded work enters by its priority, too"
+
+
+def test_blocks_are_taken_only_where_they_suffice() -> None:
+    scheduler = make_scheduler(6, max_num_seqs=8)
+    for one in (ranked(0, 9.0, 7), ranked(1, 1.0, 3)):
+        scheduler.add(one)
+    run_step(scheduler)
+    assert uids(scheduler.running) == [0, 1]
+    scheduler.add(ranked(3, 5.0, 15, 1))  # 4 blocks: two are held by one that it does not outrank
+    run_step(scheduler)
+    assert uids(scheduler.running) == [0, 1] and not scheduler.num_preemptions
+    scheduler.remove(scheduler.waiting[0])
+    scheduler.add(ranked(4, 5.0, 7, 3))
+    run_step(scheduler)
+    assert uids(scheduler.running) == [0, 4] and scheduler.num_preemptions == 1
+    scheduler.blocks.check_integrity()
+
+
+def test_growth_preempts_the_lowest_and_not_the_latest() -> None:
+    scheduler = make_scheduler(4, max_num_seqs=4)
+    for one in (ranked(0, 1.0, 4, 12), ranked(1, 2.0, 3, 12)):
+        scheduler.add(one)
+    while not scheduler.num_preemptions:
+        run_step(scheduler)
+    assert uids(scheduler.running) == [1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_highest_priorities_run_as_algorithm_1_would_have_it(seed: int) -> None:
+    """With room for all KV and one arrival at a time: a scalar copy of Algorithm 1, with promotion to free slots."""
+    rng = random.Random(seed)
+    num_slots = rng.randint(1, 5)
+    scheduler = make_scheduler(1000, max_num_seqs=num_slots, max_num_batched_tokens=4000)
+    queue: list[tuple[float, int]] = []
+    active: list[tuple[float, int]] = []
+    for uid in range(40):
+        priority = float(rng.randint(0, 9))
+        scheduler.add(ranked(uid, priority, rng.randint(1, 9), 3000))
+        queue.append((priority, uid))
+        if rng.random() < 0.3 and active:
+            gone = rng.choice(active)
+            active.remove(gone)
+            scheduler.remove(next(one for one in scheduler.running if one.state.key.prompt_uid == gone[1]))
+        while queue and (len(active) < num_slots or max(queue)[0] > min(active)[0]):
+            top = max(queue, key=lambda one: (one[0], -queue.index(one)))
+            if len(active) == num_slots:
+                lowest = min(active, key=lambda one: (one[0], -active.index(one)))
+                active.remove(lowest)
+                queue.insert(0, lowest)
+            queue.remove(top)
+            active.append(top)
+        for _ in range(num_slots + 1):  # one is preempted in each pass
+            run_step(scheduler)
+        assert uids(scheduler.running) == [uid for _, uid in active]
+    assert scheduler.num_preemptions or num_slots > 2

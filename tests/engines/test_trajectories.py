@@ -16,7 +16,7 @@ import pytest
 from engines import LLM, SamplingParams
 from engines.coordination.policies import OnDemand, Static
 from engines.coordination.requests import RequestMove, RequestRegroup, SubmitSequences
-from engines.coordination.views import Dispatch, ScheduleView
+from engines.coordination.views import Dispatch, Prefetch, ScheduleView, SequenceView
 from engines.fleet.fleet import Fleet
 from engines.parallel.groups import all_layouts
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
@@ -277,6 +277,37 @@ class Elsewhere(OnDemand):
         return None
 
 
+class Ranked:
+    """Every turn has a priority of its own and waits in the queue of its replica; the KV of each parked trajectory is
+    read on another one, where it goes on, or, every third time, does not."""
+
+    def __init__(self, *, moves: bool = False, chunk: int | None = None) -> None:
+        self._moves, self._chunk = moves, chunk
+
+    def prefetch(self, view: ScheduleView) -> Prefetch | None:
+        for id_, sequence in view.parked.items():
+            ids = sorted(one for one in view.replicas if view.replicas[one].accepts)
+            if self._moves and len(ids) > 1 and sequence.num_turns and sequence.expected_at is None:
+                return Prefetch(sequence_id=id_, replica_id=self._next(ids, sequence))
+        return None
+
+    @staticmethod
+    def _next(ids: list[int], sequence: SequenceView) -> int:
+        others = [id_ for id_ in ids if id_ != sequence.last_replica_id]
+        return others[sequence.num_turns % len(others)]
+
+    def next(self, view: ScheduleView) -> Dispatch | None:
+        ids = sorted(one for one in view.replicas if view.replicas[one].accepts)
+        for id_, sequence in view.waiting.items() if ids else ():
+            chosen = ids[hash(id_) % len(ids)]
+            if sequence.expected_at in ids and hash((id_, sequence.num_turns)) % 3:
+                chosen = sequence.expected_at
+            priority = float(hash((*id_, sequence.num_turns)) % 7)
+            bound = self._chunk if sequence.index % 2 else None
+            return Dispatch(sequence_id=id_, replica_id=chosen, queued=True, priority=priority, max_new_tokens=bound)
+        return None
+
+
 def pat() -> PatController:
     """Takes the ranks for A40, where few sequences are faster on wide replicas."""
     times = {size: profile(f"a40-8b-tp{size}") for size in (1, 2, 4)}
@@ -294,6 +325,10 @@ DRAFTING = Layout(
     ),
 )  # fmt: skip
 
+UNEQUAL = Layout(
+    epoch=0,
+    replicas=(ReplicaSpec(id=0, ranks=(0, 1)), ReplicaSpec(id=2, ranks=(2,)), ReplicaSpec(id=3, ranks=(3,))),
+)
 WORLDS: dict[str, dict[str, Any]] = {
     "on demand": {"tp": 1},
     "static": {"tp": 1, "schedule": Static, "in_rounds": True},
@@ -303,6 +338,19 @@ WORLDS: dict[str, dict[str, Any]] = {
     "moves without stored KV": {"tp": 1, "meddling": "moves", "kv_host_bytes": 0, "preemption": "recompute"},
     "elsewhere in each turn": {"tp": 1, "schedule": Elsewhere},
     "chunks": {"tp": 1, "schedule": lambda: Elsewhere(5)},
+    "priorities, swap": {"tp": 2, "schedule": Ranked, "max_num_seqs": 2, "preemption": "swap"},
+    "priorities, recompute": {"tp": 1, "schedule": Ranked, "max_num_seqs": 1, "preemption": "recompute"},
+    "priorities, chunks, tight": {
+        "tp": 2, "schedule": lambda: Ranked(chunk=5), "max_num_seqs": 3,
+        "kv_cache_bytes": TIGHT_KV, "max_model_len": 140,
+    },
+    "priorities, drafts": {
+        "tp": 2, "schedule": Ranked, "max_num_seqs": 2, "drafter": "grouped_suffix", "draft_lengths": "fixed",
+    },
+    "moves in each gap": {"tp": 1, "schedule": lambda: Ranked(moves=True), "max_num_seqs": 2},
+    "moves in each gap, TP2": {"tp": 2, "schedule": lambda: Ranked(moves=True), "prefix_caching": False},
+    "moves in each gap, regroups": {"tp": 1, "schedule": lambda: Ranked(moves=True), "meddling": "regroups"},
+    "unequal replicas": {"layout": UNEQUAL, "schedule": lambda: Ranked(moves=True), "max_num_seqs": 2},
     "regroups": {"tp": 1, "meddling": "regroups"},
     "PAT regroups": {"tp": 1, "layout_policy": pat},
     "drafts of a group": {"tp": 1, "drafter": "grouped_suffix", "draft_lengths": "fixed"},
@@ -324,7 +372,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 def in_a_world(model: str, names: list[str]) -> list[Any]:
     """On a rank: completions of each of these worlds as plain values, what environments heard, regroups."""
     found = []
-    groups = join([*all_layouts(range(4)), DRAFTING])
+    groups = join([*all_layouts(range(4)), DRAFTING, UNEQUAL])
     for name in names:
         options = dict(WORLDS[name])
         tp, in_rounds = options.pop("tp", 1), options.pop("in_rounds", False)
@@ -354,7 +402,8 @@ def in_a_world(model: str, names: list[str]) -> list[Any]:
                 for id_ in one.sequence_ids
                 if one.action == "dispatch"
             ]
-            found.append([completions, rewards, texts, llm.layout.epoch, dispatches])
+            counts = [llm.replica.scheduler.num_preemptions, llm.replica.kv_moves.fetched_tokens]
+            found.append([completions, rewards, texts, llm.layout.epoch, dispatches, counts])
             llm.close()
     return found
 
@@ -390,7 +439,10 @@ def test_the_same_tokens_in_a_world(worlds: list[Any], plain_four: Any, name: st
             [float(sum(map(len, plain_four[1][0, uid, index]))) for index in range(PARAMS.n)]
             for uid in range(len(PROMPTS))
         ]
-    texts, epoch, dispatches = worlds[0][index][2:]
+    texts, epoch, dispatches, _ = worlds[0][index][2:]
+    num_preemptions, num_fetched = (sum(rank[index][5][place] for rank in worlds) for place in (0, 1))
+    assert num_preemptions > 3 or "priorities" not in name
+    assert num_fetched > 50 or "in each gap" not in name
     assert {tuple(id_): heard for id_, heard in texts} == plain_four[1]
     assert epoch >= (1 if "PAT" in name else 2) if "regroups" in name else epoch == 0
     homes: dict[tuple[int, ...], list[int]] = {}
