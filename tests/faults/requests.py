@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from engines.coordination.requests import RequestAbort, RequestMove, SubmitSequences
-from engines.coordination.views import Dispatch, ScheduleView
+from engines.coordination.views import Dispatch, Prefetch, ScheduleView
 from engines.rollout.coordinator import Coordinator
 from engines.sequence import Finished, SequenceId, SequenceState
 
 
 class Crowd:
-    """Sends everything anywhere at once, room or not, some of it for a few tokens only."""
+    """Sends everything anywhere at once, room or not, some of it for a few tokens only, with any priority; lets
+    replicas read the KV of parked trajectories that may go on elsewhere."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -31,7 +32,16 @@ class Crowd:
             replica_id=self._rng.choice(ids),
             max_new_tokens=max_new_tokens,
             queued=True,
+            priority=self._rng.choice([0.0, 0.0, 1.0, 2.0]),
         )
+
+    def prefetch(self, view: ScheduleView) -> Prefetch | None:
+        ids = sorted(id_ for id_, replica in view.replicas.items() if replica.accepts)
+        sequence = view.parked[self._rng.choice([*view.parked])]
+        if not ids or not sequence.has_kv or self._rng.random() < 0.7:
+            return None
+        chosen = self._rng.choice(ids)
+        return None if chosen == sequence.expected_at else Prefetch(sequence_id=sequence.sequence_id, replica_id=chosen)
 
 
 def random_policy(rng: random.Random) -> SchedulePolicy:
