@@ -18,7 +18,7 @@ is assumed between channels.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -132,9 +132,9 @@ class StepReported(_Message, frozen=True, kw_only=True):
     """Time of the steps since the last report."""
     progress: tuple[tuple[SequenceId, int], ...]
     """Tokens generated per sequence since the last report; sequences without new tokens are left out."""
-    waits: tuple[tuple[SequenceId, float, float], ...] = ()
-    """Trajectories that have left the replica's queue since the last report: how many seconds before this one they had
-    come into it, and for how many seconds they were there."""
+    waits: tuple[tuple[SequenceId, Literal["queue", "move"], float, float], ...] = ()
+    """Trajectories that have left the replica's queue since the last report, or whose stored KV has been read: how many
+    seconds before this one that began, and for how many seconds it lasted."""
 
 
 class SequencesFinished(_Message, frozen=True, kw_only=True):

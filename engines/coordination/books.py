@@ -28,9 +28,9 @@ from engines.coordination.views import (
     Passage,
     Place,
     Prediction,
-    QueueWait,
     ReplicaView,
     SequenceView,
+    Wait,
 )
 from engines.parallel.layout import Layout
 from engines.sequence import Finished, FinishReason, SequenceId, SequenceState, Work
@@ -72,8 +72,8 @@ class Books:
         self.decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self.passages: list[Passage] = []
         """Of the trajectories of the phase."""
-        self.waits: list[QueueWait] = []
-        """Of the trajectories of the phase, in queues of replicas."""
+        self.waits: list[Wait] = []
+        """Of the trajectories of the phase."""
         self.replicas: dict[int, ReplicaRecord] = {}
         self.forming: list[ReplicaRecord] = []
         """Replicas of the layout to come, while old ones are paused for it."""
@@ -160,7 +160,7 @@ class Books:
     def park(self, sequence: SequenceRecord) -> None:
         """Keeps a trajectory that is in no place until an observation comes."""
         self.parked[sequence.id] = sequence
-        sequence.is_parked = True
+        sequence.is_parked, sequence.parked_since = True, self._outbox.now
         self._news[sequence.id] = None
         self._note(sequence, "parked")
 
@@ -203,13 +203,15 @@ class Books:
             self.ignored["a prediction that comes too late"] += 1
             return
         sequence.answered_turns = answer.num_turns
+        now, since = self._outbox.now, sequence.parked_since
+        self.waits.append(Wait(sequence_id=sequence.id, kind="prediction", start=since, seconds=now - since))
         if 0 <= answer.remaining < math.inf:
             num_generated = sequence.state.num_generated
             sequence.prediction = Prediction(
                 remaining=answer.remaining,
                 num_generated=num_generated,
                 num_turns=answer.num_turns,
-                now=self._outbox.now,
+                now=now,
                 source=source,
             )
         else:
@@ -251,8 +253,8 @@ class Books:
                 replica.progress(sequence, num_new_tokens)
         now, id_ = self._outbox.now, replica.spec.id
         self.waits += [
-            QueueWait(sequence_id=sequence_id, replica_id=id_, start=now - ago, seconds=seconds)
-            for sequence_id, ago, seconds in report.waits
+            Wait(sequence_id=sequence_id, kind=kind, start=now - ago, seconds=seconds, replica_id=id_)
+            for sequence_id, kind, ago, seconds in report.waits
         ]
 
     def take_back(self, works: Iterable[Work], replica: ReplicaRecord) -> None:

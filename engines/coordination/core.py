@@ -32,7 +32,7 @@ from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.coordination.records import PhaseRecord, ReplicaRecord
 from engines.coordination.regroup import Regrouper, check_ranks
 from engines.coordination.requests import Request, RequestRefused, Result
-from engines.coordination.views import Decision, Passage, QueueWait
+from engines.coordination.views import Decision, Passage, Wait
 from engines.parallel.layout import Layout
 
 # Events about sequences that count only within their own phase. Answers are checked against what is awaited.
@@ -125,8 +125,8 @@ class RolloutCore:
         return self._books.passages
 
     @property
-    def waits(self) -> list[QueueWait]:
-        """What they have waited in the queues of replicas."""
+    def waits(self) -> list[Wait]:
+        """What they have waited for, and what was done for them meanwhile."""
         return self._books.waits
 
     @property

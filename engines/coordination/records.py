@@ -52,6 +52,8 @@ class SequenceRecord:
     """`seq` of the command that pauses it on its replica; -1 if there is none."""
     is_parked: bool = False
     """Whether it is a trajectory that waits for an observation."""
+    parked_since: float = 0.0
+    """When it was parked last."""
     expected_at: ReplicaRecord | None = None
     """The replica that reads its KV, while it is parked or waits."""
     priority: float = 0.0

@@ -245,13 +245,18 @@ class Passage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueueWait:
-    """The time of a trajectory in the own queue of the replica that it was assigned to."""
+class Wait:
+    """What a trajectory, or something for it, took beside its `Passage`s.
+
+    queue: it was in the own queue of a replica. move: a replica read its stored KV, until the replica's next step; it
+    may have been parked then. prediction: the predictor was asked for its length.
+    """
 
     sequence_id: SequenceId
-    replica_id: int
+    kind: Literal["queue", "move", "prediction"]
     start: float
     seconds: float
+    replica_id: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,8 @@ class StepOutput:
     """Draft tokens that are now tokens of their sequences, by their place in the draft."""
     admitted: list[SequenceId] = field(default_factory=list)
     """Trajectories that have entered the forward pass from the replica's queue."""
+    fetched: list[SequenceId] = field(default_factory=list)
+    """Trajectories, here or expected, whose stored KV has been read since the last step."""
     preempted: list[SequenceId] = field(default_factory=list)
     """Trajectories that went back to it before the forward pass."""
     num_preempted: int = 0
@@ -237,6 +239,7 @@ class Replica:
         leaving: list[Sequence] = []
         stored: list[Sequence] = []
         try:
+            output.fetched = self._take_fetched()
             schedule = self._schedule()
             scheduled = schedule.batch
             output.admitted = [one.state.sequence_id for one in schedule.admitted if one.state.in_turns]
@@ -297,15 +300,22 @@ class Replica:
             self._restart([*ended, *leaving], stored)
             raise
 
+    def _take_fetched(self) -> list[SequenceId]:
+        """Queues the sequences whose stored KV has been read by now; returns the trajectories among these, and among
+        those that are expected."""
+        if not (self._fetching or self._expected):
+            return []
+        fetched = self.mover.fetched(waits=bool(self._fetching) and not self.scheduler.has_work)
+        for sequence in fetched:
+            if sequence in self._fetching:
+                del self._fetching[sequence]
+                self.scheduler.add(sequence)
+            else:
+                self._read_ahead.add(sequence)
+        return [one.state.sequence_id for one in fetched if one.state.in_turns]
+
     def _schedule(self) -> Schedule:
         """Plans the next pass; stores the KV of preempted sequences, and loads that of arriving ones."""
-        if self._fetching or self._expected:
-            for sequence in self.mover.fetched(waits=bool(self._fetching) and not self.scheduler.has_work):
-                if sequence in self._fetching:
-                    del self._fetching[sequence]
-                    self.scheduler.add(sequence)
-                else:
-                    self._read_ahead.add(sequence)
         schedule = self.scheduler.schedule(with_drafts=self.drafter is not None)
         for sequence, cached in schedule.preempted:
             handle = self.mover.swap_out(cached, self.policy_version)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engines.coordination.views import Passage, QueueWait
+from engines.coordination.views import Passage, Wait
 from engines.parallel.layout import ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.replica.switch import Switch
@@ -106,20 +106,21 @@ class Mark:
 class TurnSpan:
     """What a trajectory did for a while: it waited for a replica, was on one, or waited for its tool. Of the time on a
     replica, what passed in the replica's own queue is a "queue" span, too, with that `replica_id`. A turn is a time on
-    replicas between two calls of the tool. Times are as in `StepRecord`."""
+    replicas between two calls of the tool. "move" and "prediction" pass beside these: see `Wait`. Times are as in
+    `StepRecord`."""
 
     sequence_id: SequenceId
-    kind: Literal["queue", "replica", "tool"]
+    kind: Literal["queue", "replica", "tool", "move", "prediction"]
     start: float
     seconds: float
     replica_id: int | None = None
 
 
 def turn_spans(
-    passages: Iterable[Passage], clock: Callable[[float], float] = float, waits: Iterable[QueueWait] = ()
+    passages: Iterable[Passage], clock: Callable[[float], float] = float, waits: Iterable[Wait] = ()
 ) -> list[TurnSpan]:
-    """Returns the times between the passages of each trajectory, in their order, then its waits in replicas' queues;
-    `clock` translates the core's time."""
+    """Returns the times between the passages of each trajectory, in their order, then the waits; `clock` translates the
+    core's time."""
     spans, last = list[TurnSpan](), dict[SequenceId, Passage]()
     kinds: dict[str, Literal["queue", "replica", "tool"]]
     kinds = {"waiting": "queue", "assigned": "replica", "parked": "tool"}
@@ -142,7 +143,7 @@ def turn_spans(
     return spans + [
         TurnSpan(
             sequence_id=one.sequence_id,
-            kind="queue",
+            kind=one.kind,
             start=clock(one.start),
             seconds=one.seconds,
             replica_id=one.replica_id,
@@ -210,8 +211,10 @@ def chrome_trace(
             }
         )
     for span in turns:
+        if span.kind in ("move", "prediction"):
+            continue  # a row shows what lies within another slice, or behind it
         row = {"pid": 1, "tid": places[span.sequence_id], "ts": micros(span.start)}
-        name = span.kind if span.replica_id is None else f"replica {span.replica_id}"
+        name = f"replica {span.replica_id}" if span.kind == "replica" else span.kind
         events.append({**row, "name": name, "ph": "X", "dur": round(span.seconds * 1e6, 1)})
     titles = {(0, row): f"replica {row}" for row in sorted({step.replica_id for step in steps})}
     titles |= {(1, place): f"prompt {uid}, sample {index}" for (_, uid, index), place in places.items()}

@@ -5,7 +5,7 @@ It has no clock and no connection: the caller passes `now`, and gets the events 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from engines.control import messages as m
 from engines.sequence import SequenceId
@@ -38,8 +38,10 @@ class WorkerCore:
         self._seconds = 0.0
         self._queued: dict[SequenceId, float] = {}
         """Since when trajectories are in the replica's queue."""
-        self._waits: list[tuple[SequenceId, float, float]] = []
-        """Those that have left it: since when they were there, and for how long."""
+        self._reading: dict[SequenceId, float] = {}
+        """Since when their stored KV is being read, if it is."""
+        self._waits: list[tuple[SequenceId, Literal["queue", "move"], float, float]] = []
+        """What has ended of both: since when it was so, and for how long."""
 
     @property
     def has_work(self) -> bool:
@@ -70,6 +72,7 @@ class WorkerCore:
         if isinstance(command, m.ExpectSequences):
             self._here.give_up(command.dropped)
             for work in command.works:
+                self._reading[work.state.sequence_id] = now
                 self._here.expect(work)
         if isinstance(command, m.PauseSequences):
             ids = command.sequence_ids
@@ -83,6 +86,7 @@ class WorkerCore:
             if self._replica is not None:
                 self._replica.give_up()
             self._queued.clear()
+            self._reading.clear()
             return [self.event(m.PhaseEnded, acks=command.seq)]
         return []
 
@@ -94,6 +98,7 @@ class WorkerCore:
                 self._lengths[work.state.sequence_id] = len(work.state.tokens)
                 if work.state.in_turns:
                     self._queued[work.state.sequence_id] = now
+                    self._reading.setdefault(work.state.sequence_id, now)
             except ValueError as error:
                 fields = {"sequence_id": work.state.sequence_id, "reason": str(error)}
                 events.append(self.event(m.WorkRejected, **fields))
@@ -109,12 +114,16 @@ class WorkerCore:
         self._num_steps += 1
         self._seconds += seconds
         start = now - seconds
+        for sequence_id in output.fetched:
+            since = self._reading.pop(sequence_id, start)
+            self._waits.append((sequence_id, "move", since, start - since))
         for sequence_id in output.preempted:
             self._queued[sequence_id] = start
         for sequence_id in output.admitted:
             since = self._queued.pop(sequence_id, start)
             if since < start:
-                self._waits.append((sequence_id, since, start - since))
+                self._waits.append((sequence_id, "queue", since, start - since))
+            self._reading.pop(sequence_id, None)
         events = []
         if output.finished:
             events.append(self.event(m.SequencesFinished, finished=tuple(output.finished)))
@@ -138,5 +147,5 @@ class WorkerCore:
             num_free_blocks=scheduler.blocks.num_free_blocks,
             seconds=seconds,
             progress=tuple(one for one in grown if one[1]),
-            waits=tuple((id_, now - since, wait) for id_, since, wait in waits),
+            waits=tuple((id_, kind, now - since, wait) for id_, kind, since, wait in waits),
         )
