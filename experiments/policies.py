@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from algos.own_code import load
 from engines.constraints import Count, Fraction, WholeNumber
-from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.coordination.policies import OnDemand, PrefetchingPolicy, SchedulePolicy, Static
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.sequence import SequenceId
 from research.seer.baselines import Divided, RandomStatic
@@ -65,6 +65,8 @@ class Logged:
         self._policy = policy
         self._estimate = policy.estimate_of if isinstance(policy, ContextAware) else lambda _: None
         self.log: list[Dispatched] = []
+        if isinstance(policy, PrefetchingPolicy):
+            self.prefetch = policy.prefetch
 
     def next(self, view: ScheduleView) -> Dispatch | None:
         dispatch = self._policy.next(view)

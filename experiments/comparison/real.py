@@ -70,7 +70,7 @@ class RealWorld:
             finish_times[finished.state.sequence_id] = time.monotonic()
             on_finished(finished)
 
-        completions, steps = self._generate(llm, workload, hear)
+        completions, steps = self._generate(llm, workload, variant, hear)
         lengths = hidden_lengths([[one.num_generated for one in group] for group in completions])
         tokens = [[one.token_ids for one in group] for group in completions]
         assert workload.lengths in (None, lengths)
@@ -119,7 +119,7 @@ class RealWorld:
         return engines.LLM(self.model, **options)
 
     def _generate(
-        self, llm: engines.LLM, workload: Workload, on_finished: Callable[[Finished], None]
+        self, llm: engines.LLM, workload: Workload, variant: Variant, on_finished: Callable[[Finished], None]
     ) -> tuple[list[list[Completion]], list[StepRecord]]:
         """Returns each prompt's completions, and the steps of all replicas, each's from its first rank. The tools of
         trajectories answer after their time; they need a model whose tokenizer has a token for each character."""
@@ -129,6 +129,7 @@ class RealWorld:
             prompt_uids=range(len(workload.prompts)),
             on_finished=on_finished,
             environment=None if workload.turns is None else TimedTools(workload.turns, _after),
+            predictor=None if variant.predictor is None else variant.predictor(_after),
         )
         assert llm.rollout is not None
         first: dict[tuple[int, int], int] = {}

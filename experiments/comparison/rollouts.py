@@ -14,9 +14,10 @@ from engines.coordination.policies import LayoutPolicy, OnDemand, SchedulePolicy
 from engines.parallel.layout import Layout
 from engines.replica.kv_moves import KVMoves
 from engines.rollout.generation import make_states
+from engines.rollout.prediction import LengthPredictor
 from engines.rollout.telemetry import StepRecord, TurnSpan
 from engines.sequence import SamplingParams, SequenceId, SequenceState
-from research.workloads.trajectories import Turn, turn_has_ended
+from research.workloads.trajectories import Later, Turn, turn_has_ended
 
 Tier = Literal["live", "gpu", "paced", "sim"]
 Floats = NDArray[np.float64]
@@ -94,6 +95,8 @@ class Variant:
     """Makes the schedule policy of one rollout."""
     layout_policy: Callable[[], LayoutPolicy | None] = _no_policy
     """Makes its layout policy."""
+    predictor: Callable[[Later], LengthPredictor] | None = None
+    """Makes what estimates the lengths of trajectories, from what calls a function later."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Other arguments of `LLM`."""
 

@@ -81,5 +81,6 @@ class SimulatedWorld:
             lengths=workload.lengths or {},
             turns=workload.turns,
             layout_policy=layout_policy,
+            predictor=variant.predictor,
         )
         return cluster, layout_policy
