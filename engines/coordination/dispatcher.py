@@ -76,6 +76,9 @@ class Dispatcher:
             work = Work(state=sequence.state, kv=sequence.kv)
             self._outbox.send(messages.ExpectSequences, replica, works=(work,))
 
+    def _accepts(self, replica: ReplicaRecord) -> bool:
+        return self._books.views()[replica.spec.id].accepts
+
     def _check_prefetch(self, prefetch: Prefetch) -> tuple[SequenceRecord, ReplicaRecord]:
         if not isinstance(prefetch, Prefetch):
             raise self._refusal(prefetch, "is no Prefetch and not None")
@@ -83,7 +86,7 @@ class Dispatcher:
         if sequence is None:
             raise self._refusal(prefetch, "the sequence is not parked; only in a tool gap may a trajectory be moved")
         replica = self._books.replicas.get(prefetch.replica_id)
-        if replica is None or not self._books.views()[replica.spec.id].accepts:
+        if replica is None or not self._accepts(replica):
             raise self._refusal(prefetch, "there is no such replica that accepts sequences")
         if sequence.expected_at is replica:
             raise self._refusal(prefetch, f"{replica} reads its KV already")
@@ -122,7 +125,7 @@ class Dispatcher:
             raise self._refusal(dispatch, "the sequence is not waiting")
         sequence = self._books.sequences[dispatch.sequence_id]
         replica = self._books.replicas.get(dispatch.replica_id)
-        if replica is None or not self._books.views()[replica.spec.id].accepts:
+        if replica is None or not self._accepts(replica):
             raise self._refusal(dispatch, "there is no such replica that accepts sequences")
         bound = dispatch.max_new_tokens
         if bound is not None and (type(bound) is not int or bound < 1):
@@ -163,7 +166,7 @@ class Dispatcher:
         replica = sequence.replica
         if replica is None:
             books.repin(sequence, target)
-            if sequence.is_parked and target is not None and request.with_kv:
+            if sequence.is_parked and target is not None and request.with_kv and self._accepts(target):
                 self._expect(sequence, target)
         elif replica is target and sequence.pause_seq < 0:
             books.pin(sequence, None)

@@ -910,6 +910,18 @@ def test_a_move_in_a_tool_gap_begins_to_read() -> None:
     assert work.priority == 2.5, "the last one"
 
 
+def test_a_replica_that_is_not_formed_yet_reads_nothing() -> None:
+    """Its ranks would not all be there to do so together."""
+    desk, _, _ = in_a_gap()
+    layout = contiguous_layout(range(2), 2, epoch=1)
+    (first, second) = [item for item in desk.ask(r.RequestRegroup(layout=layout)) if isinstance(item, m.PauseSequences)]
+    for pause in (first, second):
+        output = desk.hear(m.SequencesPaused, pause.replica_id, acks=pause.seq, works=())
+    assert any(isinstance(item, m.Regroup) for item in output)
+    assert not [item for item in desk.move(0, 0) if isinstance(item, m.ExpectSequences)]
+    desk.core.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("prefetch", "message"),
     [
