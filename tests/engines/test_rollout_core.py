@@ -6,6 +6,7 @@ Every fuzz case is a function of its seed alone: `replay(seed)` runs one again.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 from collections import deque
@@ -836,6 +837,8 @@ def test_a_policy_that_waits_for_one_to_end_is_not_hurried() -> None:
         ({"max_new_tokens": 7.5}, "max_new_tokens must be at least 1 and an integer, or None"),
         ({"replica_id": 7}, "no such replica that accepts"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"priority": math.nan}, "priority must be a finite number"),
+        ({"priority": math.inf}, "priority must be a finite number"),
         ({}, "has no room"),
     ],
 )

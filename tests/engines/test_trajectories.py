@@ -485,11 +485,13 @@ class Killing(Local):
 
 
 def test_replicas_that_are_killed_cost_no_token_and_no_text(text_model: str, plain: Any) -> None:
+    """Also between two turns, when a replica reads what the killed one has stored, or the killed one reads."""
     tokenizer = make(text_model).get_tokenizer()
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     params = [PARAMS] * len(PROMPTS)
     states = make_states(prompts, params, range(len(PROMPTS)), run_seed=0, policy_step=0, in_turns=True)
-    with Fleet(text_model, num_replicas=2, dtype="float64", kv_cache_bytes=2**22, max_num_seqs=4) as fleet:
+    options: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**22, "max_num_seqs": 4}
+    with Fleet(text_model, num_replicas=2, schedule_policy=Ranked(moves=True), **options) as fleet:
         with Killing(fleet) as environments:
             finished = fleet.roll_out(states, environment=environments, columns=dict(enumerate(COLUMNS)))
         assert len(fleet.coordinator.lost) == 2
