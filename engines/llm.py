@@ -467,7 +467,7 @@ class LLM:
                 self.rollout.regroup(layout)
             else:
                 self._placement.regroup(before, layout, {})
-            self._placement.find_drafters(before, layout)
+            self._placement.settle(before, layout)
         self._has_failed = False
 
     def checksum(self) -> int:

@@ -142,7 +142,7 @@ class SequencesFinished(_Message, frozen=True, kw_only=True):
 
 
 class SequencesReleased(_Message, frozen=True, kw_only=True):
-    """Sequences that used up their `max_new_tokens` here, unfinished."""
+    """Sequences that used up their `max_new_tokens` or the KV cache here, or whose turn has ended; unfinished."""
 
     works: tuple[Work, ...]
     """Their states, and their KV if it was stored; `max_new_tokens` is None."""

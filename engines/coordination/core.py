@@ -59,14 +59,15 @@ class RolloutCore:
         world_size: int,
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
-        check_layout: Callable[[Layout, Layout], None] | None = None,
+        check_layout: Callable[[Layout, Layout, int], None] | None = None,
         keeps_kv: Callable[[Layout, Layout], bool] = lambda before, after: False,
         timeout_s: float = 60.0,
     ) -> None:
         """`layout` is that of the torchrun world, which has `world_size` ranks (0: no world, replicas are only added).
 
-        `check_layout(before, after)` raises ValueError, before any command is sent, for a layout that the world cannot
-        have after the present one.
+        `check_layout(before, after, longest)` raises ValueError, before any command is sent, for a layout that the
+        world cannot have after the present one, as where no replica holds `longest` tokens: the most that an unfinished
+        sequence may have, or more than the model's context.
         `keeps_kv(before, after)` returns whether the ranks can exchange the KV in their caches in that regroup; else it
         is stored and loaded. `timeout_s` is the longest wait for an answer, and for an event of a replica that has
         sequences.

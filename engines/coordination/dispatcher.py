@@ -88,6 +88,8 @@ class Dispatcher:
         replica = self._books.replicas.get(prefetch.replica_id)
         if replica is None or not self._accepts(replica):
             raise self._refusal(prefetch, "there is no such replica that accepts sequences")
+        if not self._can_hold(replica, sequence):
+            raise self._refusal(prefetch, self._too_small(replica, sequence))
         if sequence.expected_at is replica:
             raise self._refusal(prefetch, f"{replica} reads its KV already")
         return sequence, replica
@@ -96,6 +98,9 @@ class Dispatcher:
         for replica in self._books.replicas.values():
             while replica.pinned_waiting:
                 sequence = next(iter(replica.pinned_waiting.values()))
+                if replica.ready and not self._can_hold(replica, sequence):
+                    self._books.repin(sequence, None)  # it has grown, or nobody knew yet what the replica can hold
+                    continue
                 max_new_tokens = sequence.num_left_here
                 if not self._has_room(replica, sequence, max_new_tokens):
                     break
@@ -113,6 +118,13 @@ class Dispatcher:
             sequence.priority = dispatch.priority
             self._assign(sequence, replica, dispatch.max_new_tokens, batches)
 
+    def _can_hold(self, replica: ReplicaRecord, sequence: SequenceRecord) -> bool:
+        return sequence.num_tokens <= self._books.views()[replica.spec.id].num_kv_tokens
+
+    def _too_small(self, replica: ReplicaRecord, sequence: SequenceRecord) -> str:
+        held = self._books.views()[replica.spec.id].num_kv_tokens
+        return f"the sequence has {sequence.num_tokens} tokens, and the KV cache of {replica} holds {held}"
+
     def _has_room(self, replica: ReplicaRecord, sequence: SequenceRecord, max_new_tokens: int | None) -> bool:
         num_ahead = max_new_tokens or replica.block_size
         num_tokens = num_reserved_tokens(sequence.num_tokens, sequence.max_len, num_ahead)
@@ -127,6 +139,8 @@ class Dispatcher:
         replica = self._books.replicas.get(dispatch.replica_id)
         if replica is None or not self._accepts(replica):
             raise self._refusal(dispatch, "there is no such replica that accepts sequences")
+        if not self._can_hold(replica, sequence):
+            raise self._refusal(dispatch, self._too_small(replica, sequence))
         bound = dispatch.max_new_tokens
         if bound is not None and (type(bound) is not int or bound < 1):
             raise self._refusal(dispatch, "max_new_tokens must be at least 1 and an integer, or None")
@@ -162,6 +176,8 @@ class Dispatcher:
         sequence = books.find(request.sequence_id, "RequestMove")
         if sequence is None or sequence.aborting:
             return
+        if target is not None and target.ready and not self._can_hold(target, sequence):
+            raise RequestRefused(f"RequestMove.replica_id={request.replica_id}: {self._too_small(target, sequence)}")
         books.decide("move", [sequence.id], target)
         replica = sequence.replica
         if replica is None:

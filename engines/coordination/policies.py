@@ -9,7 +9,15 @@ import heapq
 import sys
 from typing import Protocol, runtime_checkable
 
-from engines.coordination.views import Dispatch, LayoutChange, LayoutView, Prefetch, ScheduleView
+from engines.coordination.views import (
+    Dispatch,
+    LayoutChange,
+    LayoutView,
+    Prefetch,
+    ReplicaView,
+    ScheduleView,
+    SequenceView,
+)
 from engines.sequence import SequenceId
 
 
@@ -59,7 +67,8 @@ def mistake(policy: object, method: str, error: Exception) -> RuntimeError:
 class OnDemand:
     """First come, first served: the earliest submitted goes to the least loaded replica that has room for it.
 
-    A trajectory goes on where its last turn ran, while there is room, since its KV may still be there.
+    While the earliest waits for room, later ones go only where its tokens do not fit at all. A trajectory goes on where
+    its last turn ran, while there is room, since its KV may still be there.
     """
 
     def __init__(self) -> None:
@@ -68,14 +77,26 @@ class OnDemand:
     def next(self, view: ScheduleView) -> Dispatch | None:
         for sequence in view.entered:
             heapq.heappush(self._order, (sequence.index, sequence.sequence_id))
-        while self._order and self._order[0][1] not in view.waiting:
-            heapq.heappop(self._order)  # dispatched, aborted or moved since
-        if not self._order:
-            return None
-        first = view.waiting[self._order[0][1]]
-        roomy = [replica for replica in view.replicas.values() if replica.room_for(first)]
-        if not roomy:
-            return None  # later sequences that would fit wait too, so that none starves
+        open_to_all, passed = list(view.replicas.values()), list[tuple[int, SequenceId]]()
+        try:
+            while open_to_all and self._order:
+                first = view.waiting.get(self._order[0][1])
+                if first is None:
+                    heapq.heappop(self._order)  # dispatched, aborted or moved since
+                    continue
+                roomy = [replica for replica in open_to_all if replica.room_for(first)]
+                if roomy:
+                    return self._dispatch(first, roomy)
+                # A replica that can hold it takes no later one, so that none starves.
+                open_to_all = [one for one in open_to_all if not one.can_hold(first) and one.has_room(1)]
+                passed.append(heapq.heappop(self._order))
+        finally:
+            for entry in passed:
+                heapq.heappush(self._order, entry)
+        return None
+
+    @staticmethod
+    def _dispatch(first: SequenceView, roomy: list[ReplicaView]) -> Dispatch:
         if first.num_turns:
             roomy = [one for one in roomy if one.spec.id == first.last_replica_id] or roomy
         best = min(roomy, key=lambda replica: (replica.num_assigned, replica.num_tokens, replica.spec.id))
@@ -85,7 +106,8 @@ class OnDemand:
 class Static:
     """Sequence i goes to replica i mod dp, all at once, with or without room: the dispatch does not depend on time.
 
-    dp is the number of the layout's rollout replicas, ordered by id; nothing is dispatched before all accept.
+    dp is the number of the layout's rollout replicas, ordered by id; nothing is dispatched before all accept. A replica
+    that cannot hold the sequence is passed over for the next one.
     """
 
     def next(self, view: ScheduleView) -> Dispatch | None:
@@ -93,4 +115,12 @@ class Static:
         ids = sorted(spec.id for spec in view.layout.replicas if spec.role == "rollout")
         if sequence is None or not ids or not all(view.replicas[id_].accepts for id_ in ids):
             return None
-        return Dispatch(sequence_id=sequence.sequence_id, replica_id=ids[sequence.index % len(ids)], queued=True)
+        return queued_from(ids, sequence.index % len(ids), sequence, view)
+
+
+def queued_from(ids: list[int], place: int, sequence: SequenceView, view: ScheduleView) -> Dispatch | None:
+    """Returns a dispatch to the own queue of the replica at `place`, or of the next one, around the list, that can hold
+    the sequence; None if none can."""
+    able = (id_ for id_ in ids[place:] + ids[:place] if view.replicas[id_].can_hold(sequence))
+    chosen = next(able, None)
+    return None if chosen is None else Dispatch(sequence_id=sequence.sequence_id, replica_id=chosen, queued=True)

@@ -52,7 +52,7 @@ class Regrouper:
         dispatcher: Dispatcher,
         *,
         policy: LayoutPolicy | None,
-        check_layout: Callable[[Layout, Layout], None] | None,
+        check_layout: Callable[[Layout, Layout, int], None] | None,
         keeps_kv: Callable[[Layout, Layout], bool],
     ) -> None:
         """`policy` is `RolloutCore`'s `layout_policy`; the others are the same."""
@@ -167,7 +167,8 @@ class Regrouper:
         try:
             check_ranks(layout, self._books.world_size)
             if self._check_layout is not None:
-                self._check_layout(self._books.layout, layout)
+                longest = max((one.max_len for one in self._books.sequences.values()), default=0)
+                self._check_layout(self._books.layout, layout, longest)
         except ValueError as error:
             raise RequestRefused(str(error)) from None
         if clash := {spec.id for spec in layout.replicas} & self._books.outside_ids:

@@ -113,8 +113,19 @@ class ReplicaView:
     """From the replica's last report, like `num_running`, `num_waiting` and `seconds`."""
     seconds: float
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that its KV cache holds."""
+        return self.num_blocks * self.block_size
+
+    def can_hold(self, sequence: SequenceView) -> bool:
+        """Whether the sequence's present tokens fit in its KV cache; otherwise no dispatch to it is valid. When they do
+        not fit any more, it releases the sequence, as at a chunk's end, so that a larger replica goes on."""
+        return sequence.num_tokens <= self.num_kv_tokens
+
     def has_room(self, num_tokens: int) -> bool:
-        """Whether it has room for a sequence with `num_tokens` reserved tokens. An empty replica has room for any."""
+        """Whether it has room for a sequence with `num_tokens` reserved tokens, if it can hold it. An empty replica has
+        room for any."""
         if not self.accepts or self.num_assigned >= self.max_num_seqs:
             return False
         if not self.num_assigned:
@@ -136,9 +147,9 @@ class ReplicaView:
 
     def room_for(self, sequence: SequenceView, max_new_tokens: int | None = None) -> bool:
         """Whether a dispatch of the sequence here would be valid; see `num_reserved_tokens`."""
-        return self.has_room(
+        return self.can_hold(sequence) and self.has_room(
             num_reserved_tokens(
-                sequence.num_prompt_tokens + sequence.num_generated + sequence.num_observed,
+                sequence.num_tokens,
                 sequence.num_prompt_tokens + sequence.max_tokens,
                 max_new_tokens or self.block_size,
             )
@@ -204,7 +215,8 @@ class LayoutChange:
     """The layout to regroup to, with the next epoch."""
     places: Mapping[SequenceId, int] = field(default_factory=dict)
     """Unfinished sequence -> id of the new layout's replica that continues it. Of those on replicas that the change
-    leaves alone, and of sequences without an entry, the schedule policy decides."""
+    leaves alone, of sequences without an entry, and where that replica's KV cache holds less than the sequence has by
+    then, the schedule policy decides."""
     with_kv: bool = True
     """Whether KV moves along; else it is computed again."""
 

@@ -9,7 +9,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,27 @@ def all_layouts(ranks: Sequence[int]) -> Iterator[Layout]:
             if layout.replicas not in seen:
                 seen.add(layout.replicas)
                 yield layout
+
+
+def nested_groups(ranks: Sequence[int], tp_sizes: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """The groups of ranks for replicas of any of these TP sizes, without the layouts that are made of them: neighbours
+    form blocks of the largest size, and within a block the groups are those of its nested layouts.
+
+    Each group lies within one of the next larger size. So the ranks that exchange weights and KV where some of them
+    form others are one of these groups, too, and `GroupCache` needs no more. Raises ValueError for sizes that do not
+    divide each other, or the number of ranks.
+    """
+    sizes = sorted(set(tp_sizes), reverse=True)
+    wholes = [len(ranks), *sizes]
+    if wrong := [(whole, size) for whole, size in pairwise(wholes) if size < 1 or whole % size]:
+        raise ValueError(
+            f"tp_sizes={sizes[::-1]}: {wrong[0][1]} does not divide {wrong[0][0]}; each must divide the next larger "
+            f"one, and the largest the {len(ranks)} ranks"
+        )
+    for size in sizes:
+        for start in range(0, len(ranks), sizes[0]):
+            block = ranks[start : start + sizes[0]]
+            yield from (spec.ranks for spec in nested_layout(block, size).replicas)
 
 
 def num_torchrun_ranks() -> int:
@@ -109,6 +130,8 @@ class GroupCache:
         groups = self._groups = list(dict.fromkeys(self._replica_groups + joint))
         self.replica_sizes = tuple(sorted(set(map(len, replicas))))
         """The numbers of ranks that the layouts' replicas and the bare groups have, ascending."""
+        self.largest_sizes = tuple(sorted({_largest(item) for item in items}))
+        """Those of the largest rollout replica of each layout, and of the bare groups, ascending."""
         hosts, self._addresses = self._meet([transport, on_cuda, slot_bytes, self.replica_sizes, *groups])
         self.hosts = hosts
         """The host of each rank, by a name that no other host has."""
@@ -267,6 +290,12 @@ class GroupCache:
 
 def _replicas_of(item: Layout | tuple[int, ...]) -> list[tuple[int, ...]]:
     return [replica.ranks for replica in item.replicas] if isinstance(item, Layout) else [item]
+
+
+def _largest(item: Layout | tuple[int, ...]) -> int:
+    if not isinstance(item, Layout):
+        return len(item)
+    return max((spec.tp_size for spec in item.replicas if spec.role == "rollout"), default=1)
 
 
 def _addresses() -> tuple[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
@@ -66,8 +66,8 @@ class StepOutput:
     """Share of the KV blocks that sequences held after the forward pass."""
     finished: list[Finished] = field(default_factory=list)
     released: list[Work] = field(default_factory=list)
-    """Unfinished sequences that used up their `max_new_tokens` here, or whose turn has ended; with their KV where the
-    replica has a store."""
+    """Unfinished sequences that used up their `max_new_tokens` or the KV cache here, or whose turn has ended; with
+    their KV where the replica has a store."""
 
     @property
     def num_drafted(self) -> int:
@@ -108,17 +108,19 @@ class Replica:
     ) -> None:
         """A sequence ends with "stop" when `hidden_stop` returns True: benchmarks set lengths so, unseen by policies.
 
-        `max_kv_tokens` limits the length of a sequence, by default to what the blocks hold. It is lower where a
-        sequence may move to a replica whose KV cache holds less.
+        `max_kv_tokens` limits the length of a sequence, by default to what the blocks hold. It is lower where the
+        layout may change to one whose largest replica holds less. Where it is higher, a sequence that outgrows this
+        cache is released, since another replica can hold it.
         """
         self._runner = runner
         self.scheduler = scheduler
         self.mover = mover
         blocks = scheduler.blocks
+        self._num_kv_tokens = blocks.num_blocks * blocks.block_size
         self._limits = SequenceLimits(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
-            num_kv_tokens=max_kv_tokens or blocks.num_blocks * blocks.block_size,
+            num_kv_tokens=max_kv_tokens or self._num_kv_tokens,
             eos_token_ids=eos_token_ids,
             has_tokenizer=detokenize is not None,
         )
@@ -159,20 +161,30 @@ class Replica:
         """See `SequenceLimits.check`."""
         return self._limits.check(tokens, params, name)
 
+    def limit(self, max_kv_tokens: int | None) -> None:
+        """Sets `max_kv_tokens`, while there are no sequences."""
+        self._limits = replace(self._limits, num_kv_tokens=max_kv_tokens or self._num_kv_tokens)
+
     def submit(self, work: Work) -> None:
         """Adds a sequence to the waiting ones. Stored KV that it brings is read first, while others step.
 
-        Raises ValueError when the sequence can never run here, or is here already.
+        Raises ValueError when the sequence can never run here, has more tokens than the KV cache holds, or is here
+        already.
         """
         state = work.state
         max_len = self._limits.check_state(state)
+        if len(state.tokens) > self._num_kv_tokens:
+            raise ValueError(
+                f"sequence {state.sequence_id}: has {len(state.tokens)} tokens, and the KV cache of this replica holds "
+                f"{self._num_kv_tokens}; submit it to a larger one"
+            )
         if state.sequence_id in self._sequences:
             raise ValueError(f"sequence {state.sequence_id}: is on this replica already")
-        release_len = max_len
+        release_len = min(max_len, self._num_kv_tokens + 1)  # of the last token no KV is needed
         if work.max_new_tokens is not None:
             if work.max_new_tokens < 1:
                 raise ValueError(f"Work.max_new_tokens={work.max_new_tokens}: must be at least 1")
-            release_len = min(max_len, len(state.tokens) + work.max_new_tokens)
+            release_len = min(release_len, len(state.tokens) + work.max_new_tokens)
         is_bounded = work.max_new_tokens is not None
         sequence = Sequence(
             state=state,
@@ -501,10 +513,11 @@ class Replica:
         works = []
         for sequence in sequences:
             budget = sequence.release_len - len(sequence.state.tokens)
+            is_bounded = sequence.is_bounded and sequence.release_len < sequence.max_len
             works.append(
                 Work(
                     state=sequence.state,
-                    max_new_tokens=budget if budget and sequence.release_len < sequence.max_len else None,
+                    max_new_tokens=budget if is_bounded and budget else None,
                     kv=sequence.kv,
                     turn=sequence.turn,
                 )

@@ -15,7 +15,8 @@ class SequenceLimits:
     max_model_len: int
     """Tokens of the longest sequence, prompt included."""
     num_kv_tokens: int
-    """Tokens that the KV cache holds in every layout that the run may have."""
+    """Tokens of the longest sequence that may run: the largest replica's KV cache holds it in each layout that the run
+    may have. Other replicas may hold less."""
     has_tokenizer: bool
     eos_token_ids: tuple[int, ...]
 
@@ -52,8 +53,8 @@ class SequenceLimits:
         if max_len > self.num_kv_tokens:
             raise ValueError(
                 f"{name}: {len(tokens)} tokens with max_tokens={params.max_tokens} can reach {max_len} tokens, the KV "
-                f"cache holds {self.num_kv_tokens} in whatever layout the run may have; raise kv_cache_bytes or lower "
-                f"max_tokens or max_model_len"
+                f"cache holds {self.num_kv_tokens} in the largest replica of a layout that the run may have; raise "
+                f"kv_cache_bytes or lower max_tokens or max_model_len"
             )
         return max_len
 

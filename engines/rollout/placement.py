@@ -219,18 +219,23 @@ class Placement:
     def memory(self) -> MemoryPlan:
         return self._capacity.plan(self.engine.spec.tp_size, drafts=self._present.has_draft_model(self._world.rank))
 
-    def check(self, before: Layout, layout: Layout) -> None:
-        """Raises ValueError for a layout that this run cannot regroup to from `before`."""
+    def check(self, before: Layout, layout: Layout, longest: int = 0) -> None:
+        """Raises ValueError for a layout that this run cannot regroup to from `before`, or whose largest replica cannot
+        hold a sequence of `longest` tokens, or of the model's context if that is less."""
         _check_groups(layout, self._groups)
         for replica in layout.replicas:
             check_shardable(self.model, replica.tp_size)
-            if self._given.layout_policy is None:
-                kv_capacity(self.model, self.config, replica.tp_size)
-            elif replica.tp_size not in self._num_kv_tokens:
+            if self._given.layout_policy is not None and replica.tp_size not in self._num_kv_tokens:
                 raise ValueError(
                     f"layout: replica {replica.id} has {replica.tp_size} ranks, and the KV cache is checked for those "
                     f"of {sorted(self._num_kv_tokens)}; add the layout to GroupCache's"
                 )
+        longest = min(longest, self.max_model_len)
+        if longest > (held := self._longest(layout)):
+            raise ValueError(
+                f"layout: its largest replica holds KV of {held} tokens, and an unfinished sequence may reach {longest}"
+                f"; give a larger replica"
+            )
         self._capacity.check(layout)
         if self.draft_ranks is None and any(spec.role == "draft" for spec in layout.replicas):
             raise ValueError("layout: a replica has role='draft', and the first layout had none; begin with one")
@@ -254,7 +259,7 @@ class Placement:
             device=self.device,
             detokenize=detokenizer(self.tokenizer),
             hidden_stop=self._given.hidden_stop,
-            max_kv_tokens=self._max_kv_tokens,
+            max_kv_tokens=self._max_kv_tokens(layout),
             kv_store=self.kv_store,
             draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec, self.config),
             connect_drafts=self.connect_drafts,
@@ -267,14 +272,26 @@ class Placement:
         self._present = layout
         return None if self.draft_ranks is None else self.draft_ranks.connect(layout, spec, self.model.vocab_size)
 
-    @property
-    def _max_kv_tokens(self) -> int | None:
-        """The longest sequence that fits in every layout that a rollout may have; None without a layout policy."""
-        return None if self._given.layout_policy is None else min(self._num_kv_tokens.values())
+    def _longest(self, layout: Layout) -> int:
+        """Returns the tokens that the largest rollout replica holds."""
+        sizes = {one.tp_size for one in layout.replicas}
+        held = {size: kv_capacity(self.model, self.config, size) for size in sizes}
+        return max(held[one.tp_size] for one in layout.replicas if one.role == "rollout")
 
-    def find_drafters(self, before: Layout, after: Layout) -> None:
-        """Where only other ranks' roles have changed: lets the replica draft with those that draft now."""
+    def _max_kv_tokens(self, layout: Layout) -> int | None:
+        """The longest sequence that the largest replica holds in each layout that a rollout begun in this one may have;
+        None where nobody could hand it over to that replica."""
+        if self._given.schedule is None or self._groups is None:
+            return None
+        largest = set() if self._given.layout_policy is None else set(self._groups.largest_sizes)
+        others = [self._num_kv_tokens[size] for size in largest & self._num_kv_tokens.keys()]
+        return min([self._longest(layout), *others])
+
+    def settle(self, before: Layout, after: Layout) -> None:
+        """After a regroup between rollouts, on all ranks: also where only other ranks' places have changed, the
+        replica takes what the largest one holds, and drafts with those that draft now."""
         spec = after.replica_of(self._world.rank)
+        self.engine.replica.limit(self._max_kv_tokens(after))
         assert spec is not None
         if spec == before.replica_of(self._world.rank) and drafters_of(before, spec) != drafters_of(after, spec):
             self.engine.draft_with(self._remote(after, spec))
@@ -297,7 +314,7 @@ class Placement:
                 self._groups.get(spec.ranks),
                 places,
                 draft_policy=of_pace(self._given.draft_policy, self._given.pace, spec, self.config),
-                max_kv_tokens=self._max_kv_tokens,
+                max_kv_tokens=self._max_kv_tokens(after),
                 remote=self._remote(after, spec),
             )
         return self.engine

@@ -61,7 +61,7 @@ class RolloutWorld:
         make_kv_store: Callable[[str], FileKVStore | TieredKVStore],
         schedule_policy: SchedulePolicy,
         layout_policy: LayoutPolicy | None = None,
-        check_layout: Callable[[Layout, Layout], None] | None = None,
+        check_layout: Callable[[Layout, Layout, int], None] | None = None,
         pace: Pace | None = None,
         draft_ranks: DraftRanks | None = None,
     ) -> None:

@@ -119,6 +119,11 @@ class PatController:
     def decide(self, view: LayoutView) -> LayoutChange | None:
         self.learn(lifetimes_of((one.num_generated, one.finish_reason) for one in view.ended))
         if view.phase != self._phase:
+            if len(sizes := {spec.tp_size for spec in view.layout.replicas}) > 1:
+                raise ValueError(
+                    f"PatController: the layout has replicas of TP sizes {sorted(sizes)}; begin the rollout with equal "
+                    f"ones, as `nested_layout` makes them"
+                )
             self._phase, self._last_count, self._last_switch = view.phase, 0, -np.inf
             self._first_size = view.layout.replicas[0].tp_size
         tp_size = view.layout.replicas[0].tp_size

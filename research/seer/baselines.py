@@ -9,6 +9,7 @@ import random
 from contextlib import closing
 from typing import Literal
 
+from engines.coordination.policies import queued_from
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.sequence import SequenceId
 from research.seer.chunks import ChunkOptions, dispatch_chunk
@@ -19,7 +20,7 @@ class RandomStatic:
     """Whole groups to random replicas, all at once, to their ends, as veRL does: every replica gets as many groups.
 
     With `by="sequence"` single sequences, of which every replica gets as many. Nothing is dispatched before all
-    replicas of the layout accept.
+    replicas of the layout accept. The next replica takes a sequence that its own cannot hold.
     """
 
     def __init__(self, seed: int = 0, *, by: Literal["group", "sequence"] = "group") -> None:
@@ -39,7 +40,7 @@ class RandomStatic:
             if not set(self._deck) & set(ids):
                 self._deck = self._random.sample(ids, len(ids))
             self._places[key] = next(id_ for id_ in iter(self._deck.pop, None) if id_ in ids)
-        return Dispatch(sequence_id=sequence.sequence_id, replica_id=self._places[key], queued=True)
+        return queued_from(ids, ids.index(self._places[key]), sequence, view)
 
 
 class Divided:

@@ -67,13 +67,16 @@ def dispatch_chunk(
         first = first or (sequence, chunk)
         if fewest_refused is not None and num_tokens >= fewest_refused:
             continue
-        if replica := select_instance(one for one in replicas if one.has_room(num_tokens)):
+        able = [one for one in replicas if one.can_hold(sequence)]
+        if replica := select_instance(one for one in able if one.has_room(num_tokens)):
             return Dispatch(sequence_id=sequence.sequence_id, replica_id=replica.spec.id, max_new_tokens=chunk)
-        fewest_refused = num_tokens
+        if len(able) == len(replicas):
+            fewest_refused = num_tokens
     if first is None or not options.follow_ups:
         return None
     sequence, chunk = first
-    replica = select_instance(one for one in replicas if one.num_behind() < options.follow_ups)
+    able = [one for one in replicas if one.can_hold(sequence)]
+    replica = select_instance(one for one in able if one.num_behind() < options.follow_ups)
     if replica is None:
         return None
     return Dispatch(sequence_id=sequence.sequence_id, replica_id=replica.spec.id, max_new_tokens=chunk, queued=True)

@@ -142,6 +142,14 @@ class ClusterConfig:
             self.pace.draft(self.layout.replicas[0], self.engine.draft_method, [DraftPass(1)])  # raises, if it cannot
         check_draft_policy(self.engine, self.draft_policy)
 
+    def num_blocks(self, spec: ReplicaSpec) -> int:
+        return self.num_kv_tokens.get(spec.tp_size, 0) // self.engine.block_size
+
+    def longest(self, layout: Layout) -> int:
+        """Returns the tokens that the largest rollout replica holds; without any, those of a replica outside."""
+        specs = [spec for spec in layout.replicas if spec.role == "rollout"] or [ReplicaSpec(id=0, ranks=(0,))]
+        return max(map(self.num_blocks, specs)) * self.engine.block_size
+
     def host_of(self, spec: ReplicaSpec) -> int:
         """Raises ValueError for a replica whose ranks are on two hosts."""
         hosts = {0 if self.gpus_per_host is None else rank // self.gpus_per_host for rank in spec.ranks}
@@ -206,17 +214,26 @@ class Cluster:
         self._steps: list[StepRecord] = []
         num_ranks = 1 + max((rank for spec in config.layout.replicas for rank in spec.ranks), default=-1)
 
-        def check(layout: Layout) -> None:
+        def check(layout: Layout, longest: int = 0) -> None:
             for spec in layout.replicas:
                 config.host_of(spec)
-                if config.num_kv_tokens.get(spec.tp_size, 0) < config.engine.block_size:
+                if not config.num_blocks(spec):
                     raise ValueError(
                         f"layout: replica {spec.id} of {spec.tp_size} GPUs has no room for weights and a block of KV; "
                         f"give replicas of {sorted(config.num_kv_tokens)}"
                     )
+            longest = min(longest, config.max_model_len)
+            if longest > (held := config.longest(layout)):
+                raise ValueError(
+                    f"layout: its largest replica holds KV of {held} tokens, and an unfinished sequence may reach "
+                    f"{longest}; give a larger replica"
+                )
 
         specs = [ReplicaSpec(id=rank, ranks=(rank,)) for rank in range(num_ranks, num_ranks + len(config.outside))]
         check(config.layout)
+        size, others = config.engine.block_size, () if layout_policy is None else config.num_kv_tokens.values()
+        self._max_kv_tokens = min([config.longest(config.layout), *(count // size * size for count in others)])
+        """The longest sequence that the largest replica holds in each layout that the rollout may have."""
         check(Layout(epoch=0, replicas=tuple(specs)))
         self._outside = dict(zip(specs, config.outside, strict=True))
         self.core = RolloutCore(
@@ -224,7 +241,7 @@ class Cluster:
             world_size=num_ranks,
             schedule_policy=schedule_policy,
             layout_policy=layout_policy,
-            check_layout=lambda _, after: check(after),
+            check_layout=lambda _, after, longest: check(after, longest),
             keeps_kv=lambda *_: True,
             timeout_s=config.timeout_s,
         )
@@ -413,7 +430,7 @@ class Cluster:
             now=lambda: self.queue.now,
             transfer_s=partial(config.pace.transfer, spec),
         )
-        blocks = BlockManager(self._num_blocks(spec), config.engine.block_size)
+        blocks = BlockManager(config.num_blocks(spec), config.engine.block_size)
         blocks.adopt(list(contents))
         replica = Replica(
             runner=SimulatedRunner(),
@@ -424,7 +441,7 @@ class Cluster:
             eos_token_ids=(),
             detokenize=None,
             hidden_stop=self._stops,
-            max_kv_tokens=min(config.num_kv_tokens.values()) // config.engine.block_size * config.engine.block_size,
+            max_kv_tokens=self._max_kv_tokens,
             drafter=self._drafter(spec, links),
         )
         return replica, mover
@@ -479,7 +496,7 @@ class Cluster:
     def _form_all(self, specs: list[ReplicaSpec], command: messages.Regroup) -> None:
         """Forms these replicas, after the time of the switch, with the KV that the command sends there."""
         places = {id_: to for id_, to in command.places if any(spec.id == to for spec in specs)}
-        arriving = arrivals(self._kept, places, {spec.id: self._num_blocks(spec) for spec in specs})
+        arriving = arrivals(self._kept, places, {spec.id: self.config.num_blocks(spec) for spec in specs})
         for id_ in places:
             self._kept.pop(id_, None)
         old = {spec.id: spec for spec in command.before.replicas}
@@ -492,9 +509,6 @@ class Cluster:
             seconds = self.config.pace.switch(command.before, command.layout, num_tokens)
             form = partial(self._form, spec, command.layout.epoch, list(arriving[spec.id]))
             self.queue.at(self.queue.now + seconds, (STEP_END, spec.ranks[0]), form)
-
-    def _num_blocks(self, spec: ReplicaSpec) -> int:
-        return self.config.num_kv_tokens[spec.tp_size] // self.config.engine.block_size
 
     def _form(self, spec: ReplicaSpec, epoch: int, contents: Iterable[bytes] = ()) -> None:
         if spec.role == "draft" and self.config.own_drafter is not None:
