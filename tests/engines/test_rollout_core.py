@@ -113,7 +113,8 @@ class ModelReplica:
     def __init__(self, spec: ReplicaSpec, epoch: int, phase: int, version: int, slots: int, num_blocks: int) -> None:
         self.spec, self.epoch, self.phase, self.version = spec, epoch, phase, version
         self.slots, self.num_blocks = slots, num_blocks
-        self.works: dict[SequenceId, tuple[SequenceState, int | None]] = {}
+        self.num_kv_tokens = num_blocks * BLOCK
+        self.works: dict[SequenceId, tuple[SequenceState, int]] = {}
         self.reported: dict[SequenceId, int] = {}
         self.expected: set[SequenceId] = set()
         self.inbox: deque[bytes] = deque()
@@ -153,7 +154,9 @@ class ModelReplica:
                     assert state.sequence_id not in self.works
                     assert not is_finished(state) and work.turn is None
                     assert not state.in_turns or state.observed, "a trajectory that has not begun"
-                    stop = None if work.max_new_tokens is None else len(state.tokens) + work.max_new_tokens
+                    assert len(state.tokens) <= self.num_kv_tokens, "more tokens than it can hold"
+                    bound = MAX_LEN if work.max_new_tokens is None else work.max_new_tokens
+                    stop = min(len(state.tokens) + bound, self.num_kv_tokens + 1)
                     self.works[state.sequence_id] = (state, stop)
                     self.expected.discard(state.sequence_id)
                     self.reported[state.sequence_id] = len(state.tokens)
@@ -185,8 +188,8 @@ class ModelReplica:
                 return command
         return None
 
-    def step(self, report: bool) -> None:
-        """One token for each of the sequences that have a slot."""
+    def step(self, report: bool) -> int:
+        """One token for each of the sequences that have a slot; returns how many it releases as its KV is full."""
         finished, released = [], []
         running = list(self.works.items())[: self.slots]
         for id_, (state, stop) in running:
@@ -201,7 +204,7 @@ class ModelReplica:
                 turn = f"turn {len(state.observed)}"
                 released.append(Work(state=state, kv=self.kv(state, True), turn=turn))
                 del self.works[id_]
-            elif stop is not None and len(state.tokens) >= stop:
+            elif len(state.tokens) >= stop:
                 released.append(Work(state=state, kv=self.kv(state, True)))
                 del self.works[id_]
         if report and running:
@@ -222,6 +225,7 @@ class ModelReplica:
             self.emit(m.SequencesFinished, finished=tuple(finished))
         if released:
             self.emit(m.SequencesReleased, works=tuple(released))
+        return sum(len(one.state.tokens) > self.num_kv_tokens for one in released)
 
 
 class RandomPolicy:
@@ -247,11 +251,13 @@ class RandomPolicy:
     def prefetch(self, view: ScheduleView) -> Prefetch | None:
         self.ended += view.ended
         assert all(view.parked[one].is_parked for one in view.parked)
-        accepting = [id_ for id_, one in view.replicas.items() if one.accepts]
-        if not accepting or not view.parked or self.rng.random() < 0.5:
+        if not view.parked or self.rng.random() < 0.5:
             return None
-        prefetch = Prefetch(sequence_id=self.rng.choice(list(view.parked)), replica_id=self.rng.choice(accepting))
-        return None if view.parked[prefetch.sequence_id].expected_at == prefetch.replica_id else prefetch
+        chosen = view.parked[self.rng.choice(list(view.parked))]
+        able = [id_ for id_, one in view.replicas.items() if one.accepts and one.can_hold(chosen)]
+        if not able or chosen.expected_at == (replica_id := self.rng.choice(able)):
+            return None
+        return Prefetch(sequence_id=chosen.sequence_id, replica_id=replica_id)
 
 
 class World:
@@ -298,8 +304,8 @@ class World:
         self.idle = {rank: deque() for rank in range(self.world_size) if layout.replica_of(rank) is None}
         self.idle_events: deque[bytes] = deque()
 
-    def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def count(self, what: str, number: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + number
 
     def random_layout(self, epoch: int) -> Layout:
         ranks = list(range(self.world_size))
@@ -313,6 +319,9 @@ class World:
 
     def form(self, spec: ReplicaSpec, epoch: int, version: int = 0) -> None:
         slots, blocks = self.rng.randint(1, 4), self.rng.randint(MAX_LEN // BLOCK, 3 * MAX_LEN // BLOCK)
+        # In each layout the last rank has a replica; so somebody can always hold the longest sequence.
+        if self.world_size and self.world_size - 1 not in spec.ranks and self.rng.random() < 0.7:
+            blocks = self.rng.randint(1, 2)
         self.replicas[spec.id, epoch] = ModelReplica(spec, epoch, self.phase, version, slots, blocks)
         self.given[spec.id, epoch] = {}
 
@@ -499,7 +508,13 @@ class World:
             targets = [None, *(spec.id for spec in self.core.layout.replicas), *outside]
             self.count("moves")
             id_ = rng.choice(known)
-            self.say(r.RequestMove(sequence_id=id_, replica_id=rng.choice(targets), with_kv=rng.random() < 0.5))
+            try:
+                self.say(r.RequestMove(sequence_id=id_, replica_id=rng.choice(targets), with_kv=rng.random() < 0.5))
+            except r.RequestRefused as refused:
+                assert re.search(r"has \d+ tokens, and the KV cache of replica \d+ .* holds", str(refused))
+                self.count("infeasible")
+                if self.keeps_log:
+                    self.log.pop()  # it had no effect
         elif kind == "regroup" and self.world_size and not self.core.regrouping:
             layout = self.random_layout(self.core.layout.epoch + 1)
             self.say(r.RequestRegroup(layout=layout, with_kv=rng.random() < 0.5))
@@ -557,7 +572,7 @@ class World:
         if action < 0.3:
             self.take(key)
         elif action < 0.6:
-            replica.step(report=rng.random() < 0.7)
+            self.count("handed over", replica.step(report=rng.random() < 0.7))
         else:
             for _ in range(rng.randint(1, 3)):
                 self.pump(key)
@@ -646,7 +661,7 @@ def replay(seed: int, keeps_log: bool = False, policy: SchedulePolicy | None = N
 
 NUM_CASES, NUM_PARTS = 10_000, 20
 KINDS = ("regroups", "moves", "lost", "repeated", "kv", "discarded", "turns", "answers again")
-KINDS += ("expected", "not expected any more")
+KINDS += ("expected", "not expected any more", "handed over")
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -656,7 +671,7 @@ def test_every_sequence_is_delivered_once_whatever_happens(part: int) -> None:
         world = replay(seed)
         for what, number in world.counts.items():
             counts[what] = counts.get(what, 0) + number
-    assert min(counts[what] for what in KINDS) > 30
+    assert min(counts[what] for what in KINDS) > 30 and counts["infeasible"] > 5
 
 
 def test_the_same_events_give_the_same_commands() -> None:
