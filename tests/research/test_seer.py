@@ -107,7 +107,8 @@ class NaiveAlgorithm:
             behind_prompt = one.num_generated + one.num_observed
             chunk = min(round(self.options.chunk_tokens * (1 - less)), one.max_tokens - behind_prompt)
             num_tokens = one.num_prompt_tokens + behind_prompt + chunk
-            all_ = [r for r in view.replicas.values() if r.num_assigned < r.max_num_seqs + self.options.follow_ups]
+            holds = [r for r in view.replicas.values() if num_tokens - chunk <= r.num_blocks * r.block_size]
+            all_ = [r for r in holds if r.num_assigned < r.max_num_seqs + self.options.follow_ups]
             if queued:
                 roomy = [r for r in all_ if r.accepts and r.num_behind() < self.options.follow_ups]
             else:
