@@ -1,7 +1,7 @@
 """What Heddle's placement is compared with: §7, "Baselines", and §7.3. Torch-free.
 
 Each turn is dispatched at once, into the replica's own queue, as routers do before SGLang. The load of a replica is
-what it has over its TP size, so that unequal ones compare. A `Priority` orders the turns of a replica.
+what it has over its TP size, so that unequal ones compare. Other orders than that of coming: `HeddleOptions`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,11 @@ from collections import Counter
 from collections.abc import Sequence as Items
 
 from engines.coordination.views import Dispatch, ReplicaView, ScheduleView, SequenceView
-from research.heddle.priority import Priority, round_robin
-from research.heddle.ranks import Ranks
 
 
 def able(view: ScheduleView, sequence: SequenceView) -> list[ReplicaView]:
     """Replicas that take sequences and whose KV cache can hold this one."""
-    return [one for one in view.replicas.values() if one.accepts and can_hold(one, sequence)]
-
-
-def can_hold(replica: ReplicaView, sequence: SequenceView) -> bool:
-    return sequence.num_tokens < replica.num_blocks * replica.block_size
+    return [one for one in view.replicas.values() if one.accepts and one.can_hold(sequence)]
 
 
 def load(replica: ReplicaView) -> tuple[float, float]:
@@ -38,30 +32,17 @@ def by_load(sequence: SequenceView, replicas: Items[ReplicaView], threshold: flo
 
 
 class Router:
-    """Dispatches what waits in the order of its coming; subclasses say where."""
-
-    def __init__(self, priority: Priority = round_robin) -> None:
-        self._priority = priority
-        self._ranks = Ranks()
+    """Dispatches what waits in the order of its coming, without priorities; subclasses say where."""
 
     def next(self, view: ScheduleView) -> Dispatch | None:
-        self._note(view)
         for sequence in view.waiting.values():
             if replicas := able(view, sequence):
-                priority = self._priority(sequence, self._ranks.estimate(sequence))
-                chosen = self._choose(sequence, replicas)
-                return Dispatch(
-                    sequence_id=sequence.sequence_id, replica_id=chosen.spec.id, queued=True, priority=priority
-                )
+                chosen = self.choose(sequence, replicas)
+                return Dispatch(sequence_id=sequence.sequence_id, replica_id=chosen.spec.id, queued=True)
         return None
 
-    def _note(self, view: ScheduleView) -> None:
-        for sequence in (*view.entered, *view.changed):  # what has changed is newer
-            self._ranks.put(sequence)
-        for ended in view.ended:
-            self._ranks.remove(ended)
-
-    def _choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
+    def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
+        """Returns one of these replicas, at least one, which can all take the sequence."""
         raise NotImplementedError
 
 
@@ -69,11 +50,10 @@ class LeastLoad(Router):
     """Slime: to the replica with the least load, if that of the most loaded one is larger by more than `threshold`;
     else to the one with the longest cached prefix, on which the last turn was."""
 
-    def __init__(self, priority: Priority = round_robin, *, threshold: float = 0.0) -> None:
-        super().__init__(priority)
+    def __init__(self, *, threshold: float = 0.0) -> None:
         self._threshold = threshold
 
-    def _choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
+    def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
         return by_load(sequence, replicas, self._threshold)
 
 
@@ -81,11 +61,10 @@ class CacheAware(Router):
     """Verl: all turns of a trajectory on one replica. First turns go to the replicas in turn, which spreads a group
     over them: its trajectories are alike, so that groups on single replicas would be less even."""
 
-    def __init__(self, priority: Priority = round_robin) -> None:
-        super().__init__(priority)
+    def __init__(self) -> None:
         self._num_begun: Counter[int] = Counter()
 
-    def _choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
+    def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
         for one in replicas:
             if one.spec.id == sequence.last_replica_id:
                 return one
@@ -98,12 +77,12 @@ class Hybrid(CacheAware):
     """Verl with SGLang's router: to the least loaded replica where the largest load is above `skew` times the smallest,
     else cache-aware."""
 
-    def __init__(self, priority: Priority = round_robin, *, skew: float = 32.0) -> None:
-        super().__init__(priority)
+    def __init__(self, *, skew: float = 32.0) -> None:
+        super().__init__()
         self._skew = skew
 
-    def _choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
+    def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
         loads = [load(one)[0] for one in replicas]
         if max(loads) > self._skew * min(loads) and sequence.last_replica_id is not None:
             return by_load(sequence, replicas)
-        return super()._choose(sequence, replicas)
+        return super().choose(sequence, replicas)

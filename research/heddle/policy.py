@@ -7,16 +7,17 @@ its KV beside the tool.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from engines.constraints import Fraction, NonNegative, check_fields
+from engines.constraints import Fraction, Margin, NonNegative, check_fields
 from engines.coordination.views import Dispatch, Prefetch, ReplicaView, ScheduleView, SequenceView
 from engines.parallel.layout import ReplicaSpec
 from engines.sequence import SequenceId
-from research.heddle.baselines import able, by_load, can_hold
+from research.heddle.baselines import LeastLoad, Router, able
 from research.heddle.migration import Groups, capacities, group_of, pays
 from research.heddle.priority import Priority, by_remaining
 from research.heddle.ranks import Ranks
@@ -42,12 +43,15 @@ class HeddleOptions:
     """Each mechanism can be switched off alone."""
 
     places: bool = True
-    """Else each turn goes to the least loaded replica, and nothing migrates."""
+    """Else each turn goes where the policy's router says, and nothing migrates."""
     migrates: bool = True
     """Else a trajectory stays where it was placed."""
     priority: Priority = by_remaining
     hysteresis: Fraction = 0.02
     """Share of the unfinished trajectories by which a rank must lie outside of a group's: 0 is the paper's (H-D16)."""
+    replans: Margin = 0.5
+    """Places anew after this many new predictions for each trajectory, then twice as many and so on: those before the
+    first turn may say little. inf is the paper's, which never does (§5.3)."""
     patience_s: NonNegative = 5.0
     """For how long the first turns wait for predictions of all trajectories; 0 where there is no predictor."""
     waits_s: NonNegative = 0.0
@@ -93,22 +97,28 @@ class _Plan:
 
 
 class HeddlePolicy:
-    """A `PrefetchingPolicy`. Without predictions it dispatches by least load."""
+    """A `PrefetchingPolicy`. What has no place goes where `router` says, by default to the least loaded replica:
+    without predictions all, and with `HeddleOptions.places=False`, which compares priorities alone."""
 
-    def __init__(self, planner: Planner, costs: Costs, options: HeddleOptions | None = None) -> None:
+    def __init__(
+        self, planner: Planner, costs: Costs, options: HeddleOptions | None = None, router: Router | None = None
+    ) -> None:
         self._planner, self._costs, self.options = planner, costs, options or HeddleOptions()
+        self._router = router or LeastLoad()
         self.counters = Counters()
         self._ranks = Ranks()
         self._plan: _Plan | None = None
         self._planned_on = frozenset[int]()
         """The replicas that accepted then."""
+        self._num_new, self._new_for_next = 0, math.inf
+        """New predictions, and how many lead to the next placement."""
         self._is_open = False
         """Whether first turns may begin."""
         self._first_seen: float | None = None
         self._unanswered: dict[SequenceId, None] = {}
         """Trajectories of which the predictor has said nothing."""
         self._homes: dict[SequenceId, int] = {}
-        """Placed trajectories: the replica of their next turn."""
+        """The replica of a trajectory's next turn: of its last one, or as it was placed or moved since."""
         self._gaps: dict[SequenceId, _Gap] = {}
         self._mean_tool_s = 0.0
         self._num_seen: dict[SequenceId, int] = {}
@@ -122,20 +132,25 @@ class HeddlePolicy:
     # --- What has happened
 
     def _note(self, view: ScheduleView) -> None:
-        for sequence in (*view.entered, *view.changed):
-            self._ranks.put(sequence)
-        for sequence in view.changed:
-            self._note_change(view, sequence)
-        for sequence in view.entered:
-            self._note_entry(view, sequence)
         for ended in view.ended:
             self._ranks.remove(ended)
             self._moves.cancel(ended.sequence_id)
             for mapping in (self._homes, self._gaps, self._num_seen, self._unanswered, self._held):
                 mapping.pop(ended.sequence_id, None)
-        if not self._ranks:
-            self._plan, self._is_open, self._first_seen = None, False, None
-        elif self._is_open and _accepting(view) not in (self._planned_on, frozenset()):
+        if view.ended and not self._ranks:  # the next rollout's may be in the same view
+            self._plan, self._is_open, self._first_seen, self._new_for_next = None, False, None, math.inf
+        gone = {ended.sequence_id for ended in view.ended} - view.waiting.keys()
+        entered = [one for one in view.entered if one.sequence_id not in gone]
+        for sequence in (*entered, *view.changed):  # what has changed is newer
+            self._ranks.put(sequence)
+        for sequence in view.changed:
+            self._note_change(view, sequence)
+        for sequence in entered:
+            self._note_entry(view, sequence)
+        if self._is_open and _accepting(view) not in (self._planned_on, frozenset()):
+            self._place(view)
+        elif self._num_new >= self._new_for_next:
+            self._new_for_next *= 2
             self._place(view)
 
     def _note_change(self, view: ScheduleView, sequence: SequenceView) -> None:
@@ -151,6 +166,7 @@ class HeddlePolicy:
             self._gaps[id_] = _Gap(since=view.now)
         if sequence.answered_turns >= sequence.num_turns and id_ in self._held:
             self._release(view, id_)
+        self._num_new += sequence.answered_turns > 0 and sequence.answered_turns == sequence.num_turns
         if sequence.is_parked and id_ in self._homes:
             self._consider(view, sequence)
 
@@ -201,13 +217,14 @@ class HeddlePolicy:
                 return False
             if not _accepting(view):
                 return False
-            self._is_open = True
+            self._is_open, self._num_new = True, 0
+            self._new_for_next = max(1, self.options.replans * len(self._ranks))
             self._place(view)
         return True
 
     def _place(self, view: ScheduleView) -> None:
-        """Places all unfinished trajectories, on the replicas that accept now. Only those between two turns go there
-        at once; others as their ranks change."""
+        """Places all unfinished trajectories on the replicas that accept now. Those that have begun stay until a new
+        prediction of theirs moves them by their rank."""
         self._plan, self._planned_on = None, _accepting(view)
         ids = self._planned_on
         if not self.options.places or not self._ranks.mean:
@@ -257,7 +274,7 @@ class HeddlePolicy:
 
     def _pays(self, view: ScheduleView, sequence: SequenceView, source: int, target: int, seconds: float) -> bool:
         there, here = view.replicas[target], view.replicas.get(source)
-        if not there.accepts or not can_hold(there, sequence):
+        if not there.accepts or not there.can_hold(sequence):
             return False
         if here is None:
             return True
@@ -314,11 +331,10 @@ class HeddlePolicy:
         home = self._homes.get(id_)
         if self._plan is not None and home not in self._plan.places:
             home = self._home_by_rank(id_, None)
-        for one in replicas:
-            if self._plan is not None and one.spec.id == home:
-                self._homes[id_] = home
-                return one
-        return by_load(sequence, replicas)
+        by_place = [one for one in replicas if self._plan is not None and one.spec.id == home]
+        chosen = by_place[0] if by_place else self._router.choose(sequence, replicas)
+        self._homes[id_] = chosen.spec.id
+        return chosen
 
 
 def _accepting(view: ScheduleView) -> frozenset[int]:

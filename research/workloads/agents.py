@@ -25,7 +25,8 @@ NUM_PROMPT_TOKENS = 512
 AgentName = Literal["coding", "search", "math"]
 Residuals = tuple[tuple[float, ...], ...]
 """Of predictions before the first turn, after one turn and so on, the last for all later ones: quantiles, at equal
-steps from the least to the largest, of the logarithm of (predicted + 1) / (true + 1) remaining tokens."""
+steps from the least to the largest, of log((predicted + 1) / (true + 1)) of the remaining tokens, over the standard
+deviation of log(true + 1): so that the errors of one task can be those of another, whose lengths differ more."""
 LOG_NORMAL: Residuals = tuple(
     tuple(NormalDist(0, sigma).inv_cdf((place + 0.5) / 21) for place in range(21)) for sigma in (0.8, 0.5, 0.35)
 )
@@ -124,8 +125,8 @@ class StatedPredictions:
                 return math.nan
         mean, spread = self._spread(num_turns)
         quantiles = self._errors.residuals[min(num_turns, len(self._errors.residuals) - 1)]
-        kept = max(0.0, 1 - (pstdev(quantiles) / spread) ** 2) if spread else 1.0
-        residual = _quantile(quantiles, self._uniform(sequence_id, num_turns)) - fmean(quantiles)
+        kept = max(0.0, 1 - pstdev(quantiles) ** 2)
+        residual = spread * (_quantile(quantiles, self._uniform(sequence_id, num_turns)) - fmean(quantiles))
         return max(0.0, math.expm1(mean + kept * (math.log1p(left) - mean) + math.sqrt(kept) * residual))
 
     def _left(self, turns: Sequence[Turn], num_turns: int) -> float:

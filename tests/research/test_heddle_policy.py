@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,12 +12,17 @@ from typing import Any
 import pytest
 
 from engines.config import EngineConfig
-from engines.parallel.layout import nested_layout
+from engines.coordination.core import RolloutCore
+from engines.coordination.views import EndedView, LayoutChange, LayoutView, Prefetch, ScheduleView
+from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.sequence import SamplingParams, SequenceId
 from research.heddle.baselines import CacheAware, Hybrid, LeastLoad
 from research.heddle.migration import Groups
 from research.heddle.policy import Costs, HeddleOptions, HeddlePolicy
-from research.simulator.cluster import Cluster, ClusterConfig, SimulatedRollout
+from research.heddle.priority import first_come, shortest_first
+from research.simulator import cluster as cluster_module
+from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, SimulatedRollout
+from research.simulator.replay import RecordingCore, play, recording
 from research.workloads.agents import AGENTS, Errors, StatedPredictions, scaled
 from research.workloads.trajectories import Turn
 from tests.research.test_simulator import FlatPace, check_after_every_event
@@ -37,20 +44,30 @@ def drawn(name: str, count: int, seed: int = 0) -> dict[SequenceId, list[Turn]]:
 
 
 def rollout(
-    policy: Any, turns: dict[SequenceId, list[Turn]], errors: Errors | None = None, *, num_kv_tokens: int = 8_000,
-    num_ranks: int = 3, checked: bool = False, **engine: Any,
-) -> tuple[Cluster, SimulatedRollout]:  # fmt: skip
+    policy: Any,
+    turns: dict[SequenceId, list[Turn]],
+    errors: Errors | None = None,
+    *,
+    num_kv_tokens: int = 8_000,
+    num_ranks: int = 3,
+    checked: bool = False,
+    cluster: dict[str, Any] | None = None,
+    layout_policy: Any = None,
+    **engine: Any,
+) -> tuple[Cluster, SimulatedRollout]:
     options = {"max_num_seqs": 64, "block_size": 16, "max_num_batched_tokens": 4096, **engine}
     config = ClusterConfig(
-        layout=nested_layout(range(num_ranks), 1),
         engine=EngineConfig(**options),
         pace=FlatPace(),
-        num_kv_tokens={1: num_kv_tokens},
+        num_kv_tokens={1: num_kv_tokens, 2: 2 * num_kv_tokens},
         max_model_len=2048,
+        **{"layout": nested_layout(range(num_ranks), 1), **(cluster or {})},
     )
     lengths = {id_: sum(turn.num_generated for turn in some) for id_, some in turns.items()}
     predictor = None if errors is None else lambda later: StatedPredictions(turns, later, errors)
-    simulated = Cluster(config, schedule_policy=policy, lengths=lengths, turns=turns, predictor=predictor)
+    simulated = Cluster(
+        config, schedule_policy=policy, lengths=lengths, turns=turns, predictor=predictor, layout_policy=layout_policy
+    )
     if checked:
         check_after_every_event(simulated)
     states = [make_state(uid, range(8 * uid, 8 * uid + 8), PARAMS) for _, uid, _ in turns]
@@ -86,3 +103,180 @@ def test_the_placement_is_obeyed() -> None:
     expected = {id_: (place >= 6) + (place >= 24) for place, id_ in enumerate(by_length)}
     assert {id_: set(places) for id_, places in stays(done).items()} == {id_: {one} for id_, one in expected.items()}
     assert policy.counters.num_migrations == 0
+
+
+def test_trajectories_move_in_gaps_only_and_as_counted() -> None:
+    """Within a turn the replica is the same; each change of it is a migration, and half of them at least pays here."""
+    turns = drawn("coding", 60)
+    policy = HeddlePolicy(thirds, COSTS, HeddleOptions(hysteresis=0.0, replans=math.inf))
+    simulated, done = rollout(policy, turns, Errors(seconds=0.01))
+    places = stays(done)
+    assert all(len(places[id_]) == len(turns[id_]) for id_ in turns)
+    changes = sum(a != b for some in places.values() for a, b in itertools.pairwise(some))
+    read_ahead = [one for one in done.decisions if one.action == "prefetch"]
+    assert policy.counters.num_gaps == sum(len(some) - 1 for some in turns.values())
+    assert policy.counters.num_migrations >= changes > 20 and read_ahead
+    assert simulated.pool.num_tokens == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_what_gaps_wait_for(seconds: float) -> None:
+    """Tools take 0.1 s, predictions `seconds`: those that wait for them lose the rest, and nothing else."""
+    turns = {
+        (0, uid, 0): [Turn(num_generated=5, tool_s=0.1, num_observed=3)] * 3 + [Turn(num_generated=2)]
+        for uid in range(6)
+    }
+    for waits_s, exposed_s in ((0.0, 0.0), (10.0, max(0.0, seconds - 0.1)), (0.15, min(0.05, seconds))):
+        policy = HeddlePolicy(thirds, COSTS, HeddleOptions(waits_s=waits_s))
+        _, done = rollout(policy, turns, Errors(kind="oracle", seconds=seconds))
+        counters = policy.counters
+        if waits_s != 0.15 or not seconds:  # it waits until something happens after that
+            assert counters.prediction_s == pytest.approx(18 * exposed_s, abs=1e-6)
+        else:
+            assert 18 * exposed_s <= counters.prediction_s < 18 * 0.2
+        firsts = [span.start for span in done.turns if span.kind == "replica"][:6]
+        assert firsts == pytest.approx([seconds] * 6), "first turns wait for all predictions"
+
+
+def test_the_longest_remaining_preempts() -> None:
+    """One slot. The long trajectory comes back while a short one runs, and takes its place; with `first_come` and an
+    infinite margin it waits; equal priorities never preempt."""
+    long = [Turn(num_generated=20, tool_s=0.05), Turn(num_generated=60)]
+    turns = {(0, uid, 0): some for uid, some in enumerate([long, [Turn(num_generated=40)], [Turn(num_generated=40)]])}
+
+    def run(options: HeddleOptions, **engine: Any) -> tuple[int, dict[int, float]]:
+        policy = HeddlePolicy(thirds, COSTS, replace(options, places=False))
+        _, done = rollout(policy, turns, Errors(kind="oracle"), num_ranks=1, max_num_seqs=1, **engine)
+        return done.num_preempted, {id_[1]: end for id_, end in done.finish_times.items()}
+
+    preempted, ends = run(HeddleOptions())
+    assert preempted == 1 and ends[0] < min(ends[1], ends[2])
+    preempted, ends = run(HeddleOptions(priority=first_come), priority_margin=math.inf)
+    assert preempted == 0 and ends[1] < ends[0] < ends[2]
+    preempted, ends = run(HeddleOptions(priority=shortest_first))
+    assert preempted == 0 and ends[0] == max(ends.values())
+
+
+def test_replay_gives_the_same_commands() -> None:
+    """A fresh core with a fresh policy, given the same events at the same times."""
+    policy = partial(HeddlePolicy, thirds, COSTS, HeddleOptions(hysteresis=0.0))
+    with recording(cluster_module):
+        simulated, _ = rollout(policy(), drawn("search", 40), Errors(seconds=0.01))
+    assert isinstance(simulated.core, RecordingCore)
+
+    def make_core() -> RolloutCore:
+        return RolloutCore(
+            layout=simulated.config.layout,
+            world_size=3,
+            schedule_policy=policy(),
+            layout_policy=None,
+            check_layout=lambda *_: None,
+            keeps_kv=lambda *_: True,
+            timeout_s=simulated.config.timeout_s,
+        )
+
+    assert play(simulated.core.log, make_core) > 500
+
+
+def test_the_least_load_and_the_last_replica() -> None:
+    """Each turn goes to a replica that has least at that time; within the threshold, to that of the last turn."""
+    turns = drawn("coding", 60)
+    _, done = rollout(LeastLoad(), turns)
+    for one in done.decisions:
+        if one.action == "dispatch":
+            loads = {replica.spec.id: replica.num_assigned for replica in one.replicas}
+            assert one.replica_id is not None and loads[one.replica_id] == min(loads.values())
+    _, done = rollout(LeastLoad(threshold=1e9), turns)
+    assert all(len(set(places)) == 1 for places in stays(done).values())
+    _, done = rollout(CacheAware(), turns)
+    assert {id_: set(places) for id_, places in stays(done).items()} == {id_: {id_[1] % 3} for id_ in turns}
+
+
+def test_the_hybrid_follows_the_skew() -> None:
+    """With a skew of 1 any difference counts, with a large one only an idle replica does."""
+    turns = drawn("coding", 60)
+    changes = []
+    for skew in (1.0, 1e9):
+        _, done = rollout(Hybrid(skew=skew), turns)
+        changes.append(sum(len(set(places)) > 1 for places in stays(done).values()))
+    assert changes[0] > changes[1]
+
+
+@pytest.mark.parametrize("kind", ["constant", "reversed", "nothing", "residuals"])
+@pytest.mark.parametrize("name", ["search", "math"])
+def test_poor_predictions_harm_nobody(name: str, kind: Any) -> None:
+    """Every trajectory ends; without any prediction the dispatch is that of least load."""
+    turns = drawn(name, 48, seed=1)
+    policy = HeddlePolicy(thirds, COSTS)
+    _, done = rollout(policy, turns, Errors(kind=kind, seconds=0.02), num_kv_tokens=1_500)
+    if kind == "nothing":
+        off = HeddlePolicy(thirds, COSTS, HeddleOptions(places=False))
+        _, plain = rollout(off, turns, Errors(kind=kind, seconds=0.02), num_kv_tokens=1_500)
+        assert done.finish_times == plain.finish_times
+
+
+def test_without_a_predictor_it_is_least_load() -> None:
+    turns = drawn("coding", 60)
+    _, done = rollout(HeddlePolicy(thirds, COSTS, HeddleOptions(patience_s=0)), turns)
+    _, plain = rollout(LeastLoad(), turns)
+    assert done.finish_times == plain.finish_times
+
+
+def test_a_planner_that_yields_leaves_all_to_least_load() -> None:
+    turns = drawn("coding", 60)
+    policy = HeddlePolicy(lambda *_: None, COSTS)
+    _, done = rollout(policy, turns, Errors(kind="oracle"))
+    _, plain = rollout(HeddlePolicy(thirds, COSTS, HeddleOptions(places=False)), turns, Errors(kind="oracle"))
+    assert done.finish_times == plain.finish_times and policy.counters.num_yielded > 1
+
+
+class Narrow:
+    """Regroups once, from one replica of two ranks and one of one, to three of one."""
+
+    def decide(self, view: LayoutView) -> LayoutChange | None:
+        if view.layout.epoch or view.num_delivered < 10:
+            return None
+        return LayoutChange(layout=nested_layout(range(3), 1, epoch=1))
+
+
+def test_replicas_come_and_go() -> None:
+    """A regroup, and a replica that joins and dies: what is placed on replicas that are gone is placed anew."""
+    outside = (OutsideReplica(join_s=0.5, death_s=2.0), OutsideReplica(join_s=1.0))
+    policy = HeddlePolicy(thirds_of_any, COSTS, HeddleOptions(hysteresis=0.0))
+    wide = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0, 1)), ReplicaSpec(id=1, ranks=(2,))))
+    _, done = rollout(
+        policy, drawn("coding", 60), Errors(seconds=0.02), cluster={"outside": outside, "layout": wide},
+        layout_policy=Narrow(), checked=True, num_kv_tokens=2_000,
+    )  # fmt: skip
+    assert {one.action for one in done.decisions} >= {"regroup", "drop", "prefetch"}
+    assert len({one for places in stays(done).values() for one in places}) > 4
+
+
+def thirds_of_any(lengths: Any, replicas: Any) -> Groups:
+    shares = [len(lengths) // len(replicas)] * len(replicas)
+    shares[-1] += len(lengths) - sum(shares)
+    return Groups(tuple(shares), tuple(one.spec.id for one in replicas))
+
+
+def test_one_rollout_follows_another() -> None:
+    """Of the last trajectory's end a policy hears with the news of the next rollout, all of which is placed again."""
+    policy, last = HeddlePolicy(thirds, COSTS, HeddleOptions(migrates=False)), list[SequenceId]()
+    ask = policy.prefetch
+
+    def prefetch(view: ScheduleView) -> Prefetch | None:
+        ends = [
+            EndedView(sequence_id=last.pop(), group_id=0, num_prompt_tokens=8, num_generated=1, finish_reason="stop")
+            for _ in range(len(last))
+        ]
+        return ask(replace(view, ended=(*ends, *view.ended)))
+
+    policy.prefetch = prefetch  # type: ignore[method-assign]
+    for seed in range(3):
+        turns = drawn("search", 40, seed)
+        _, done = rollout(policy, turns, Errors(kind="oracle", seconds=0.1))
+        by_length = sorted(turns, key=lambda id_: (-done.lengths[id_], id_))
+        expected = {id_: {(place >= 4) + (place >= 16)} for place, id_ in enumerate(by_length)}
+        assert {id_: set(places) for id_, places in stays(done).items()} == expected
+        kept = [value for value in vars(policy).values() if isinstance(value, dict)]
+        last = [*done.finish_times][-1:]
+        assert len(kept) > 4 and {id_ for one in kept for id_ in one} <= {*last} and len(policy._ranks) <= 1
