@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engines.constraints import Fraction, Margin, NonNegative, check_fields
 from engines.coordination.views import Dispatch, Prefetch, ReplicaView, ScheduleView, SequenceView
@@ -92,8 +92,15 @@ class _Plan:
     """A placement in force."""
 
     groups: Groups
-    places: dict[int, int] = field(default_factory=dict)
+    places: Mapping[int, int]
     """Replica -> its group."""
+    _counts: tuple[int, list[int]] = (0, [])
+
+    def counts(self, num_active: int) -> list[int]:
+        """See `capacities`; they change only when a trajectory ends."""
+        if self._counts[0] != num_active:
+            self._counts = num_active, capacities(self.groups.sizes, num_active)
+        return self._counts[1]
 
 
 class HeddlePolicy:
@@ -139,7 +146,7 @@ class HeddlePolicy:
                 mapping.pop(ended.sequence_id, None)
         if view.ended and not self._ranks:  # the next rollout's may be in the same view
             self._plan, self._is_open, self._first_seen, self._new_for_next = None, False, None, math.inf
-        gone = {ended.sequence_id for ended in view.ended} - view.waiting.keys()
+        gone = {ended.sequence_id for ended in view.ended if ended.sequence_id not in view.waiting}
         entered = [one for one in view.entered if one.sequence_id not in gone]
         for sequence in (*entered, *view.changed):  # what has changed is newer
             self._ranks.put(sequence)
@@ -245,7 +252,7 @@ class HeddlePolicy:
         """The replica for a trajectory's rank; None without a placement."""
         if self._plan is None or sequence_id not in self._ranks:
             return None
-        counts = capacities(self._plan.groups.sizes, len(self._ranks))
+        counts = self._plan.counts(len(self._ranks))
         margin = self.options.hysteresis * len(self._ranks)
         place = None if current is None else self._plan.places.get(current)
         return self._plan.groups.replica_ids[group_of(self._ranks.rank(sequence_id), counts, place, margin)]
@@ -314,26 +321,34 @@ class HeddlePolicy:
             sequence = view.waiting.get(self._ready.popleft())
             if sequence is None:
                 continue
-            replicas = able(view, sequence)
-            if not replicas:
+            chosen = self._choose(view, sequence)
+            if chosen is None:
                 self._ready.append(sequence.sequence_id)
                 continue
             return Dispatch(
                 sequence_id=sequence.sequence_id,
-                replica_id=self._choose(sequence, replicas).spec.id,
+                replica_id=chosen,
                 queued=True,
                 priority=self.options.priority(sequence, self._ranks.estimate(sequence)),
             )
         return None
 
-    def _choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
+    def _choose(self, view: ScheduleView, sequence: SequenceView) -> int | None:
+        """Returns the id of the replica for a turn; None if none can take it."""
         id_ = sequence.sequence_id
-        home = self._homes.get(id_)
-        if self._plan is not None and home not in self._plan.places:
-            home = self._home_by_rank(id_, None)
-        by_place = [one for one in replicas if self._plan is not None and one.spec.id == home]
-        chosen = by_place[0] if by_place else self._router.choose(sequence, replicas)
-        self._homes[id_] = chosen.spec.id
+        chosen = None
+        if self._plan is not None:
+            chosen = self._homes.get(id_)
+            if chosen not in self._plan.places:
+                chosen = self._home_by_rank(id_, None)
+        home = None if chosen is None else view.replicas.get(chosen)
+        if home is None or not home.accepts or not home.can_hold(sequence):
+            replicas = able(view, sequence)
+            if not replicas:
+                return None
+            chosen = self._router.choose(sequence, replicas).spec.id
+        assert chosen is not None
+        self._homes[id_] = chosen
         return chosen
 
 

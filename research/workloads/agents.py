@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import NormalDist, fmean, pstdev
 from typing import Literal
 
@@ -125,8 +126,9 @@ class StatedPredictions:
                 return math.nan
         mean, spread = self._spread(num_turns)
         quantiles = self._errors.residuals[min(num_turns, len(self._errors.residuals) - 1)]
-        kept = max(0.0, 1 - pstdev(quantiles) ** 2)
-        residual = spread * (_quantile(quantiles, self._uniform(sequence_id, num_turns)) - fmean(quantiles))
+        middle, variance = _moments(quantiles)
+        kept = max(0.0, 1 - variance)
+        residual = spread * (_quantile(quantiles, self._uniform(sequence_id, num_turns)) - middle)
         return max(0.0, math.expm1(mean + kept * (math.log1p(left) - mean) + math.sqrt(kept) * residual))
 
     def _left(self, turns: Sequence[Turn], num_turns: int) -> float:
@@ -145,6 +147,13 @@ class StatedPredictions:
         own = random.Random(f"{seed}/{sequence_id}/{num_turns}").gauss(0, 1)
         common = random.Random(f"{seed}/{sequence_id}").gauss(0, 1)
         return NormalDist().cdf(math.sqrt(share) * common + math.sqrt(1 - share) * own)
+
+
+def _moments(quantiles: Sequence[float]) -> tuple[float, float]:
+    """Mean and variance of what `_quantile` draws: it lies evenly between two neighbours."""
+    pairs = [*pairwise(quantiles)] or [(quantiles[0], quantiles[0])]
+    mean = fmean((low + high) / 2 for low, high in pairs)
+    return mean, fmean((low**2 + low * high + high**2) / 3 for low, high in pairs) - mean**2
 
 
 def _quantile(quantiles: Sequence[float], share: float) -> float:

@@ -280,3 +280,26 @@ def test_one_rollout_follows_another() -> None:
         kept = [value for value in vars(policy).values() if isinstance(value, dict)]
         last = [*done.finish_times][-1:]
         assert len(kept) > 4 and {id_ for one in kept for id_ in one} <= {*last} and len(policy._ranks) <= 1
+
+
+def eq3(lengths: Any, replicas: Any) -> Groups:
+    """The best of all placements on three replicas by Eq. 2, with F of `COSTS`."""
+    count, token_s = len(lengths), COSTS.token_s
+    spec = replicas[0].spec
+
+    def seconds(bounds: tuple[int, int]) -> float:
+        groups = itertools.pairwise((0, *bounds, count))
+        return max(lengths[start] * token_s(spec, end - start) for start, end in groups)
+
+    first, second = min(itertools.combinations(range(1, count), 2), key=seconds)
+    return Groups((first, second - first, count - second), tuple(one.spec.id for one in replicas))
+
+
+@pytest.mark.parametrize("name", ["coding", "search"])
+def test_placement_helps_where_nothing_queues(name: str) -> None:
+    """With an oracle and KV for all; in virtual time, in which nothing is noise."""
+    turns = drawn(name, 64)
+    errors = Errors(kind="oracle")
+    _, placed = rollout(HeddlePolicy(eq3, COSTS), turns, errors)
+    _, spread = rollout(HeddlePolicy(eq3, COSTS, HeddleOptions(places=False)), turns, errors)
+    assert placed.makespan < 0.97 * spread.makespan
