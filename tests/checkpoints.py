@@ -65,7 +65,7 @@ def save_checkpoint(
     return model.eval()
 
 
-def save_text_checkpoint(directory: Path, num_heads: int = 2, *, is_chat: bool = False) -> None:
+def save_text_checkpoint(directory: Path, num_heads: int = 2, *, num_kv_heads: int = 1, is_chat: bool = False) -> None:
     """A random tiny Qwen3 over bytes, with its tokenizer; ends a completion about once in 60 tokens."""
     from algos.tokenizer import EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
@@ -76,7 +76,7 @@ def save_text_checkpoint(directory: Path, num_heads: int = 2, *, is_chat: bool =
         intermediate_size=64,
         num_hidden_layers=1,
         num_attention_heads=num_heads,
-        num_key_value_heads=1,
+        num_key_value_heads=num_kv_heads,
         head_dim=16,
         max_position_embeddings=512,
         tie_word_embeddings=True,

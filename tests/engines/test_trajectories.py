@@ -271,7 +271,7 @@ class Elsewhere(OnDemand):
         for sequence in view.waiting.values():
             ids = [id_ for id_, one in view.replicas.items() if one.room_for(sequence, self._chunk)]
             others = [id_ for id_ in ids if id_ != sequence.last_replica_id]
-            if others or (ids and len(view.replicas) == 1):
+            if others or (ids and sum(one.can_hold(sequence) for one in view.replicas.values()) == 1):
                 chosen = (others or ids)[0]
                 return Dispatch(sequence_id=sequence.sequence_id, replica_id=chosen, max_new_tokens=self._chunk)
         return None
@@ -286,7 +286,8 @@ class Ranked:
 
     def prefetch(self, view: ScheduleView) -> Prefetch | None:
         for id_, sequence in view.parked.items():
-            ids = sorted(one for one in view.replicas if view.replicas[one].accepts)
+            able = [one for one in view.replicas.values() if one.accepts and one.can_hold(sequence)]
+            ids = sorted(one.spec.id for one in able)
             if self._moves and len(ids) > 1 and sequence.num_turns and sequence.expected_at is None:
                 return Prefetch(sequence_id=id_, replica_id=self._next(ids, sequence))
         return None
@@ -299,8 +300,9 @@ class Ranked:
     def next(self, view: ScheduleView) -> Dispatch | None:
         ids = sorted(one for one in view.replicas if view.replicas[one].accepts)
         for id_, sequence in view.waiting.items() if ids else ():
-            chosen = ids[hash(id_) % len(ids)]
-            if sequence.expected_at in ids and hash((id_, sequence.num_turns)) % 3:
+            able = [one for one in ids if view.replicas[one].can_hold(sequence)]
+            chosen = able[hash(id_) % len(able)]
+            if sequence.expected_at in able and hash((id_, sequence.num_turns)) % 3:
                 chosen = sequence.expected_at
             priority = float(hash((*id_, sequence.num_turns)) % 7)
             bound = self._chunk if sequence.index % 2 else None
