@@ -1435,6 +1435,84 @@ def test_nobody_left_to_run_on_fails_after_the_timeout() -> None:
     assert "the launcher was waited for to add a replica" in only(desk.ask(r.Tick()), r.Failed).reason
 
 
+# --- Replicas of unequal size
+
+
+def unequal_desk(*num_prompts: int, policy: Any = None) -> Desk:
+    """Replica 0 holds 8 tokens, replica 1 holds 100; each has 2 slots. One sequence for each prompt's length."""
+    desk = Desk(contiguous_layout(range(2), 1), policy=policy)
+    desk.ask(r.BeginPhase(phase=0, policy_version=0, weights_source="somewhere"))
+    desk.ready(0, blocks=2)
+    desk.ready(1, blocks=25)
+    states = tuple(make_state(uid, num_prompt=number) for uid, number in enumerate(num_prompts))
+    desk.sent = desk.ask(r.SubmitSequences(states=states))  # type: ignore[attr-defined]
+    return desk
+
+
+def test_on_demand_lets_the_first_wait_and_others_pass_only_where_it_cannot_run() -> None:
+    """Sequence 2 waits for the large replica: 3 may pass it on the small one, and 4 and 5, too, but not to there."""
+    desk = unequal_desk(20, 20, 20, 3, 3, 3)
+    assert given(desk.sent) == {1: [0, 1], 0: [3]}  # type: ignore[attr-defined]
+    assert given(desk.finish(1, make_state(0, num_prompt=20))) == {1: [2]}
+    assert given(desk.finish(0, make_state(3))) == {0: [4]}
+    assert desk.core.num_waiting == 1
+
+
+def test_static_passes_over_a_replica_that_is_too_small() -> None:
+    desk = unequal_desk(8, 3, 9, 9, policy=Static())
+    assert given(desk.sent) == {0: [0], 1: [1, 2, 3]}  # type: ignore[attr-defined]
+
+
+def test_what_outgrows_a_replica_goes_to_a_larger_one_with_its_kv() -> None:
+    desk = unequal_desk(3)
+    state = make_state(0, num_prompt=9)  # as it is when 8 tokens are full
+    state.num_prompt_tokens, state.logprobs, state.versions = 3, [0.0] * 6, [0] * 6
+    kv = KVHandle(policy_version=0, dtype="f", parts=(replace(PART, num_tokens=8),))
+    sent = desk.hear(m.SequencesReleased, 0, works=(Work(state=state, kv=kv),))
+    (work,) = only(sent, m.SubmitWork).works
+    assert given(sent) == {1: [0]} and work.kv == kv and work.max_new_tokens is None
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_dispatch_to_a_replica_that_is_too_small_names_the_policy(queued: bool) -> None:
+    class TooSmall:
+        def next(self, view: ScheduleView) -> Dispatch | None:
+            return Dispatch(sequence_id=(0, 0, 0), replica_id=0, queued=queued)
+
+    told = r"TooSmall of .*: the sequence has 9 tokens, and the KV cache of replica 0 \(rank 0\) holds 8"
+    with pytest.raises(RuntimeError, match=told):
+        unequal_desk(9, policy=TooSmall())
+
+
+def test_a_move_to_a_replica_that_is_too_small_is_refused() -> None:
+    desk = unequal_desk(9)
+    with pytest.raises(r.RequestRefused, match="the sequence has 9 tokens, and the KV cache of replica 0"):
+        desk.move(0, 0)
+    assert only(desk.move(0, None), m.PauseSequences).replica_id == 1
+
+
+def test_a_sequence_that_has_outgrown_its_next_replica_goes_elsewhere() -> None:
+    """It is known with 3 tokens when it is moved, and comes back with 9; so do places of a regroup."""
+    desk = unequal_desk(3, 3)
+    assert given(desk.sent) == {0: [0], 1: [1]}  # type: ignore[attr-defined]
+    pause = only(desk.move(1, 0), m.PauseSequences)
+    grown = make_state(1, num_prompt=9)
+    grown.num_prompt_tokens, grown.logprobs, grown.versions = 3, [0.0] * 6, [0] * 6
+    sent = desk.hear(m.SequencesPaused, 1, acks=pause.seq, works=(Work(state=grown),))
+    assert given(sent) == {1: [1]}
+    desk.core.check_integrity()
+
+    layout = contiguous_layout(range(2), 1, epoch=1)
+    layout = replace(layout, replicas=tuple(replace(spec, id=spec.id + 5) for spec in layout.replicas))
+    pauses = desk.ask(r.RequestRegroup(layout=layout, places={(0, 1, 0): 5}))
+    works = {0: (Work(state=make_state(0)),), 1: (Work(state=grown),)}
+    for one in pauses:
+        desk.hear(m.SequencesPaused, one.replica_id, acks=one.seq, works=works[one.replica_id])
+    desk.ready(5, epoch=1, blocks=2)
+    assert given(desk.ready(6, epoch=1, blocks=25)) == {5: [0], 6: [1]}
+    desk.core.check_integrity()
+
+
 # --- Messages
 
 ENVELOPE: dict[str, Any] = {"replica_id": 1, "rank": 2, "phase": 3, "epoch": 4, "seq": 5}

@@ -153,6 +153,15 @@ def view_of(
     return LayoutView(phase=phase, now=now, layout=layout, unfinished=unfinished, num_delivered=num_delivered, **rest)
 
 
+def test_replicas_of_unequal_size_are_refused() -> None:
+    view = view_of([5] * 20, size=1)
+    first, second, *others = view.layout.replicas
+    joined = replace(first, ranks=(*first.ranks, *second.ranks))
+    layout = replace(view.layout, replicas=(joined, *others))
+    with pytest.raises(ValueError, match=r"PatController: the layout has replicas of TP sizes \[1, 2\]; begin"):
+        PatController(deployment()).decide(replace(view, layout=layout))
+
+
 @pytest.mark.parametrize("estimator", ["lookahead", "paper"])
 def test_a_second_rollout_begins_anew(estimator: Any) -> None:
     """On another clock, and in the wide layout that the first one has left."""

@@ -15,7 +15,9 @@ from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Path
 from engines.rollout.telemetry import StepRecord
-from engines.sequence import KVPart, SamplingParams, SequenceKey, SequenceState
+from engines.sequence import KVPart, SamplingParams, SequenceId, SequenceKey, SequenceState, Work
+from research.seer.baselines import Divided
+from research.seer.chunks import ChunkOptions
 from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, Overheads
 from research.simulator.datasheets import H100, LLAMA_8B
 from research.simulator.hindsight import LongestFirst, floor_seconds
@@ -497,6 +499,73 @@ def ends_by_hand(turns: list[list[Turn]], num_slots: int, *, by_index: bool) -> 
             else:
                 arrivals.append((now + turns[number][turn].tool_s, number, turn + 1))
     return ends
+
+
+def in_chunks() -> Divided:
+    return Divided(ChunkOptions(chunk_tokens=50))
+
+
+UNEQUAL = Layout(
+    epoch=0,
+    replicas=(
+        ReplicaSpec(id=0, ranks=(0, 1, 2, 3)), ReplicaSpec(id=4, ranks=(4, 5)), ReplicaSpec(id=6, ranks=(6,)),
+        ReplicaSpec(id=7, ranks=(7,)),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [OnDemand, Static, in_chunks, LongestFirst])
+@pytest.mark.parametrize("seed", range(4))
+def test_unequal_replicas_hand_over_what_outgrows_them(policy, seed: int) -> None:
+    """Each replica runs any sequence until its own KV is full, and the next larger one goes on from there."""
+    lengths = long_tail(40, seed)
+    known = {(0, uid, 0): length for uid, length in enumerate(lengths)}
+    made = LongestFirst(known) if policy is LongestFirst else policy()
+    held = {1: 208, 2: 400, 4: 1_024}
+    simulated = cluster(8, made, lengths, num_kv_tokens=held)
+    simulated = Cluster(replace(simulated.config, layout=UNEQUAL), schedule_policy=made, lengths=known)
+    check_after_every_event(simulated)
+    done = simulated.roll_out(states(40, max_tokens=600))
+    assert done.lengths == known
+    ends: dict[SequenceId, list[int]] = {}
+    for one in done.decisions:
+        for id_ in one.sequence_ids if one.action == "dispatch" else ():
+            spec = next(spec for spec in UNEQUAL.replicas if spec.id == one.replica_id)
+            ends.setdefault(id_, []).append(held[spec.tp_size])
+    if policy in (OnDemand, Static, LongestFirst):  # nobody else takes a sequence back
+        assert all(stays == sorted(set(stays)) for stays in ends.values())
+        assert all(stays[-1] >= 16 + lengths[id_[1]] - 1 for id_, stays in ends.items())
+        assert all(before < 16 + lengths[id_[1]] for id_, stays in ends.items() for before in stays[:-1])
+        assert any(len(stays) > 1 for stays in ends.values()), "nothing was handed over"
+
+
+def test_a_small_replica_runs_a_sequence_until_its_kv_is_full() -> None:
+    """The bound of what comes back is that of its dispatch, not that of the KV cache."""
+    config = replace(cluster(8, OnDemand(), []).config, layout=UNEQUAL, num_kv_tokens={1: 208, 2: 400, 4: 1024})
+    simulated = Cluster(config, schedule_policy=OnDemand(), lengths={(0, 0, 0): 700})
+    replica, _ = simulated.replica(UNEQUAL.replicas[2], (), ())
+    (state,) = states(1, max_tokens=800)
+    replica.submit(Work(state=state))
+    replica.step()
+    (work,) = replica.pause()
+    assert work.max_new_tokens is None and len(work.state.tokens) == 17
+    replica.submit(Work(state=work.state, max_new_tokens=100))
+    replica.step()
+    (work,) = replica.pause()
+    assert work.max_new_tokens == 99
+    replica.submit(Work(state=work.state, max_new_tokens=500))
+    outputs = [replica.step() for _ in range(209 - 18)]
+    assert not any(output.released for output in outputs[:-1]) and not replica.has_work
+    (work,) = outputs[-1].released
+    assert len(work.state.tokens) == 209 and work.max_new_tokens is None
+    with pytest.raises(ValueError, match="has 209 tokens, and the KV cache of this replica holds 208"):
+        replica.submit(work)
+
+
+def test_a_sequence_that_the_largest_replica_cannot_hold_is_refused() -> None:
+    config = replace(cluster(8, OnDemand(), [2000]).config, layout=UNEQUAL, num_kv_tokens={1: 208, 2: 400, 4: 1024})
+    with pytest.raises(RuntimeError, match=r"can reach 1025 tokens, the KV cache holds 1024 in the largest replica"):
+        Cluster(config, schedule_policy=OnDemand(), lengths={(0, 0, 0): 2000}).roll_out(states(1, max_tokens=1009))
 
 
 @pytest.mark.parametrize("policy", [OnDemand, Static])
