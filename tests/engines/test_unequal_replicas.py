@@ -50,9 +50,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "static, recomputed": {"schedule": Static, "preemption": "recompute", "kv_host_bytes": 0},
     "chunks": {"schedule": lambda: Bounded(35)},
     "priorities": {"schedule": Ranked, "max_num_seqs": 2},
-    "drafts": {"schedule": Static, **DRAFTS},
     "drafts, chunks": {"schedule": lambda: Bounded(35), **DRAFTS},
-    "turns": {},
     "turns, swapped": {"schedule": Static, "preemption": "swap"},
     "turns, chunks": {"schedule": lambda: Bounded(25)},
     "turns, moves in each gap": {"schedule": lambda: Ranked(moves=True)},
@@ -134,7 +132,7 @@ def test_tokens_are_those_of_one_process(worlds: list[Any], plain: dict[bool, An
                 assert [tuple(span) for span in observed] == alone[2]
     if "schedule" in WORLDS[name] and "moves" not in name:  # otherwise who is where depends on time
         assert HELD + 1 in {length for _, some, _, _ in ranks for length in some}, "nothing was handed over"
-    if "swapped" in name or "recomputed" in name or name == "priorities":
+    if name in ("static, swapped", "static, recomputed", "priorities"):
         assert sum(preempted for _, _, preempted, _ in ranks) > 0
     if "regroups" in name:
         assert ranks[0][3] > 0
