@@ -24,6 +24,7 @@ from engines.parallel.collectives import Communicator
 from engines.rollout.environment import CallCounts, Environments
 from engines.rollout.environment import FailureKind as CallFailure
 from engines.rollout.journal import Journal
+from engines.rollout.prediction import LengthPredictor
 from engines.rollout.telemetry import Mark, StepRecord, TurnSpan
 from engines.sequence import Finished
 
@@ -104,6 +105,8 @@ class Collector:
     """Of trajectories; `OnRankZero` on other ranks. A reward of its own counts, and others are scored by `reward`."""
     in_rounds: bool = False
     """See `LLM.generate`."""
+    predictor: LengthPredictor | None = None
+    """Of trajectories' lengths; rank 0's."""
 
     def __post_init__(self) -> None:
         reshaping = ["top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
@@ -187,6 +190,7 @@ class Collector:
             self.journal,
             environment=self.environment,
             in_rounds=self.in_rounds,
+            predictor=self.predictor,
         )
 
     def _draw(self, index: int) -> tuple[list[Problem], int]:
@@ -238,6 +242,7 @@ def sample_groups(
     *,
     environment: Environments | None = None,
     in_rounds: bool = False,
+    predictor: LengthPredictor | None = None,
 ) -> tuple[list[Group], dict[str, float]]:
     """Completes and scores problems. Returns the groups, and metrics: seconds and numbers of failed scores.
 
@@ -265,6 +270,7 @@ def sample_groups(
             environment=environment,
             columns=None if environment is None else [problem.columns for problem in problems],
             in_rounds=in_rounds,
+            predictor=predictor,
         )
         generated = time.perf_counter()
         rewards, failed = _finish_scores(pool, problems, [output.outputs for output in outputs], group)

@@ -11,6 +11,7 @@ from algos.tasks.task import Problem
 from engines import LLM, SamplingParams
 from engines.parallel.collectives import Communicator
 from engines.rollout.environment import Environments
+from engines.rollout.prediction import LengthPredictor
 from engines.sequence import Finished
 
 
@@ -26,6 +27,7 @@ def evaluate(
     on_finished: Callable[[Finished], None] | None = None,
     environment: Environments | None = None,
     in_rounds: bool = False,
+    predictor: LengthPredictor | None = None,
 ) -> dict[str, float]:
     """Metrics under verl's `val-core/` and `val-aux/`, at the training's temperature, from `params.n` completions each.
 
@@ -34,7 +36,15 @@ def evaluate(
     what training samples.
     """
     groups, figures = sample_groups(
-        llm, problems, params, reward, group, on_finished, environment=environment, in_rounds=in_rounds
+        llm,
+        problems,
+        params,
+        reward,
+        group,
+        on_finished,
+        environment=environment,
+        in_rounds=in_rounds,
+        predictor=predictor,
     )
     metrics = {"val-core/reward/mean": _mean([value for one in groups for value in one.rewards])}
     if own_reward is not None:

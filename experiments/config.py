@@ -36,6 +36,7 @@ from experiments import launch
 from experiments.chat_options import ChatOptions
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
 from experiments.grouped_help import print_help
+from experiments.heddle_options import HeddleConfig
 from experiments.policies import IN_CHUNKS, ChunkFields, layout_controller, own_class, schedule_policy
 from research.pat.controller import PatOptions
 from research.seer.context_aware import ContextOptions
@@ -140,8 +141,9 @@ class TrainConfig(ChunkFields):
     """How sequences get to replicas. on-demand: a coordinator on rank 0 sends them when replicas have room. static:
     sequence i to replica i modulo their number. group-static: whole groups to random replicas. divided: in chunks that
     go on anywhere. seer: these with the longest groups first; a chunk has by default an eighth of
-    `--rollout.max-tokens`, or a block. auto: on-demand for several replicas unless `--deterministic`. Or a class of
-    your own as FILE.py:Class (docs/rollouts.md)."""
+    `--rollout.max-tokens`, or a block. heddle: trajectories by their predicted lengths (docs/heddle.md). auto:
+    on-demand for several replicas unless `--deterministic`. Or a class of your own as FILE.py:Class
+    (docs/rollouts.md)."""
     layout_policy: str = "none"
     """pat: the rollout begins in the tensor-parallel size that is expected to be the best for its batch, and changes to
     larger ones while the batch shrinks (PAT). Or a class of your own as FILE.py:Class (docs/pat.md). Both need
@@ -149,6 +151,7 @@ class TrainConfig(ChunkFields):
     pat_profile: Path | None = None
     """What `experiments/pat_profile.py` has measured with the same model, engine options and ranks."""
     pat: PatOptions = field(default_factory=PatOptions)
+    heddle: HeddleConfig = field(default_factory=HeddleConfig)
     speculation: Literal["none", "specactor"] = "none"
     """specactor: some replicas only draft, and run ahead of those that verify, in rollouts for which that promises more
     tokens per second (SpecActor). Needs several replicas, a draft model and dispatch on demand (docs/specactor.md)."""
@@ -231,6 +234,7 @@ class TrainConfig(ChunkFields):
         self._check_layout_policy()
         self._check_speculation()
         self._check_environment()
+        self._check_heddle()
         for name in ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags"):
             if self.wandb == "off" and (value := getattr(self, name)):
                 raise ValueError(f"{name}={value!r}: has no effect with wandb='off'; leave one of them out")
@@ -241,7 +245,7 @@ class TrainConfig(ChunkFields):
                 f"chunk_tokens={self.chunk_tokens}: --dispatch {self.dispatch} does not divide; give one of "
                 f"{', '.join(IN_CHUNKS)}, or leave it out"
             )
-        if self.dispatch != "auto":
+        if self.dispatch not in ("auto", "heddle"):
             self._schedule(self.dispatch)
         sequences = self.rollout.prompts_per_step * self.rollout.group_size
         if self.trainer.mini_batch_size is not None and self.trainer.mini_batch_size > sequences:
@@ -260,6 +264,19 @@ class TrainConfig(ChunkFields):
             raise ValueError(
                 "rollout.long_prompts='cut': what an environment observes is rendered behind a whole prompt; give drop"
             )
+
+    def _check_heddle(self) -> None:
+        if self.dispatch != "heddle":
+            if self.heddle != HeddleConfig():
+                raise ValueError(f"heddle: has no effect with --dispatch {self.dispatch}; give heddle, or leave it out")
+            return
+        if self.environment is None:
+            raise ValueError(
+                "dispatch='heddle': is for trajectories; give --environment FILE.py:Class, a task that has one, or "
+                "another dispatch"
+            )
+        if self.deterministic:
+            raise ValueError("dispatch='heddle': depends on timing, which --deterministic rules out; give static")
 
     def _check_layout_policy(self) -> None:
         policy = self.layout_policy
@@ -364,7 +381,7 @@ _OF_DATA = (
     "environment_limits",
     *(one.name for one in fields(ChatOptions)),
 )
-_OF_ROLLOUT = ("rollout", "pat", "dispatch", "layout_policy", "pat_profile", "tensor_parallel_size")
+_OF_ROLLOUT = ("rollout", "pat", "heddle", "dispatch", "layout_policy", "pat_profile", "tensor_parallel_size")
 
 
 def _group_of(kind: type[TrainConfig], option: str) -> str:

@@ -39,6 +39,7 @@ from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig
 from experiments.engine_options import DRAFT_POLICIES
+from experiments.heddle_training import HeddleRollouts, predictor_trunk
 from experiments.pat_measuring import nested_layouts, transport_of
 from experiments.pat_training import RolloutLayouts, load_profile, make_controller
 from experiments.policies import Logged
@@ -154,6 +155,8 @@ def _make_llm(
     return llm
 
 
+PREDICTOR = "length_predictor"
+"""The run's folder of the last fit."""
 DRAFT_HISTORY = "draft_history.msgpack"
 """The file of a resume point with the completions that drafts copy from."""
 
@@ -196,7 +199,10 @@ class Run:
             max_turns=rollout.max_turns,
             n=rollout.group_size,
         )
-        schedule = config.schedule(group.size)
+        self.heddle = None
+        if config.dispatch == "heddle":
+            self.heddle = HeddleRollouts(config.heddle, rollout.prompts_per_step * rollout.group_size)
+        schedule = config.schedule(group.size) if self.heddle is None else self.heddle.policy
         dispatches = None
         if schedule is not None and config.dispatch not in ("auto", "on-demand", "static"):
             dispatches = Logged(schedule)
@@ -212,6 +218,8 @@ class Run:
         if not config.resume:
             self.folder = _open_folder(config, group)  # late, so that an error above leaves no empty folder
         launch.end_on_signals(self._last_words)
+        if self.heddle is not None and group.rank == 0:
+            self.heddle.start(predictor_trunk(config.heddle, model), self.folder.path / PREDICTOR)
         if group.rank == 0:
             print(f"run: {self.folder.path}", file=sys.stderr, flush=True)
             trained, everything = self.trainer.num_parameters
@@ -234,6 +242,7 @@ class Run:
             journal=self.journal,
             environment=environment.environments if environment else None,
             in_rounds=config.deterministic,
+            predictor=None if self.heddle is None else self.heddle.predictor,
         )
         speculates = config.speculation != "none"
         self.layouts = DraftRoles(config, self.collector) if speculates else RolloutLayouts(controller, self.collector)
@@ -254,6 +263,8 @@ class Run:
         """Closes connections and files, without delay."""
         self.llm.close()
         self.journal.close()
+        if self.heddle is not None:
+            self.heddle.close()
 
     def _held_out_problems(self, task: Task) -> list[Problem]:
         """The held-out problems that the engine accepts. Raises ValueError if there is none."""
@@ -320,10 +331,14 @@ class Run:
         began = time.perf_counter()
         regroup_s = self.layouts.begin(self.state.data_index, keep_weights=True)  # after evaluations
         num_found = self.journal.num_found
+        if self.heddle is not None:
+            self.heddle.begin(self.llm)
         self.record.begin()
         rollout = self._roll_out()
         updated = time.perf_counter()
         metrics = rollout.metrics | self.record.metrics(rollout)
+        if self.heddle is not None:
+            metrics |= self.heddle.end(rollout.groups, self.llm.policy_version)
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
@@ -402,6 +417,7 @@ class Run:
                 on_finished=show,
                 environment=self.collector.environment,
                 in_rounds=self.collector.in_rounds,
+                predictor=self.collector.predictor,
             )
         self.state.evaluations.append(metrics["val-core/pass@1"])
         if self.state.step == 0:
