@@ -43,9 +43,10 @@ GroupSeconds = Callable[[Server, Lengths], float]
 
 def printed_seconds(server: Server, group: Lengths) -> float:
     """The term of Eq. 2: F(size) times the longest length times T; inf if the replica cannot hold the longest."""
-    if group[0] > server.longest:
+    longest = float(group.max())
+    if longest > server.longest:
         return math.inf
-    return float(group[0] * server.token_s * server.interference(np.array([len(group)]))[0])
+    return float(longest * server.token_s * server.interference(np.array([len(group)]))[0])
 
 
 @dataclass(frozen=True)
