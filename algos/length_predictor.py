@@ -2,9 +2,10 @@
 
 The trunk is a causal language model without its output head, for example a copy of the tiny model that is trained. One
 pass over a trajectory gives its hidden states at all places. A ridge regression maps the state of a context's last
-token, the mean of its states, and plain counts to the expected remaining tokens: a conditional mean, without noise.
+token and the mean of its states, in all layers, and plain counts to the expected remaining tokens: a conditional mean,
+without noise. Training the trunk as well predicts worse than this in the same minutes.
 
-Shape suffixes: N places, F features, B rows, L positions, D hidden size.
+Shape suffixes: F features, B rows, L positions, D hidden size of all layers together.
 """
 
 from __future__ import annotations
@@ -181,7 +182,8 @@ def _states(trunk: nn.Module, rows: Sequence[_Row]) -> np.ndarray:
         tokens_BL = torch.zeros(len(members), max(len(rows[index][0]) for index in members), dtype=torch.long)
         for row, index in enumerate(members):
             tokens_BL[row, : len(rows[index][0])] = torch.tensor(rows[index][0])
-        states_BLD: Tensor = trunk(tokens_BL, use_cache=False).last_hidden_state  # causal: no mask is needed
+        layers = trunk(tokens_BL, use_cache=False, output_hidden_states=True).hidden_states  # causal: no mask is needed
+        states_BLD: Tensor = torch.cat(layers, -1)
         for states_LD, index in zip(states_BLD.double(), members, strict=True):
             ends = torch.tensor(rows[index][1])
             means = states_LD.cumsum(0)[ends - 1] / ends[:, None]

@@ -21,7 +21,7 @@ from algos.batch import collate, spread
 from algos.micro_batches import plan_micro_batches
 from algos.muon import Muon
 from algos.publish import check_replaceable, only_writer, publish_directory, read_record
-from algos.tasks.task import Demonstrated
+from algos.tasks.task import Demonstrated, Problem
 from algos.tokenizer import PAD_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from algos.warmstart_config import MODEL_SIZES, ModelSize, WarmStartConfig
 from engines.models.chat import ChatTemplate
@@ -138,7 +138,12 @@ def _rate_at(step: int, num_steps: int) -> float:
 
 def demonstrate(template: ChatTemplate, task: Demonstrated, index: int) -> Example:
     """Returns the demonstration of the task's training problem `index`, in the tokens that a rollout would have."""
-    problem, tokenizer = task.train_problem(index), template.tokenizer
+    return example_of(template, task, task.train_problem(index))
+
+
+def example_of(template: ChatTemplate, task: Demonstrated, problem: Problem) -> Example:
+    """Returns the demonstration of one of the task's problems."""
+    tokenizer = template.tokenizer
     parts = task.demonstration(problem)
     if not parts or parts[-1].observed:
         raise ValueError(f"demonstration of problem {problem.uid}: must end with a turn of the model, not {parts[-1:]}")

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -26,10 +25,11 @@ from algos.predictor_process import LengthPredictorProcess, PredictorConfig
 from algos.publish import publish_directory
 from algos.tasks.lookup import LookupTask
 from algos.trajectory_lengths import Trajectory, count_features, pearson, plain_counts, recall
-from algos.warmstart import demonstrate, new_model, template_of, tokenizer_of
+from algos.warmstart import new_model, template_of, tokenizer_of
 from algos.workers.process import WorkerError
 from engines.rollout.prediction import Context
 from engines.sequence import Completion, Span
+from experiments.heddle_predicting import Judged, demonstrated, least_squares, shuffled
 from tests.worlds import ROOT
 
 TOKENIZED = template_of("draft-1l")
@@ -58,16 +58,9 @@ def completion(token_ids: Sequence[int], observed: Sequence[Span]) -> Completion
     )  # fmt: skip
 
 
-def lookups(count: int, first: int = 0) -> list[Trajectory]:
+def lookups(count: int) -> list[Trajectory]:
     task = LookupTask()
-    found = []
-    for index in range(first, first + count):
-        tokens, num_prompt_tokens, mask = demonstrate(TOKENIZED, task, index)
-        edges = np.flatnonzero(np.diff([True, *mask, True])).tolist()
-        spans = [(0, 0), *zip(edges[::2], edges[1::2], strict=True)]
-        one = completion(tokens[num_prompt_tokens:], spans)
-        found.append(Trajectory.of((0, index, 0), tokens[:num_prompt_tokens], one))
-    return found
+    return demonstrated(TOKENIZED, task, map(task.train_problem, range(count)))
 
 
 # -- what is learnt from
@@ -163,7 +156,8 @@ def test_states_are_those_of_one_context_at_a_time(trunk: Path, monkeypatch: pyt
         for row, one in zip(batched, contexts, strict=True):
             np.testing.assert_allclose(features_of_contexts(model.trunk, [one])[0], row, atol=1e-5)
             with torch.no_grad():
-                states = module(torch.tensor([one.tokens[-window:]])).last_hidden_state[0]
+                layers = module(torch.tensor([one.tokens[-window:]]), output_hidden_states=True).hidden_states
+            states = torch.cat(layers, -1)[0]
             expected = torch.cat([states[-1], states.mean(0)]).numpy()
             np.testing.assert_allclose(row[: len(expected)], expected, atol=1e-5)
     np.testing.assert_allclose(model.predict(contexts), [model.predict([one])[0] for one in contexts], atol=0.05)
@@ -193,18 +187,8 @@ def test_it_learns_what_words_tell_and_shuffled_labels_teach_nothing(trunk: Path
     assert correlation > 0.95 and share > 0.9
     assert len(np.unique(plain_counts([context for one in unseen for context in one.contexts]), axis=0)) == 1
     for seed in range(3):
-        _, share = explained(trunk, shuffle(known, seed), unseen)
+        _, share = explained(trunk, shuffled(known, seed), unseen)
         assert -0.3 < share < 0.1
-
-
-def shuffle(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
-    """Each place gets the remaining length of another."""
-    lengths = [place.remaining for one in trajectories for place in one.places]
-    Random(seed).shuffle(lengths)
-    taken = iter(lengths)
-    return [
-        replace(one, places=[replace(place, remaining=next(taken)) for place in one.places]) for one in trajectories
-    ]
 
 
 # -- the process
@@ -350,3 +334,35 @@ def test_another_models_predictor_is_refused(trunk: Path, tmp_path: Path):
         LengthPredictorProcess(tmp_path / "other", saved)
     with pytest.raises(ValueError, match=r"trunk=.*holds no config.json; give a Hugging Face checkpoint"):
         LengthPredictorProcess(tmp_path / "nothing", saved)
+
+
+# -- the measurement
+
+
+def test_the_baseline_is_least_squares_for_each_number_of_turns_and_figures_are_of_total_lengths():
+    known, unseen = lookups(60), lookups(90)[60:]
+    found = least_squares(known, unseen)
+    places = [(c, p) for one in unseen for c, p in zip(one.contexts, one.places, strict=True)]
+    learnt = [(c, p) for one in known for c, p in zip(one.contexts, one.places, strict=True)]
+    for turns in (0, 1, 2):
+        here = [number for number, (context, _) in enumerate(places) if context.num_turns == turns]
+        group = [(c, p.remaining) for c, p in learnt if c.num_turns == turns]
+        x, z = (
+            np.column_stack([plain_counts(cs), np.ones(len(cs))])
+            for cs in ([c for c, _ in group], [places[n][0] for n in here])
+        )
+        expected = z @ np.linalg.pinv(x) @ [length for _, length in group]
+        np.testing.assert_allclose(found[here], np.maximum(expected, 0), atol=1e-6)
+        judged = Judged.of(unseen)
+        true = [places[n][1].num_generated + places[n][1].remaining for n in here]
+        guess = [places[n][1].num_generated + found[n] for n in here]
+        figures = judged.figures(found)[str(turns)]
+        assert figures["pearson"] == pytest.approx(pearson(guess, true), rel=1e-3)
+        assert figures["recall"] == pytest.approx(recall(guess, true), rel=1e-3)
+        ratios = [math.log((1 + places[n][1].remaining) / (1 + found[n])) for n in here]
+        residuals = judged.residuals(found)[str(turns)]
+        assert (residuals[0], residuals[-1]) == pytest.approx((min(ratios), max(ratios)), rel=1e-3)
+        assert residuals[20] == pytest.approx(np.median(ratios), rel=1e-3, abs=1e-3)
+    labels = sorted(place.remaining for one in known for place in one.places)
+    mixed = [place.remaining for one in shuffled(known, 0) for place in one.places]
+    assert sorted(mixed) == labels and mixed != [p.remaining for _, p in learnt]
