@@ -1456,6 +1456,9 @@ def test_on_demand_lets_the_first_wait_and_others_pass_only_where_it_cannot_run(
     assert given(desk.finish(1, make_state(0, num_prompt=20))) == {1: [2]}
     assert given(desk.finish(0, make_state(3))) == {0: [4]}
     assert desk.core.num_waiting == 1
+    # Although 3 would fit beside 0 on the large replica, it waits: 1, which came before, would not.
+    desk = unequal_desk(60, 60, 3, 3)
+    assert given(desk.sent) == {1: [0], 0: [2]}  # type: ignore[attr-defined]
 
 
 def test_static_passes_over_a_replica_that_is_too_small() -> None:
