@@ -147,6 +147,12 @@ class Judged:
         shares = np.linspace(0, 1, NUM_QUANTILES)
         return {str(one): [short(x) for x in np.quantile(ratios[self.turns == one], shares)] for one in STAGES}
 
+    def spread(self) -> dict[str, float]:
+        """By ended turns: the deviation of log(1 + true), with which residuals of other lengths compare."""
+        import numpy as np
+
+        return {str(one): short(float(np.log1p(self.remaining[self.turns == one]).std())) for one in STAGES}
+
 
 def least_squares(known: Sequence[Trajectory], unseen: Sequence[Trajectory]) -> np.ndarray:
     """The baseline: a linear fit on plain counts, one for each number of ended turns."""
@@ -175,7 +181,7 @@ def measure(config: PredictingConfig) -> dict[str, Any]:
 
     template, folder = template_of("draft-2l"), trained(config.models, "draft-2l")
     trunk = read_trunk(folder)
-    names = ("predictor", "linear", "shuffled", "remaining", "mae", "residuals", "train_s")
+    names = ("predictor", "linear", "shuffled", "remaining", "mae", "residuals", "spread", "train_s")
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     sample = list[Trajectory]()
     for name, (task, count) in tasks(config).items():
@@ -192,6 +198,7 @@ def measure(config: PredictingConfig) -> dict[str, Any]:
         found["remaining"][name] = {way: judged.figures(guess, of_total=False) for way, guess in guesses.items()}
         found["mae"][name] = {way: short(float(abs(one - judged.remaining).mean())) for way, one in guesses.items()}
         found["residuals"][name] = judged.residuals(guesses["predictor"])
+        found["spread"][name] = judged.spread()
         heads = [fit_head(features, shuffled(known, seed), seed)[0] for seed in range(_NUM_SHUFFLES)]
         tables = [judged.figures(apply_head(one, wanted), of_total=False) for one in heads]
         found["shuffled"][name] = {

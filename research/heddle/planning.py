@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from engines.constraints import NonNegative
+from engines.constraints import Fraction, NonNegative
 from engines.coordination.views import ReplicaView
 from research.heddle.interference import GroupSimulation
 from research.heddle.migration import Groups
@@ -43,6 +43,9 @@ class Planner:
     """Standard deviation of the logarithm of true over predicted lengths. Each group gets the same spread of errors: in
     a large group of short ones, some are long."""
     yields: bool = True
+    margin: Fraction = 0.05
+    """Share of least load's makespan by which a placement must be better: estimates are no nearer to the truth, and
+    what has begun elsewhere must move."""
 
     def __call__(self, lengths: Items[float], replicas: Items[ReplicaView]) -> Groups | None:
         """`lengths` in descending order."""
@@ -59,7 +62,7 @@ class Planner:
         parts = np.split(values, placement.bounds[:-1])
         if self.yields:
             spread = makespan(least_load(values, servers), servers, seconds)
-            if makespan(parts, placed, seconds) >= spread:
+            if makespan(parts, placed, seconds) > (1 - self.margin) * spread:
                 return None
         return Groups(placement.sizes, tuple(wide_first[one].spec.id for one in placement.order))
 

@@ -76,12 +76,19 @@ def test_deterministic_runs_and_a_resumed_one_have_the_same_tokens(folder: Path,
     assert list((whole / "code").glob("environment-echo.py"))
 
 
-def test_on_demand_has_the_same_tokens(folder: Path, text_model: str) -> None:
-    """In the first step, where both have the same weights to the last bit."""
+def test_on_demand_and_heddle_have_the_same_tokens(folder: Path, text_model: str) -> None:
+    """In the first step, where all have the same weights to the last bit. In the second one lengths are predicted."""
     environment = ["--environment", f"{folder}/echo.py:Echo", "--rollout.dtype", "float64", "--steps", "1"]
     one = train(folder, text_model, "static", *environment, "--dispatch", "static")
     other = train(folder, text_model, "on-demand", *environment, "--dispatch", "on-demand")
-    assert digests(one) == digests(other)
+    heddle = train(folder, text_model, "heddle", *environment, "--dispatch", "heddle", "--steps", "2")
+    assert digests(one) == digests(other) == digests(heddle)[:1]
+    rows = [json.loads(line) for line in (heddle / "metrics.jsonl").read_text().splitlines()]
+    assert not [name for name in rows[0] if name.startswith("predictor/pearson")]
+    assert -1 <= rows[1]["predictor/pearson/0"] <= 1 and rows[1]["predictor/mae/0"] > 0
+    assert (heddle / "length_predictor").is_dir()
+    decisions = [json.loads(line) for line in (heddle / "decisions.jsonl").read_text().splitlines()]
+    assert {row["training/global_step"] for row in decisions} == {1, 2}
 
 
 @pytest.mark.parametrize(("num_tokens", "batch_size"), [(20, 16), (128, 16), (256, 8), (1500, 4)])
@@ -124,6 +131,11 @@ def test_gsm8k_with_its_calculator(tmp_path: Path) -> None:
             "--rollout.long-prompts='cut': what an environment observes is rendered behind a whole prompt",
         ),
         (["--environment-limits.workers", "0"], "--environment-limits.workers=0: must be"),
+        (["--environment", "{}/echo.py:Echo", "--heddle.no-places"], "heddle: has no effect with --dispatch auto"),
+        (
+            ["--environment", "{}/echo.py:Echo", "--dispatch", "heddle", "--deterministic"],
+            "dispatch='heddle': depends on timing, which --deterministic rules out",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused(folder: Path, text_model: str, arguments: list[str], message: str) -> None:

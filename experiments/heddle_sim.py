@@ -1,0 +1,214 @@
+"""Heddle on 64 simulated GPUs: rollouts, schedulers, placements, and replicas of unequal size. Tier: sim.
+
+    python experiments/heddle_sim.py --output heddle_sim.json
+
+Three models, three agents (Figs. 12, 14, 15, 16). `allocation` has rollouts on equal replicas of 1, 2, 4 and 8 GPUs,
+with the same placement, priorities and migration, over those on the replicas that Algorithm 2 chooses from the lengths
+of an earlier rollout; `equal_placed` is the best of these, `oracle` the same with true lengths. `systems` has Verl,
+Verl* and Slime as the paper describes them: cache affinity, hybrid, least load, turns in the order of their coming, and
+equal replicas.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import numpy as np
+from msgspec import Meta
+
+from engines.constraints import Count, WholeNumber
+from engines.parallel.layout import Layout
+from experiments import launch
+from experiments.comparison.results import ResultOptions, report
+from experiments.comparison.turns import in_columns, short
+from experiments.heddle_cases import Case
+from experiments.heddle_tuning import (
+    CACHE_AWARE,
+    FCFS,
+    HEDDLE,
+    HYBRID,
+    LEAST_LOAD,
+    SJF,
+    TASKS,
+    Deployed,
+    Tuned,
+    fitted_residuals,
+)
+from experiments.processes import call_each
+from research.heddle.allocation import anneal, layout_of
+from research.heddle.priority import round_robin
+from research.simulator.datasheets import QWEN3_8B, QWEN3_14B, QWEN3_32B, ModelShape
+from research.workloads.agents import AGENTS, AgentName, Errors
+
+ModelName = Literal["8b", "14b", "32b"]
+SHAPES: Mapping[ModelName, tuple[ModelShape, int]] = {"8b": (QWEN3_8B, 1), "14b": (QWEN3_14B, 1), "32b": (QWEN3_32B, 2)}
+"""And the TP size of the paper's baselines (§7.1)."""
+PER_REPLICA = 100
+"""Trajectories of a baseline's replica (§7.1)."""
+GPUS_PER_HOST, TP_SIZES = 8, (1, 2, 4, 8)
+SYSTEMS = {"verl": CACHE_AWARE, "verl*": HYBRID, "slime": LEAST_LOAD}
+PRINTED = Tuned(threshold=0.0, skew=32.0)
+"""As the paper has the baselines."""
+SCHEDULERS = (FCFS, "rr", SJF)
+Run = tuple[ModelName, AgentName, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeddleSimConfig(ResultOptions):
+    """Simulate Heddle and what it is compared with."""
+
+    models: Annotated[tuple[ModelName, ...], Meta(min_length=1, description="one or more models")] = get_args(ModelName)
+    workloads: Annotated[tuple[AgentName, ...], Meta(min_length=1, description="one or more agents")] = tuple(AGENTS)
+    gpus: Count = 64
+    token_scale: Count = 256
+    """Tokens of the models' trajectories per simulated token."""
+    shrink: Count = 1
+    """Divides the number of trajectories."""
+    seed: WholeNumber = 1
+    """Of the lengths; the earlier rollout has the next one."""
+    processes: Count | None = None
+    """Rollouts that are simulated at the same time; by default one per core."""
+    figure: Path | None = None
+    """Draw the paper's Figs. 12, 14, 15 and 16 to this file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gpus % GPUS_PER_HOST:
+            raise ValueError(f"gpus={self.gpus}: hosts have {GPUS_PER_HOST}; give a multiple")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model and an agent on these GPUs."""
+
+    model: ModelName
+    agent: AgentName
+    config: HeddleSimConfig
+
+    @cached_property
+    def case(self) -> Case:
+        shape, tp_size = SHAPES[self.model]
+        per_gpu = max(1, PER_REPLICA // tp_size // self.config.shrink)
+        return Case(name=self.agent, shape=shape, per_gpu=per_gpu, token_scale=self.config.token_scale)
+
+    @cached_property
+    def num_kv_tokens(self) -> dict[int, int]:
+        """What the GPUs hold beside the weights; a replica may hold less than the longest trajectory."""
+        sizes = self.case.pace.num_kv_tokens(self.case.num_prompt_tokens + 1)
+        return {size: count for size, count in sizes.items() if size in TP_SIZES}
+
+    def deployed(self, layout: Layout, seed: int) -> Deployed:
+        workload = self.case.workload(self.case.draw(self.config.gpus, seed))
+        return Deployed(case=self.case, workload=workload, layout=layout, num_kv_tokens=self.num_kv_tokens)
+
+    def allocated(self, lengths: Items[int]) -> Layout:
+        """Returns the layout of Algorithm 2 for these lengths. A layout needs a replica that holds the longest."""
+        deployed = self.deployed(equal(self.config.gpus, max(self.num_kv_tokens)), self.config.seed)
+        values, deployment = np.sort(np.asarray(lengths, float))[::-1], deployed.deployment
+        servers = {size: deployed.server_at(deployment, size, float(values.mean())) for size in self.num_kv_tokens}
+        found = anneal(values, self.config.gpus, servers, seed=self.config.seed)
+        return layout_of(found.tp_sizes, gpus_per_host=GPUS_PER_HOST)
+
+    def roll_out(self, name: str) -> dict[str, Any]:
+        start = time.perf_counter()
+        config, errors = self.config, Errors(residuals=fitted_residuals(TASKS[self.agent]))
+        true = self.deployed(equal(config.gpus, max(self.num_kv_tokens)), config.seed).workload.lengths or {}
+        earlier = self.deployed(equal(config.gpus, max(self.num_kv_tokens)), config.seed + 1).workload.lengths or {}
+        base = SHAPES[self.model][1]
+        policy, options = name, dict[str, Any]()
+        match name:
+            case "oracle":
+                layout, policy, errors = self.allocated([*true.values()]), HEDDLE, Errors(kind="oracle")
+            case _ if name.startswith("fix"):
+                layout, policy = equal(config.gpus, int(name[3:])), HEDDLE
+            case _ if name in SYSTEMS:
+                layout, policy, options = equal(config.gpus, base), SYSTEMS[name], {"priority": round_robin}
+            case "rr":
+                layout, policy = self.allocated([*earlier.values()]), HEDDLE
+                options = {"priority": round_robin}
+            case _:
+                layout = self.allocated([*earlier.values()])
+        done = self.deployed(layout, config.seed).simulate(policy, PRINTED, errors, **options)
+        return {
+            "seconds": done.makespan_s,
+            "tp_sizes": sorted((spec.tp_size for spec in layout.replicas), reverse=True),
+            "num_preempted": done.num_preempted,
+            "tokens_per_second": sum(done.lengths.values()) * config.token_scale / done.makespan_s,
+            "simulated_in": time.perf_counter() - start,
+        }
+
+
+def equal(num_gpus: int, tp_size: int) -> Layout:
+    return layout_of((tp_size,) * (num_gpus // tp_size), gpus_per_host=GPUS_PER_HOST)
+
+
+def simulate(config: HeddleSimConfig, run: Run) -> dict[str, Any]:
+    return Cell(run[0], run[1], config).roll_out(run[2])
+
+
+def runs_of(config: HeddleSimConfig) -> list[Run]:
+    runs: list[Run] = []
+    for model in config.models:
+        for agent in config.workloads:
+            sizes = Cell(model, agent, config).num_kv_tokens
+            names = [HEDDLE, "oracle", *(f"fix{size}" for size in sizes), *SYSTEMS]
+            if model == "14b":
+                names += [*SCHEDULERS, LEAST_LOAD, CACHE_AWARE]
+            runs += [(model, agent, name) for name in names]
+    return runs
+
+
+def main() -> dict[str, Any]:
+    config = launch.options(HeddleSimConfig)
+    keys = runs_of(config)
+    found = call_each(partial(simulate, config), keys, processes=config.processes, unit="rollout")
+    done = dict(zip(keys, found, strict=True))
+    cells = {model: {agent: describe(done, model, agent) for agent in config.workloads} for model in config.models}
+    _print_table(cells)
+    if config.figure is not None:
+        from experiments.heddle_figures import draw_systems
+
+        draw_systems(config.figure, done, config.models, config.workloads)
+    parts = {
+        part: {model: {agent: one[part] for agent, one in some.items() if one[part]} for model, some in cells.items()}
+        for part in ("allocation", "systems", "schedulers", "placement", "tp_sizes")
+    }
+    return report("heddle_sim", config, {"tier": "sim", **parts, "cells": cells}, hidden=["processes"])
+
+
+def describe(done: Mapping[Run, dict[str, Any]], model: ModelName, agent: AgentName) -> dict[str, Any]:
+    """Returns the seconds of all variants over Heddle's."""
+    some = {name: one for (its, whose, name), one in done.items() if (its, whose) == (model, agent)}
+    over = {name: short(one["seconds"] / some[HEDDLE]["seconds"]) for name, one in some.items()}
+    fixed = {name: over[name] for name in over if name.startswith("fix")}
+    return {
+        "allocation": {**fixed, "equal_placed": min(fixed.values()), "oracle": over["oracle"]},
+        "systems": {name: over[name] for name in SYSTEMS},
+        "schedulers": {name: over[name] for name in SCHEDULERS if name in over},
+        "placement": {name: over[name] for name in (LEAST_LOAD, CACHE_AWARE) if name in over},
+        "tp_sizes": some[HEDDLE]["tp_sizes"],
+        "variants": {
+            name: {key: short(value) if isinstance(value, float) else value for key, value in one.items()}
+            for name, one in some.items()
+        },
+    }
+
+
+def _print_table(cells: Mapping[ModelName, Mapping[AgentName, dict[str, Any]]]) -> None:
+    lines = [["model", "agent", "over Heddle", "seconds"]]
+    for model, some in cells.items():
+        for agent, one in some.items():
+            for part in ("allocation", "systems", "schedulers", "placement"):
+                lines += [[model, agent, f"{part}: {name}", f"{value:g}"] for name, value in one[part].items()]
+    print(in_columns(lines, str.ljust), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    launch.run(main)
