@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import engines
 from engines.coordination.policies import SchedulePolicy
+from experiments import launch
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.comparison.parts import PartsConfig
 from experiments.comparison.real import RealWorld
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 TOKEN_SCALE, TOOL_S, NUM_GROUPS, NUM_PROMPT_TOKENS, SLOTS = 64, 0.02, 6, 16, 16
 SHAPE = "0.8m"
+HERE = Path(__file__).parent
+PLANNED = ("dp_exact", "dp_ms", "annealing_gap", "annealing_s", "mapping")
+PREDICTED = ("predictor", "linear", "shuffled", "ask_ms", "train_s")
+"""Of the results of the commands for planning and prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +139,16 @@ def _describe(runs: dict[str, list[Rollout]], times: PassTimes, num_ranks: int) 
 
 
 def _planned_and_predicted(config: LiveConfig) -> dict[str, Any]:
-    """What `heddle_planning.py` and `heddle_predicting.py` measure; nothing else runs meanwhile."""
-    from experiments import heddle_planning, heddle_predicting
-
-    predicting = heddle_predicting.PredictingConfig(
-        gsm8k=config.gsm8k, gsm8k_held_out=config.gsm8k_held_out, models=config.models
-    )
-    found: dict[str, Any] = heddle_planning.measure() if config.plans else {}
-    return found | (heddle_predicting.measure(predicting) if config.predicts else {})
+    """What `heddle_planning.py` and `heddle_predicting.py` print; nothing else runs meanwhile."""
+    found: dict[str, Any] = {}
+    if config.plans:
+        result = launch.result_of([str(HERE / "heddle_planning.py")])
+        found = {name: result[name] for name in PLANNED}
+    if config.predicts:
+        options = ["--models", str(config.models)]
+        for name in ("gsm8k", "gsm8k_held_out"):
+            if (path := getattr(config, name)) is not None:
+                options += [f"--{name.replace('_', '-')}", str(path)]
+        result = launch.result_of([str(HERE / "heddle_predicting.py"), *options])
+        found |= {name: result[name] for name in PREDICTED}
+    return found
