@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -157,25 +156,39 @@ def _replaced(sizes: Sizes, gone: list[int], new: list[int]) -> Sizes:
 
 
 def layout_of(tp_sizes: Items[int], *, gpus_per_host: int, epoch: int = 0) -> Layout:
-    """Returns replicas of these sizes, none across hosts, whose ranks are neighbours. A replica's ranks are those of a
-    nested layout of its host, so that few bytes move from one allocation to another.
+    """Returns replicas of these sizes, in descending order, on as many ranks; the ranks of a host are neighbours, and
+    no replica is on two. A replica's ranks are those of a nested layout of its host, so that few bytes move from one
+    allocation to another.
 
-    Raises ValueError for a size that is no power of two, or above `gpus_per_host`.
+    Raises ValueError for a size that is no power of two, or above `gpus_per_host`, and for sizes that need a replica on
+    two hosts.
     """
     if wrong := [size for size in tp_sizes if size < 1 or size & (size - 1) or size > gpus_per_host]:
         raise ValueError(f"tp_sizes={list(tp_sizes)}: {wrong[0]} is no power of two up to {gpus_per_host}; give others")
-    sizes = deque(sorted(tp_sizes, reverse=True))
-    replicas: list[ReplicaSpec] = []
-
-    def fill(ranks: tuple[int, ...]) -> None:
-        if sizes and sizes[0] == len(ranks):
-            sizes.popleft()
-            replicas.append(ReplicaSpec(id=ranks[0], ranks=ranks))
-        elif sizes and len(ranks) > 1:
-            fill(ranks[0::2])
-            fill(ranks[1::2])
-
-    block = 1 << (gpus_per_host.bit_length() - 1)
-    for first in range(0, sum(sizes), block):
-        fill((*range(first, first + block),))
+    free = _blocks(sum(tp_sizes), gpus_per_host)
+    replicas = list[ReplicaSpec]()
+    for size in sorted(tp_sizes, reverse=True):
+        place = next((place for place, block in enumerate(free) if len(block) >= size), None)
+        if place is None:
+            raise ValueError(
+                f"tp_sizes={list(tp_sizes)}: with gpus_per_host={gpus_per_host}, a replica of {size} would be on two "
+                f"hosts; give smaller sizes"
+            )
+        ranks = free.pop(place)
+        while len(ranks) > size:
+            free.insert(place, ranks[1::2])
+            ranks = ranks[0::2]
+        replicas.append(ReplicaSpec(id=ranks[0], ranks=ranks))
     return Layout(epoch=epoch, replicas=tuple(replicas))
+
+
+def _blocks(num_ranks: int, gpus_per_host: int) -> list[tuple[int, ...]]:
+    """The ranks of each host in blocks whose sizes are powers of two, the largest first."""
+    blocks = list[tuple[int, ...]]()
+    for first in range(0, num_ranks, gpus_per_host):
+        left = (*range(first, min(first + gpus_per_host, num_ranks)),)
+        while left:
+            count = 1 << (len(left).bit_length() - 1)
+            blocks.append(left[:count])
+            left = left[count:]
+    return blocks

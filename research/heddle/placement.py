@@ -7,6 +7,7 @@ size (§6.2). Times are seconds, lengths tokens.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -150,7 +151,6 @@ def swapped(
     values = _checked(lengths, servers)
     order = list(range(len(servers)))
     best = solve(values, servers)
-    i = j = 0
     pairs = [(i, j) for j in range(len(servers)) for i in range(j)]
     left = len(pairs)
     while left:
@@ -194,7 +194,7 @@ def searched(
             start += low
         return Placement(tuple(sizes), worst, (*range(len(servers)),)) if start == len(values) else None
 
-    best = within(math.inf)
+    best = within(sys.float_info.max) or within(math.inf)
     assert best is not None
     low = 0.0
     for _ in range(200):

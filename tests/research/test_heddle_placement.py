@@ -10,6 +10,7 @@ import statistics
 import numpy as np
 import pytest
 
+from engines.coordination.policies import Static
 from engines.parallel.layout import joint_groups
 from research.heddle.allocation import all_allocations, anneal, check_sizes, exhaustive, layout_of
 from research.heddle.interference import GroupSimulation, SizeInterference, server_of, simulated
@@ -29,6 +30,8 @@ from research.pat.deployment import Deployment
 from research.pat.predictor import StepPredictor
 from research.pat.profile import deployment_of
 from research.simulator.pace import ProfilePace
+from research.workloads.lengths import LogNormalLengths
+from tests.research.test_simulator import cluster, states
 
 
 def linear(slope: float, tp_size: int = 1, token_s: float = 1.0, longest: float = math.inf) -> Server:
@@ -171,6 +174,34 @@ def test_a_search_by_simulation_is_within_its_tolerance_of_all_splits() -> None:
     assert len(least_load(lengths, [server] * 3)) == 3
 
 
+def test_a_search_gives_the_longest_to_a_replica_that_holds_it() -> None:
+    """Also where the first one does not; inf where none does."""
+    servers = [linear(0.1, 2, longest=10.0), linear(0.1, longest=100.0)]
+    found = searched([50.0, 5.0, 4.0], servers, printed_seconds)
+    assert found.sizes == (0, 3) and found.makespan == pytest.approx(50 * 1.2)
+    assert searched([200.0, 5.0], servers, printed_seconds).makespan == math.inf
+
+
+@pytest.mark.parametrize(
+    ("num_kv_tokens", "max_num_seqs", "count", "within"),
+    [(10**7, 64, 40, 0.005), (10**7, 16, 64, 0.005), (4000, 64, 64, 0.03), (4000, 256, 200, 0.06)],
+)
+def test_a_group_s_simulation_against_the_live_scheduler(num_kv_tokens, max_num_seqs, count, within) -> None:
+    """Room for all; too few slots; too little KV, where a part is computed again, which the estimate leaves out."""
+    pace = ProfilePace.of("h100-8b-tp2")
+    lengths = LogNormalLengths(median=150, sigma=1.0, cap=1500).draw(count, 1)
+    lengths.sort(reverse=True)
+    kv = {2: num_kv_tokens}
+    engine = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 8192}
+    done = cluster(2, Static(), lengths, tp_size=2, pace=pace, num_kv_tokens=kv, engine=engine).roll_out(
+        states(count, max_tokens=2000)
+    )
+    known = deployment_of(pace, num_ranks=2, num_kv_tokens=kv, max_num_seqs=max_num_seqs, max_model_len=4096)
+    estimate = GroupSimulation.of(known, 2, num_prompt_tokens=16).seconds(np.array(lengths, float))
+    assert estimate == pytest.approx(done.makespan, rel=within)
+    assert (done.num_preempted > 40) == (num_kv_tokens == 4000)
+
+
 # --- Allocation
 
 
@@ -227,3 +258,16 @@ def test_a_layout_keeps_replicas_on_hosts_and_nested() -> None:
         assert sizes <= {*before, *after}, "ranks exchange bytes within a replica of one of the two"
     with pytest.raises(ValueError, match="16 is no power of two up to 8"):
         layout_of((16,), gpus_per_host=8)
+
+
+def test_a_layout_has_each_rank_once_whatever_a_host_has() -> None:
+    """Hosts of 6 GPUs, and a last one that is not full."""
+    for gpus_per_host, num_gpus in [(8, 3), (8, 12), (8, 64), (6, 12), (6, 15)]:
+        for sizes in all_allocations(num_gpus, (1, 2, 4)):
+            if sizes.count(4) <= num_gpus // gpus_per_host * (gpus_per_host // 4):
+                layout = layout_of(sizes, gpus_per_host=gpus_per_host)
+                layout.check_places(num_gpus)
+                assert tuple(spec.tp_size for spec in layout.replicas) == sizes
+                assert all(len({rank // gpus_per_host for rank in spec.ranks}) == 1 for spec in layout.replicas)
+    with pytest.raises(ValueError, match="a replica of 4 would be on two hosts"):
+        layout_of((4, 4, 4), gpus_per_host=6)
