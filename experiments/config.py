@@ -146,8 +146,9 @@ class TrainConfig(ChunkFields):
     (docs/rollouts.md)."""
     layout_policy: str = "none"
     """pat: the rollout begins in the tensor-parallel size that is expected to be the best for its batch, and changes to
-    larger ones while the batch shrinks (PAT). Or a class of your own as FILE.py:Class (docs/pat.md). Both need
-    `--pat-profile`, several ranks and dispatch on demand."""
+    larger ones while the batch shrinks (PAT). heddle: before each rollout, replicas of the sizes that Algorithm 2
+    chooses for the lengths of the last one (docs/heddle.md). Or a class of your own as FILE.py:Class (docs/pat.md).
+    All need `--pat-profile`, several ranks and dispatch on demand."""
     pat_profile: Path | None = None
     """What `experiments/pat_profile.py` has measured with the same model, engine options and ranks."""
     pat: PatOptions = field(default_factory=PatOptions)
@@ -280,8 +281,8 @@ class TrainConfig(ChunkFields):
 
     def _check_layout_policy(self) -> None:
         policy = self.layout_policy
-        if policy not in ("none", "pat"):
-            layout_controller("layout_policy", policy, ["none", "pat"])
+        if policy not in ("none", "pat", "heddle"):
+            layout_controller("layout_policy", policy, ["none", "pat", "heddle"])
         if (policy != "none") != (self.pat_profile is not None):
             raise ValueError(
                 f"layout_policy={policy!r}, pat_profile={self.pat_profile}: a layout policy gets a profile; "

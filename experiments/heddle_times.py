@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from engines import LLM
 from engines.coordination.views import ReplicaView
 from engines.parallel.layout import ReplicaSpec
 from experiments import launch
@@ -13,6 +13,9 @@ from research.heddle.placement import Server
 from research.heddle.policy import Costs
 from research.pat.deployment import Deployment
 from research.pat.predictor import StepPredictor
+
+if TYPE_CHECKING:
+    from engines import LLM
 
 COPY_BYTES_PER_S = 2e9
 """At which stored KV is read from another process of this host, at least."""

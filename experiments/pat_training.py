@@ -19,6 +19,7 @@ from experiments.config import TrainConfig
 from experiments.pat_measuring import deployment_with, nested_layouts
 from experiments.policies import layout_controller
 from research.pat.controller import Considered, PatController
+from research.pat.deployment import Deployment
 from research.pat.lifetimes import lifetimes_of
 from research.pat.profile import Profile
 
@@ -33,18 +34,27 @@ def load_profile(config: TrainConfig, model: ModelConfig) -> Profile | None:
             f"layout_policy={config.layout_policy!r}: one rank has only one layout; give --ranks 2 or more"
         )
     profile = Profile.load(config.pat_profile)
-    make_controller(config, profile, model, str(profile.subject.get("transport")))
+    transport = str(profile.subject.get("transport"))
+    if config.layout_policy == "heddle":
+        deployed(config, profile, model, transport)
+    else:
+        make_controller(config, profile, model, transport)
     return profile
+
+
+def deployed(config: TrainConfig, profile: Profile, model: ModelConfig, transport: str) -> Deployment:
+    """Returns the profile's times for this run. Raises ValueError for a profile of another deployment."""
+    engine = config.rollout.engine_config(config.seed)
+    return deployment_with(profile, model, engine, launch.num_ranks(), transport)
 
 
 def make_controller(config: TrainConfig, profile: Profile, model: ModelConfig, transport: str) -> PatController:
     """Returns PAT's controller, or a user's own. Raises ValueError for one that cannot be made, or a profile of
     another deployment."""
-    engine = config.rollout.engine_config(config.seed)
-    deployment = deployment_with(profile, model, engine, launch.num_ranks(), transport)
+    deployment = deployed(config, profile, model, transport)
     if config.layout_policy == "pat":
         return PatController(deployment, config.pat)
-    own = layout_controller("layout_policy", config.layout_policy, ["none", "pat"])
+    own = layout_controller("layout_policy", config.layout_policy, ["none", "pat", "heddle"])
     try:
         controller: PatController = own(deployment, ended=())
     except Exception as error:

@@ -15,6 +15,7 @@ from engines import Completion
 from engines.rollout.telemetry import StepRecord, chrome_trace, draft_metrics, turn_metrics
 from engines.speculation.history import tokens_per_step
 from experiments import launch
+from experiments.heddle_allocating import Allocations
 from experiments.pat_training import RolloutLayouts
 from experiments.policies import Logged
 from experiments.run_folder import RunFolder
@@ -34,7 +35,11 @@ class RolloutRecord:
     """All ranks call `begin` before a rollout, `metrics` after it, and then `write`."""
 
     def __init__(
-        self, folder: RunFolder, collector: Collector, layouts: RolloutLayouts | DraftRoles, dispatches: Logged | None
+        self,
+        folder: RunFolder,
+        collector: Collector,
+        layouts: RolloutLayouts | DraftRoles | Allocations,
+        dispatches: Logged | None,
     ) -> None:
         self._folder, self._llm, self._group = folder, collector.llm, collector.group
         self._layouts, self._dispatches = layouts, dispatches

@@ -32,16 +32,17 @@ from engines.coordination.policies import SchedulePolicy
 from engines.json_files import read_json, read_jsonl
 from engines.parallel.collectives import Communicator, TorchGroup
 from engines.parallel.groups import GroupCache
-from engines.parallel.layout import nested_layout
+from engines.parallel.layout import Layout, nested_layout
 from engines.progress import Bar
 from engines.rollout.journal import Journal
 from engines.sequence import Finished
 from experiments import launch
 from experiments.config import TrainConfig
 from experiments.engine_options import DRAFT_POLICIES
+from experiments.heddle_allocating import Allocations, groups_of
 from experiments.heddle_training import HeddleRollouts, predictor_trunk
 from experiments.pat_measuring import nested_layouts, transport_of
-from experiments.pat_training import RolloutLayouts, load_profile, make_controller
+from experiments.pat_training import RolloutLayouts, deployed, load_profile, make_controller
 from experiments.policies import Logged
 from experiments.rollout_record import STEP_FILES, RolloutRecord, trajectory_figures
 from experiments.run_folder import (
@@ -58,6 +59,7 @@ from experiments.tracking import CODE, Tracker, check_environment
 from experiments.training_checks import as_json, check_prompts, check_rollouts, check_same_run, prepare_model
 from experiments.training_environment import RunEnvironment, share_environment, start_environment
 from research.pat.controller import PatController
+from research.pat.deployment import Deployment
 
 
 def train(config: TrainConfig, start: float) -> dict[str, Any]:
@@ -101,14 +103,22 @@ def train(config: TrainConfig, start: float) -> dict[str, Any]:
         model = prepare_model(config, threads)
         device = start_deepspeed(timedelta(seconds=config.rank_timeout_s))
         world = TorchGroup(timeout_s=config.rank_timeout_s)
-        layouts = [layout] if profile is None else nested_layouts(world.size)
+        layouts: list[Layout | tuple[int, ...]] = [layout]
+        if profile is not None:
+            layouts = [*nested_layouts(world.size)]
+        if allocates := config.layout_policy == "heddle":
+            layouts += groups_of(world.size, [one.replicas[0].tp_size for one in nested_layouts(world.size, sizes)])
         groups = GroupCache(world, layouts, timeout_s=config.rank_timeout_s, device=device)
-        controller = None if profile is None else make_controller(config, profile, sizes, transport_of(groups))
+        controller = deployment = None
+        if profile is not None and allocates:
+            deployment = deployed(config, profile, sizes, transport_of(groups))
+        elif profile is not None:
+            controller = make_controller(config, profile, sizes, transport_of(groups))
         environment = share_environment(config, pool, world)
         if environment is not None and environment.has_reward:
             rewards.clear()
         run = stack.enter_context(
-            contextlib.closing(Run(config, task, model, device, groups, rewards, environment, controller))
+            contextlib.closing(Run(config, task, model, device, groups, rewards, environment, controller, deployment))
         )
         result = run.train(start)
     stop_deepspeed()
@@ -182,6 +192,7 @@ class Run:
         rewards: list[RewardRunner],
         environment: RunEnvironment | None = None,
         controller: PatController | None = None,
+        deployment: Deployment | None = None,
     ) -> None:
         """The first of `rewards` scores evaluations, the last one is the reward to train on; there are none where
         trajectories bring their own."""
@@ -245,7 +256,11 @@ class Run:
             predictor=None if self.heddle is None else self.heddle.predictor,
         )
         speculates = config.speculation != "none"
-        self.layouts = DraftRoles(config, self.collector) if speculates else RolloutLayouts(controller, self.collector)
+        self.layouts: RolloutLayouts | DraftRoles | Allocations = RolloutLayouts(controller, self.collector)
+        if speculates:
+            self.layouts = DraftRoles(config, self.collector)
+        if deployment is not None:
+            self.layouts = Allocations(deployment, self.collector)
         self.record = RolloutRecord(self.folder, self.collector, self.layouts, dispatches)
 
     def _last_words(self) -> str:
@@ -348,6 +363,8 @@ class Run:
         self.state.step += 1
         self.state.data_index = rollout.next_index
         samples = self.record.write(self.state.step, rollout)
+        if isinstance(self.layouts, Allocations):
+            self.layouts.learn([len(one.token_ids) for group in rollout.groups for one in group.completions])
         regroup_s += self.layouts.begin(self.state.data_index, keep_weights=False)
         synced = time.perf_counter()
         self._sync_weights()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,48 +68,71 @@ class GroupSimulation:
         base, slope = _lines(deployment.steps[tp_size], deployment.max_num_seqs, room)
         return GroupSimulation(base, slope, room, num_prompt_tokens)
 
-    def seconds(self, lengths: Lengths) -> float:
-        """Of a group with these lengths, in descending order; inf if the cache cannot hold the longest."""
+    def seconds(self, lengths: Lengths, counts: Sequence[int] | None = None) -> float:
+        """Of a group with these lengths, in descending order; inf if the cache cannot hold the longest. `counts`: how
+        many trajectories each of them stands for, which run and wait together."""
         if not len(lengths) or lengths[0] + self.num_prompt_tokens > self.num_kv_tokens:
             return math.inf if len(lengths) else 0.0
         most, room, time = len(self.base_s) - 1, float(self.num_kv_tokens), 0.0
+        weights = [1] * len(lengths) if counts is None else counts
         level = used = 0.0  # tokens that a sequence has now that has run from the start; KV in use
+        batch = 0
         waiting = [(place, float(length), 0.0) for place, length in enumerate(lengths)][::-1]
         running: dict[int, tuple[float, float]] = {}
         """By place: the level at which it will end, and the level at which it had no token."""
         stack: list[int] = []
         ends: list[tuple[float, int]] = []
         while waiting or running:
-            while waiting and len(running) < most:
+            while waiting and (not running or batch + weights[waiting[-1][0]] <= most):
                 place, left, done = waiting[-1]
-                if running and used + self.num_prompt_tokens + done + len(running) + 1 > room:
+                weight = weights[place]
+                if running and used + weight * (self.num_prompt_tokens + done + 1) + batch > room:
                     break
                 waiting.pop()
-                used += self.num_prompt_tokens + done
+                used += weight * (self.num_prompt_tokens + done)
+                batch += weight
                 running[place] = level + left, level - done
                 stack.append(place)
                 heapq.heappush(ends, (level + left, place))
             while ends[0][1] not in running or running[ends[0][1]][0] != ends[0][0]:
                 heapq.heappop(ends)
-            batch = len(running)
-            grown = min(ends[0][0] - level, max(0.0, room - used) / batch)
-            time += grown * (self.base_s[batch] + self.token_s[batch] * (used + grown * batch / 2))
+            at_once = min(batch, most)
+            space = math.inf if len(running) == 1 else max(0.0, room - used) / batch
+            grown = min(ends[0][0] - level, space)
+            time += grown * (self.base_s[at_once] + self.token_s[at_once] * (used + grown * batch / 2))
             level, used = level + grown, used + grown * batch
             if level >= ends[0][0] - 1e-9:
-                _, start = running.pop(heapq.heappop(ends)[1])
-                used -= self.num_prompt_tokens + level - start
+                place = heapq.heappop(ends)[1]
+                _, start = running.pop(place)
             else:
                 while stack[-1] not in running:
                     stack.pop()
                 end, start = running.pop(place := stack.pop())
                 waiting.append((place, end - level, level - start))
-                used -= self.num_prompt_tokens + level - start
+            used -= weights[place] * (self.num_prompt_tokens + level - start)
+            batch -= weights[place]
         return time
 
 
-def simulated(simulations: Mapping[int, GroupSimulation]) -> GroupSeconds:
-    """The cost of a group by the simulation of the replica's TP size."""
-    return lambda server, group: simulations[server.tp_size].seconds(group)
+MOST = 32
+"""Trajectories that a simulation has one by one; of more, the shorter ones stand for their neighbours."""
+
+
+def simulated(simulations: Mapping[int, GroupSimulation], most: int = MOST) -> GroupSeconds:
+    """The cost of a group by the simulation of the replica's TP size. A plan simulates hundreds of groups, on the
+    thread that dispatches: so of large ones only the longest are simulated one by one, and the others in blocks (§5.2:
+    "aggregate short trajectories")."""
+
+    def seconds(server: Server, group: Lengths) -> float:
+        one = simulations[server.tp_size]
+        if len(group) <= most:
+            return one.seconds(group)
+        alone = most // 2
+        blocks = np.array_split(group[alone:], most - alone)
+        values = np.concatenate([group[:alone], [block.mean() for block in blocks]])
+        return one.seconds(values, [1] * alone + [len(block) for block in blocks])
+
+    return seconds
 
 
 def _lines(steps: StepPredictor, most: int, room: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -168,7 +168,7 @@ def swapped(
 
 
 def searched(
-    lengths: ArrayLike, servers: Items[Server], group_seconds: GroupSeconds, tolerance: float = 1e-3
+    lengths: ArrayLike, servers: Items[Server], group_seconds: GroupSeconds, tolerance: float = 0.01
 ) -> Placement:
     """Neighbours in groups, for any cost of a group that rises with it: bisects the makespan, for which each replica
     takes as many as it can end in time, the last ones perhaps none. The result is within a share `tolerance` of the

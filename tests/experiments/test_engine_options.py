@@ -31,6 +31,7 @@ GIVEN: dict[str, tuple[list[str], Any]] = {
     "kernels": (["kernels", "native"], "native"),
     "attention": (["attention", "native"], "native"),
     "preemption": (["preemption", "swap"], "swap"),
+    "priority_margin": (["priority-margin", "inf"], float("inf")),
     "exchange": (["exchange", "all_gather"], "all_gather"),
     "kv_host_bytes": (["kv-host-mib", "3"], 3 * 2**20),
     "kv_disk_bytes": (["kv-disk-mib", "5"], 5 * 2**20),

@@ -100,7 +100,7 @@ def test_the_committed_page_is_that_of_the_committed_results() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["10"], "rows: there is no row 10; give numbers of 1 to 9"),
+        (["10"], "rows: there is no row 10; give some of [1, 2, 3"),
         (["--results", "/nowhere"], "results='/nowhere': there is no such folder; make it"),
     ],
 )

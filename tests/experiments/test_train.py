@@ -219,6 +219,29 @@ def test_rollouts_change_their_tensor_parallel_size(model: Path, tmp_path: Path)
     assert max(lengths.values()) > 0
     row = metrics_of(other)[-1]
     assert row["rollout/num_switches"] >= 1 and row["rollout/num_imported"] > 0 and row["rollout/num_drafted"] > 0
+    # Replicas of the sizes that Algorithm 2 chooses for the lengths of the rollout before: the first one has none. Two
+    # ranks together are now faster with any batch.
+    fast = {1: lambda batch: 1.0, 2: lambda batch: 0.01 * batch}
+    profile["decodes"] = [(size, batch, tokens, fast[size](batch)) for size, batch, tokens in points]
+    wide = tmp_path / "wide.json"
+    wide.write_text(json.dumps(profile))
+    options = [
+        "--name",
+        "heddle",
+        "--steps",
+        "2",
+        "--eval-every",
+        "0",
+        "--layout-policy",
+        "heddle",
+        *PAT[2:],
+        str(wide),
+    ]
+    allocated = Path(run_main("train", small(model, tmp_path, *engine, *options), num_ranks=2)["run_dir"])
+    lines = (allocated / "lengths.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["digest"] == json.loads(first)["digest"]
+    one, two = metrics_of(allocated)[-2:]
+    assert one["rollout/num_replicas/tp1"] == 2 and two["rollout/num_replicas/tp2"] == 1
     # By the controller of the docs.
     own = FILES["widen.py"]
     (tmp_path / "widen.py").write_text(own)
