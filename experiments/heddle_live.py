@@ -85,10 +85,12 @@ def _compare(
     config: LiveConfig, real: RealWorld, workload: Workload, longest: int
 ) -> tuple[dict[str, list[Rollout]], PassTimes]:
     num_ranks, times = real.groups.world.size, PassTimes()
-    num_kv_tokens = 2 * SLOTS * longest
+    num_kv_tokens, errors = 2 * SLOTS * longest, Errors()
+    logs = [math.log1p(length) for length in (workload.lengths or {}).values()]
+    error = statistics.pstdev(errors.residuals[0]) * statistics.pstdev(logs)
 
     def predictor(later: Later) -> StatedPredictions:
-        return StatedPredictions(workload.turns or {}, later, Errors())
+        return StatedPredictions(workload.turns or {}, later, errors)
 
     def variant(schedule: Callable[[], SchedulePolicy], **options: Any) -> Variant:
         return Variant(
@@ -101,7 +103,7 @@ def _compare(
 
     def heddle(priority: Priority = by_remaining, *, places: bool = True) -> Callable[[], SchedulePolicy]:
         options = HeddleOptions(priority=priority, places=places)
-        return lambda: HeddlePolicy(Planner(server_of=times.server_of), times.costs, options)
+        return lambda: HeddlePolicy(Planner(server_of=times.server_of, error=error), times.costs, options)
 
     # The first rollout is a plain one; it warms up, and its engine tells what passes take.
     probe = real.roll_out(workload, variant(heddle(places=False)), on_end=partial(times.measure, num_sequences=SLOTS))

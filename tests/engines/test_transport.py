@@ -197,7 +197,7 @@ def test_the_wire_format(server: Server) -> None:
     """The header, packed again from its description."""
 
     def frames(kind: int, sequence: int, payload: bytes) -> list[bytes]:
-        head = struct.pack("<4sHB8sQ", b"CRTL", 5, kind, b"12345678", sequence)
+        head = struct.pack("<4sHB8sQ", b"CRTL", 6, kind, b"12345678", sequence)
         return [head + blake2b(head + payload, key=TOKEN, digest_size=16, person=b"to-server").digest(), payload]
 
     with closing(Raw(server.address, session=b"12345678")) as raw:
@@ -376,7 +376,7 @@ except ValueError as error:
 """
     process = start(script, server.address)
     assert process.communicate(timeout=WAIT_S)[0] == (
-        "protocol version: the coordinator's is 5, 'rank-0' has 1; start both from the same installation\n"
+        "protocol version: the coordinator's is 6, 'rank-0' has 1; start both from the same installation\n"
     )
     assert server.rejected["version"] >= 1 and server.receive(0) is None
 
@@ -387,7 +387,7 @@ def test_a_refusal_is_said_once(server: Server, reason: str) -> None:
         raw.send(*[bad_messages(raw)[reason][0]] * 1000)
         until(lambda: server.rejected[reason] == 1000)
         raw.join()
-        assert [raw.answer(), raw.answer()] == [("refused", 5), (WELCOME, b"")]
+        assert [raw.answer(), raw.answer()] == [("refused", 6), (WELCOME, b"")]
 
 
 def test_a_client_believes_no_stranger() -> None:
@@ -409,7 +409,7 @@ def test_a_client_believes_no_stranger() -> None:
         good = [seal.pack(kind, session, index + 1, b"hi" * index) for index, kind in enumerate((WELCOME, DATA))]
         router.send_multipart([route, header, payload])  # its own words, which are of the other direction
         router.send_multipart([route, *good[0]])
-        forged = [header, noise.randbytes(20)], [good[1][0], b"ho"], [struct.pack("<4sHB", b"CRTL", 5, REFUSED), b""]
+        forged = [header, noise.randbytes(20)], [good[1][0], b"ho"], [struct.pack("<4sHB", b"CRTL", 6, REFUSED), b""]
         forged += (seal.pack(BYE, b"another!", 0, b"go"), good[0], [noise.randbytes(39), b""], [b""])
         for frames in (*forged, good[1]):
             router.send_multipart([route, *frames])

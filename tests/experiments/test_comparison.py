@@ -118,7 +118,7 @@ def test_trajectories_have_the_same_turns_in_every_world(worlds: list[Any]) -> N
     lengths = [[sum(turn.num_generated for turn in turns) for turns in group] for group in TURNS]
     for run in (live, live_chunks, paced, paced_chunks, *simulated):
         assert [(tuple(id_), length) for id_, length in run["lengths"]] == sorted(hidden_lengths(lengths).items())
-        assert len(run["ends"]) == 4 and set(run["turns"]) == {"queue", "replica", "tool"}
+        assert len(run["ends"]) == 4 and {*run["turns"]} - {"move"} == {"queue", "replica", "tool"}
         for id_, turns in hidden_lengths(TURNS).items():
             # Before the first turn and behind the last one there is no tool to wait for.
             _, *seconds, _ = [seconds for one, seconds in run["tools"] if tuple(one) == id_]

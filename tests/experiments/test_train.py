@@ -585,7 +585,7 @@ class TestBadInput:
             ),
             (
                 ["--layout-policy", "tap"],
-                "layout_policy='tap': give none, pat, or a class of your own as FILE.py:Class",
+                "layout_policy='tap': give none, pat, heddle, or a class of your own as FILE.py:Class",
             ),
             (["--pat-profile", "x.json"], "layout_policy='none', pat_profile=x.json"),
             ([*PAT, "x.json"], "pat_profile='x.json': is no file; experiments/pat_profile.py makes one"),
