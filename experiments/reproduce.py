@@ -158,8 +158,8 @@ HEDDLE = "experiments/heddle_sim.py --models 14b --shrink 8"
 UNEQUAL = """\
 Why: an eighth of the paper's trajectories, 12 for each GPU, so that replicas of eight GPUs are the best of all equal
 ones, and no slots are lacking, so that priorities change nothing. Algorithm 2 plans with F of the size alone and
-lengths of an earlier rollout; its unequal replicas are 12 to 16 % slower than eight replicas of eight GPUs with the same
-placement.
+lengths of an earlier rollout; its unequal replicas are 12 to 16 % slower than eight replicas of eight GPUs with the
+same placement.
 """
 ROWS = (
     Row(
