@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 import engines
+from engines.constraints import Count, Positive
 from engines.coordination.policies import SchedulePolicy
 from experiments import launch
 from experiments.bench.models import checkpoint, random_prompts
@@ -70,13 +71,13 @@ MAIN: Mapping[AgentName, tuple[str, ...]] = {
 class HeddleConfig(LiveConfig):
     """Compare Heddle's decisions with those that they replace."""
 
-    scale: float = 2.0
+    scale: Positive = 2.0
     """Seconds here per second of the H100: larger where this machine is too slow to follow."""
     workloads: Annotated[tuple[AgentName, ...], Meta(min_length=1, description="one or more agents")] = tuple(AGENTS)
     """Agents of the paced part."""
-    per_gpu: int = 50
+    per_gpu: Count = 50
     """Trajectories of each rank in the paced part."""
-    token_scale: int = 128
+    token_scale: Count = 128
     """Tokens of the 14B model's trajectories per token of the paced part."""
     full: bool = False
     """Measure every variant in each turn, with 100 trajectories per rank and 64 tokens per token."""

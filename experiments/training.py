@@ -212,6 +212,7 @@ class Run:
         )
         self.heddle = None
         if config.dispatch == "heddle":
+            trunk = predictor_trunk(config.heddle, model)
             self.heddle = HeddleRollouts(config.heddle, rollout.prompts_per_step * rollout.group_size)
         schedule = config.schedule(group.size) if self.heddle is None else self.heddle.policy
         dispatches = None
@@ -230,7 +231,7 @@ class Run:
             self.folder = _open_folder(config, group)  # late, so that an error above leaves no empty folder
         launch.end_on_signals(self._last_words)
         if self.heddle is not None and group.rank == 0:
-            self.heddle.start(predictor_trunk(config.heddle, model), self.folder.path / PREDICTOR)
+            self.heddle.start(trunk, self.folder.path / PREDICTOR)
         if group.rank == 0:
             print(f"run: {self.folder.path}", file=sys.stderr, flush=True)
             trained, everything = self.trainer.num_parameters

@@ -143,6 +143,17 @@ def test_what_cannot_be_used_is_refused(folder: Path, text_model: str, arguments
     assert message in refused_by("train", options)
 
 
+def test_a_predictor_of_another_vocabulary_is_refused(folder: Path, text_model: str) -> None:
+    other = folder / "predictor"
+    new_model("tiny", 0).save_pretrained(other)
+    tokenizer_of("tiny").save_pretrained(other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    options = ["--model", text_model, "--runs", str(folder), *SMALL, "--environment", f"{folder}/echo.py:Echo"]
+    message = refused_by("train", [*options, "--dispatch", "heddle", "--heddle.predictor", str(other)])
+    assert "heddle.predictor=" in message and "give a small model with the same tokenizer" in message
+
+
 def test_a_task_brings_its_environment_its_options_and_its_own_warm_start(folder: Path) -> None:
     """`--task lookup` alone; the model, which is not trained here, stands where its warm start would have put it."""
     name, recipe = recipe_of(parse(["--task", "lookup"]))
