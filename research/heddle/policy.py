@@ -154,7 +154,10 @@ class HeddlePolicy:
             self._note_change(view, sequence)
         for sequence in entered:
             self._note_entry(view, sequence)
-        if self._is_open and _accepting(view) not in (self._planned_on, frozenset()):
+        accepting = _accepting(view)
+        if not accepting:  # as in a regroup of all
+            return
+        if self._is_open and accepting != self._planned_on:
             self._place(view)
         elif self._num_new >= self._new_for_next:
             self._new_for_next *= 2
@@ -301,10 +304,12 @@ class HeddlePolicy:
         self._begun.extend(self._moves.begin(view.now))
         while self._begun:
             move = self._begun.popleft()
-            replica = view.replicas.get(move.target)
-            if move.sequence_id in view.parked and replica is not None and replica.accepts:
-                self._homes[move.sequence_id] = move.target
-                self.counters.num_migrations += 1
+            sequence, replica = view.parked.get(move.sequence_id), view.replicas.get(move.target)
+            if sequence is None or replica is None or not replica.accepts or not replica.can_hold(sequence):
+                continue
+            self._homes[move.sequence_id] = move.target
+            self.counters.num_migrations += 1
+            if sequence.expected_at != move.target:  # else a request has moved it there
                 return Prefetch(sequence_id=move.sequence_id, replica_id=move.target)
         return None
 

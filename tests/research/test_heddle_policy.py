@@ -13,13 +13,22 @@ import pytest
 
 from engines.config import EngineConfig
 from engines.coordination.core import RolloutCore
-from engines.coordination.views import EndedView, LayoutChange, LayoutView, Prefetch, ScheduleView
+from engines.coordination.views import (
+    EndedView,
+    LayoutChange,
+    LayoutView,
+    Prefetch,
+    ReplicaView,
+    ScheduleView,
+    SequenceView,
+)
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.sequence import SamplingParams, SequenceId
 from research.heddle.baselines import CacheAware, Hybrid, LeastLoad
 from research.heddle.migration import Groups
 from research.heddle.policy import Costs, HeddleOptions, HeddlePolicy
 from research.heddle.priority import first_come, shortest_first
+from research.heddle.transmission import Transmission
 from research.simulator import cluster as cluster_module
 from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, SimulatedRollout
 from research.simulator.replay import RecordingCore, play, recording
@@ -252,10 +261,53 @@ def test_replicas_come_and_go() -> None:
     assert len({one for places in stays(done).values() for one in places}) > 4
 
 
+def test_nothing_is_placed_while_no_replica_accepts() -> None:
+    """Predictions that come in a regroup of all replicas."""
+    given: list[int] = []
+
+    def place(lengths: Any, replicas: Any) -> Groups:
+        given.append(len(replicas))
+        return thirds_of_any(lengths, replicas)
+
+    policy = HeddlePolicy(place, COSTS, HeddleOptions(replans=0.1))
+    wide = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0, 1)), ReplicaSpec(id=1, ranks=(2,))))
+    rollout(policy, drawn("coding", 60), Errors(seconds=0.5), cluster={"layout": wide}, layout_policy=Narrow())
+    assert set(given) == {2, 3}
+
+
 def thirds_of_any(lengths: Any, replicas: Any) -> Groups:
     shares = [len(lengths) // len(replicas)] * len(replicas)
     shares[-1] += len(lengths) - sum(shares)
     return Groups(tuple(shares), tuple(one.spec.id for one in replicas))
+
+
+def test_what_reads_ahead() -> None:
+    """A move that has become due: not where a request has had the KV read meanwhile, nor where a regroup has left too
+    little room."""
+    id_, spec = (0, 0, 0), ReplicaSpec(id=1, ranks=(1,))
+    replica = ReplicaView(
+        spec=spec, accepts=True, max_num_seqs=4, num_assigned=0, num_tokens=0, block_size=16, num_blocks=2,
+        num_reserved_blocks=0, num_running=0, num_waiting=0, num_free_blocks=2, seconds=0.0,
+    )  # fmt: skip
+    parked = SequenceView(
+        sequence_id=id_, index=0, group_id=0, num_prompt_tokens=8, num_generated=24, max_tokens=90,
+        last_replica_id=0, has_kv=True, is_parked=True,
+    )  # fmt: skip
+
+    def asked(parked: SequenceView, replica: ReplicaView) -> Prefetch | None:
+        policy = HeddlePolicy(thirds, COSTS)
+        policy._moves.ask(Transmission(-30.0, id_, 0, 1, 0.1))
+        return policy.prefetch(
+            ScheduleView(
+                now=0.0, layout=Layout(epoch=0, replicas=(spec,)), waiting={}, entered=(), ended=(),
+                replicas={1: replica}, parked={id_: parked},
+            )
+        )  # fmt: skip
+
+    assert asked(parked, replica) == Prefetch(sequence_id=id_, replica_id=1)
+    assert asked(replace(parked, expected_at=1), replica) is None
+    assert asked(parked, replace(replica, num_blocks=1)) is None
+    assert asked(parked, replace(replica, accepts=False)) is None
 
 
 def test_one_rollout_follows_another() -> None:
