@@ -103,6 +103,7 @@ class Fleet:
             device=str(where),
             kv_token=secrets.token_hex(16),
             kv_store_bytes=kv_store_bytes,
+            max_kv_tokens=self._limits.num_kv_tokens,
             interval_s=min(1.0, patience_s / 5),
             patience_s=patience_s,
             pace=None if pace is None else PaceData.of(pace),

@@ -64,6 +64,8 @@ class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     kv_token: str
     kv_store_bytes: int
+    max_kv_tokens: int | None = None
+    """See `Replica`: the longest sequence of the Fleet, of which this replica may hold a part only."""
     spec: ReplicaSpec = ReplicaSpec(id=0, ranks=(0,))
     parent_pid: int = msgspec.field(default_factory=os.getpid)
     device: str = "cpu"

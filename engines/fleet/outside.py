@@ -117,6 +117,7 @@ def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEng
         max_model_len=longest_sequence(orders.config, model),
         device=device,
         detokenize=detokenizer(tokenizer),
+        max_kv_tokens=orders.max_kv_tokens,
         kv_store=store,
         draft_policy=of_pace(MarginalGain, pace, orders.spec, orders.config),
     )

@@ -18,6 +18,7 @@ import msgspec
 
 from engines.replica.endings import Endings
 from engines.rollout.environment import Answer
+from engines.rollout.prediction import LengthPredictor
 from engines.rollout.turns import Turns
 from engines.sequence import Completion, Finished, SamplingParams, SequenceId, SequenceState
 from tests.checkpoints import EOS, save_checkpoint
@@ -101,13 +102,14 @@ class Environments:
         delay_s = self._rng.choice([0.0, 0.0, 0.002, 0.02])
         self._threads.submit(lambda: (time.sleep(delay_s), act()))
 
-    def turns(self) -> Turns:
+    def turns(self, predictor: LengthPredictor | None = None) -> Turns:
         return Turns(
             self,
             columns={},
             encode=lambda uid, _, said: observation(uid, int(bool(said)), said),
             endings=Endings(eos_token_ids=(EOS,), detokenize=None),
             max_model_len=MAX_CONTEXT,
+            predictor=predictor,
         )
 
     def close(self) -> None:

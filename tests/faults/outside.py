@@ -1,4 +1,7 @@
-"""Schedules of replicas outside a world: they are killed, stopped, cut off and launched at random moments."""
+"""Schedules of replicas outside a world: they are killed, stopped, cut off and launched at random moments.
+
+In some fleets, some replicas hold half of the longest sequence; another one that holds all is launched where none is.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import random
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from engines.control.ends import Lost, Notice
 from engines.control.transport import Client
@@ -21,12 +27,12 @@ from engines.rollout.pace import ShortestStep
 from tests.faults.channel import Faults, FaultyServer
 from tests.faults.leftovers import assert_nothing_left
 from tests.faults.oracle import NUM_VERSIONS, Environments, Oracle, engine_options
-from tests.faults.requests import Caller, random_policy
+from tests.faults.requests import Caller, count_decisions, num_handed_over, random_policy, random_predictor
 
 PATIENCE_S = 3.0
 TIMEOUT_S = 15.0
 """Longest wait for a process to start, and for an answer that a lost command will not get."""
-SCHEDULES_PER_FLEET = 20
+SCHEDULES_PER_FLEET = 10
 """Processes and coordinator are kept for so many, as starting a process takes seconds."""
 LONGEST_S = 60.0
 
@@ -41,19 +47,22 @@ def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str,
     for number, batch in groupby(seeds, lambda seed: seed // SCHEDULES_PER_FLEET):
         rng = random.Random(f"fleet/{number}")
         step_s = rng.choice([0.0, 0.003, 0.01])
+        policy, small = random_policy(rng), set[int]() if rng.random() < 0.5 else None
         with Fleet(
             oracle.checkpoint(0),
-            num_replicas=3,
+            num_replicas=0,
             patience_s=PATIENCE_S,
             timeout_s=TIMEOUT_S,
             kv_store_bytes=rng.choice([2**30, 2**18]),
-            schedule_policy=random_policy(rng),
+            schedule_policy=policy,
             pace=ShortestStep(step_s=step_s),
             **engine_options(rng),
         ) as fleet:
+            for _ in range(3):
+                launch(fleet, rng, small)
             for seed in batch:
                 began = time.monotonic()
-                schedule = _Schedule(seed, oracle, fleet, counts)
+                schedule = _Schedule(seed, oracle, fleet, counts, small)
                 try:
                     schedule.run()
                 except BaseException as error:
@@ -67,16 +76,31 @@ def run_outside_schedules(oracle_directory: Path, seeds: list[int]) -> dict[str,
             pids |= set(fleet.launcher.pids().values())
             counts["replicas_lost"] += len(fleet.coordinator.lost)
             counts["refused"] += len(fleet.coordinator.refused)
+            count_decisions(fleet.coordinator.core, policy, counts)
             weights_folder = fleet._weights.folder
         assert_nothing_left(pids, [weights_folder])
     return {**counts, "longest_s": round(max(seconds), 2), "seconds": round(sum(seconds), 1)}
 
 
+def launch(fleet: Fleet, rng: random.Random, small: set[int] | None) -> None:
+    """Launches a replica; where `small` notes those that hold half, perhaps such a one."""
+    launcher = fleet.launcher
+    orders = launcher._orders
+    if is_small := small is not None and rng.random() < 0.5:
+        assert isinstance(orders.config.kv_cache_bytes, int)
+        config = replace(orders.config, kv_cache_bytes=orders.config.kv_cache_bytes // 2)
+        launcher._orders = msgspec.structs.replace(orders, config=config)
+    spec = fleet.launch()
+    launcher._orders = orders
+    if small is not None and is_small:
+        small.add(spec.id)
+
+
 class _Schedule:
     """All happens in the thread that coordinates, which is the only one."""
 
-    def __init__(self, seed: int, oracle: Oracle, fleet: Fleet, counts: Counter[str]) -> None:
-        self._oracle, self._fleet, self._counts = oracle, fleet, counts
+    def __init__(self, seed: int, oracle: Oracle, fleet: Fleet, counts: Counter[str], small: set[int] | None) -> None:
+        self._oracle, self._fleet, self._counts, self._small = oracle, fleet, counts, small
         rng = self._rng = random.Random(f"outside/{seed}")
         self._num_replicas = rng.randint(2, 3)
         self._num_blows = rng.choice([0, 1, 1, 2, 3])
@@ -109,7 +133,7 @@ class _Schedule:
         while len(coordinator.outside) < self._num_replicas or len(coordinator.standing_by) < num_ready:
             assert time.monotonic() < deadline, f"no {num_ready} replicas stand by after {LONGEST_S:g} s"
             if len(coordinator.outside) < self._num_replicas:
-                fleet.launch()
+                launch(fleet, self._rng, self._small)
             coordinator.pump(0.02)
         for version in self._versions:
             self._roll_out(version)
@@ -117,6 +141,7 @@ class _Schedule:
             self._go_on(pid)
         self._counts.update(self._faults.counts)
         self._counts["schedules"] += 1
+        self._counts["unequal"] += self._small is not None
 
     def _roll_out(self, version: int) -> None:
         fleet, rng = self._fleet, self._rng
@@ -127,7 +152,8 @@ class _Schedule:
         states = self._oracle.states(version, rng, rng.randint(2, 40))
         caller = self._caller = Caller(fleet.coordinator, states, rng, self._counts)
         environments = Environments(random.Random(f"environments/{version}"))
-        fleet._turns = lambda *_: environments.turns()  # type: ignore[method-assign]  # the model has no tokenizer
+        turns = environments.turns(random_predictor(rng))
+        fleet._turns = lambda *_: turns  # type: ignore[method-assign]  # the model has no tokenizer
         out = fleet.roll_out(
             list(caller.first),
             policy_version=version,
@@ -150,12 +176,16 @@ class _Schedule:
             self._go_on(pid)
         if isinstance(notice, Lost):
             self._counts["connections_lost"] += 1
-        if self._caller is not None and not self._fleet.coordinator.outside:
-            self._launch()  # after the last one's loss; that none comes is tested in test_fleet.py
-        caller, rng = self._caller, self._rng
-        if caller is None or notice is None or rng.random() > self._share_acts:
+        caller, rng, core = self._caller, self._rng, self._fleet.coordinator.core
+        if caller is not None and not set(self._fleet.coordinator.outside) - (self._small or set()):
+            # After the last one's loss; that none comes is tested in test_fleet.py.
+            launch(self._fleet, self._rng, None)
+            self._counts["launches"] += 1
+        if caller is None or notice is None:
             return
-        core = self._fleet.coordinator.core
+        self._counts["handed_over"] += num_handed_over(core, notice)
+        if rng.random() > self._share_acts:
+            return
         if core.phase is None:
             return
         act = rng.choices(
@@ -186,7 +216,7 @@ class _Schedule:
             self._launch()
 
     def _launch(self) -> None:
-        self._fleet.launch()
+        launch(self._fleet, self._rng, self._small)
         self._counts["launches"] += 1
 
     def _kill(self, replica_id: int, pids: dict[int, int]) -> None:

@@ -1,4 +1,7 @@
-"""Schedules in a torchrun world of four ranks: moves, regroups, pauses, phases, late and repeated messages."""
+"""Schedules in a torchrun world of four ranks: moves, regroups, pauses, phases, late and repeated messages.
+
+In some, one rank's KV cache holds half of the longest sequence; layouts then have a replica of two or four ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ from engines.replica.regroup import Joint
 from engines.rollout import worker_core, world
 from engines.sequence import SequenceId
 from tests.faults.channel import Faults, FaultyClient, FaultyServer
-from tests.faults.oracle import NUM_VERSIONS, Environments, Oracle, engine_options
-from tests.faults.requests import Caller, random_policy
+from tests.faults.oracle import MAX_LEN, NUM_VERSIONS, Environments, Oracle, engine_options
+from tests.faults.requests import Caller, count_decisions, num_handed_over, random_policy, random_predictor
 from tests.worlds import run_world
 
 NUM_RANKS = 4
@@ -80,6 +83,12 @@ def _rank(oracle_directory: str, seeds: list[int]) -> dict[str, Any]:
     return {"counts": dict(counts), "seconds": seconds}
 
 
+def wide_layout(rng: random.Random, epoch: int) -> Layout:
+    """As `random_layout`, with a replica of more than one rank."""
+    layout = random_layout(rng, epoch)
+    return layout if any(spec.tp_size > 1 for spec in layout.replicas) else wide_layout(rng, epoch)
+
+
 def random_layout(rng: random.Random, epoch: int) -> Layout:
     """Replicas of one, two or four ranks in any combination; some ranks may be idle."""
     if rng.random() < 0.2:
@@ -121,8 +130,13 @@ class _Schedule:
         self._seed, self._oracle, self._groups, self._counts = seed, oracle, groups, counts
         self._rank = groups.world.rank
         rng = self._rng = random.Random(f"world/{seed}")
-        self._config = EngineConfig(**engine_options(rng))
-        self._layout = random_layout(rng, 0)
+        options, self._draw_layout = engine_options(rng), random_layout
+        if rng.random() < 0.5:
+            options["kv_cache_bytes"] //= 2
+            self._draw_layout = wide_layout
+            counts["unequal"] += not self._rank
+        self._config = EngineConfig(**options)
+        self._layout = self._draw_layout(rng, 0)
         self._versions = [rng.randrange(NUM_VERSIONS)]
         while rng.random() < 0.5 and len(self._versions) < 3:
             self._versions.append((self._versions[-1] + rng.randint(1, 2)) % NUM_VERSIONS)
@@ -142,13 +156,14 @@ class _Schedule:
         world.Server = lambda *args, **options: FaultyServer(  # type: ignore
             Server(*args, **options), self._faults, self._on_notice
         )
+        policy = random_policy(self._own)
         rollout = world.RolloutWorld(
             self._groups,
             self._layout,
             engine=self._build(self._layout),
             regroup=self._regroup_engine,
             can_regroup=self._groups.joins,
-            schedule_policy=random_policy(self._own),
+            schedule_policy=policy,
             pace=_RandomPace(self._own, self._share_slow),
             make_kv_store=partial(make_kv_store, host_bytes=self._kv_store_bytes, disk_bytes=0, disk_parent=None),
         )
@@ -167,6 +182,7 @@ class _Schedule:
             assert self._coordinator is not None
             self._counts["refused"] += len(self._coordinator.refused)
             self._counts["regroups"] += self._coordinator.core.layout.epoch
+            count_decisions(self._coordinator.core, policy, self._counts)
             self._counts.update(self._faults.counts)
         left = self._kv_files()
         while left and time.monotonic() < deadline:  # what another host was asked to drop goes a moment later
@@ -187,7 +203,7 @@ class _Schedule:
                 list(caller.first),
                 policy_version=version,
                 on_finished=caller.on_finished,
-                turns=environments.turns(),
+                turns=environments.turns(random_predictor(self._own)),
             )
             environments.close()
             self._counts["trajectories"] += sum(one.state.in_turns for one in out)
@@ -212,7 +228,7 @@ class _Schedule:
         spec = after.replica_of(self._rank)
         assert spec is not None
         joint = Joint.of(self._groups.get(ranks), ranks, before, after, max_tp_size=NUM_RANKS)
-        self._engine.regroup(joint, self._groups.get(spec.ranks), places)
+        self._engine.regroup(joint, self._groups.get(spec.ranks), places, max_kv_tokens=MAX_LEN)
         self._counts["switched"] += 1
         self._counts["kept"] += len(places)
         self._counts["kv_bytes"] += self._engine.switch.kv_bytes if self._engine.switch is not None else 0
@@ -233,6 +249,7 @@ class _Schedule:
                 max_model_len=model.max_position_embeddings,
                 device=torch.device("cpu"),
                 detokenize=None,
+                max_kv_tokens=MAX_LEN,
             )
             self._engine.load(checkpoint_tensors(self._oracle.checkpoint(self._version)), self._version)
         return self._engine
@@ -248,9 +265,12 @@ class _Schedule:
     def _on_notice(self, notice: Notice | None) -> None:
         """On rank 0, as each message comes: perhaps something is asked for."""
         caller = self._caller
-        if caller is None or notice is None or self._own.random() > self._share_acts:
+        if caller is None or notice is None:
             return
         assert self._coordinator is not None
+        self._counts["handed_over"] += num_handed_over(self._coordinator.core, notice)
+        if self._own.random() > self._share_acts:
+            return
         core, rng = self._coordinator.core, self._own
         if core.phase is None:
             return
@@ -281,7 +301,7 @@ class _Schedule:
         assert self._coordinator is not None
         core = self._coordinator.core
         if not core.regrouping:
-            layout = random_layout(self._own, core.layout.epoch + 1)
+            layout = self._draw_layout(self._own, core.layout.epoch + 1)
             ids, replicas = list(core._books.sequences), [spec.id for spec in layout.replicas]
             some = self._own.sample(ids, self._own.randint(0, len(ids)))
             places = {id_: self._own.choice(replicas) for id_ in some}
