@@ -23,6 +23,8 @@ def test_schedules_in_a_world(oracle: Path) -> None:
     assert happened["schedules"] == 8
     for what in ("moves", "pauses", "portions", "regroups", "kv_imported", "preemptions", "late", "repeated"):
         assert happened[what] > 0, f"no {what} in {happened}"
+    for what in ("handed_over", "prefetches", "a prediction that is no length", "a prediction that comes too late"):
+        assert happened[what] > 0, f"no {what} in {happened}"
     assert happened["phases"] > 8
 
 
