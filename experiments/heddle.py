@@ -116,7 +116,7 @@ class Bench:
         return one.case.variant(
             one.layout,
             one.num_kv_tokens[1],
-            one.schedule(name, self.tuned, one.spread(errors)),
+            one.schedule(name, self.tuned, errors),
             one.workload.turns,
             errors,
             priority_margin=math.inf if name == FCFS else 0.0,

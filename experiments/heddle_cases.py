@@ -46,6 +46,8 @@ class Case:
     shape: ModelShape = QWEN3_14B
     per_gpu: int = 100
     """Trajectories (§7, "Baselines")."""
+    sequence_scale: int = 1
+    """Trajectories of the profile per trajectory here."""
     kv_share: float = 0.5
     """KV caches hold this share of what all trajectories need at once; never less than the longest needs."""
     scale: float = 1.0
@@ -67,7 +69,13 @@ class Case:
 
     @cached_property
     def pace(self) -> ProfilePace:
-        return ProfilePace(device=H100, shape=self.shape, scale=self.scale, token_scale=self.token_scale)
+        return ProfilePace(
+            device=H100,
+            shape=self.shape,
+            scale=self.scale,
+            token_scale=self.token_scale,
+            sequence_scale=self.sequence_scale,
+        )
 
     def draw(self, num_gpus: int, seed: int) -> list[list[list[Turn]]]:
         """Groups of trajectories."""

@@ -87,7 +87,8 @@ def _compare(
     num_ranks, times = real.groups.world.size, PassTimes()
     num_kv_tokens, errors = 2 * SLOTS * longest, Errors()
     logs = [math.log1p(length) for length in (workload.lengths or {}).values()]
-    error = statistics.pstdev(errors.residuals[0]) * statistics.pstdev(logs)
+    spread = statistics.pstdev(logs)
+    quantiles = [-spread * one for one in reversed(errors.residuals[0])]
 
     def predictor(later: Later) -> StatedPredictions:
         return StatedPredictions(workload.turns or {}, later, errors)
@@ -103,7 +104,7 @@ def _compare(
 
     def heddle(priority: Priority = by_remaining, *, places: bool = True) -> Callable[[], SchedulePolicy]:
         options = HeddleOptions(priority=priority, places=places)
-        return lambda: HeddlePolicy(Planner(server_of=times.server_of, error=error), times.costs, options)
+        return lambda: HeddlePolicy(Planner(server_of=times.server_of, errors=quantiles), times.costs, options)
 
     # The first rollout is a plain one; it warms up, and its engine tells what passes take.
     probe = real.roll_out(workload, variant(heddle(places=False)), on_end=partial(times.measure, num_sequences=SLOTS))

@@ -111,8 +111,8 @@ class Cell:
     def allocated(self, lengths: Items[int]) -> Layout:
         """Returns the layout of Algorithm 2 for these lengths. A layout needs a replica that holds the longest."""
         deployed = self.deployed(equal(self.config.gpus, max(self.num_kv_tokens)), self.config.seed)
-        values, deployment = np.sort(np.asarray(lengths, float))[::-1], deployed.deployment
-        servers = {size: deployed.server_at(deployment, size, float(values.mean())) for size in self.num_kv_tokens}
+        values = np.sort(np.asarray(lengths, float))[::-1]
+        servers = {size: deployed.server_at(size, float(values.mean())) for size in self.num_kv_tokens}
         found = anneal(values, self.config.gpus, servers, seed=self.config.seed)
         return layout_of(found.tp_sizes, gpus_per_host=GPUS_PER_HOST)
 

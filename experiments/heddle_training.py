@@ -30,7 +30,9 @@ from experiments.heddle_times import PassTimes
 from research.heddle.migration import Groups
 from research.heddle.planning import Planner
 from research.heddle.policy import HeddlePolicy
+from research.heddle.ranks import Expected
 
+QUANTILES = np.linspace(0.0, 1.0, 21)
 MOST_PARAMETERS = 200_000_000
 """Of a model that predicts beside the rollout on this host."""
 
@@ -85,8 +87,8 @@ class HeddleRollouts:
         self._history: deque[Trajectory] = deque(maxlen=config.history)
         self._fit: Future[Any] | None = None
         self._num_rollouts = 0
-        self._error = 0.0
-        """Spread of the logarithms of true over predicted lengths before the first turn, in the last rollout."""
+        self._errors = [0.0]
+        """Quantiles of the logarithms of true over predicted lengths before the first turn, in the last rollout."""
 
     def start(self, trunk: Path, saved: Path) -> None:
         """On rank 0: starts the predictor's process. Raises ValueError for what it cannot use."""
@@ -97,10 +99,10 @@ class HeddleRollouts:
         if self._process is not None:
             self._process.close()
 
-    def _plan(self, lengths: Sequence[float], replicas: Sequence[ReplicaView]) -> Groups | None:
+    def _plan(self, expected: Sequence[Expected], replicas: Sequence[ReplicaView]) -> Groups | None:
         if any(one.spec.tp_size not in self.times.steps for one in replicas):
             return None
-        return Planner(server_of=self.times.server_of, error=self._error)(lengths, replicas)
+        return Planner(server_of=self.times.server_of, errors=self._errors)(expected, replicas)
 
     def begin(self, llm: LLM) -> None:
         """Before a rollout: what passes take is measured once; a predictor that was lost starts again; a fit ends."""
@@ -154,7 +156,7 @@ class HeddleRollouts:
                 continue
             predicted, true = zip(*pairs, strict=True)
             if not turn:
-                self._error = float(np.std(np.log1p(true) - np.log1p(predicted)))
+                self._errors = np.quantile(np.log1p(true) - np.log1p(predicted), QUANTILES).tolist()
             metrics |= {
                 f"predictor/pearson/{turn}": pearson(predicted, true),
                 f"predictor/recall/{turn}": recall(predicted, true),

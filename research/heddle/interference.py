@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from research.heddle.placement import GroupSeconds, Lengths, Server
+from research.heddle.placement import Interference, Lengths, Server, printed_seconds
 from research.pat.deployment import Deployment
 from research.pat.predictor import StepPredictor
 
@@ -68,35 +69,43 @@ class GroupSimulation:
         base, slope = _lines(deployment.steps[tp_size], deployment.max_num_seqs, room)
         return GroupSimulation(base, slope, room, num_prompt_tokens)
 
-    def seconds(self, lengths: Lengths, counts: Sequence[int] | None = None) -> float:
-        """Of a group with these lengths, in descending order; inf if the cache cannot hold the longest. `counts`: how
-        many trajectories each of them stands for, which run and wait together."""
-        if not len(lengths) or lengths[0] + self.num_prompt_tokens > self.num_kv_tokens:
-            return math.inf if len(lengths) else 0.0
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory that the cache can hold."""
+        return self.num_kv_tokens - self.num_prompt_tokens
+
+    def seconds(self, left: Lengths, done: Lengths | None = None, weights: Sequence[float] | None = None) -> float:
+        """Of a group whose trajectories have these tokens to come, in descending order of priority; inf if the cache
+        cannot hold the longest. `done`: tokens that they have already, by default none. `weights`: for how many each of
+        them stands, which run and wait together; with parts, they are on this replica for that share of their time."""
+        if not len(left):
+            return 0.0
+        done = np.zeros(len(left)) if done is None else done
+        if (left + done).max() > self.longest:
+            return math.inf
         most, room, time = len(self.base_s) - 1, float(self.num_kv_tokens), 0.0
-        weights = [1] * len(lengths) if counts is None else counts
-        level = used = 0.0  # tokens that a sequence has now that has run from the start; KV in use
-        batch = 0
-        waiting = [(place, float(length), 0.0) for place, length in enumerate(lengths)][::-1]
+        weights = [1.0] * len(left) if weights is None else weights
+        level = used = batch = 0.0  # tokens of a sequence that has run from the start; KV in use; running sequences
+        waiting = [*zip(range(len(left)), left.tolist(), done.tolist(), strict=True)][::-1]
         running: dict[int, tuple[float, float]] = {}
         """By place: the level at which it will end, and the level at which it had no token."""
         stack: list[int] = []
         ends: list[tuple[float, int]] = []
         while waiting or running:
             while waiting and (not running or batch + weights[waiting[-1][0]] <= most):
-                place, left, done = waiting[-1]
+                place, to_come, has = waiting[-1]
                 weight = weights[place]
-                if running and used + weight * (self.num_prompt_tokens + done + 1) + batch > room:
+                if running and used + weight * (self.num_prompt_tokens + has + 1) + batch > room:
                     break
                 waiting.pop()
-                used += weight * (self.num_prompt_tokens + done)
+                used += weight * (self.num_prompt_tokens + has)
                 batch += weight
-                running[place] = level + left, level - done
+                running[place] = level + to_come, level - has
                 stack.append(place)
-                heapq.heappush(ends, (level + left, place))
+                heapq.heappush(ends, (level + to_come, place))
             while ends[0][1] not in running or running[ends[0][1]][0] != ends[0][0]:
                 heapq.heappop(ends)
-            at_once = min(batch, most)
+            at_once = max(1, min(math.ceil(batch - 1e-9), most))
             space = math.inf if len(running) == 1 else max(0.0, room - used) / batch
             grown = min(ends[0][0] - level, space)
             time += grown * (self.base_s[at_once] + self.token_s[at_once] * (used + grown * batch / 2))
@@ -116,21 +125,37 @@ class GroupSimulation:
 
 MOST = 32
 """Trajectories that a simulation has one by one; of more, the shorter ones stand for their neighbours."""
+GroupSeconds = Callable[[Server, Lengths, Lengths, float], float]
+"""Of tokens to come and tokens that there are, in descending order of priority, on a replica on which they are for a
+share of their time."""
+
+
+def printed(server: Server, left: Lengths, done: Lengths, share: float) -> float:
+    """Eq. 2: F of the size."""
+    return printed_seconds(replace(server, interference=partial(_of_share, server.interference, share)), left, done)
+
+
+def _of_share(interference: Interference, share: float, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    return interference(np.maximum(1, np.ceil(share * sizes).astype(int)))
 
 
 def simulated(simulations: Mapping[int, GroupSimulation], most: int = MOST) -> GroupSeconds:
     """The cost of a group by the simulation of the replica's TP size. A plan simulates hundreds of groups, on the
-    thread that dispatches: so of large ones only the longest are simulated one by one, and the others in blocks (§5.2:
-    "aggregate short trajectories")."""
+    thread that dispatches: so of large ones only the longest are simulated one by one, and the others in blocks of
+    neighbours (§5.2: "aggregate short trajectories")."""
 
-    def seconds(server: Server, group: Lengths) -> float:
+    def seconds(server: Server, left: Lengths, done: Lengths, share: float) -> float:
         one = simulations[server.tp_size]
-        if len(group) <= most:
-            return one.seconds(group)
-        alone = most // 2
-        blocks = np.array_split(group[alone:], most - alone)
-        values = np.concatenate([group[:alone], [block.mean() for block in blocks]])
-        return one.seconds(values, [1] * alone + [len(block) for block in blocks])
+        if len(left) <= most:
+            return one.seconds(left, done, [share] * len(left))
+        alone = np.sort(np.argpartition(left, -(most // 2))[-(most // 2) :])
+        others = np.array_split(np.delete(np.arange(len(left)), alone), most - len(alone))
+        blocks = sorted([*([place] for place in alone.tolist()), *(block.tolist() for block in others)])
+        return one.seconds(
+            np.array([left[block].mean() for block in blocks]),
+            np.array([done[block].mean() for block in blocks]),
+            [share * len(block) for block in blocks],
+        )
 
     return seconds
 

@@ -38,16 +38,12 @@ class Server:
         return np.concatenate([[0.0], self.token_s * self.interference(np.arange(1, most + 1))])
 
 
-GroupSeconds = Callable[[Server, Lengths], float]
-"""What a group of at least one, in descending order, takes on a replica."""
-
-
-def printed_seconds(server: Server, group: Lengths) -> float:
-    """The term of Eq. 2: F(size) times the longest length times T; inf if the replica cannot hold the longest."""
-    longest = float(group.max())
-    if longest > server.longest:
+def printed_seconds(server: Server, group: Lengths, done: Lengths | None = None) -> float:
+    """The term of Eq. 2: F(size) times the longest length times T; inf if the replica cannot hold the longest, with
+    the tokens that it has already."""
+    if float((group if done is None else group + done).max()) > server.longest:
         return math.inf
-    return float(longest * server.token_s * server.interference(np.array([len(group)]))[0])
+    return float(group.max() * server.token_s * server.interference(np.array([len(group)]))[0])
 
 
 @dataclass(frozen=True)
@@ -167,32 +163,34 @@ def swapped(
     return replace(best, order=tuple(order))
 
 
-def searched(
-    lengths: ArrayLike, servers: Items[Server], group_seconds: GroupSeconds, tolerance: float = 0.01
-) -> Placement:
-    """Neighbours in groups, for any cost of a group that rises with it: bisects the makespan, for which each replica
-    takes as many as it can end in time, the last ones perhaps none. The result is within a share `tolerance` of the
-    best such placement. With a cost of more than the size, as by simulation, other groups may be better (no lemma)."""
-    values = _checked(lengths, servers)
+PartSeconds = Callable[[Server, slice], float]
+"""What some neighbours, at least one, take on a replica."""
+
+
+def searched(count: int, servers: Items[Server], part_seconds: PartSeconds, tolerance: float = 0.01) -> Placement:
+    """`count` neighbours in groups, for any cost of a group that rises with it: bisects the makespan, for which each
+    replica takes as many as it can end in time, the last ones perhaps none. The result is within a share `tolerance` of
+    the best such placement. With a cost of more than the size, as by simulation, other groups may be better (no
+    lemma)."""
     known: dict[tuple[Server, int, int], float] = {}
 
     def seconds(server: Server, start: int, size: int) -> float:
         key = server, start, size
         if key not in known:
-            known[key] = group_seconds(server, values[start : start + size]) if size else 0.0
+            known[key] = part_seconds(server, slice(start, start + size)) if size else 0.0
         return known[key]
 
     def within(limit: float) -> Placement | None:
         sizes, start, worst = [], 0, 0.0
         for server in servers:
-            low, high = 0, len(values) - start
+            low, high = 0, count - start
             while low < high:
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if seconds(server, start, middle) <= limit else (low, middle - 1)
             worst = max(worst, seconds(server, start, low))
             sizes.append(low)
             start += low
-        return Placement(tuple(sizes), worst, (*range(len(servers)),)) if start == len(values) else None
+        return Placement(tuple(sizes), worst, (*range(len(servers)),)) if start == count else None
 
     best = within(sys.float_info.max) or within(math.inf)
     assert best is not None
@@ -206,23 +204,16 @@ def searched(
     return best
 
 
-def makespan(groups: Items[Lengths], servers: Items[Server], group_seconds: GroupSeconds = printed_seconds) -> float:
-    """Seconds of any assignment, by the same estimate as a placement's: group i, in descending order, on replica i."""
+def makespan(groups: Items[Lengths], servers: Items[Server]) -> float:
+    """Seconds of any assignment by Eq. 2: group i on replica i."""
     pairs = zip(groups, servers, strict=True)
-    return max((group_seconds(server, group) for group, server in pairs if len(group)), default=0.0)
+    return max((printed_seconds(server, group) for group, server in pairs if len(group)), default=0.0)
 
 
 def split(lengths: ArrayLike, placement: Placement) -> list[Lengths]:
     """The lengths of each replica's group, in the order of the replicas."""
     parts = np.split(np.asarray(lengths, float), placement.bounds[:-1])
     return [parts[placement.order.index(one)] for one in range(len(parts))]
-
-
-def least_load(lengths: ArrayLike, servers: Items[Server]) -> list[Lengths]:
-    """What dispatching each turn to the least loaded replica comes to: those that are unfinished are at any time spread
-    evenly. Each length, in descending order, goes to the replicas in turn."""
-    values = _checked(lengths, servers)
-    return [values[one :: len(servers)] for one in range(len(servers))]
 
 
 def _heads(values: Lengths, server: Server) -> Lengths:

@@ -2,80 +2,167 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from statistics import NormalDist
+from functools import cached_property
+from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engines.constraints import Fraction, NonNegative
+from engines.constraints import Fraction, Positive
 from engines.coordination.views import ReplicaView
-from research.heddle.interference import GroupSimulation
+from research.heddle.interference import GroupSeconds, GroupSimulation, printed
 from research.heddle.migration import Groups
-from research.heddle.placement import (
-    GroupSeconds,
-    Lengths,
-    Placement,
-    Server,
-    least_load,
-    makespan,
-    printed_seconds,
-    searched,
-)
+from research.heddle.placement import Lengths, Placement, Server, searched
+from research.heddle.ranks import Expected
 
-_DEVIATIONS = np.array([NormalDist().inv_cdf((place + 0.5) / 16) for place in range(16)])[
-    [8, 3, 14, 5, 10, 1, 12, 7, 0, 11, 6, 13, 2, 9, 4, 15]
-]
-"""Of a normal error, in an order in which neighbours differ."""
+Places = NDArray[np.int64]
+_EVEN = (np.array([8, 3, 14, 5, 10, 1, 12, 7, 0, 11, 6, 13, 2, 9, 4, 15]) + 0.5) / 16
+"""Shares of the errors that lie below, in an order in which neighbours differ: each group gets the same ones, so that
+in a large group of short ones some are long."""
+NUM_SCENARIOS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Places trajectories, unless its own estimate of the makespan says that least load ends earlier."""
+    """Places trajectories, unless its own estimate of the makespan says that least load ends earlier.
+
+    What is predicted is not what comes: with small groups, the slowest of eight is far above the mean. So the estimates
+    are means over scenarios, in which each true length is its prediction times an error of the predictor's.
+    """
 
     server_of: Callable[[ReplicaView, float], Server]
     """Of a replica, with F for trajectories of this mean predicted length."""
-    group_seconds: GroupSeconds = printed_seconds
-    """By which the placement is compared with least load. It is given a group in the order of predicted length."""
-    solve: Callable[[Lengths, Items[Server], GroupSeconds], Placement] = searched
-    error: NonNegative = 0.0
-    """Standard deviation of the logarithm of true over predicted lengths. Each group gets the same spread of errors: in
-    a large group of short ones, some are long."""
+    group_seconds: GroupSeconds = printed
+    spread_seconds: GroupSeconds | None = None
+    """As `group_seconds`, where turns go to the least load: most of them then read their KV first."""
+    uneven: Positive = 1.0
+    """How many times longer least load takes than if loads were even at any time."""
+    errors: Items[float] = (0.0,)
+    """Quantiles, at equal steps, of the logarithm of true over predicted remaining lengths."""
     yields: bool = True
     margin: Fraction = 0.05
     """Share of least load's makespan by which a placement must be better: estimates are no nearer to the truth, and
     what has begun elsewhere must move."""
 
-    def __call__(self, lengths: Items[float], replicas: Items[ReplicaView]) -> Groups | None:
-        """`lengths` in descending order."""
+    def __call__(self, expected: Items[Expected], replicas: Items[ReplicaView]) -> Groups | None:
+        """`expected` in descending order of the totals. Those above what any replica can hold count as the longest that
+        one can."""
+        problem = self._problem(expected, replicas)
+        placement = problem.placed()
+        if not math.isfinite(placement.makespan):
+            return None
+        if self.yields and problem.placed_s(placement) > (1 - self.margin) * problem.spread_s():
+            return None
+        return Groups(placement.sizes, tuple(problem.ids[one] for one in placement.order))
+
+    def estimates(self, expected: Items[Expected], replicas: Items[ReplicaView]) -> tuple[float, float]:
+        """Returns the seconds of the placement, and of least load."""
+        problem = self._problem(expected, replicas)
+        return problem.placed_s(problem.placed()), problem.spread_s()
+
+    def _problem(self, expected: Items[Expected], replicas: Items[ReplicaView]) -> _Problem:
         wide_first = sorted(replicas, key=lambda one: (-one.spec.tp_size, one.spec.id))
-        values = np.maximum(np.asarray(lengths, float), 1.0)
-        servers = [self.server_of(one, float(values.mean())) for one in wide_first]
-        factors = np.exp(self.error * np.resize(_DEVIATIONS, len(values)))
-
-        def seconds(server: Server, group: Lengths) -> float:
-            return self.group_seconds(server, np.minimum(group * factors[: len(group)], server.longest))
-
-        placement = self.solve(values, servers, seconds)
-        placed = [servers[one] for one in placement.order]
-        parts = np.split(values, placement.bounds[:-1])
-        if self.yields:
-            spread = makespan(least_load(values, servers), servers, seconds)
-            if makespan(parts, placed, seconds) > (1 - self.margin) * spread:
-                return None
-        return Groups(placement.sizes, tuple(wide_first[one].spec.id for one in placement.order))
+        totals, done = np.maximum(np.array(expected, float).T, [[1.0], [0.0]])
+        servers = [self.server_of(one, float(totals.mean())) for one in wide_first]
+        most = max(server.longest for server in servers)
+        left = np.maximum(1.0, np.minimum(totals, most) - done)
+        ids = [one.spec.id for one in wide_first]
+        return _Problem(self, servers, ids, left, np.maximum(0.0, np.minimum(done, most - left)))
 
 
-def with_tools(group: GroupSimulation, *, growth: float, tool_s: float, prefill_s: float) -> GroupSimulation:
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """What is placed at one time. Places are numbers of trajectories in descending order of their totals."""
+
+    planner: Planner
+    servers: Items[Server]
+    ids: Items[int]
+    """The replicas of the servers."""
+    left: Lengths
+    done: Lengths
+
+    @cached_property
+    def first(self) -> Places:
+        """In the order in which a replica would run them."""
+        return np.argsort(-self.left, kind="stable")
+
+    @cached_property
+    def scenarios(self) -> list[Lengths]:
+        """True over predicted, of each."""
+        count = NUM_SCENARIOS if any(self.planner.errors) else 1
+        return [self._factors(np.random.default_rng(one).random(len(self.left))) for one in range(count)]
+
+    def _factors(self, shares: NDArray[np.float64]) -> Lengths:
+        errors = self.planner.errors
+        return np.exp(np.interp(shares, np.linspace(0, 1, len(errors)), errors))
+
+    def _part(self, start: int, end: int) -> Places:
+        return self.first[(self.first >= start) & (self.first < end)]
+
+    def _true(self, server: Server, places: Places, factors: Lengths) -> Lengths:
+        """What the replica cannot hold stays so."""
+        left, end = self.left[places], server.longest - self.done[places]
+        return np.where(left > end, left, np.minimum(left * factors, end))
+
+    def _seconds(self, server: Server, places: Places, factors: Lengths) -> float:
+        true = self._true(server, places, factors)
+        return self.planner.group_seconds(server, true, self.done[places], 1.0)
+
+    def placed(self) -> Placement:
+        """The best groups of neighbours, each of which has the same errors."""
+        pattern = self._factors(_EVEN)
+
+        def of_part(server: Server, part: slice) -> float:
+            places = self._part(part.start, part.stop)
+            return self._seconds(server, places, np.resize(pattern, len(places)))
+
+        return searched(len(self.left), self.servers, of_part, tolerance=0.02)
+
+    def placed_s(self, placement: Placement) -> float:
+        parts = [self._part(start, end) for start, end in pairwise([0, *placement.bounds])]
+        pairs = [(server, places) for server, places in zip(self.servers, parts, strict=True) if len(places)]
+        return fmean(
+            max(self._seconds(server, places, factors[places]) for server, places in pairs)
+            for factors in self.scenarios
+        )
+
+    def spread_s(self) -> float:
+        """Where turns go to the least load, a trajectory is on each replica for its GPUs' share of the time."""
+        of_spread = self.planner.spread_seconds or self.planner.group_seconds
+        shares = Counter[Server]()
+        for server in self.servers:
+            shares[server] += server.tp_size
+        total = sum(shares.values())
+
+        def of(factors: Lengths) -> float:
+            took = {
+                server: of_spread(
+                    server, self._true(server, self.first, factors), self.done[self.first], server.tp_size / total
+                )
+                for server in shares
+            }
+            return total / sum(count / took[server] for server, count in shares.items())
+
+        return self.planner.uneven * fmean(of(factors[self.first]) for factors in self.scenarios)
+
+
+def with_tools(
+    group: GroupSimulation, *, growth: float, tool_s: float, prefill_s: float, read_s: float = 0.0
+) -> GroupSimulation:
     """A group of agents, whose context grows by `growth` tokens for each generated one, and whose tools take `tool_s`
     for each: of n trajectories, those that are not at their tools share the replica. What is observed takes `prefill_s`
-    for each token."""
+    for each token; `read_s` are the seconds for which the replica reads KV, for each generated token."""
     most = len(group.base_s) - 1
     sizes = np.arange(most + 1, dtype=float)
     context = group.num_kv_tokens / 2 / most
     running = sizes.copy()
-    base_s = group.base_s + sizes * (growth - 1) * prefill_s
+    base_s = group.base_s + sizes * ((growth - 1) * prefill_s + read_s)
     for _ in range(30):
         step_s = np.interp(running, sizes, base_s + group.token_s * sizes * context)
         running = np.maximum(np.minimum(sizes, 1), sizes * step_s / (step_s + tool_s))

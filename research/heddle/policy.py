@@ -7,24 +7,23 @@ its KV beside the tool.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from engines.constraints import Fraction, Margin, NonNegative, check_fields
+from engines.constraints import Fraction, NonNegative, check_fields
 from engines.coordination.views import Dispatch, Prefetch, ReplicaView, ScheduleView, SequenceView
 from engines.parallel.layout import ReplicaSpec
 from engines.sequence import SequenceId
 from research.heddle.baselines import LeastLoad, Router, able
 from research.heddle.migration import Groups, capacities, group_of, pays
 from research.heddle.priority import Priority, by_remaining
-from research.heddle.ranks import Ranks
+from research.heddle.ranks import Expected, Ranks
 from research.heddle.transmission import Transmission, Transmissions
 
-Planner = Callable[[Items[float], Items[ReplicaView]], Groups | None]
-"""Places trajectories with these predicted lengths, in descending order, on these replicas; None where dispatching each
+Planner = Callable[[Items[Expected], Items[ReplicaView]], Groups | None]
+"""Places trajectories, in descending order of their predicted lengths, on these replicas; None where dispatching each
 turn to the least loaded replica is better by its own estimate."""
 
 
@@ -49,9 +48,6 @@ class HeddleOptions:
     priority: Priority = by_remaining
     hysteresis: Fraction = 0.02
     """Share of the unfinished trajectories by which a rank must lie outside of a group's: 0 is the paper's (H-D16)."""
-    replans: Margin = 0.5
-    """Places anew after this many new predictions for each trajectory, then twice as many and so on: those before the
-    first turn may say little. inf is the paper's, which never does (§5.3)."""
     patience_s: NonNegative = 5.0
     """For how long the first turns wait for predictions of all trajectories; 0 where there is no predictor."""
     waits_s: NonNegative = 0.0
@@ -117,8 +113,6 @@ class HeddlePolicy:
         self._plan: _Plan | None = None
         self._planned_on = frozenset[int]()
         """The replicas that accepted then."""
-        self._num_new, self._new_for_next = 0, math.inf
-        """New predictions, and how many lead to the next placement."""
         self._is_open = False
         """Whether first turns may begin."""
         self._first_seen: float | None = None
@@ -145,7 +139,7 @@ class HeddlePolicy:
             for mapping in (self._homes, self._gaps, self._num_seen, self._unanswered, self._held):
                 mapping.pop(ended.sequence_id, None)
         if view.ended and not self._ranks:  # the next rollout's may be in the same view
-            self._plan, self._is_open, self._first_seen, self._new_for_next = None, False, None, math.inf
+            self._plan, self._is_open, self._first_seen = None, False, None
         gone = {ended.sequence_id for ended in view.ended if ended.sequence_id not in view.waiting}
         entered = [one for one in view.entered if one.sequence_id not in gone]
         for sequence in (*entered, *view.changed):  # what has changed is newer
@@ -154,13 +148,7 @@ class HeddlePolicy:
             self._note_change(view, sequence)
         for sequence in entered:
             self._note_entry(view, sequence)
-        accepting = _accepting(view)
-        if not accepting:  # as in a regroup of all
-            return
-        if self._is_open and accepting != self._planned_on:
-            self._place(view)
-        elif self._num_new >= self._new_for_next:
-            self._new_for_next *= 2
+        if self._is_open and _accepting(view) not in (self._planned_on, frozenset()):
             self._place(view)
 
     def _note_change(self, view: ScheduleView, sequence: SequenceView) -> None:
@@ -176,7 +164,6 @@ class HeddlePolicy:
             self._gaps[id_] = _Gap(since=view.now)
         if sequence.answered_turns >= sequence.num_turns and id_ in self._held:
             self._release(view, id_)
-        self._num_new += sequence.answered_turns > 0 and sequence.answered_turns == sequence.num_turns
         if sequence.is_parked and id_ in self._homes:
             self._consider(view, sequence)
 
@@ -227,8 +214,7 @@ class HeddlePolicy:
                 return False
             if not _accepting(view):
                 return False
-            self._is_open, self._num_new = True, 0
-            self._new_for_next = max(1, self.options.replans * len(self._ranks))
+            self._is_open = True
             self._place(view)
         return True
 
@@ -240,7 +226,7 @@ class HeddlePolicy:
         if not self.options.places or not self._ranks.mean:
             return
         replicas = [view.replicas[id_] for id_ in sorted(ids)]
-        groups = self._planner([self._ranks.total(id_) for id_ in self._ranks], replicas)
+        groups = self._planner(self._ranks.expected(), replicas)
         if groups is None:
             self.counters.num_yielded += 1
             return

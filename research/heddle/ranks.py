@@ -5,10 +5,19 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from engines.coordination.views import EndedView, SequenceView
 from engines.sequence import SequenceId
 from research.heddle.priority import Estimate
+
+
+class Expected(NamedTuple):
+    """A trajectory, in generated tokens."""
+
+    total: float
+    """As predicted, or as it has already."""
+    done: float
 
 
 class Ranks:
@@ -22,6 +31,7 @@ class Ranks:
         self._order: list[tuple[float, SequenceId]] = []
         self._keys: dict[SequenceId, float] = {}
         self._predicted: dict[SequenceId, float] = {}
+        self._done: dict[SequenceId, int] = {}
         self._sum = 0.0
 
     def __len__(self) -> int:
@@ -42,6 +52,10 @@ class Ranks:
     def total(self, sequence_id: SequenceId) -> float:
         return -self._keys[sequence_id]
 
+    def expected(self) -> list[Expected]:
+        """The longest first, as they were when they were last put."""
+        return [Expected(-key, float(self._done[sequence_id])) for key, sequence_id in self._order]
+
     def rank(self, sequence_id: SequenceId) -> int:
         """How many come before it."""
         return bisect_left(self._order, (self._keys[sequence_id], sequence_id))
@@ -49,6 +63,7 @@ class Ranks:
     def put(self, sequence: SequenceView) -> None:
         """Adds a trajectory, or gives it the place of its present prediction."""
         sequence_id = sequence.sequence_id
+        self._done[sequence_id] = sequence.num_generated
         if sequence.prediction is not None:
             total = sequence.prediction.total
             self._sum += total - self._predicted.get(sequence_id, 0.0)
@@ -62,6 +77,7 @@ class Ranks:
     def remove(self, ended: EndedView) -> None:
         """One that is not here is no error."""
         self._take(ended.sequence_id)
+        self._done.pop(ended.sequence_id, None)
         self._sum -= self._predicted.pop(ended.sequence_id, 0.0)
 
     def _take(self, sequence_id: SequenceId) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from engines.config import LOOKUPS
-from engines.constraints import NonNegative, Positive, check_fields
+from engines.constraints import Count, NonNegative, Positive, check_fields
 from engines.parallel.layout import Layout, ReplicaSpec, share_lacked
 from engines.rollout.pace import Path
 from engines.speculation.drafter import DraftPass
@@ -39,6 +39,8 @@ class ProfilePace:
     """Seconds here per second of the profile."""
     token_scale: Positive = 1.0
     """Tokens of the profile's context per token here: short sequences stand for long ones."""
+    sequence_scale: Count = 1
+    """Sequences of the profile per sequence here, which then run together: few stand for many."""
     restart_s: NonNegative = 2.13
     """What a regroup to another TP size takes beside weights and KV: 0.73 s for CUDA graphs, 1.40 s for control (PAT,
     Fig. 12: 8 A40, Llama-3.1-8B)."""
@@ -69,23 +71,25 @@ class ProfilePace:
 
     def num_kv_tokens(self, longest: int) -> dict[int, int]:
         """Tokens here that a replica's KV cache holds, by the TP sizes in which a sequence of `longest` tokens fits."""
-        sizes = {size: int(one.kv_tokens_capacity() // self.token_scale) for size, one in self.profiles.items()}
+        held = self.token_scale * self.sequence_scale
+        sizes = {size: int(one.kv_tokens_capacity() // held) for size, one in self.profiles.items()}
         return {size: count for size, count in sizes.items() if count >= longest}
 
     def step(self, spec: ReplicaSpec, output: StepOutput) -> float:
+        count, num_tokens = self.sequence_scale, self.sequence_scale * output.num_tokens
         seconds = self.profiles[spec.tp_size].step_seconds(
-            output.num_running,
-            output.num_tokens,
-            max(output.num_tokens, round(output.num_context_tokens * self.token_scale)),
-            pairs=max(output.num_tokens, output.num_pairs * self.token_scale),
-            logit_rows=output.num_sampled,
+            count * output.num_running,
+            num_tokens,
+            max(num_tokens, round(count * output.num_context_tokens * self.token_scale)),
+            pairs=max(num_tokens, count * output.num_pairs * self.token_scale),
+            logit_rows=count * output.num_sampled,
         )
         return self.scale * seconds
 
     def draft(self, spec: ReplicaSpec, method: str, passes: Items[DraftPass]) -> float:
         """Raises ValueError for a small model without a shape here."""
         if method in LOOKUPS:
-            return self.scale * self.lookup_s * sum(one.num_rows for one in passes)
+            return self.scale * self.lookup_s * self.sequence_scale * sum(one.num_rows for one in passes)
         if method not in self.draft_shapes:
             raise ValueError(
                 f"ProfilePace.draft_shapes={sorted(self.draft_shapes)}: has no shape of draft model {method!r}; add it"
@@ -94,8 +98,8 @@ class ProfilePace:
         seconds = 0.0
         for one in passes:
             rows, context = (
-                -(-one.num_rows // spec.tp_size),
-                round(one.num_context_tokens * self.token_scale / spec.tp_size),
+                -(-self.sequence_scale * one.num_rows // spec.tp_size),
+                round(self.sequence_scale * one.num_context_tokens * self.token_scale / spec.tp_size),
             )
             seconds += small.step_seconds(rows, rows, max(rows, context))
         return self.scale * seconds
@@ -110,8 +114,13 @@ class ProfilePace:
 
     def transfer(self, spec: ReplicaSpec, num_tokens: int, path: Path) -> float:
         """Each rank moves its own KV heads at the same time as the others."""
-        num_bytes = num_tokens * self.token_scale * self.shape.kv_bytes_per_token / spec.tp_size
+        num_bytes = num_tokens * self._kv_bytes_per_token / spec.tp_size
         return self._move_scale * self.links.seconds(path, num_bytes)
+
+    @property
+    def _kv_bytes_per_token(self) -> float:
+        """Of a token here."""
+        return self.sequence_scale * self.token_scale * self.shape.kv_bytes_per_token
 
     @property
     def _move_scale(self) -> float:
@@ -129,7 +138,7 @@ class ProfilePace:
             return 0.0
         share = max(share_lacked(*change) for change in changes)
         num_bytes = share * self.shape.num_parameters * BYTES_PER_ELEMENT
-        num_bytes += num_kv_tokens * self.token_scale * self.shape.kv_bytes_per_token
+        num_bytes += num_kv_tokens * self._kv_bytes_per_token
         is_wider = any(old is None or old.tp_size != new.tp_size for old, new, _ in changes)
         moving = num_bytes / (self.device.link_bandwidth * self.device.link_efficiency)
         return self._move_scale * (moving + is_wider * self.restart_s)

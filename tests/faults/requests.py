@@ -72,7 +72,6 @@ def _heddle(rng: random.Random) -> HeddlePolicy:
     costs = Costs(token_s=lambda *_: rng.uniform(0.0, 0.1), transfer_s=lambda *_: rng.choice([0.0, 0.001, 0.02]))
     options = HeddleOptions(
         hysteresis=rng.choice([0.0, 0.02]),
-        replans=rng.choice([0.1, 0.5, math.inf]),
         patience_s=rng.choice([0.0, 0.03, 0.3]),
         waits_s=rng.choice([0.0, 0.0, 0.01, 0.1]),
     )

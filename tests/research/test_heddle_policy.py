@@ -117,7 +117,7 @@ def test_the_placement_is_obeyed() -> None:
 def test_trajectories_move_in_gaps_only_and_as_counted() -> None:
     """Within a turn the replica is the same; each change of it is a migration, and half of them at least pays here."""
     turns = drawn("coding", 60)
-    policy = HeddlePolicy(thirds, COSTS, HeddleOptions(hysteresis=0.0, replans=math.inf))
+    policy = HeddlePolicy(thirds, COSTS, HeddleOptions(hysteresis=0.0))
     simulated, done = rollout(policy, turns, Errors(seconds=0.01))
     places = stays(done)
     assert all(len(places[id_]) == len(turns[id_]) for id_ in turns)
@@ -236,7 +236,7 @@ def test_a_planner_that_yields_leaves_all_to_least_load() -> None:
     policy = HeddlePolicy(lambda *_: None, COSTS)
     _, done = rollout(policy, turns, Errors(kind="oracle"))
     _, plain = rollout(HeddlePolicy(thirds, COSTS, HeddleOptions(places=False)), turns, Errors(kind="oracle"))
-    assert done.finish_times == plain.finish_times and policy.counters.num_yielded > 1
+    assert done.finish_times == plain.finish_times and policy.counters.num_yielded == 1
 
 
 class Narrow:
@@ -269,7 +269,7 @@ def test_nothing_is_placed_while_no_replica_accepts() -> None:
         given.append(len(replicas))
         return thirds_of_any(lengths, replicas)
 
-    policy = HeddlePolicy(place, COSTS, HeddleOptions(replans=0.1))
+    policy = HeddlePolicy(place, COSTS)
     wide = Layout(epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0, 1)), ReplicaSpec(id=1, ranks=(2,))))
     rollout(policy, drawn("coding", 60), Errors(seconds=0.5), cluster={"layout": wide}, layout_policy=Narrow())
     assert set(given) == {2, 3}
@@ -341,7 +341,7 @@ def eq3(lengths: Any, replicas: Any) -> Groups:
 
     def seconds(bounds: tuple[int, int]) -> float:
         groups = itertools.pairwise((0, *bounds, count))
-        return max(lengths[start] * token_s(spec, end - start) for start, end in groups)
+        return max(lengths[start].total * token_s(spec, end - start) for start, end in groups)
 
     first, second = min(itertools.combinations(range(1, count), 2), key=seconds)
     return Groups((first, second - first, count - second), tuple(one.spec.id for one in replicas))
