@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 import engines
-from engines.constraints import Count, Positive
+from engines.constraints import Positive
 from engines.coordination.policies import SchedulePolicy
 from experiments import launch
 from experiments.bench.models import checkpoint, random_prompts
@@ -59,6 +59,9 @@ from research.workloads.agents import AGENTS, AgentName, Errors
 if TYPE_CHECKING:
     from engines.parallel.collectives import TorchGroup
 
+SCALES: Mapping[AgentName, tuple[int, int, int]] = {"coding": (20, 64, 5), "search": (24, 32, 4), "math": (16, 96, 6)}
+"""Trajectories of a rank; tokens of the 14B model for which one here stands; and trajectories, so that there are about
+100 for each GPU (§7). A turn then has many steps, and its tool lasts longer than what the host does between two."""
 MAIN: Mapping[AgentName, tuple[str, ...]] = {
     "coding": (HEDDLE, FCFS, SJF),
     "search": (HEDDLE, LEAST_LOAD, CACHE_AWARE, HYBRID),
@@ -71,16 +74,12 @@ MAIN: Mapping[AgentName, tuple[str, ...]] = {
 class HeddleConfig(LiveConfig):
     """Compare Heddle's decisions with those that they replace."""
 
-    scale: Positive = 2.0
+    scale: Positive = 1.5
     """Seconds here per second of the H100: larger where this machine is too slow to follow."""
     workloads: Annotated[tuple[AgentName, ...], Meta(min_length=1, description="one or more agents")] = tuple(AGENTS)
     """Agents of the paced part."""
-    per_gpu: Count = 50
-    """Trajectories of each rank in the paced part."""
-    token_scale: Count = 128
-    """Tokens of the 14B model's trajectories per token of the paced part."""
     full: bool = False
-    """Measure every variant in each turn, with 100 trajectories per rank and 64 tokens per token."""
+    """Measure every variant in each turn, with twice as many trajectories, each of which stands for half as many."""
 
 
 def main() -> dict[str, Any] | None:
@@ -140,11 +139,7 @@ def paced_part(config: HeddleConfig, world: TorchGroup) -> dict[str, Any]:
     torch.set_num_threads(1)
     groups = engines.GroupCache(world, [singles(world.size)])
     found: dict[str, Any] = {}
-    per_gpu, token_scale = (100, 64) if config.full else (config.per_gpu, config.token_scale)
-    cases = [
-        Case(name=name, per_gpu=max(2, per_gpu // config.shrink), token_scale=token_scale, scale=config.scale)
-        for name in config.workloads
-    ]
+    cases = [paced_case(name, config) for name in config.workloads]
     longest, shape = max(case.max_model_len for case in cases), replace(PACED_MODEL, vocab=len(byte_tokenizer()))
     with checkpoint(shape, max_positions=longest, dtype="float64", world=world) as model:
         if not world.rank:
@@ -158,6 +153,19 @@ def paced_part(config: HeddleConfig, world: TorchGroup) -> dict[str, Any]:
                 found[case.name] = measured | {"seconds": short(time.monotonic() - start)}
     groups.close()
     return {"paced": {"tier": "paced", **tables(found), "cases": found}}
+
+
+def paced_case(name: AgentName, config: HeddleConfig) -> Case:
+    per_gpu, token_scale, sequence_scale = SCALES[name]
+    if config.full:
+        per_gpu, sequence_scale = 2 * per_gpu, max(1, sequence_scale // 2)
+    return Case(
+        name=name,
+        per_gpu=max(2, per_gpu // config.shrink),
+        token_scale=token_scale,
+        sequence_scale=sequence_scale,
+        scale=config.scale,
+    )
 
 
 def tables(found: dict[str, Any]) -> dict[str, Any]:
