@@ -43,6 +43,7 @@ from experiments.heddle_tuning import (
 )
 from experiments.processes import call_each
 from research.heddle.allocation import anneal, layout_of
+from research.heddle.planning import priced
 from research.heddle.priority import round_robin
 from research.simulator.datasheets import QWEN3_8B, QWEN3_14B, QWEN3_32B, ModelShape
 from research.workloads.agents import AGENTS, AgentName, Errors
@@ -108,12 +109,13 @@ class Cell:
         workload = self.case.workload(self.case.draw(self.config.gpus, seed))
         return Deployed(case=self.case, workload=workload, layout=layout, num_kv_tokens=self.num_kv_tokens)
 
-    def allocated(self, lengths: Items[int]) -> Layout:
+    def allocated(self, lengths: Items[int], errors: Errors) -> Layout:
         """Returns the layout of Algorithm 2 for these lengths. A layout needs a replica that holds the longest."""
         deployed = self.deployed(equal(self.config.gpus, max(self.num_kv_tokens)), self.config.seed)
         values = np.sort(np.asarray(lengths, float))[::-1]
         servers = {size: deployed.server_at(size, float(values.mean())) for size in self.num_kv_tokens}
-        found = anneal(values, self.config.gpus, servers, seed=self.config.seed)
+        solve = priced(deployed.planner(errors))
+        found = anneal(values, self.config.gpus, servers, seed=self.config.seed, solve=solve)
         return layout_of(found.tp_sizes, gpus_per_host=GPUS_PER_HOST)
 
     def roll_out(self, name: str) -> dict[str, Any]:
@@ -125,16 +127,17 @@ class Cell:
         policy, options = name, dict[str, Any]()
         match name:
             case "oracle":
-                layout, policy, errors = self.allocated([*true.values()]), HEDDLE, Errors(kind="oracle")
+                errors = Errors(kind="oracle")
+                layout, policy = self.allocated([*true.values()], errors), HEDDLE
             case _ if name.startswith("fix"):
                 layout, policy = equal(config.gpus, int(name[3:])), HEDDLE
             case _ if name in SYSTEMS:
                 layout, policy, options = equal(config.gpus, base), SYSTEMS[name], {"priority": round_robin}
             case "rr":
-                layout, policy = self.allocated([*earlier.values()]), HEDDLE
+                layout, policy = self.allocated([*earlier.values()], errors), HEDDLE
                 options = {"priority": round_robin}
             case _:
-                layout = self.allocated([*earlier.values()])
+                layout = self.allocated([*earlier.values()], errors)
         done = self.deployed(layout, config.seed).simulate(policy, PRINTED, errors, **options)
         return {
             "seconds": done.makespan_s,

@@ -13,10 +13,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from engines.parallel.layout import Layout, ReplicaSpec
-from research.heddle.placement import Lengths, Placement, Server, aggregated
+from research.heddle.placement import Lengths, Server, Solve, aggregated
 
 Sizes = tuple[int, ...]
-Solve = Callable[[Lengths, Items[Server]], Placement]
 COOLING, THRESHOLD = 0.95, 0.002
 """Of the annealing temperature in each step, and the share of the first makespan at which it ends (H-D13)."""
 

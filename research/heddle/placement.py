@@ -163,6 +163,7 @@ def swapped(
     return replace(best, order=tuple(order))
 
 
+Solve = Callable[[Lengths, Items[Server]], Placement]
 PartSeconds = Callable[[Server, slice], float]
 """What some neighbours, at least one, take on a replica."""
 

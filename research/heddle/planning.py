@@ -12,13 +12,13 @@ from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from engines.constraints import Fraction, Positive
 from engines.coordination.views import ReplicaView
 from research.heddle.interference import GroupSeconds, GroupSimulation, printed
 from research.heddle.migration import Groups
-from research.heddle.placement import Lengths, Placement, Server, searched
+from research.heddle.placement import Lengths, Placement, Server, Solve, aggregated, searched
 from research.heddle.ranks import Expected
 
 Places = NDArray[np.int64]
@@ -141,15 +141,38 @@ class _Problem:
         total = sum(shares.values())
 
         def of(factors: Lengths) -> float:
+            left, done = self.left[self.first] * factors, self.done[self.first]
             took = {
-                server: of_spread(
-                    server, self._true(server, self.first, factors), self.done[self.first], server.tp_size / total
-                )
+                server: of_spread(server, np.minimum(left, server.longest - done), done, server.tp_size / total)
                 for server in shares
             }
             return total / sum(count / took[server] for server, count in shares.items())
 
         return self.planner.uneven * fmean(of(factors[self.first]) for factors in self.scenarios)
+
+
+def priced(planner: Planner) -> Solve:
+    """For Algorithm 2: returns placements whose seconds are the planner's estimates, for trajectories of these lengths
+    in the order in which a predictor with its errors would put them; least load's where these are fewer."""
+
+    def solve(lengths: ArrayLike, servers: Items[Server]) -> Placement:
+        values = np.asarray(lengths, float)
+        placement, none = aggregated(values, servers), np.zeros(len(values))
+        if not math.isfinite(placement.makespan):
+            return placement
+        shares = np.random.default_rng(0).random(len(values))
+        errors = np.interp(shares, np.linspace(0, 1, len(planner.errors)), planner.errors)
+        predicted = values[np.argsort(errors - np.log(values), kind="stable")]
+        parts = np.split(predicted, placement.bounds[:-1])
+        placed_s = max(
+            planner.group_seconds(server, np.minimum(part, server.longest), none[: len(part)], 1.0)
+            for server, part in zip(servers, parts, strict=True)
+            if len(part)
+        )
+        spread_s = _Problem(replace(planner, errors=(0.0,)), servers, (), values, none).spread_s()
+        return replace(placement, makespan=min(placed_s, spread_s))
+
+    return solve
 
 
 def with_tools(

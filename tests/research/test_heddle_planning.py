@@ -9,10 +9,11 @@ import pytest
 
 from experiments.heddle_cases import Case, singles
 from experiments.heddle_tuning import HEDDLE, LEAST_LOAD, Deployed, Tuned
+from research.heddle.allocation import anneal, exhaustive, placed
 from research.heddle.baselines import LeastLoad
 from research.heddle.interference import GroupSimulation
 from research.heddle.placement import Server
-from research.heddle.planning import Planner, with_tools
+from research.heddle.planning import Planner, priced, with_tools
 from research.heddle.ranks import Expected
 from research.pat.profile import deployment_of
 from research.workloads.agents import AgentName, Errors
@@ -38,9 +39,9 @@ def test_it_yields_where_lengths_are_alike_and_places_a_long_tail() -> None:
     planner = Planner(server_of=lambda *_: server)
     assert planner(new([100.0] * 80), keeps.replicas) is None
     tailed = np.sort(np.random.default_rng(0).lognormal(5, 1.2, 80))[::-1].tolist()
-    placed = planner(new(tailed), keeps.replicas)
-    assert placed is not None and sum(placed.sizes) == 80 and [*placed.sizes] == sorted(placed.sizes)
-    assert sorted(placed.replica_ids) == [0, 1, 2, 3]
+    groups = planner(new(tailed), keeps.replicas)
+    assert groups is not None and sum(groups.sizes) == 80 and [*groups.sizes] == sorted(groups.sizes)
+    assert sorted(groups.replica_ids) == [0, 1, 2, 3]
     unsure = replace(planner, errors=(-2.0, 0.0, 2.0))
     assert unsure(new([100.0] * 80), keeps.replicas) is None, "what is predicted says nothing then"
     anyway = replace(unsure, yields=False)(new([100.0] * 80), keeps.replicas)
@@ -88,6 +89,27 @@ def test_estimates_against_the_simulator(name: AgentName, seed: int) -> None:
     assert spread_s == pytest.approx(took_spread, rel=0.15)
     took = one.simulate(HEDDLE, PRINTED, oracle).makespan_s
     assert took < 1.05 * min(took_placed, took_spread)
+
+
+def test_allocations_by_the_planners_estimates() -> None:
+    """Algorithm 2 with them against all ten allocations of eight GPUs; on equal replicas they are the planner's own."""
+    one, oracle = deployed("search", 5), Errors(kind="oracle")
+    kv = {size: size * one.num_kv_tokens[1] for size in (1, 2, 4, 8)}
+    one = replace(one, num_kv_tokens=kv)
+    values = np.sort(np.array([*(one.workload.lengths or {}).values()], float))[::-1]
+    servers = {size: one.server_at(size, float(values.mean())) for size in kv}
+    for errors in (oracle, Errors()):
+        planner = one.planner(errors)
+        solve = priced(planner)
+        best = exhaustive(values, 8, servers, solve)
+        found = anneal(values, 8, servers, start=(1,) * 8, solve=solve)
+        assert found.makespan <= 1.01 * best.makespan < placed((1,) * 8, values, servers, solve).makespan
+    keeps = Keeps()
+    simulated, some = trajectories(8, keeps, [[Turn(num_generated=5)]])
+    simulated.roll_out(some)
+    spread_s = one.planner(oracle).estimates(new(values.tolist()), keeps.replicas)[1]
+    assert priced(one.planner(oracle))(values, [servers[1]] * 8).makespan <= spread_s * (1 + 1e-9)
+    assert priced(one.planner(Errors()))(values, [servers[1]] * 8).makespan == pytest.approx(spread_s)
 
 
 @pytest.mark.parametrize("name", ["coding", "math"])

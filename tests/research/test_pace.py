@@ -75,6 +75,22 @@ def test_a_small_models_passes_are_shared_by_the_gpus_of_a_replica() -> None:
         pace.draft(SPEC, "large", [DraftPass(1)])
 
 
+def test_a_sequence_that_stands_for_three() -> None:
+    """Everything takes what three sequences take that run together, and KV caches hold a third."""
+    few = ProfilePace(device=H100, shape=QWEN_32B, links=LINKS, sequence_scale=3, draft_shapes={"small": QWEN_0_5B})
+    many = ProfilePace(device=H100, shape=QWEN_32B, links=LINKS, draft_shapes={"small": QWEN_0_5B})
+    sizes = {"num_running": 8, "num_tokens": 107, "num_context_tokens": 7150, "num_pairs": 17_050, "num_sampled": 8}
+    three = StepOutput(**{name: 3 * value for name, value in sizes.items()})
+    assert few.step(SPEC, StepOutput(**sizes)) == pytest.approx(many.step(SPEC, three), rel=1e-12)
+    assert few.transfer(SPEC, 100, "host") == pytest.approx(many.transfer(SPEC, 300, "host"), rel=1e-12)
+    for method in ("suffix", "small"):
+        passes = few.draft(SPEC, method, [DraftPass(4, 90)]), many.draft(SPEC, method, [DraftPass(12, 270)])
+        assert passes[0] == pytest.approx(passes[1], rel=1e-12)
+    layouts = nested_layout(range(8), 2), nested_layout(range(8), 4, epoch=1)
+    assert few.switch(*layouts, 100) == pytest.approx(many.switch(*layouts, 300), rel=1e-12)
+    assert few.num_kv_tokens(1) == {size: count // 3 for size, count in many.num_kv_tokens(1).items()}
+
+
 def test_transfers_and_regroups_by_hand() -> None:
     pace = ProfilePace(device=H100, shape=QWEN_32B, links=LINKS, scale=3.0)
     kv_bytes = 10_000 * 262_144 / 4  # each of four ranks moves its heads
