@@ -20,7 +20,18 @@ MAY_IMPORT = {
 
 
 ROOMS = (
-    *("fleet", "rollout", "coordination", "replica", "speculation", "models", "sampling", "attention", "kvcache"),
+    *(
+        "fleet",
+        "rollout",
+        "coordination",
+        "replica",
+        "relay",
+        "speculation",
+        "models",
+        "sampling",
+        "attention",
+        "kvcache",
+    ),
     *("memory", "control", "parallel", "native"),
 )
 """Of `engines`: each imports from those after it alone, and from the values that stand beside them."""
@@ -101,6 +112,7 @@ def test_no_command_is_the_library_of_another() -> None:
         "engines.speculation.server",
         "engines.speculation.shared",
         "engines.speculation.suffix",
+        "engines.relay.codec",
     ],
 )
 def test_planners_load_no_torch(module: str) -> None:

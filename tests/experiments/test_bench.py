@@ -35,6 +35,7 @@ SMALLEST = {
         *("--trajectories", "2", "--others", "1", "--tool-s", "0.1", "--turn-tokens", "2"),
         *("--long-tokens", "40", "--single-calls", "3"),
     ],
+    "relay_codec": ["--elements", "20000"],
 }
 OF_TWO_RANKS = ("weight_sync", "switch")
 VARIANTS = {
@@ -50,6 +51,12 @@ VARIANTS = {
     "weight_sync": [{"TP 1", "TP 2"}],
     "switch": [{"all_to_all", "all_gather", "rebuild", "restart"}] * 2,
     "tools": [{"at once", "takes its time"}, {"call"}],
+    "relay_codec": [
+        {
+            "copy",
+            *(f"{way} {what}" for way in ("encode", "decode") for what in ("0.1 %", "1 %", "4 %", "50 %", "dense")),
+        }
+    ],
 }
 
 
