@@ -156,7 +156,7 @@ class HeddleRollouts:
                 continue
             predicted, true = zip(*pairs, strict=True)
             if not turn:
-                self._errors = np.quantile(np.log1p(true) - np.log1p(predicted), QUANTILES).tolist()
+                self._errors = np.quantile(np.log1p(true) - np.log1p(np.maximum(predicted, 0)), QUANTILES).tolist()
             metrics |= {
                 f"predictor/pearson/{turn}": pearson(predicted, true),
                 f"predictor/recall/{turn}": recall(predicted, true),

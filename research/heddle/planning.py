@@ -140,13 +140,14 @@ class _Problem:
             shares[server] += server.tp_size
         total = sum(shares.values())
 
+        def took(server: Server, left: Lengths) -> float:
+            """What has outgrown a small replica counts as if it just fitted."""
+            done = np.minimum(self.done[self.first], server.longest - 1)
+            return of_spread(server, np.clip(left, 1, server.longest - done), done, server.tp_size / total)
+
         def of(factors: Lengths) -> float:
-            left, done = self.left[self.first] * factors, self.done[self.first]
-            took = {
-                server: of_spread(server, np.minimum(left, server.longest - done), done, server.tp_size / total)
-                for server in shares
-            }
-            return total / sum(count / took[server] for server, count in shares.items())
+            left = self.left[self.first] * factors
+            return total / sum(count / took(server, left) for server, count in shares.items())
 
         return self.planner.uneven * fmean(of(factors[self.first]) for factors in self.scenarios)
 

@@ -12,6 +12,7 @@ from experiments.heddle_tuning import HEDDLE, LEAST_LOAD, Deployed, Tuned
 from research.heddle.allocation import anneal, exhaustive, placed
 from research.heddle.baselines import LeastLoad
 from research.heddle.interference import GroupSimulation
+from research.heddle.interference import simulated as simulated_groups
 from research.heddle.placement import Server
 from research.heddle.planning import Planner, priced, with_tools
 from research.heddle.ranks import Expected
@@ -46,6 +47,25 @@ def test_it_yields_where_lengths_are_alike_and_places_a_long_tail() -> None:
     assert unsure(new([100.0] * 80), keeps.replicas) is None, "what is predicted says nothing then"
     anyway = replace(unsure, yields=False)(new([100.0] * 80), keeps.replicas)
     assert anyway is not None and sum(anyway.sizes) == 80
+
+
+def test_trajectories_that_have_outgrown_a_small_replica() -> None:
+    """In mid-rollout, on replicas of two sizes: the small ones can hold none of the longest any more."""
+    keeps = Keeps()
+    simulated, some = trajectories(2, keeps, [[Turn(num_generated=5)]])
+    simulated.roll_out(some)
+    steps = {size: GroupSimulation(np.full(65, 0.01), np.full(65, 1e-6), room) for size, room in ((1, 100), (2, 1000))}
+    wide, small = keeps.replicas
+    wide = replace(wide, spec=replace(wide.spec, ranks=(0, 1)))
+    servers = {size: Server(size, 0.01, np.ones_like, one.longest) for size, one in steps.items()}
+    cost = simulated_groups(steps)
+    planner = Planner(server_of=lambda one, _: servers[one.spec.tp_size], group_seconds=cost)
+    expected = [Expected(900.0, 600.0), Expected(300.0, 250.0), Expected(60.0, 0.0), Expected(50.0, 20.0)]
+    placed_s, spread_s = planner.estimates(expected, [small, wide])
+    assert 3.2 < placed_s < 3.3, "300 tokens of 0.01 s, and 750 to 1,000 tokens of context"
+    assert 0.9 < spread_s < 3.3
+    groups = replace(planner, yields=False)(expected, [small, wide])
+    assert groups is not None and groups.replica_ids == (wide.spec.id, small.spec.id) and groups.sizes[0] >= 2
 
 
 def new(lengths: list[float]) -> list[Expected]:
