@@ -205,18 +205,6 @@ def searched(count: int, servers: Items[Server], part_seconds: PartSeconds, tole
     return best
 
 
-def makespan(groups: Items[Lengths], servers: Items[Server]) -> float:
-    """Seconds of any assignment by Eq. 2: group i on replica i."""
-    pairs = zip(groups, servers, strict=True)
-    return max((printed_seconds(server, group) for group, server in pairs if len(group)), default=0.0)
-
-
-def split(lengths: ArrayLike, placement: Placement) -> list[Lengths]:
-    """The lengths of each replica's group, in the order of the replicas."""
-    parts = np.split(np.asarray(lengths, float), placement.bounds[:-1])
-    return [parts[placement.order.index(one)] for one in range(len(parts))]
-
-
 def _heads(values: Lengths, server: Server) -> Lengths:
     return np.where(values > server.longest, np.inf, values)
 

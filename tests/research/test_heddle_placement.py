@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ from engines.parallel.layout import joint_groups
 from research.heddle.allocation import all_allocations, anneal, check_sizes, exhaustive, layout_of
 from research.heddle.interference import GroupSimulation, SizeInterference, server_of, simulated
 from research.heddle.placement import (
+    Lengths,
+    Placement,
     Server,
     aggregated,
     fast,
-    makespan,
     printed_seconds,
     reference,
     searched,
-    split,
     swapped,
 )
 from research.pat.deployment import Deployment
@@ -41,6 +41,18 @@ def linear(slope: float, tp_size: int = 1, token_s: float = 1.0, longest: float 
 
 def descending(rng: random.Random, count: int, most: int = 30) -> list[float]:
     return sorted((float(rng.randint(1, most)) for _ in range(count)), reverse=True)
+
+
+def split(lengths: Lengths, placement: Placement) -> list[Lengths]:
+    """The lengths of each replica's group, in the order of the replicas."""
+    parts = np.split(lengths, placement.bounds[:-1])
+    return [parts[placement.order.index(one)] for one in range(len(parts))]
+
+
+def makespan(groups: Sequence[Lengths], servers: Sequence[Server]) -> float:
+    """Seconds by Eq. 2: group i on replica i."""
+    pairs = zip(groups, servers, strict=True)
+    return max((printed_seconds(server, group) for group, server in pairs if len(group)), default=0.0)
 
 
 def best_by_hand(lengths: list[float], servers: list[Server], *, empty: bool = True) -> float:
