@@ -20,6 +20,7 @@ from experiments.comparison.real import RealWorld
 from experiments.comparison.rollouts import Rollout, Variant, Workload
 from experiments.comparison.turns import interleave, make_row, short, table
 from experiments.heddle_cases import singles
+from experiments.heddle_options import check_gsm8k
 from experiments.heddle_report import exposed_s, queue_of_longest
 from experiments.heddle_times import PassTimes
 from research.heddle.planning import Planner
@@ -53,6 +54,10 @@ class LiveConfig(PartsConfig):
     """GSM8K's test file."""
     models: Path = Path("runs/models")
     """Folder of the embedded models, which are made there if they are missing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_gsm8k(self.gsm8k, self.gsm8k_held_out)
 
 
 def live_part(config: LiveConfig, world: TorchGroup) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from engines.constraints import Count, Fraction, NonNegative, check_fields
@@ -54,3 +55,12 @@ class HeddleConfig:
             hysteresis=self.hysteresis,
             waits_s=self.waits_s,
         )
+
+
+def check_gsm8k(learnt: Path | None, held_out: Path | None) -> None:
+    """Raises ValueError unless there are both files, or none."""
+    for name, path in (("gsm8k", learnt), ("gsm8k_held_out", held_out)):
+        if path is not None and not path.is_file():
+            raise ValueError(f"{name}={str(path)!r}: there is no such file; give one of GSM8K's, as JSON lines")
+    if (learnt is None) != (held_out is None):
+        raise ValueError(f"gsm8k={learnt}, gsm8k_held_out={held_out}: give both files, or none")

@@ -22,17 +22,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from algos.tasks.gsm8k import Gsm8kTask
 from algos.tasks.lookup import LookupTask
 from algos.tasks.task import Demonstrated, Problem
 from algos.trajectory_lengths import Trajectory, pearson, plain_counts, recall
-from engines.constraints import Count, check_fields
+from engines.constraints import Count, WholeNumber, check_fields
 from experiments import launch
 from experiments.comparison.machine import this_tier
 from experiments.comparison.results import ResultOptions, report
 from experiments.comparison.turns import short
+from experiments.heddle_options import check_gsm8k
 from experiments.trained import trained
 
 if TYPE_CHECKING:
@@ -65,11 +64,13 @@ class PredictingConfig(ResultOptions):
     """Problems of each task that are predicted."""
     models: Path = Path("runs/models")
     """Folder of the embedded models, which are made there if they are missing."""
-    seed: int = 0
+    seed: WholeNumber = 0
+    """Of the problems and the fits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self)
+        check_gsm8k(self.gsm8k, self.gsm8k_held_out)
 
 
 def tasks(config: PredictingConfig) -> dict[str, tuple[Demonstrated, int]]:
@@ -225,7 +226,7 @@ def ask_ms(trunk: Path, trajectories: Sequence[Trajectory]) -> float:
 
 
 def main() -> dict[str, object]:
-    config = tyro.cli(PredictingConfig, description=__doc__)
+    config = launch.options(PredictingConfig)
     import torch  # not before, so that --help and typos do not wait for it
 
     torch.set_num_threads(1)  # as in the predictor's process

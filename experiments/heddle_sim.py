@@ -46,7 +46,7 @@ from research.heddle.allocation import anneal, layout_of
 from research.heddle.planning import priced
 from research.heddle.priority import round_robin
 from research.simulator.datasheets import QWEN3_8B, QWEN3_14B, QWEN3_32B, ModelShape
-from research.workloads.agents import AGENTS, AgentName, Errors
+from research.workloads.agents import AGENTS, NUM_PROMPT_TOKENS, AgentName, Errors
 
 ModelName = Literal["8b", "14b", "32b"]
 SHAPES: Mapping[ModelName, tuple[ModelShape, int]] = {"8b": (QWEN3_8B, 1), "14b": (QWEN3_14B, 1), "32b": (QWEN3_32B, 2)}
@@ -83,6 +83,11 @@ class HeddleSimConfig(ResultOptions):
         super().__post_init__()
         if self.gpus % GPUS_PER_HOST:
             raise ValueError(f"gpus={self.gpus}: hosts have {GPUS_PER_HOST}; give a multiple")
+        if self.token_scale > NUM_PROMPT_TOKENS:
+            raise ValueError(
+                f"token_scale={self.token_scale}: a prompt has {NUM_PROMPT_TOKENS} tokens, and needs one; give at most "
+                f"{NUM_PROMPT_TOKENS}"
+            )
 
 
 @dataclass(frozen=True)

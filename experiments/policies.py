@@ -10,7 +10,7 @@ from typing import Any, Literal
 from algos.own_code import load
 from engines.constraints import Count, Fraction, WholeNumber
 from engines.coordination.policies import OnDemand, PrefetchingPolicy, SchedulePolicy, Static
-from engines.coordination.views import Dispatch, ScheduleView
+from engines.coordination.views import Dispatch, ScheduleView, SequenceView
 from engines.sequence import SequenceId
 from research.seer.baselines import Divided, RandomStatic
 from research.seer.context_aware import ContextAware, ContextOptions, Order
@@ -55,7 +55,9 @@ class Dispatched:
     replica_id: int
     num_waiting: int
     estimate: int | None
-    """Tokens that the sequence is expected to generate, where the policy estimates them."""
+    """Tokens that the sequence is expected to generate in all, by the policy's estimate or a predictor's."""
+    priority: float
+    """In the replica's queue; 0 where the policy gives none."""
 
 
 class Logged:
@@ -63,7 +65,7 @@ class Logged:
 
     def __init__(self, policy: SchedulePolicy) -> None:
         self._policy = policy
-        self._estimate = policy.estimate_of if isinstance(policy, ContextAware) else lambda _: None
+        self._estimate = policy.estimate_of if isinstance(policy, ContextAware) else _predicted
         self.log: list[Dispatched] = []
         if isinstance(policy, PrefetchingPolicy):
             self.prefetch = policy.prefetch
@@ -81,9 +83,14 @@ class Logged:
                     replica_id=dispatch.replica_id,
                     num_waiting=len(view.waiting),
                     estimate=self._estimate(sequence),
+                    priority=dispatch.priority,
                 )
             )
         return dispatch
+
+
+def _predicted(sequence: SequenceView) -> int | None:
+    return None if sequence.prediction is None else round(sequence.prediction.total)
 
 
 def schedule_policy(

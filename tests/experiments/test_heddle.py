@@ -43,6 +43,12 @@ def test_simulated_systems_and_allocations(tmp_path: Path) -> None:
 
 def test_refusals() -> None:
     assert "gpus=12: hosts have 8; give a multiple" in refused_by("heddle_sim", ["--gpus", "12"])
+    assert "--token-scale=513: a prompt has 512 tokens" in refused_by("heddle_sim", ["--token-scale", "513"])
+    for script in ("heddle", "heddle_predicting"):
+        error = refused_by(script, ["--gsm8k", "nowhere.jsonl", "--gsm8k-held-out", "nowhere.jsonl"])
+        assert "--gsm8k='nowhere.jsonl': there is no such file" in error
+    assert "--seed=-1: must be" in refused_by("heddle_predicting", ["--seed", "-1"])
+    assert "give both files, or none" in refused_by("heddle_predicting", ["--gsm8k", __file__])
     assert "--scale=0.0: must be above 0" in refused_by("heddle", ["--scale", "0"])
 
 
