@@ -8,6 +8,10 @@ import pytest
 
 from engines.rollout.telemetry import TurnSpan
 from experiments.heddle_report import exposed_s
+from experiments.policies import Logged
+from research.heddle.policy import HeddlePolicy
+from research.workloads.agents import Errors
+from tests.research.test_heddle_policy import COSTS, drawn, rollout
 from tests.worlds import refused_by, run_main
 
 PACED = ["--parts", "paced", "--ranks", "2", "--shrink", "8", "--turns", "1", "--scale", "0.05"]
@@ -66,3 +70,13 @@ def test_what_shows_of_predictions_and_moves() -> None:
     ]  # fmt: skip
     found = exposed_s(spans)
     assert found["prediction"] == pytest.approx(0.2 / 2) and found["migration"] == pytest.approx(0.1 / 2)
+
+
+def test_dispatches_are_logged_with_what_was_predicted() -> None:
+    """With true lengths: the estimate is the trajectory's length, and the priority what is left of it."""
+    logged = Logged(HeddlePolicy(lambda *_: None, COSTS))
+    _, done = rollout(logged, drawn("coding", 32), Errors(kind="oracle"))
+    assert len(logged.log) > 64
+    for one in logged.log:
+        assert one.estimate == done.lengths[one.sequence_id]
+        assert one.priority == one.estimate - one.num_generated
