@@ -37,7 +37,8 @@ class Planner:
     """
 
     server_of: Callable[[ReplicaView, float], Server]
-    """Of a replica, with F for trajectories of this mean predicted length."""
+    """Of a replica, with F for trajectories of this mean predicted length. Replicas with equal TP sizes and KV caches
+    share one, and what is known of its groups."""
     group_seconds: GroupSeconds = printed
     spread_seconds: GroupSeconds | None = None
     """As `group_seconds`, where turns go to the least load: most of them then read their KV first."""
@@ -69,7 +70,9 @@ class Planner:
     def _problem(self, expected: Items[Expected], replicas: Items[ReplicaView]) -> _Problem:
         wide_first = sorted(replicas, key=lambda one: (-one.spec.tp_size, one.spec.id))
         totals, done = np.maximum(np.array(expected, float).T, [[1.0], [0.0]])
-        servers = [self.server_of(one, float(totals.mean())) for one in wide_first]
+        kinds = {(one.spec.tp_size, one.num_kv_tokens): one for one in wide_first}
+        known = {kind: self.server_of(one, float(totals.mean())) for kind, one in kinds.items()}
+        servers = [known[one.spec.tp_size, one.num_kv_tokens] for one in wide_first]
         most = max(server.longest for server in servers)
         left = np.maximum(1.0, np.minimum(totals, most) - done)
         ids = [one.spec.id for one in wide_first]

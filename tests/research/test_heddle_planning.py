@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engines.coordination.views import ReplicaView
 from experiments.heddle_cases import Case, singles
 from experiments.heddle_tuning import HEDDLE, LEAST_LOAD, Deployed, Tuned
 from research.heddle.allocation import anneal, exhaustive, placed
@@ -66,6 +67,20 @@ def test_trajectories_that_have_outgrown_a_small_replica() -> None:
     assert 0.9 < spread_s < 3.3
     groups = replace(planner, yields=False)(expected, [small, wide])
     assert groups is not None and groups.replica_ids == (wide.spec.id, small.spec.id) and groups.sizes[0] >= 2
+
+
+def test_equal_replicas_share_what_is_known_of_groups() -> None:
+    keeps = Keeps()
+    simulated, some = trajectories(4, keeps, [[Turn(num_generated=5)]])
+    simulated.roll_out(some)
+    asked: list[int] = []
+
+    def server_of(replica: ReplicaView, mean: float) -> Server:
+        asked.append(replica.spec.id)
+        return Server(1, 0.01, lambda sizes: 1 + sizes / 10)
+
+    assert Planner(server_of=server_of, yields=False)(new([80.0, 40.0, 20.0]), keeps.replicas) is not None
+    assert len(asked) == 1 < len(keeps.replicas)
 
 
 def new(lengths: list[float]) -> list[Expected]:
