@@ -335,7 +335,7 @@ class TrainConfig(ChunkFields):
 
     def _schedule(self, name: str) -> Callable[[], SchedulePolicy]:
         chunks = self.chunk_options() if name in IN_CHUNKS else ContextOptions(seed=self.seed)
-        return schedule_policy("dispatch", name, chunks)
+        return schedule_policy("dispatch", name, chunks, others=("auto", "heddle"))
 
     def chunk_options(self) -> ContextOptions:
         """Returns Seer's options. Raises ValueError for a chunk below a block, or above a sequence's most tokens."""

@@ -94,10 +94,15 @@ def _predicted(sequence: SequenceView) -> int | None:
 
 
 def schedule_policy(
-    option: str, name: str, chunks: ContextOptions, lengths: Mapping[SequenceId, int] | None = None
+    option: str,
+    name: str,
+    chunks: ContextOptions,
+    lengths: Mapping[SequenceId, int] | None = None,
+    others: tuple[str, ...] = (),
 ) -> Callable[[], SchedulePolicy]:
     """Returns what makes the policy of a rollout. Raises ValueError, which names the `option`, for an unknown one, for
-    one that needs `lengths` where there are none, and for a file without such a class."""
+    one that needs `lengths` where there are none, and for a file without such a class. `others`: names that the option
+    has, too, for the message."""
     makers: dict[str, Callable[[], SchedulePolicy]] = {
         "static": Static,
         "on-demand": OnDemand,
@@ -113,7 +118,7 @@ def schedule_policy(
         }
     if name in makers:
         return makers[name]
-    own = own_class(option, name, [*makers], ("next",), "engines/coordination/policies.py")
+    own = own_class(option, name, [*others, *makers], ("next",), "engines/coordination/policies.py")
     try:
         own()
     except (Exception, SystemExit) as error:
