@@ -159,9 +159,11 @@ def layout_of(tp_sizes: Items[int], *, gpus_per_host: int, epoch: int = 0) -> La
     no replica is on two. A replica's ranks are those of a nested layout of its host, so that few bytes move from one
     allocation to another.
 
-    Raises ValueError for a size that is no power of two, or above `gpus_per_host`, and for sizes that need a replica on
-    two hosts.
+    Raises ValueError for no sizes, for one that is no power of two or above `gpus_per_host`, and for sizes that need a
+    replica on two hosts.
     """
+    if not tp_sizes:
+        raise ValueError("tp_sizes=[]: has no replica; give at least one size")
     if wrong := [size for size in tp_sizes if size < 1 or size & (size - 1) or size > gpus_per_host]:
         raise ValueError(f"tp_sizes={list(tp_sizes)}: {wrong[0]} is no power of two up to {gpus_per_host}; give others")
     free = _blocks(sum(tp_sizes), gpus_per_host)

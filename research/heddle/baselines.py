@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Items
 
+from engines.constraints import Margin, check_value
 from engines.coordination.views import Dispatch, ReplicaView, ScheduleView, SequenceView
 
 
@@ -48,9 +49,11 @@ class Router:
 
 class LeastLoad(Router):
     """Slime: to the replica with the least load, if that of the most loaded one is larger by more than `threshold`;
-    else to the one with the longest cached prefix, on which the last turn was."""
+    else to the one with the longest cached prefix, on which the last turn was. Raises ValueError for a threshold below
+    0."""
 
     def __init__(self, *, threshold: float = 0.0) -> None:
+        check_value("LeastLoad.threshold", threshold, Margin)
         self._threshold = threshold
 
     def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
@@ -75,10 +78,11 @@ class CacheAware(Router):
 
 class Hybrid(CacheAware):
     """Verl with SGLang's router: to the least loaded replica where the largest load is above `skew` times the smallest,
-    else cache-aware."""
+    else cache-aware. Raises ValueError for a skew below 0."""
 
     def __init__(self, *, skew: float = 32.0) -> None:
         super().__init__()
+        check_value("Hybrid.skew", skew, Margin)
         self._skew = skew
 
     def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:

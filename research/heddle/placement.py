@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -48,14 +48,12 @@ def printed_seconds(server: Server, group: Lengths, done: Lengths | None = None)
 
 @dataclass(frozen=True)
 class Placement:
-    """Groups of neighbours in descending order of length."""
+    """Groups of neighbours in descending order of length: group i is for replica i of those given."""
 
     sizes: tuple[int, ...]
-    """Of the groups, one for each replica; 0 for those that get none."""
+    """Of the groups; 0 for replicas that get none."""
     makespan: float
     """Seconds; inf where no placement gives each trajectory a replica that can hold it."""
-    order: tuple[int, ...]
-    """The number of the replica, among those given, that gets group i."""
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -139,30 +137,6 @@ def _cross(values: Lengths, starts: NDArray[np.int64], servers: Items[Server]) -
     return _placement([0, *bounds[::-1]], float(best[-1]), servers)
 
 
-def swapped(
-    lengths: ArrayLike, servers: Items[Server], solve: Callable[[Lengths, Items[Server]], Placement] = fast
-) -> Placement:
-    """Swaps the groups of two replicas for as long as this is faster. Given replicas in descending TP size, the longest
-    need not belong to the widest, since wide ones may suffer more from company (docs/heddle.md)."""
-    values = _checked(lengths, servers)
-    order = list(range(len(servers)))
-    best = solve(values, servers)
-    pairs = [(i, j) for j in range(len(servers)) for i in range(j)]
-    left = len(pairs)
-    while left:
-        for i, j in pairs:
-            left -= 1
-            tried = order.copy()
-            tried[i], tried[j] = tried[j], tried[i]
-            if servers[tried[i]] != servers[tried[j]]:
-                placed = solve(values, [servers[one] for one in tried])
-                if placed.makespan < best.makespan:
-                    best, order, left = placed, tried, len(pairs)
-            if not left:
-                break
-    return replace(best, order=tuple(order))
-
-
 Solve = Callable[[Lengths, Items[Server]], Placement]
 PartSeconds = Callable[[Server, slice], float]
 """What some neighbours, at least one, take on a replica."""
@@ -191,7 +165,7 @@ def searched(count: int, servers: Items[Server], part_seconds: PartSeconds, tole
             worst = max(worst, seconds(server, start, low))
             sizes.append(low)
             start += low
-        return Placement(tuple(sizes), worst, (*range(len(servers)),)) if start == count else None
+        return Placement(tuple(sizes), worst) if start == count else None
 
     best = within(sys.float_info.max) or within(math.inf)
     assert best is not None
@@ -220,4 +194,4 @@ def _checked(lengths: ArrayLike, servers: Items[Server]) -> Lengths:
 
 def _placement(bounds: list[int], seconds: float, servers: Items[Server]) -> Placement:
     sizes = np.diff(bounds).tolist() + [0] * (len(servers) - len(bounds) + 1)
-    return Placement(tuple(sizes), seconds, (*range(len(servers)),))
+    return Placement(tuple(sizes), seconds)

@@ -60,7 +60,7 @@ class Planner:
             return None
         if self.yields and problem.placed_s(placement) > (1 - self.margin) * problem.spread_s():
             return None
-        return Groups(placement.sizes, tuple(problem.ids[one] for one in placement.order))
+        return Groups(placement.sizes, tuple(problem.ids))
 
     def estimates(self, expected: Items[Expected], replicas: Items[ReplicaView]) -> tuple[float, float]:
         """Returns the seconds of the placement, and of least load."""

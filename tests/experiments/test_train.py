@@ -603,7 +603,10 @@ class TestBadInput:
                 [*PAT, "x.json", "--dispatch", "group-static"],
                 "dispatch='group-static': does not go with layout_policy=",
             ),
-            (["--dispatch", "psychic"], "dispatch='psychic': give auto, heddle, static, on-demand, group-static, divided,"),
+            (
+                ["--dispatch", "psychic"],
+                "dispatch='psychic': give auto, heddle, static, on-demand, group-static, divided,",
+            ),
             (["--dispatch", "nowhere.py:Policy"], "dispatch='nowhere.py:Policy': there is no file 'nowhere.py'"),
             (["--dispatch", "oracle"], "dispatch='oracle': give auto, heddle, static, on-demand,"),
             (["--dispatch", "on-demand", "--chunk-tokens", "16"], "chunk_tokens=16: --dispatch on-demand does not"),

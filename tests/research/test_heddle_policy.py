@@ -211,6 +211,14 @@ def test_the_hybrid_follows_the_skew() -> None:
     assert changes[0] > changes[1]
 
 
+@pytest.mark.parametrize("wrong", [-1.0, math.nan])
+def test_routers_refuse_what_is_below_0(wrong: float) -> None:
+    with pytest.raises(ValueError, match=f"LeastLoad.threshold={wrong}: must be at least 0, or inf"):
+        LeastLoad(threshold=wrong)
+    with pytest.raises(ValueError, match=f"Hybrid.skew={wrong}: must be at least 0, or inf"):
+        Hybrid(skew=wrong)
+
+
 @pytest.mark.parametrize("kind", ["constant", "reversed", "nothing", "residuals"])
 @pytest.mark.parametrize("name", ["search", "math"])
 def test_poor_predictions_harm_nobody(name: str, kind: Any) -> None:
