@@ -83,11 +83,11 @@ class LengthModel:
         return LengthModel(read_trunk(folder), load_file(folder / _HEAD_FILE), expected)
 
 
-def identify(folder: Path) -> dict[str, Any]:
+def identify(folder: Path, name: str = "trunk") -> dict[str, Any]:
     """What a predictor's trunk must share with the model of a run: shape, vocabulary and tokenizer, not weights, since
-    those are trained. Raises ValueError for a folder that is no checkpoint."""
+    those are trained. Raises ValueError for a folder that is no checkpoint, as the value of the field `name`."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"trunk={str(folder)!r}: holds no config.json; give a Hugging Face checkpoint directory")
+        raise ValueError(f"{name}={str(folder)!r}: holds no config.json; give a Hugging Face checkpoint directory")
     config = read_json(folder / "config.json", dict[str, Any])
     tokenizer = folder / "tokenizer.json"
     digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:16] if tokenizer.is_file() else None

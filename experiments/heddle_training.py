@@ -40,7 +40,7 @@ MOST_PARAMETERS = 200_000_000
 def predictor_trunk(config: HeddleConfig, model: Path) -> Path:
     """Returns the folder of the model that predicts. Raises ValueError for one of another tokenizer, or a large one."""
     trunk = model if config.predictor is None else Path(config.predictor)
-    of_trunk, of_model = identify(trunk), identify(model)
+    of_trunk, of_model = identify(trunk, "heddle.predictor"), identify(model, "model")
     for name in ("tokenizer", "vocab_size"):
         if of_trunk[name] != of_model[name]:
             raise ValueError(

@@ -30,7 +30,7 @@ METHODS = {"0.5B": QWEN_0_5B, "1.5B": QWEN_1_5B}
 MISSES = {"0.5B": 1.0, "1.5B": 0.85}
 """Wrong guesses of each, over those of the smallest: our assumption."""
 MEDIAN, SIGMA, CAP = 3000, 0.884, 20_000
-"""Of the lengths, in tokens of the profile (DAPO-32B-20K, annex C)."""
+"""Of the lengths, in tokens of the profile: the cap is DAPO-32B-20K's (SpecActor §5.1), the others are our choice."""
 BLOCK_SIZE, NUM_PROMPT_TOKENS = 4, 4
 INTERVAL = 1000
 """Tokens of the profile after which a sequence is first reconfigured, and after which `mixed` changes sides."""

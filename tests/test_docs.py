@@ -134,6 +134,13 @@ def test_links_lead_somewhere() -> None:
                 assert not anchor or anchor in anchors(path), f"{page.name}: {target}"
 
 
+def test_texts_refer_to_what_readers_have() -> None:
+    """Papers are public; numbered decisions beside them, as H-D or R-D with a number, are not in the repository."""
+    files = [path for room in (*ROOMS, "tests") for path in (ROOT / room).rglob("*.py")]
+    cited = {path.name for path in (*PAGES, *files) if re.search(r"\bannex, |\b[A-Z]-D\d", path.read_text())}
+    assert not cited
+
+
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

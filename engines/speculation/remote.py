@@ -63,7 +63,7 @@ class RemoteDrafter:
 
     - "filled": a sequence takes what has come, and without drafts decodes plainly.
     - "strict": it waits for a whole window of w guesses and sits out passes meanwhile. w - 1 of them are rows of the
-      pass, which draws w tokens: the last draw verifies the last guess (annex C-D3).
+      pass, which draws w tokens: the last draw verifies the last guess.
     - "naive": the same with w rows and w + 1 draws, where nothing is drafted ahead: drafting is on other ranks, and
       drafter and verifier wait for each other.
 

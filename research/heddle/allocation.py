@@ -1,7 +1,8 @@
 """How many GPUs each replica gets: Heddle, §6, Algorithm 2, and what it chooses from. Torch-free.
 
 An allocation is a tuple of TP sizes, in descending order, whose sum is the number of GPUs. The number of replicas
-varies (annex, H-D11). Groups of trajectories go to replicas in descending order of both.
+varies: Algorithm 2 fixes it, but its splits and merges change it. Groups of trajectories go to replicas in descending
+order of both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from research.heddle.placement import Lengths, Server, Solve, aggregated
 
 Sizes = tuple[int, ...]
 COOLING, THRESHOLD = 0.95, 0.002
-"""Of the annealing temperature in each step, and the share of the first makespan at which it ends (H-D13)."""
+"""Of the annealing temperature in each step, and the share of the first makespan at which it ends: our choice."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def anneal(
 
 
 def _sampled(num_gpus: int, tp_sizes: Items[int], rng: random.Random) -> Sizes:
-    """A random allocation, filled with the smallest size (H-D15)."""
+    """A random allocation, filled with the smallest size: sampled sizes alone hardly have the right sum."""
     sizes, left = list[int](), num_gpus
     while left and (fitting := [size for size in tp_sizes if size <= left]):
         sizes.append(rng.choice(fitting))
@@ -118,7 +119,7 @@ def _merged(sizes: Sizes, servers: Mapping[int, Server], rng: random.Random) -> 
 
 
 def _perturbed(sizes: Sizes, servers: Mapping[int, Server], rng: random.Random) -> Sizes:
-    """Splits a replica in two, merges two equal ones, or redistributes the GPUs of two, at random (H-D11)."""
+    """Splits a replica in two, merges two equal ones, or redistributes the GPUs of two, at random."""
     moves: list[Callable[[], Sizes | None]] = [
         lambda: _split(sizes, servers, rng),
         lambda: _merged(sizes, servers, rng),

@@ -18,7 +18,7 @@ class Groups:
 
 
 def capacities(sizes: Items[int], num_active: int) -> list[int]:
-    """Returns s_i n*/n, rounded by largest remainders so that the sum is `num_active` (H-D16). Of equal remainders, the
+    """Returns s_i n*/n, rounded by largest remainders so that the sum is `num_active`. Of equal remainders, the
     earlier group is rounded up. Raises ValueError where all sizes are 0."""
     total = sum(sizes)
     if not total:
@@ -45,7 +45,7 @@ def group_of(rank: int, counts: Items[int], current: int | None = None, margin: 
 
 
 def pays(remaining: float, token_s: tuple[float, float], without_it_s: float, exposed_s: float) -> bool:
-    """Whether a move saves at least the seconds for which the trajectory waits for its KV (H-D17).
+    """Whether a move saves at least the seconds for which the trajectory waits for its KV. The paper moves in any case.
 
     `token_s`: seconds of a token where it is and where it would be. `without_it_s`: where it is, once it has left. A
     move helps the trajectory itself, or those that stay behind, over its remaining tokens.

@@ -47,7 +47,7 @@ class HeddleOptions:
     """Else a trajectory stays where it was placed."""
     priority: Priority = by_remaining
     hysteresis: Fraction = 0.02
-    """Share of the unfinished trajectories by which a rank must lie outside of a group's: 0 is the paper's (H-D16)."""
+    """Share of the unfinished trajectories by which a rank must lie outside of a group's: 0 is the paper's."""
     patience_s: NonNegative = 5.0
     """For how long the first turns wait for predictions of all trajectories; 0 where there is no predictor."""
     waits_s: NonNegative = 0.0

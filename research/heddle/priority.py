@@ -1,7 +1,7 @@
 """Which trajectory a replica runs first: Heddle, §4.2, Algorithm 1, and what it is compared with. Torch-free.
 
 A function here gives the `priority` of a dispatch, which stays while the turn runs: the trajectories of a replica are
-ordered anew when they return from their tools (annex, H-D2).
+ordered anew when they return from their tools (Algorithm 1).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Priority = Callable[[SequenceView, Estimate], float]
 
 
 def by_remaining(sequence: SequenceView, estimate: Estimate) -> float:
-    """Progressive priority scheduling: what has most tokens to come is first (Algorithm 1; H-D1)."""
+    """Progressive priority scheduling: what has most tokens to come is first (Algorithm 1)."""
     return estimate.remaining
 
 
 def by_total(sequence: SequenceView, estimate: Estimate) -> float:
-    """As `by_remaining`, with the tokens that were generated already (H-D1)."""
+    """As `by_remaining`, with the tokens that were generated already, by which placement sorts."""
     return estimate.total
 
 

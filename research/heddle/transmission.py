@@ -1,7 +1,7 @@
-"""Which KV moves now: Heddle, §5.3, "KV Cache Migration"; annex, H-D18. Torch-free.
+"""Which KV moves now: Heddle, §5.3, "KV Cache Migration". Torch-free.
 
-An epoch begins whenever something is asked for or has ended. The longest trajectory goes first. One that shares a
-replica with another that moves waits.
+The paper does not say when an epoch begins: here whenever something is asked for or has ended. The longest trajectory
+goes first. One that shares a replica with another that moves waits.
 """
 
 from __future__ import annotations

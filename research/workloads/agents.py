@@ -31,7 +31,7 @@ deviation of log(true + 1): so that the errors of one task can be those of anoth
 LOG_NORMAL: Residuals = tuple(
     tuple(NormalDist(0, sigma).inv_cdf((place + 0.5) / 21) for place in range(21)) for sigma in (0.8, 0.5, 0.35)
 )
-"""Of an assumed predictor that improves (annex, H-D20)."""
+"""Of an assumed predictor, whose errors are log-normal and fall with each turn."""
 
 
 def _agent(turns: tuple[float, float], generated: tuple[float, float], observed: tuple[float, float], tool_s: float):

@@ -119,7 +119,7 @@ def bf16_sums(bits: Bits, base: Bits) -> Bits:
 
 
 def test_the_paper_s_sums_lose_bits_and_ours_do_not() -> None:
-    """R-D14: about 1.7 % of the changed elements differ at a perturbation of 1e-3, 13.5 % at 1e-2."""
+    """About 1.7 % of the changed elements differ at a perturbation of 1e-3, 13.5 % at 1e-2."""
     rng, of = np.random.default_rng(0), bucket(length=2**18)
     values = torch.from_numpy(rng.normal(0, 0.02, 2**18).astype(np.float32))
     base = values.bfloat16().view(torch.uint16).numpy()

@@ -14,6 +14,8 @@ from algos.tasks.gsm8k import Gsm8kTask
 from algos.warmstart import new_model, tokenizer_of, warm_start
 from algos.warmstart_config import WarmStartConfig
 from experiments.config import parse
+from experiments.heddle_options import HeddleConfig
+from experiments.heddle_training import predictor_trunk
 from experiments.training_checks import recipe_of
 from tests.test_docs import FILES
 from tests.worlds import refused_by, run_main
@@ -152,6 +154,12 @@ def test_a_predictor_of_another_vocabulary_is_refused(folder: Path, text_model: 
     options = ["--model", text_model, "--runs", str(folder), *SMALL, "--environment", f"{folder}/echo.py:Echo"]
     message = refused_by("train", [*options, "--dispatch", "heddle", "--heddle.predictor", str(other)])
     assert "heddle.predictor=" in message and "give a small model with the same tokenizer" in message
+
+
+def test_a_predictor_that_is_no_checkpoint_is_named_as_the_option(folder: Path) -> None:
+    config = HeddleConfig(predictor=str(folder / "nowhere"))
+    with pytest.raises(ValueError, match=r"heddle\.predictor='.*nowhere': holds no config\.json; give a Hugging Face"):
+        predictor_trunk(config, folder)
 
 
 def test_a_task_brings_its_environment_its_options_and_its_own_warm_start(folder: Path) -> None:

@@ -146,7 +146,7 @@ def played(costs: Costs, plan: Plan, acceptance: dict[str, float]) -> float:
 
 
 def test_the_printed_algorithm() -> None:
-    """By its tau a window of 3 is the best for p = 0.5 and V = 10 D, and by the exact one the longest (C-D1)."""
+    """By its tau a window of 3 is the best for p = 0.5 and V = 10 D, and by the exact one the longest."""
     costs = Costs(drafts={"small": Affine(0.0, 1.0)}, verifiers={2: Verifier((Affine(0.0, 10.0),) * 17)})
     rollout = Rollout(num_sequences=100, num_gpus=8)
     plan = printed_plan(costs, rollout, "small", 0.5)
