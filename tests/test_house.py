@@ -93,6 +93,7 @@ def test_no_command_is_the_library_of_another() -> None:
         "research",
         "research.workloads.lengths",
         "research.simulator.cluster",
+        "research.rose.transfer",
         "engines",
         "engines.sequence",
         "engines.models.chat",

@@ -12,6 +12,7 @@ import pytest
 from experiments import launch, reproduce
 from tests.worlds import ROOT, refused_by, run_main, run_python
 
+GAINS = {"gain": 4.0, "break_even": 0.14}
 RESULTS: dict[str, Any] = {
     "seer_sim.json": {
         "rows": [
@@ -46,6 +47,14 @@ RESULTS: dict[str, Any] = {
             for name in ("DAPO", "GRPO")
         ]
     },
+    "relay_sim.json": {
+        "cells": {
+            "8b": {
+                "200": {"codecs": {"ours": GAINS | {"gain": 2.4}, "paper": GAINS | {"break_even": 0.3334}}},
+                "1": {"codecs": {"ours": GAINS | {"break_even": None}, "paper": GAINS | {"break_even": 0.35}}},
+            }
+        }
+    },
     "pat_profile.json": {"predictor_error": [{"tp_size": 1, "what": "held out", "error": 0.12, "a_a": 0.01}]},
 }
 
@@ -74,6 +83,16 @@ def test_each_row_says_what_was_measured_and_whether_it_is_inside(results: Path)
     assert rows["9"] == {
         "DAPO, naive over plain": {"ours": 0.9, "inside": True},
         "GRPO, naive over plain": {"ours": 0.9, "inside": None},
+    }
+    assert rows["16"] == {
+        "8b, 200 Gb/s, codec ours, gain": {"ours": 2.4, "inside": False},
+        "8b, 200 Gb/s, codec ours, break-even": {"ours": 0.14, "inside": False},
+        "8b, 200 Gb/s, codec paper, gain": {"ours": 4.0, "inside": True},
+        "8b, 200 Gb/s, codec paper, break-even": {"ours": 0.3334, "inside": True},
+        "8b, 1 Gb/s, codec ours, gain": {"ours": 4.0, "inside": True},
+        "8b, 1 Gb/s, codec ours, break-even": {"ours": 1.0, "inside": None},
+        "8b, 1 Gb/s, codec paper, gain": {"ours": 4.0, "inside": True},
+        "8b, 1 Gb/s, codec paper, break-even": {"ours": 0.35, "inside": None},
     }
     assert list(run_main("reproduce", ["3", "8", "--results", str(results)])["rows"]) == ["3", "8"]
 

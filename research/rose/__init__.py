@@ -1,0 +1,1 @@
+"""ROSE: rollouts that borrow GPUs of a serving cluster."""
