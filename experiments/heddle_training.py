@@ -11,25 +11,28 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from algos.collect import Group
 from algos.length_predictor import identify
+from algos.predictor_messages import Fitted
 from algos.predictor_process import LengthPredictorProcess
 from algos.trajectory_lengths import Trajectory, pearson, recall
 from algos.workers.process import WorkerError
 from engines import LLM
 from engines.coordination.views import ReplicaView
 from engines.rollout.prediction import Context
+from engines.rollout.telemetry import TurnSpan
 from engines.sequence import SequenceId
 from experiments.heddle_options import HeddleConfig
+from experiments.heddle_report import exposed_s
 from experiments.heddle_times import PassTimes
 from research.heddle.migration import Groups
 from research.heddle.planning import Planner
-from research.heddle.policy import HeddlePolicy
+from research.heddle.policy import Counters, HeddlePolicy
 from research.heddle.ranks import Expected
 
 QUANTILES = np.linspace(0.0, 1.0, 21)
@@ -85,7 +88,10 @@ class HeddleRollouts:
         self.predictor: Remembered | None = None
         self._process: LengthPredictorProcess | None = None
         self._history: deque[Trajectory] = deque(maxlen=config.history)
-        self._fit: Future[Any] | None = None
+        self._fit: Future[Fitted] | None = None
+        self._fit_s = 0.0
+        self._before = Counters()
+        """The policy's, when this rollout began."""
         self._num_rollouts = 0
         self._errors = [0.0]
         """Quantiles of the logarithms of true over predicted lengths before the first turn, in the last rollout."""
@@ -108,19 +114,20 @@ class HeddleRollouts:
         """Before a rollout: what passes take is measured once; a predictor that was lost starts again; a fit ends."""
         if not self.times.steps:
             self.times.measure(llm, self._num_sequences)
+        self._before, self._fit_s = replace(self.policy.counters), 0.0
         if self._process is None or self.predictor is None:
             return
         if self._fit is not None:
             try:
-                self._fit.result()
+                self._fit_s = self._fit.result().seconds
             except WorkerError as error:
                 warnings.warn(f"{error}; the last fit goes on to predict", stacklevel=2)
             self._fit = None
         self._process.revive()
         self.predictor.said.clear()
 
-    def end(self, groups: Sequence[Group], policy_version: int) -> dict[str, float]:
-        """After a rollout: learns from it; returns how right the predictions were, on rank 0."""
+    def end(self, groups: Sequence[Group], policy_version: int, spans: Sequence[TurnSpan]) -> dict[str, float]:
+        """After a rollout: learns from it; returns what was decided and predicted in it, on rank 0."""
         if self._process is None or self.predictor is None:
             return {}
         trajectories = [
@@ -133,11 +140,15 @@ class HeddleRollouts:
         self._num_rollouts += 1
         if self._num_rollouts == 1 or self._num_rollouts % self.config.refit_every == 0:
             self._fit = self._process.fit(list(self._history), seed=self._num_rollouts)
-        counters = self.policy.counters
+        now, before, exposed = self.policy.counters, self._before, exposed_s(spans)
+        answers = [one.seconds for one in spans if one.kind == "prediction"]
         return metrics | {
-            "rollout/num_migrations": float(counters.num_migrations),
-            "rollout/num_moves_cancelled": float(counters.num_cancelled),
-            "rollout/num_placements_yielded": float(counters.num_yielded),
+            "rollout/num_migrations": float(now.num_migrations - before.num_migrations),
+            "rollout/num_moves_cancelled": float(now.num_cancelled - before.num_cancelled),
+            "rollout/num_placements_yielded": float(now.num_yielded - before.num_yielded),
+            "timing_s/predictor/answer/mean": float(np.mean(answers)) if answers else 0.0,
+            "timing_s/predictor/exposed/mean": exposed["prediction"],
+            "timing_s/predictor/fit": self._fit_s,
         }
 
     def _metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -354,7 +354,7 @@ class Run:
         updated = time.perf_counter()
         metrics = rollout.metrics | self.record.metrics(rollout)
         if self.heddle is not None:
-            metrics |= self.heddle.end(rollout.groups, self.llm.policy_version)
+            metrics |= self.heddle.end(rollout.groups, self.llm.policy_version, rollout.turns)
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if rollout.experiences:
