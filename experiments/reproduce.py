@@ -176,11 +176,12 @@ more from eight GPUs than the others lose. Algorithm 2 finds the best by its est
 """
 RELAY = """\
 Why: a serving rank decodes 16.4 GB with our codec on one core in 8.2 s, while at 200 Gb/s the dense weights are loaded
-after 5.5 s; a codec four times as fast would gain 2.6. A break-even of 0: there never is a gain; of 1: there is one up
-to half of the weights, the last density that was measured. The paper's codec ends at a third, by its bytes (33 in
-whole percent); its speed here follows from the paper's "at most ~1 s". The paper's seconds at 200 Gb/s (8B: batch about
-87, shards 31, sparse 7) are not explained by bytes and bandwidths, by which dense weights take 6.7 and 5.4. They are
-not fitted, so that our gains at 1 Gb/s are far above the paper's.
+after 5.5 s; a codec four times as fast would gain 2.6. The speed of the paper's codec follows from its "at most ~1 s"
+for adding 16.4 GB, so that its gain at 200 Gb/s is little more than 5.4 s over that second; its break-even is a third,
+by its bytes (band and value in whole percent). A break-even of 0: there never is a gain; of 1: there is one up to half
+of the weights, the last density that was measured. The paper's seconds at 200 Gb/s (8B: batch about 87, shards 31,
+sparse 7) are not explained by bytes and bandwidths, by which dense weights take 6.7 and 5.4. They are not fitted, so
+that our gains at 1 Gb/s are far above the paper's.
 """
 ROWS = (
     Row(

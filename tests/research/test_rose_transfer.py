@@ -111,6 +111,15 @@ def test_batch_is_the_sum_of_the_phases() -> None:
     assert transfer("async", one).seconds == pytest.approx(20 + 1 + 0.1)
 
 
+def test_a_batch_is_pulled_when_all_of_it_is_at_the_relay() -> None:
+    """Buckets arrive every ten seconds, and two, or five halves, are a batch; the last one is loaded at the end."""
+    one = deployment(cross=Link(bandwidth=10.0), pull_bytes=250, load_rate=100.0)
+    assert transfer("async", one).seconds == transfer("shards", one).seconds == pytest.approx(100 + 2)
+    halves = replace(one, serving_ranks=2, tp_size=2)
+    assert transfer("async", halves).seconds == pytest.approx(100 + 2)
+    assert transfer("shards", halves).seconds == pytest.approx(100 + 5 / 2)
+
+
 def test_infinite_bandwidth_leaves_only_the_codec() -> None:
     """Ranks encode their shares at the same time, and receivers decode theirs."""
     one = deployment(trainer_ranks=4, trainer_nodes=2, serving_ranks=4, serving_nodes=1, tp_size=2, pull_bytes=1)
