@@ -70,12 +70,15 @@ class Session:
         self.id = session
         self._seal, self._max_bytes = seal, max_bytes
         self.num_received = 0
+        self.num_bytes_sent = self.num_bytes_received = 0
+        """Of all frames, headers included."""
         self._num_sent = 0
         self._heard = time.monotonic()
         self._parts: list[bytes] = []
 
     def pack(self, kind: int, payload: bytes = b"") -> list[bytes]:
         self._num_sent += 1
+        self.num_bytes_sent += HEADER.size + len(payload)
         return self._seal.pack(kind, self.id, self._num_sent, payload)
 
     def pack_data(self, payload: bytes) -> Iterator[list[bytes]]:
@@ -92,6 +95,7 @@ class Session:
         is_next = message.sequence > self.num_received
         if is_next:
             self.num_received, self._heard = message.sequence, time.monotonic()
+            self.num_bytes_received += HEADER.size + len(message.payload)
         return is_next
 
     def join_parts(self, message: Message) -> bytes | None:

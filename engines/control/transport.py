@@ -279,6 +279,20 @@ class Client:
             self.close()
             raise
 
+    @property
+    def num_bytes_sent(self) -> int:
+        """Bytes of all frames that were given to the socket; `num_bytes_received`: that came from it."""
+        return self._session.num_bytes_sent
+
+    @property
+    def num_bytes_received(self) -> int:
+        return self._session.num_bytes_received
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether `send` would raise ConnectionError."""
+        return self._end is not None
+
     def receive(self, timeout_s: float) -> bytes | None:
         """Returns the next message; None when there was none in `timeout_s` seconds. When the coordinator is gone or
         has dropped this client, raises ConnectionError after all messages that came before."""

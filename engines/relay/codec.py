@@ -41,7 +41,7 @@ from engines.relay.message import (
 )
 
 Bits = NDArray[np.unsignedinteger[Any]]
-Mode = Literal["lossless", "paper"]
+Mode = Literal["lossless", "raw", "paper"]
 
 _SECTION = struct.Struct("<Q")
 _ESCAPE = 255
@@ -86,8 +86,9 @@ class Update:
 def encode(bits: Bits, bucket: Bucket, base: Bits | None = None, *, mode: Mode = "lossless") -> bytes:
     """Returns the message that makes `bits` [length] of `base` [length], or of nothing where `base` is None.
 
-    The message says by its header whether a base is needed: it is dense where that is smaller. Raises ValueError for
-    arrays that are not the bucket's, and in paper mode for a dtype other than bfloat16.
+    The message says by its header whether a base is needed: it is dense where that is smaller. In raw mode dense bits
+    are not deflated, for links that are faster than zlib. Raises ValueError for arrays that are not the bucket's, and
+    in paper mode for a dtype other than bfloat16.
     """
     _check_bits("bits", bits, bucket)
     if (base is None) != (bucket.base_version is None):
@@ -97,7 +98,7 @@ def encode(bits: Bits, bucket: Bucket, base: Bits | None = None, *, mode: Mode =
             raise ValueError(f"mode='paper': adds bfloat16 to a base; this bucket is {bucket.dtype}, base={base!r:.30}")
         return _encode_paper(bits, bucket, base)
     if base is None:
-        return _encode_dense(bits, bucket)
+        return _encode_dense(bits, bucket, mode)
     _check_bits("base", base, bucket)
     positions = np.flatnonzero(bits != base)
     gaps, low_planes = _gap_sections(positions)
@@ -105,7 +106,7 @@ def encode(bits: Bits, bucket: Bucket, base: Bits | None = None, *, mode: Mode =
     payload = _pack(*gaps, *added)
     coded = {"coding": SPARSE, "low_planes": low_planes, "num_changed": len(positions), "gap_bytes": len(gaps[0])}
     if _SPARSE_ENOUGH * len(payload) > bucket.num_bytes:
-        dense = _encode_dense(bits, replace(bucket, base_version=None))
+        dense = _encode_dense(bits, replace(bucket, base_version=None), mode)
         if len(dense) < HEADER_BYTES + len(payload):
             return dense
     return seal(bucket, payload, zlib.crc32(bits.data), **coded)
@@ -152,8 +153,9 @@ def apply(update: Update, base: Bits | None = None) -> Bits:
     return bits
 
 
-def _encode_dense(bits: Bits, bucket: Bucket) -> bytes:
-    return seal(bucket, _pack(*_planes(bits)), zlib.crc32(bits.data), coding=DENSE)
+def _encode_dense(bits: Bits, bucket: Bucket, mode: Mode) -> bytes:
+    packed = _pack(*_planes(bits), deflates=mode != "raw")
+    return seal(bucket, packed, zlib.crc32(bits.data), coding=DENSE)
 
 
 def _encode_paper(bits: Bits, bucket: Bucket, base: Bits) -> bytes:
@@ -244,8 +246,8 @@ def _join(planes: list[NDArray[np.uint8]], kind: Any) -> Bits:
     return table.reshape(-1).view(kind)
 
 
-def _pack(*sections: NDArray[np.uint8]) -> bytes:
-    packed = [_deflate(section) for section in sections]
+def _pack(*sections: NDArray[np.uint8], deflates: bool = True) -> bytes:
+    packed = [_deflate(section) if deflates else section.data for section in sections]
     return b"".join(part for section in packed for part in (_SECTION.pack(len(section)), section))
 
 

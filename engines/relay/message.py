@@ -83,6 +83,12 @@ def read_bucket(data: bytes | bytearray | memoryview) -> Bucket:
     return bucket_of(checked_header(memoryview(data)))
 
 
+def num_written(message: bytes) -> int | None:
+    """Returns the elements that a message of ours changes; None if it is dense."""
+    header = Header(*_HEADER.unpack_from(message))
+    return None if header.coding == DENSE else header.num_changed
+
+
 def seal(bucket: Bucket, payload: bytes, result_checksum: int, *, coding: int, **sizes: int) -> bytes:
     fields = Header(
         magic=MAGIC,

@@ -1,0 +1,89 @@
+"""Starts a relay's process, and starts it again when it has died. Torch-free."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from engines.constraints import Count, check_value
+from engines.relay.client import Relay
+from engines.relay.server import RelayOrders
+
+_START_S = 30.0
+_LEAST_LIFE_S = 5.0
+_MOST_FAILURES = 3
+
+
+class RelayProcess:
+    """A relay at one address as long as this object is open. What it kept is gone when it had to be started again;
+    trainers then push all weights once more."""
+
+    def __init__(
+        self, token: bytes, *, max_bytes: int, host: str = "127.0.0.1", port: int = 0, patience_s: float = 10.0
+    ) -> None:
+        """`port` 0: any free one. Raises ValueError for an invalid number, RuntimeError with the process's last words
+        if it cannot be started."""
+        check_value("max_bytes", max_bytes, Count)
+        self._orders = RelayOrders(token=token, host=host, port=port, max_bytes=max_bytes, patience_s=patience_s)
+        self.num_starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._address, self._problem = "", ""
+        self._is_closing = False
+        self._started = threading.Event()
+        # The kernel kills the process when the thread that has made it ends: this one lives as long as the relay.
+        self._thread = threading.Thread(target=self._keep_alive, name="relay-process", daemon=True)
+        self._thread.start()
+        if not self._started.wait(_START_S) or not self._address:
+            self.close()
+            raise RuntimeError(f"relay: did not start at {host}:{port} ({self._problem or f'in {_START_S:g} s'})")
+        self.relay = Relay(self._address, token, patience_s=patience_s)
+
+    def _keep_alive(self) -> None:
+        failures = 0
+        while not self._is_closing and failures < _MOST_FAILURES:
+            began = time.monotonic()
+            self._start()
+            self._started.set()
+            assert self.process is not None
+            self.process.wait()
+            failures = 0 if time.monotonic() - began > _LEAST_LIFE_S else failures + 1
+        if not self._is_closing:
+            print(f"relay: has died {_MOST_FAILURES} times; it is not started again", file=sys.stderr, flush=True)
+
+    def _start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engines.relay.server"],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if not self._address else None,
+        )
+        self.num_starts += 1
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            with self.process.stdin as stdin:
+                stdin.write(msgspec.json.encode(self._orders) + b"\n")
+        except BrokenPipeError:
+            pass
+        with self.process.stdout as stdout:
+            address = stdout.readline().decode().strip()
+        if not address and self.process.stderr is not None:
+            self._problem = self.process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+            self._is_closing = True
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        if address and not self._address:
+            self._address = address
+            self._orders = msgspec.structs.replace(self._orders, port=int(address.rpartition(":")[2]))
+
+    def close(self) -> None:
+        """Ends the process. May be called twice."""
+        self._is_closing = True
+        if self.process is not None:
+            self.process.kill()
+        self._thread.join(_START_S)

@@ -1,0 +1,352 @@
+"""A trainer's rank pushes the weights that it owns, by a thread, without a gather (ROSE §4.2, "Shard-aware")."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.models.checksums import checksum_parts
+from engines.relay.client import RefusedError, Relay, RelayClient, Seconds
+from engines.relay.codec import Bits, encode
+from engines.relay.flat import FlatModel, Piece, cut
+from engines.relay.message import BIT_TYPES, Bucket, DType, num_written
+from engines.relay.requests import BUCKET_BYTES, Commit, Done, List, Listing, Open, Opened, Version
+
+_POLL_S = 0.1
+_CHUNK = 1 << 15
+"""Elements that are converted at once on a CPU: more would wake torch's other threads, which the rollout uses."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The elements of a parameter that a rank has, row by row."""
+
+    first: int
+    """Number of the first one in the parameter."""
+    tensor: Tensor
+    """[N], contiguous."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushRecord:
+    """What one version took on this rank."""
+
+    number: int
+    num_bytes: int
+    """That were given to the socket, all headers and requests included."""
+    num_elements: int
+    num_changed: int
+    """Elements that the messages write."""
+    num_dense: int
+    """Buckets that were sent whole."""
+    num_buckets: int
+    encode_s: float
+    """Reading, comparing, coding and checksums."""
+    seconds: float
+    """Until all that this rank owns was at the relay."""
+    whole_s: float
+    """Until all ranks' was."""
+    num_attempts: int
+
+
+@dataclass
+class _Base:
+    number: int
+    bits: Bits
+    num_sparse: int
+    """Messages since the last dense one, and their bytes."""
+    num_bytes: int
+
+
+class Pusher:
+    """Pushes this rank's elements of each version. Those that it alone has are its own; what every rank has whole is
+    divided among them, so that no two push the same.
+
+    The base of the next message is what the relay has acknowledged. When the relay has lost its memory, or refuses a
+    message, all is pushed again, dense. Between `push` and `finish` the weights must not change.
+    """
+
+    def __init__(
+        self,
+        relay: Relay,
+        flat: FlatModel,
+        held: Callable[[], Mapping[str, Held]],
+        *,
+        dtype: DType,
+        session: str,
+        rank: int = 0,
+        num_ranks: int = 1,
+        snapshot_every: int = 64,
+        bucket_bytes: int = BUCKET_BYTES,
+        deflates: bool = True,
+        link_seconds: Seconds | None = None,
+    ) -> None:
+        """`held` returns what this rank has, by Hugging Face name; the tensors are converted to `dtype`. All ranks of a
+        trainer share a `session` that no other trainer has. After `snapshot_every` messages against a base, or when
+        those are half as large as the bucket, a bucket is sent dense, so that late replicas read little. Without
+        `deflates`, dense messages are larger and quicker to make. Raises ValueError for parameters of other names or
+        sizes."""
+        self._relay, self._flat, self._held, self._dtype = relay, flat, held, dtype
+        self._session, self._rank, self._num_ranks = session, rank, num_ranks
+        self._snapshot_every, self._link_seconds = snapshot_every, link_seconds
+        self._mode: Any = "lossless" if deflates else "raw"
+        self._torch_dtype: torch.dtype = getattr(torch, dtype)
+        self._kind = BIT_TYPES[dtype]
+        most = max(1, bucket_bytes // np.dtype(self._kind).itemsize)
+        self._buckets = cut(_owned(flat, held(), rank, num_ranks), most)
+        self._bases: dict[int, _Base] = {}
+        self._client: RelayClient | None = None
+        self._store = ""
+        self.records: list[PushRecord] = []
+        """One per version that became whole."""
+        self._changed = threading.Condition()
+        self._wanted: int | None = None
+        self._whole: int | None = None
+        self._error: BaseException | None = None
+        self._is_busy = self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="relay-push", daemon=True)
+        self._thread.start()
+
+    def push(self, number: int) -> None:
+        """Begins to push the weights as they are, as this version; returns at once. Raises what ended the push before,
+        and RuntimeError if that has not been finished."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._wanted is not None:
+                raise RuntimeError(f"push({number}): version {self._wanted} is being pushed; call finish() first")
+            self._wanted, self._whole = number, None
+            self._changed.notify_all()
+
+    def version(self, number: int) -> Version:
+        """What a replica pulls to have the weights of `push(number)`."""
+        return Version(self._session, number)
+
+    def finish(self) -> PushRecord | None:
+        """Returns when the version that is being pushed is whole, None if there is none; the weights may change then.
+
+        Raises ConnectionError or TimeoutError, which name who was waited for, or ValueError if the relay refuses it.
+        """
+        with self._changed:
+            while self._error is None and self._wanted is not None and (self._is_busy or self._whole != self._wanted):
+                self._changed.wait(_POLL_S)
+            if self._error is not None:
+                raise self._error
+            if self._wanted is None:
+                return None
+            self._wanted = None
+            return self.records[-1]
+
+    def close(self) -> None:
+        """Ends the thread, and what it pushes."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if (client := self._client) is not None:
+            client.close()
+        self._thread.join(self._relay.patience_s)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                while not self._is_closing and not self._has_work():
+                    self._changed.wait(_POLL_S)
+                number = self._wanted
+                if self._is_closing:
+                    return
+                self._is_busy = True
+            assert number is not None
+            try:
+                record = self._push(number)
+            except BaseException as error:
+                with self._changed:
+                    self._error, self._is_busy = error, False
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._whole = number
+                self.records.append(record)
+
+    def _has_work(self) -> bool:
+        """Until the weights may change, a relay that has lost them gets them again."""
+        if self._wanted is None:
+            return False
+        return self._whole != self._wanted or self._client is None or self._client.is_lost
+
+    def _push(self, number: int) -> PushRecord:
+        began, refused = time.monotonic(), False
+        deadline = began + self._relay.timeout_s
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return self._attempt(number, began, deadline, attempts)
+            except ConnectionError:
+                if self._is_closing or time.monotonic() > deadline:
+                    raise
+                self._leave()
+            except RefusedError:
+                if refused:
+                    raise
+                refused = True
+                self._bases.clear()
+                self._leave()
+
+    def _leave(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def _attempt(self, number: int, began: float, deadline: float, attempts: int) -> PushRecord:
+        client = self._join()
+        sent, encode_s, checksum, changed, dense = client.num_bytes_sent, 0.0, 0, 0, 0
+        held = self._held()
+        for start, length in self._buckets:
+            if self._is_closing:
+                raise ConnectionError("the pusher was closed")
+            at = time.monotonic()
+            pieces = list(self._flat.pieces(start, length))
+            bits = self._bits(held, pieces, length)
+            base = self._base_for(start, bits.nbytes)
+            bucket = Bucket(
+                model=self._flat.fingerprint,
+                dtype=self._dtype,
+                start=start,
+                length=length,
+                version=number,
+                base_version=None if base is None else base.number,
+            )
+            message = encode(bits, bucket, None if base is None else base.bits, mode=self._mode)
+            checksum += self._checksum(bits, pieces)
+            written = num_written(message)
+            after = _Base(number, bits, 0, 0)
+            if base is not None and written is not None:
+                after = _Base(number, bits, base.num_sparse + 1, base.num_bytes + len(message))
+            changed += length if written is None else written
+            dense += written is None
+            encode_s += time.monotonic() - at
+
+            def acknowledge(start: int = start, after: _Base = after) -> None:
+                self._bases[start] = after
+
+            client.put(self._session, message, acknowledge)
+        client.drain()
+        at_relay = time.monotonic()
+        version = self.version(number)
+        client.ask(Commit(version, self._rank, self._num_ranks, self._buckets, checksum % 2**64), Done)
+        self._wait_for_others(client, version, deadline)
+        return PushRecord(
+            number=number,
+            num_bytes=client.num_bytes_sent - sent,
+            num_elements=sum(length for _, length in self._buckets),
+            num_changed=changed,
+            num_dense=dense,
+            num_buckets=len(self._buckets),
+            encode_s=encode_s,
+            seconds=at_relay - began,
+            whole_s=time.monotonic() - began,
+            num_attempts=attempts,
+        )
+
+    def _join(self) -> RelayClient:
+        """Returns the connection; a new one begins without bases if the relay's memory is not the one that had them."""
+        if self._client is not None and not self._client.is_lost:
+            return self._client
+        self._client = client = RelayClient(self._relay, self._link_seconds)
+        opening = Open(self._session, self._flat.fingerprint, self._dtype, self._flat.length)
+        store = client.ask(opening, Opened).store
+        if store != self._store:
+            self._bases.clear()
+        self._store = store
+        return client
+
+    def _base_for(self, start: int, num_bytes: int) -> _Base | None:
+        base = self._bases.get(start)
+        if base is None or base.num_sparse >= self._snapshot_every or 2 * base.num_bytes > num_bytes:
+            return None
+        return base
+
+    def _wait_for_others(self, client: RelayClient, version: Version, deadline: float) -> None:
+        whole = List(version, version, only_whole=True)
+        seconds = max(0.0, deadline - time.monotonic())
+        try:
+            client.ask(whole, Listing, timeout_s=seconds)
+        except ConnectionError:
+            if client.is_lost:
+                raise
+            self._leave()
+            missing = self._join().state().missing
+            raise TimeoutError(
+                f"version {version.number} of the weights: ranks {missing} did not push it within "
+                f"{self._relay.timeout_s:g} s; look for what they do"
+            ) from None
+
+    def _bits(self, held: Mapping[str, Held], pieces: list[Piece], length: int) -> Bits:
+        bits = np.empty(length, self._kind)
+        at = 0
+        for piece in pieces:
+            area = piece.rectangle
+            one, columns = held[area.name], self._flat.shapes[area.name][1]
+            rows = one.tensor.as_strided(
+                (area.rows.stop - area.rows.start, area.width),
+                (columns, 1),
+                one.tensor.storage_offset() + area.rows.start * columns + area.columns.start - one.first,
+            )
+            bits[at : at + area.size] = self._converted(rows).reshape(-1)
+            at += area.size
+        return bits
+
+    def _converted(self, rows: Tensor) -> Bits:
+        rows = rows.detach()
+        if rows.dtype is not self._torch_dtype:
+            step = max(1, _CHUNK // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
+            rows = torch.cat([part.to(self._torch_dtype) for part in rows.split(step)])
+        signed = {2: torch.int16, 4: torch.int32}[rows.element_size()]
+        found: Bits = rows.cpu().view(signed).numpy().view(self._kind)
+        return found
+
+    def _checksum(self, bits: Bits, pieces: list[Piece]) -> int:
+        first = pieces[0].start
+        signed = bits.view(np.dtype(self._kind).str.replace("u", "i"))
+        return checksum_parts(
+            (
+                piece.rectangle.name,
+                torch.from_numpy(signed[piece.start - first : piece.stop - first]).view(-1, piece.rectangle.width),
+                (piece.rectangle.rows, piece.rectangle.columns),
+            )
+            for piece in pieces
+        )
+
+
+def _owned(flat: FlatModel, held: Mapping[str, Held], rank: int, num_ranks: int) -> list[tuple[int, int]]:
+    """Returns the runs of the flat order that this rank pushes."""
+    sizes = {name: rows * columns for name, (rows, columns) in flat.shapes.items()}
+    strange = sorted(held.keys() ^ sizes.keys())
+    if strange:
+        which = "is no parameter of the model" if strange[0] in held else "is not held"
+        raise ValueError(f"weights: {strange[0]!r} {which}; the trainer and the replicas must have the same model")
+    for name, one in held.items():
+        if one.tensor.dim() != 1 or not one.tensor.is_contiguous() or one.first + len(one.tensor) > sizes[name]:
+            shape = [*one.tensor.shape]
+            raise ValueError(f"weights: {name!r}: elements from {one.first} in {shape}, of {sizes[name]} in all")
+    if all(len(one.tensor) == sizes[name] for name, one in held.items()):
+        start, stop = (flat.length * index // num_ranks for index in (rank, rank + 1))
+        return [(start, stop - start)] if stop > start else []
+    spans = {}
+    for name, one in held.items():
+        spans[name] = (one.first, len(one.tensor))
+        if len(one.tensor) == sizes[name]:
+            start, stop = (sizes[name] * index // num_ranks for index in (rank, rank + 1))
+            spans[name] = (start, stop - start)
+    return flat.runs(spans)
