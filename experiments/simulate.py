@@ -120,8 +120,8 @@ class SimulateConfig(ChunkFields):
         HINDSIGHT,
     )
     """Policies to compare: static, on-demand, group-static, divided, divided-in-turns, seer, oracle, longest-first, or
-    a class of your own as FILE.py:Class; each also with `+pat` behind it. Chunks are an eighth of `--cap` by
-    default."""
+    a class of your own as FILE.py:Class; each also with `+pat` behind it. Chunks are an eighth of `--cap` by default.
+    Heddle, whose trajectories are predicted, is simulated by experiments/heddle_sim.py."""
     history: WholeNumber = 2048
     """Lengths of earlier sequences that `+pat` knows: of the same distribution, or of the rollouts of `--lengths`
     before its last one."""
@@ -162,6 +162,8 @@ class SimulateConfig(ChunkFields):
         if len({*self.policies}) < len(self.policies):
             raise ValueError(f"policies={self.policies}: names one twice; leave it out")
         for name in self.policies:
+            if name.removesuffix(WITH_PAT) == "heddle":
+                raise ValueError(f"policies={name!r}: needs predictions of lengths; use experiments/heddle_sim.py")
             schedule_policy("policies", name.removesuffix(WITH_PAT), self.chunk_options(), {})
         EngineConfig(**self.options())
         self.drafts()

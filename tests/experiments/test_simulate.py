@@ -145,6 +145,10 @@ def test_drafts_shorten_the_rollout(tmp_path: Path) -> None:
         (["--figure", "/nowhere/figure.png"], "figure='/nowhere/figure.png': there is no folder '/nowhere'"),
         (["--policies", "psychic"], "policies='psychic': give static, on-demand, group-static, divided,"),
         (["--policies", "static", "static"], "names one twice"),
+        (
+            ["--policies", "heddle+pat"],
+            "policies='heddle+pat': needs predictions of lengths; use experiments/heddle_sim.py",
+        ),
         (["--policies", "psychic+pat"], "policies='psychic': give static,"),
         (["--policies", "nowhere.py:Policy"], "policies='nowhere.py:Policy': there is no file 'nowhere.py'"),
         (["--chunk-tokens", "4000"], "--chunk-tokens=4000: must be at least a block of KV"),
