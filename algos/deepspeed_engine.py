@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from algos.deepspeed_config import ResolvedConfig, TrainerConfig, lr_factor
 from algos.publish import save_tensors
 from engines.models.loader import merge_factors
+from engines.relay.push import Held
 
 _PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small compared to any large parameter
 _UNREADABLE = (
@@ -176,6 +177,24 @@ def named_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
     adapted = {f"{name}.base_layer.weight": module for name, module in adapted_modules(engine.module)}
     for name, tensor in _whole(engine, _own_parameters(engine)):
         yield _plain(name), _merge(tensor, adapted[name]) if name in adapted else tensor
+
+
+def held_weights(engine: Any) -> dict[str, Held]:
+    """Returns what this rank has of each parameter, by Hugging Face name: under ZeRO-3 its own part, else all. Gathers
+    and copies nothing. Raises ValueError, naming the option, for weights that are not in memory as they are trained."""
+    if adapted_modules(engine.module):
+        raise ValueError("lora_rank: with an adapter no rank has the merged weights; use --weights direct")
+    held = {}
+    for name, parameter in _own_parameters(engine).items():
+        if not _is_partitioned(parameter):
+            held[name] = Held(0, parameter.data.view(-1))
+            continue
+        if not _is_plain(parameter):
+            raise ValueError(f"weights: ZeRO-3 keeps {name!r} on a disk or quantised; use --weights direct")
+        part = parameter.ds_tensor.data
+        first = min(dist.get_rank(parameter.ds_process_group) * len(part), parameter.ds_numel)
+        held[name] = Held(first, part[: parameter.ds_numel - first])
+    return held
 
 
 def adapter_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,7 @@ from algos.experience import Experience, LossInputs, LossOutput
 from algos.logprobs import token_logprobs
 from algos.micro_batches import MicroBatchPlan, plan_micro_batches
 from engines.json_files import read_json
+from engines.relay.push import Held
 
 CHECKPOINT_TAG = "deepspeed"
 CHECKPOINT_FACTS = "trainer.json"
@@ -221,6 +222,10 @@ class Trainer:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterates over (Hugging Face name, whole tensor); see `deepspeed_engine.named_weights`."""
         return deepspeed_engine.named_weights(self.engine)
+
+    def held_weights(self) -> dict[str, Held]:
+        """Returns this rank's part of each parameter; see `deepspeed_engine.held_weights`. Not collective."""
+        return deepspeed_engine.held_weights(self.engine)
 
     # -- checkpoints
 

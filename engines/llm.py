@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
+from engines.decoding import from_msgpack
 from engines.exclusive_calls import ExclusiveCalls, exclusive
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.tiers import TieredKVStore
@@ -24,6 +26,9 @@ from engines.parallel.collectives import Communicator, SingleRank, together
 from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.progress import Bar
+from engines.relay.client import Relay
+from engines.relay.pull import Puller, PullRecord
+from engines.relay.requests import Version
 from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine
 from engines.replica.replica import Replica
@@ -119,6 +124,7 @@ class LLM:
         """KV of preempted sequences; coordinated rollouts (`rollout`) have their own store."""
         self._drafts: DraftSharing | None = None
         self._draft_ranks: DraftRanks | None = None
+        self._puller: Puller | None = None
         self._own_groups = arguments.start_world(device)
         groups = world or self._own_groups
         self._world: Communicator = groups.world if groups is not None else SingleRank()
@@ -425,23 +431,78 @@ class LLM:
     # -- weights and memory
 
     @exclusive
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
+        version: int | Version | None = None,
+        *,
+        source: Relay | None = None,
+    ) -> int:
         """Loads new weights, parameter by parameter, under Hugging Face names; returns their checksum.
 
+        With a `source`, pulls from a relay what this rank's shard lacks of a version (docs/relay.md), by default of the
+        newest whole one, and waits for a version that is still pushed.
+
         Drops all cached KV, which the old weights computed. Raises RuntimeError while sequences are running, ValueError
-        when the parameters do not fit the model. All ranks call it together; if one fails, all raise and none has
-        weights.
+        when the parameters do not fit the model, and as `Puller.pull`. All ranks call it together; if one fails, all
+        raise and none has weights.
         """
         with together(self._world, "update_weights"):
             self._check_open()
-            if not (is_int64(version) and version >= 0):
-                raise ValueError(f"version={version!r}: must be an integer of 64 bits, at least 0")
+            if (weights is None) == (source is None):
+                raise ValueError("update_weights: give weights, or the relay that has them as source")
+            load = self._loading(weights, version) if weights is not None else self._pulling(source, version)
             if self.replica.has_work:
                 raise RuntimeError("update_weights: sequences are running; pause() them first")
         if self._kv_store is not None:
             self._kv_store.close()  # it may hold KV of paused sequences, and new weights may have the old version
-        self._placement.update(weights, version)
+        self._placement.update(load)
         return self.checksum()
+
+    def _loading(
+        self, weights: Iterable[tuple[str, Tensor]], version: int | Version | None
+    ) -> Callable[[LocalEngine], None]:
+        if not (isinstance(version, int) and is_int64(version) and version >= 0):
+            raise ValueError(f"version={version!r}: must be an integer of 64 bits, at least 0")
+        return lambda engine: engine.load(weights, version)
+
+    def _pulling(self, source: Relay | None, version: int | Version | None) -> Callable[[LocalEngine], None]:
+        if not isinstance(source, Relay):
+            raise ValueError(f"source={source!r}: give a Relay (docs/relay.md)")
+        if not isinstance(version, Version | None):
+            raise ValueError(f"version={version!r}: of a relay, give what `Pusher.version` returns, or None")
+        if self._puller is None or self._puller.relay != source:
+            self._close_puller()
+            self._puller = Puller(source)
+        puller = self._puller
+
+        def pull(engine: LocalEngine) -> None:
+            engine.pull(puller, version or self._newest(puller))
+
+        return pull
+
+    def _newest(self, puller: Puller) -> Version:
+        """Returns rank 0's newest whole version on every rank."""
+        if self._world.rank:
+            if not (data := self._world.broadcast_bytes(None)):
+                raise RuntimeError("update_weights: rank 0 has found no version at the relay")
+            return from_msgpack(data, Version)
+        found = b""
+        try:
+            found = msgspec.msgpack.encode(version := puller.wait_for_one())
+        finally:
+            self._world.broadcast_bytes(found)
+        return version
+
+    @property
+    def pulls(self) -> list[PullRecord]:
+        """What `update_weights` has pulled from its last source on this rank, one entry per version."""
+        return [] if self._puller is None else self._puller.records
+
+    def _close_puller(self) -> None:
+        if self._puller is not None:
+            self._puller.close()
+        self._puller = None
 
     @exclusive
     def regroup(self, layout: Layout, *, keep_weights: bool = True) -> None:
@@ -496,6 +557,7 @@ class LLM:
         All ranks call it together. The LLM cannot generate any more.
         """
         self._closed = True
+        self._close_puller()
         if self._kv_store is not None:
             if (engine := getattr(self._placement, "engine", None)) is not None:  # else it could not be built
                 engine.mover.close()

@@ -32,6 +32,7 @@ from algos.warmstart_config import MODEL_SIZES
 from engines.config import EngineConfig
 from engines.constraints import Count, Finite, Positive, WholeNumber, check_fields
 from engines.coordination.policies import OnDemand, SchedulePolicy, Static
+from engines.relay.message import dtype_of
 from experiments import launch
 from experiments.chat_options import ChatOptions
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
@@ -156,6 +157,10 @@ class TrainConfig(ChunkFields):
     speculation: Literal["none", "specactor"] = "none"
     """specactor: some replicas only draft, and run ahead of those that verify, in rollouts for which that promises more
     tokens per second (SpecActor). Needs several replicas, a draft model and dispatch on demand (docs/specactor.md)."""
+    weights: Literal["direct", "relay"] = "direct"
+    """How new weights get to the rollout engine. direct: each rank copies whole parameters, which ZeRO-3 gathers.
+    relay: each rank pushes its own part to a relay on rank 0's host, and pulls what has changed in its shard
+    (docs/relay.md)."""
     resume: bool = False
     """Continue the run called `--name`, or the newest run without a name, from its last published checkpoint."""
     steps: Count = 80
@@ -236,6 +241,13 @@ class TrainConfig(ChunkFields):
         self._check_speculation()
         self._check_environment()
         self._check_heddle()
+        if self.weights == "relay":
+            if self.trainer.lora_rank:
+                raise ValueError(
+                    f"weights='relay': with lora_rank={self.trainer.lora_rank} no rank has the merged weights; give "
+                    "direct"
+                )
+            dtype_of("rollout.dtype", self.rollout.engine.dtype)
         for name in ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags"):
             if self.wandb == "off" and (value := getattr(self, name)):
                 raise ValueError(f"{name}={value!r}: has no effect with wandb='off'; leave one of them out")
@@ -382,7 +394,16 @@ _OF_DATA = (
     "environment_limits",
     *(one.name for one in fields(ChatOptions)),
 )
-_OF_ROLLOUT = ("rollout", "pat", "heddle", "dispatch", "layout_policy", "pat_profile", "tensor_parallel_size")
+_OF_ROLLOUT = (
+    "rollout",
+    "weights",
+    "pat",
+    "heddle",
+    "dispatch",
+    "layout_policy",
+    "pat_profile",
+    "tensor_parallel_size",
+)
 
 
 def _group_of(kind: type[TrainConfig], option: str) -> str:

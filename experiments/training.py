@@ -44,6 +44,7 @@ from experiments.heddle_training import HeddleRollouts, predictor_trunk
 from experiments.pat_measuring import nested_layouts, transport_of
 from experiments.pat_training import RolloutLayouts, deployed, load_profile, make_controller
 from experiments.policies import Logged
+from experiments.relay_training import RelayedWeights
 from experiments.rollout_record import STEP_FILES, RolloutRecord, trajectory_figures
 from experiments.run_folder import (
     AFRESH,
@@ -223,6 +224,9 @@ class Run:
             self.llm.chat_template = replace(self.llm.chat_template, tools=environment.tools or None)
         launch.tell_engine(self.llm)
         self.trainer = Trainer(config.trainer, config.algorithm, model, temperature=rollout.temperature)
+        self.relayed: RelayedWeights | None = None
+        if config.weights == "relay":
+            self.relayed = RelayedWeights(self.llm, self.trainer, groups, timeout_s=config.rank_timeout_s)
         self.limit = PromptLimit(max_tokens=rollout.max_prompt_tokens, cut=rollout.long_prompts == "cut")
         self.held_out = self._held_out_problems(task) if config.eval_every else []
         self.state = RunState(step=0, data_index=0, evaluations=[])
@@ -277,6 +281,8 @@ class Run:
 
     def close(self) -> None:
         """Closes connections and files, without delay."""
+        if self.relayed is not None:
+            self.relayed.close()
         self.llm.close()
         self.journal.close()
         if self.heddle is not None:
@@ -310,6 +316,8 @@ class Run:
             if file := source_of(str(getattr(self.config, option))):
                 self.folder.copy(file, f"{CODE}/{option}-{file.name}")
         self.layouts.begin(self.state.data_index, keep_weights=False)
+        if self.relayed is not None:
+            self.relayed.push(self.state.step)
         self._sync_weights()
         self.tracker = Tracker(self.folder, self.config)
         if not self.config.resume and self.config.eval_every:
@@ -357,8 +365,13 @@ class Run:
             metrics |= self.heddle.end(rollout.groups, self.llm.policy_version, rollout.turns)
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
+        if self.relayed is not None:
+            self.relayed.finish()
+            metrics |= self.relayed.metrics()
         if rollout.experiences:
             metrics |= self.trainer.update(rollout.experiences)
+        if self.relayed is not None:
+            self.relayed.push(self.state.step + 1)
         self.llm.wake_up()
         metrics["timing_s/update_actor"] = time.perf_counter() - updated
         self.state.step += 1
@@ -414,7 +427,10 @@ class Run:
 
     def _sync_weights(self) -> None:
         """Copies the trainer's weights to the engine. Ranks' checksums must be equal; the journal gets the checksum."""
-        checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.state.step)
+        if self.relayed is not None:
+            checksum = self.relayed.pull(self.state.step)
+        else:
+            checksum = self.llm.update_weights(self.trainer.named_weights(), version=self.state.step)
         everyone = self.group.all_gather_bytes(checksum.to_bytes(8, "little"))
         others = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if others:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -22,6 +22,7 @@ from engines.control.transport import Server
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
 from engines.fleet.launcher import PaceData, ReplicaLauncher, ReplicaOrders
+from engines.fleet.relayed import RelayedWeights, source_of, version_of
 from engines.fleet.weights import PublishedWeights
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
@@ -29,6 +30,8 @@ from engines.models.chat import ChatTemplate
 from engines.models.loader import check_adapter
 from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.relay.client import Relay
+from engines.relay.requests import Version
 from engines.replica.capacity import Capacity
 from engines.replica.endings import Endings
 from engines.replica.engine import kv_capacity
@@ -58,6 +61,7 @@ class Fleet:
         schedule_policy: SchedulePolicy | None = None,
         device: str | torch.device = "cpu",
         num_threads: int = 1,
+        weights: Literal["folder", "relay"] = "folder",
         weights_folder: str | Path | None = None,
         log_folder: str | Path | None = None,
         kv_store_bytes: int = 2**30,
@@ -68,7 +72,8 @@ class Fleet:
     ) -> None:
         """`model` is a Hugging Face checkpoint with the weights of the first phase; `options` are the fields of
         `EngineConfig`. The policy must use `view.replicas`, as there is no layout. `publish` writes to a new folder in
-        `weights_folder` (by default the temporary folder). A replica is dropped after `patience_s` seconds without any
+        `weights_folder` (by default the temporary folder), or, with `weights="relay"`, pushes to a relay on this host,
+        from which replicas pull what has changed. A replica is dropped after `patience_s` seconds without any
         message, or `timeout_s` without a due answer or step; see `ReplicaLauncher` and `ReplicaOrders`. With a `pace`,
         a dataclass, steps and transfers take at least its seconds. Raises FileNotFoundError or ValueError, naming
         field, value and fix, before anything is made.
@@ -80,6 +85,9 @@ class Fleet:
             timeout_s=timeout_s,
             patience_s=patience_s,
         )
+        check_value("Fleet.weights", weights, Literal["folder", "relay"])
+        if weights == "relay" and weights_folder is not None:
+            raise ValueError(f"Fleet.weights_folder={str(weights_folder)!r}: with weights='relay' there is none")
         _check_folders(weights_folder=weights_folder, log_folder=log_folder)
         schedule_policy = OnDemand() if schedule_policy is None else schedule_policy
         check_policy("schedule_policy", schedule_policy, "next")
@@ -109,7 +117,12 @@ class Fleet:
             pace=None if pace is None else PaceData.of(pace),
         )
         with ExitStack() as undo:
-            self._weights = PublishedWeights(model, weights_folder)
+            self._weights: PublishedWeights | RelayedWeights
+            if weights == "relay":
+                self._weights = RelayedWeights(model, config, orders.token, timeout_s=timeout_s, patience_s=patience_s)
+                orders = msgspec.structs.replace(orders, relay=self._weights.relay.address, timeout_s=timeout_s)
+            else:
+                self._weights = PublishedWeights(model, weights_folder)
             undo.callback(self._weights.close)
             self._connect(orders, schedule_policy, undo, num_threads, log_folder)
             for _ in range(num_replicas):
@@ -177,8 +190,16 @@ class Fleet:
         """Number of replicas that have announced themselves and are not known to be lost."""
         return len(self.coordinator.standing_by)
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Writes weights for the replicas to load, completely or not at all; returns the folder.
+    @property
+    def relay(self) -> Relay:
+        """Where trainers push, with `weights="relay"`. Raises ValueError without."""
+        if not isinstance(self._weights, RelayedWeights):
+            raise ValueError("Fleet.weights='folder': has no relay; make it with weights='relay'")
+        return self._weights.relay
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path | str:
+        """Writes weights for the replicas to load, completely or not at all; returns the folder, or the session at the
+        relay.
 
         Raises ValueError unless names and shapes are those of the checkpoint. New weights need a new `version`, as a
         replica that has this version does not load it again. Weights published before are removed: at once, or, if a
@@ -192,7 +213,7 @@ class Fleet:
         states: list[SequenceState],
         *,
         policy_version: int | None = None,
-        weights_source: str | Path | None = None,
+        weights_source: str | Path | Version | None = None,
         on_finished: Callable[[Finished], None] | None = None,
         environment: Environments | None = None,
         columns: Mapping[int, Columns] | None = None,
@@ -204,11 +225,14 @@ class Fleet:
         whether prompts were rendered with the chat template, without the opening of an answer.
 
         `policy_version` is by default the version published last, at first the checkpoint as version 0. Replicas with
-        another version load its weights, from the folder published last or from `weights_source`. Raises ValueError,
+        another version load its weights, from where they were published last, or from `weights_source`: a folder, or
+        what a `Pusher` has pushed to `relay`, for which they wait beside the rollout of others. Raises ValueError,
         before any sequence has begun, for one that could never run or a version without weights. Raises RuntimeError,
         naming the lost replicas and why, when there was no replica for `timeout_s` seconds. After an error of a policy
         or of `on_finished`, and after an interrupt, another rollout may follow.
         """
+        if isinstance(weights_source, Version):
+            policy_version, weights_source = weights_source.number, source_of(weights_source)
         if policy_version is None:
             policy_version = self._weights.version
         check_value("policy_version", policy_version, WholeNumber)
@@ -219,13 +243,16 @@ class Fleet:
             )
         self._phase += 1
         num_lost = len(self.coordinator.lost)
-        self._weights.in_use = Path(weights_source or self._weights.source).resolve()
+        source = str(weights_source or self._weights.source)
+        if version_of(source, policy_version) is None:
+            source = str(Path(source).resolve())
+        self._weights.in_use = source
         try:
             return self.coordinator.roll_out(
                 states,
                 phase=self._phase,
                 policy_version=policy_version,
-                weights_source=str(self._weights.in_use),
+                weights_source=source,
                 on_finished=on_finished,
                 turns=None if environment is None else self._turns(environment, columns or {}, in_chat),
             )

@@ -72,6 +72,10 @@ class ReplicaOrders(msgspec.Struct, frozen=True, kw_only=True):
     interval_s: float = 1.0
     patience_s: float = 10.0
     pace: PaceData | None = None
+    relay: str = ""
+    """Address of the relay of weights; it knows the same token."""
+    timeout_s: float = 60.0
+    """How long a replica waits for weights that are still pushed."""
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,7 @@ from engines.config import ModelConfig, longest_sequence
 from engines.control import messages
 from engines.control.transport import Client
 from engines.fleet.launcher import ReplicaOrders
+from engines.fleet.relayed import version_of
 from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import make_kv_store
 from engines.lifetime import die_with
@@ -24,6 +25,8 @@ from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import detokenizer, load_tokenizer, with_end_token
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import Layout, ReplicaSpec
+from engines.relay.client import Relay
+from engines.relay.pull import Puller
 from engines.replica.capacity import Capacity
 from engines.replica.engine import LocalEngine
 from engines.rollout.coordinator import peer_of
@@ -74,9 +77,13 @@ def main() -> int:
 def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
     """Executes commands until `Shutdown`."""
     engine = make_engine(orders, store)
+    puller = Puller(Relay(orders.relay, orders.token, patience_s=orders.patience_s, timeout_s=orders.timeout_s))
 
     def load_from(source: str, version: int) -> int:
-        engine.load(checkpoint_tensors(source), version)
+        if (pushed := version_of(source, version)) is not None:
+            engine.pull(puller, pushed)
+        else:
+            engine.load(checkpoint_tensors(source), version)
         return engine.checksum()
 
     worker = Worker(
@@ -93,6 +100,7 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
             worker.run()
     finally:
         engine.mover.close()
+        puller.close()
 
 
 def make_engine(orders: ReplicaOrders, store: KVStore | None = None) -> LocalEngine:

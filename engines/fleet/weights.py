@@ -29,7 +29,7 @@ class PublishedWeights:
         self._model = model
         self.source, self.version = model, 0
         """Folder and version of the weights for the next rollout."""
-        self.in_use: Path | None = None
+        self.in_use: str | None = None
         """Folder that the replicas of the open phase load from."""
         self.folder = _make_weights_folder(parent)
 
@@ -55,7 +55,7 @@ class PublishedWeights:
     def remove_outdated(self) -> None:
         """Removes the weights that were published earlier, unless they are in use."""
         for folder in self.folder.iterdir():
-            if folder not in (self.source, self.in_use):
+            if folder != self.source and str(folder) != self.in_use:
                 shutil.rmtree(folder)
 
     def close(self) -> None:

@@ -105,6 +105,12 @@ class Decoder:
             if is_first_holder(self.config, name, self.shard)
         )
 
+    def unpack(self) -> None:
+        """Must be called before the parameters change: frees the copies, and allocates what `release` has freed."""
+        self.release()
+        if not self.parameters.embedding.untyped_storage().size():
+            self.parameters.resize(full=True)
+
     @torch.inference_mode()
     def prepare(self) -> None:
         """Must be called after the parameters have changed, before the next forward pass."""

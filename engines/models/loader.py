@@ -126,9 +126,7 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
 
     Raises ValueError as `checked_weights`.
     """
-    decoder.release()
-    if not decoder.parameters.embedding.untyped_storage().size():
-        decoder.parameters.resize(full=True)
+    decoder.unpack()
     views = decoder.logical_views()
     for name, tensor in checked_weights(weights, decoder.config):
         views[name].copy_(tensor[shard_slices(decoder.config, name, decoder.shard)])

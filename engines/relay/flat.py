@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -67,7 +68,7 @@ class FlatModel:
     """Rows and columns by Hugging Face name; a tied head has no name of its own."""
 
     @classmethod
-    def of(cls, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> FlatModel:
+    def of(cls, config: ModelConfig, shapes: Mapping[str, Items[int]]) -> FlatModel:
         """`shapes` are those of the whole parameters (`logical_shapes`)."""
         size = next(size for size in SIZES if is_shardable(config, size))
         matrices = {name: (shape[0], shape[1] if len(shape) > 1 else 1) for name, shape in sorted(shapes.items())}

@@ -83,6 +83,14 @@ def read_bucket(data: bytes | bytearray | memoryview) -> Bucket:
     return bucket_of(checked_header(memoryview(data)))
 
 
+def dtype_of(name: str, value: str) -> DType:
+    """Returns the dtype. Raises ValueError, with the option's name, for one that no relay takes."""
+    for dtype in _DTYPES:
+        if value == dtype:
+            return dtype
+    raise ValueError(f"{name}={value!r}: weights travel by a relay in {', '.join(_DTYPES)}; give one of these")
+
+
 def num_written(message: bytes) -> int | None:
     """Returns the elements that a message of ours changes; None if it is dense."""
     header = Header(*_HEADER.unpack_from(message))

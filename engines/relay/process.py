@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from engines.constraints import Count, check_value
 from engines.relay.client import Relay
+from engines.relay.message import BIT_TYPES, DType
 from engines.relay.server import RelayOrders
 
 _START_S = 30.0
@@ -19,15 +21,28 @@ _LEAST_LIFE_S = 5.0
 _MOST_FAILURES = 3
 
 
+def room_for(num_elements: int, dtype: DType) -> int:
+    """Returns the bytes that a relay of a model needs at most: dense messages of two versions, and what stands on the
+    older ones, which is half as large; and headers."""
+    return 3 * num_elements * np.dtype(BIT_TYPES[dtype]).itemsize + (64 << 20)
+
+
 class RelayProcess:
     """A relay at one address as long as this object is open. What it kept is gone when it had to be started again;
     trainers then push all weights once more."""
 
     def __init__(
-        self, token: bytes, *, max_bytes: int, host: str = "127.0.0.1", port: int = 0, patience_s: float = 10.0
+        self,
+        token: bytes,
+        *,
+        max_bytes: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        patience_s: float = 10.0,
+        timeout_s: float = 600.0,
     ) -> None:
-        """`port` 0: any free one. Raises ValueError for an invalid number, RuntimeError with the process's last words
-        if it cannot be started."""
+        """`port` 0: any free one; the times are those of `Relay`. Raises ValueError for an invalid number, RuntimeError
+        with the process's last words if it cannot be started."""
         check_value("max_bytes", max_bytes, Count)
         self._orders = RelayOrders(token=token, host=host, port=port, max_bytes=max_bytes, patience_s=patience_s)
         self.num_starts = 0
@@ -41,7 +56,7 @@ class RelayProcess:
         if not self._started.wait(_START_S) or not self._address:
             self.close()
             raise RuntimeError(f"relay: did not start at {host}:{port} ({self._problem or f'in {_START_S:g} s'})")
-        self.relay = Relay(self._address, token, patience_s=patience_s)
+        self.relay = Relay(self._address, token, patience_s=patience_s, timeout_s=timeout_s)
 
     def _keep_alive(self) -> None:
         failures = 0

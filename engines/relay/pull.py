@@ -22,10 +22,11 @@ from engines.parallel.collectives import Communicator
 from engines.relay.client import DroppedError, Relay, RelayClient
 from engines.relay.codec import Bits, Update, read_update
 from engines.relay.flat import FlatModel, Piece, Rectangle, held_by
-from engines.relay.message import BIT_TYPES, Bucket, DType
+from engines.relay.message import BIT_TYPES, Bucket, dtype_of
 from engines.relay.requests import Entry, List, Listing, Version
 
 _MOST_DROPS = 8
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class PullRecord:
     number: int
     num_bytes: int
     """That came from the socket, all headers and answers included."""
+    behind: int
+    """How many versions newer it is than what the shard had; 0 if that came from no relay, or another trainer."""
     num_buckets: int
     """Of which this shard holds a part."""
     num_skipped: int
@@ -63,14 +66,21 @@ class Puller:
 
     def __init__(self, relay: Relay, *, follows: bool = True) -> None:
         """With `follows`, buckets are read while others are still pushed; else once the version is whole."""
-        self._relay, self._follows = relay, follows
+        self.relay, self._follows = relay, follows
         self._client: RelayClient | None = None
         self._flat: FlatModel | None = None
         self.records: list[PullRecord] = []
 
-    def newest(self) -> Version | None:
-        """Returns the newest whole version, if there is one. Raises ConnectionError if the relay does not answer."""
-        return self.client().state().newest
+    def wait_for_one(self) -> Version:
+        """Returns the newest whole version, as soon as there is one. Raises ConnectionError if the relay does not
+        answer, TimeoutError, which says what it has, if there is none."""
+        deadline = time.monotonic() + self.relay.timeout_s
+        while (state := self.client().state()).newest is None:
+            if time.monotonic() > deadline:
+                waited = f"{self.relay.timeout_s:g} s"
+                raise TimeoutError(f"weights: no version became whole in {waited}; the relay has {state}")
+            time.sleep(_POLL_S)
+        return state.newest
 
     def pull(self, decoder: Decoder, group: Communicator, version: Version, have: Version | None) -> None:
         """Gives `decoder` the weights of a version, for which it waits.
@@ -84,7 +94,7 @@ class Puller:
             problem: Exception | None = None
             own = _Pulled(0, 0)
             try:
-                pulling = _Pulling(self, decoder, version, base, began + self._relay.timeout_s)
+                pulling = _Pulling(self, decoder, version, base, began + self.relay.timeout_s)
                 checksum = pulling.run()
                 checking = time.monotonic()
                 own = _Pulled(checksum, decoder.checksum())
@@ -106,12 +116,12 @@ class Puller:
 
     def flat(self, decoder: Decoder) -> FlatModel:
         if self._flat is None:
-            self._flat = FlatModel.of(decoder.config, {k: tuple(v) for k, v in logical_shapes(decoder.config).items()})
+            self._flat = FlatModel.of(decoder.config, logical_shapes(decoder.config))
         return self._flat
 
     def client(self) -> RelayClient:
         if self._client is None or self._client.is_lost:
-            self._client = RelayClient(self._relay)
+            self._client = RelayClient(self.relay)
         return self._client
 
     def leave(self) -> None:
@@ -134,6 +144,8 @@ class _Pulling:
         self, puller: Puller, decoder: Decoder, version: Version, have: Version | None, deadline: float
     ) -> None:
         self._puller, self._version, self._have, self._deadline = puller, version, have, deadline
+        same = have is not None and have.session == version.session
+        self._behind = version.number - have.number if have is not None and same else 0
         self._flat = puller.flat(decoder)
         self._shard = _Shard(self._flat, decoder)
         self._num_bytes = self._num_buckets = self._num_skipped = self._num_dense = 0
@@ -210,6 +222,7 @@ class _Pulling:
         return PullRecord(
             number=self._version.number,
             num_bytes=self._num_bytes,
+            behind=self._behind,
             num_buckets=self._num_buckets,
             num_skipped=self._num_skipped,
             num_dense=self._num_dense,
@@ -224,9 +237,7 @@ class _Shard:
 
     def __init__(self, flat: FlatModel, decoder: Decoder) -> None:
         self._flat = flat
-        self.dtype: DType = str(decoder.dtype).removeprefix("torch.")  # type: ignore[assignment]
-        if self.dtype not in BIT_TYPES:
-            raise ValueError(f"dtype={self.dtype!r}: weights come by a relay in {sorted(BIT_TYPES)}")
+        self.dtype = dtype_of("EngineConfig.dtype", str(decoder.dtype).removeprefix("torch."))
         self._kind = BIT_TYPES[self.dtype]
         signed = {2: torch.int16, 4: torch.int32}[decoder.dtype.itemsize]
         self._bits: dict[str, Tensor] = {}

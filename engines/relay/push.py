@@ -116,12 +116,14 @@ class Pusher:
 
     def push(self, number: int) -> None:
         """Begins to push the weights as they are, as this version; returns at once. Raises what ended the push before,
-        and RuntimeError if that has not been finished."""
+        RuntimeError if that has not been finished, and ValueError for a number that is not above the one before."""
         with self._changed:
             if self._error is not None:
                 raise self._error
             if self._wanted is not None:
                 raise RuntimeError(f"push({number}): version {self._wanted} is being pushed; call finish() first")
+            if self.records and number <= self.records[-1].number:
+                raise ValueError(f"version={number}: {self.records[-1].number} was pushed before; give a higher number")
             self._wanted, self._whole = number, None
             self._changed.notify_all()
 

@@ -23,6 +23,8 @@ from engines.native.wait_policy import watch_cores
 from engines.parallel.collectives import Communicator, SingleRank
 from engines.parallel.layout import ReplicaSpec
 from engines.parallel.sharding import Shard
+from engines.relay.pull import Puller
+from engines.relay.requests import Version
 from engines.replica.endings import HiddenStop
 from engines.replica.hosted import HostedModel
 from engines.replica.model_drafter import ModelDrafter
@@ -91,6 +93,7 @@ class LocalEngine:
         )
         self._assemble(spec, tensor_parallel, kv_store, remote)
         self.has_weights = self.is_asleep = False
+        self._pulled: Version | None = None
         self.switch: Switch | None = None
         """What the last `regroup` took."""
 
@@ -259,12 +262,28 @@ class LocalEngine:
 
         After a failed load the engine has no weights.
         """
-        self.has_weights = False
+        self.has_weights, self._pulled = False, None
         self.replica.scheduler.blocks.forget()
         self.load_draft_model()
         load_weights(self.decoder, weights)
         self.has_weights = True
         self.replica.policy_version = version
+
+    def pull(self, puller: Puller, version: Version) -> None:
+        """Makes its weights those of a version, which a relay has or is about to get; see `Puller.pull`. All ranks of
+        the replica call it together, and `load_draft_model` first, where it was not called.
+
+        After a failed pull the engine has no weights.
+        """
+        have = self._pulled if self.has_weights else None
+        self.has_weights, self._pulled = False, None
+        self.replica.scheduler.blocks.forget()
+        self.load_draft_model()
+        self.decoder.unpack()
+        puller.pull(self.decoder, self.tensor_parallel, version, have)
+        self.decoder.prepare()
+        self.has_weights, self._pulled = True, version
+        self.replica.policy_version = version.number
 
     def load_draft_model(self) -> None:
         """Reads the weights of the draft model, if there is one and they are not in memory. Raises FileNotFoundError or

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engines.adapter_config import base_folder, checkpoint_folder
 from engines.config import EngineConfig, ModelConfig, draft_model_config, engine_config, longest_sequence
@@ -319,14 +318,14 @@ class Placement:
             )
         return self.engine
 
-    def update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Loads new weights. If one rank fails, all raise and none has weights."""
+    def update(self, load: Callable[[LocalEngine], None]) -> None:
+        """Lets `load` give the engine new weights. If one rank fails, all raise and none has weights."""
         try:
             if self.config.drafter == "model":
                 with together(self._world, "update_weights"):  # before the stream, in which the ranks may meet
                     self.engine.load_draft_model()
             with together(self._world, "update_weights"):
-                self.engine.load(weights, version)
+                load(self.engine)
         except BaseException:
             self.engine.has_weights = False
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 import weakref
@@ -21,6 +22,7 @@ from engines import LLM, SamplingParams
 from engines.models.checksums import checksum as checksum_of
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
+from experiments.relay_training import RelayedWeights
 from tests.worlds import error_of, join, run_world
 
 STAGES = (0, 1, 2, 3)
@@ -101,8 +103,9 @@ def test_every_rank_s_engine_holds_the_trainer_s_weights(results: list[dict[str,
     assert results[0][str(stage)]["checksums"][0] == results[0][str(stage)]["trainer_checksum"]
 
 
-def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
-    """Per ZeRO stage: one update, then the weights into engines of TP 1, 2 and 4; all checksums."""
+def sync_every_stage_and_size(model: str, stages: list[int], parts: str) -> dict[str, Any]:
+    """Per ZeRO stage: one update, then the weights into engines of TP 1, 2 and 4, directly, and by a relay; all
+    checksums. `parts` is a DeepSpeed file by which ZeRO-3 keeps no parameter whole."""
     deepspeed_engine._PIECE_BYTES = 500  # so that these small parameters are gathered in pieces, the last a shorter one
     start_deepspeed()
     import deepspeed  # only now: see start_deepspeed
@@ -115,8 +118,20 @@ def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
     }
     checksums: dict[str, Any] = {}
     for stage in stages:
-        config = TrainerConfig(zero_stage=stage, learning_rate=1e-3, mini_batch_size=8, micro_batch_tokens=512)  # type: ignore[arg-type]
+        config = TrainerConfig(
+            zero_stage=stage,  # type: ignore[arg-type]
+            learning_rate=1e-3,
+            mini_batch_size=8,
+            micro_batch_tokens=512,
+            deepspeed_config=Path(parts) if stage == 3 else None,
+        )
         trainer = Trainer(config, GRPO(), model)
+        relayed = {size: RelayedWeights(llm, trainer, groups, timeout_s=60) for size, llm in engines.items()}
+        for one in relayed.values():
+            one.push(stage)
+        for one in relayed.values():
+            one.pull(stage)
+            one.finish()
         rng = random.Random(stage)
         trainer.update(
             [
@@ -133,15 +148,25 @@ def sync_every_stage_and_size(model: str, stages: list[int]) -> dict[str, Any]:
         trained = dict(trainer.engine.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(trained.values()), enabled=stage == 3):
             mine = [checksum_of({name: parameter.data for name, parameter in trained.items()})]
+        for one in relayed.values():
+            one.push(stage + 1)
+        mine += [one.pull(stage + 1) for one in relayed.values()]
+        for one in relayed.values():
+            one.finish()
+            one.close()
         mine += [llm.update_weights(trainer.named_weights(), version=stage) for llm in engines.values()]
         checksums[str(stage)] = [format(value, "x") for value in mine]
+        if stage == 3:
+            assert not any(len(one.tensor) == trained[name].ds_numel for name, one in trainer.held_weights().items())
     stop_deepspeed()
     return checksums
 
 
-def test_weights_reach_every_shard(qwen3: str) -> None:
+def test_weights_reach_every_shard(qwen3: str, tmp_path: Path) -> None:
     """ZeRO 0 to 3 x TP 1, 2, 4: every replica's logical checksum is the trainer's, and every stage learnt something."""
-    for checksums in run_world(sync_every_stage_and_size, 4, qwen3, list(STAGES), timeout=400):
+    parts = tmp_path / "parts.json"
+    parts.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    for checksums in run_world(sync_every_stage_and_size, 4, qwen3, list(STAGES), str(parts), timeout=400):
         assert all(len(set(values)) == 1 for values in checksums.values())
         assert len({values[0] for values in checksums.values()}) > 1
 

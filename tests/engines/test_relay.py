@@ -128,7 +128,7 @@ class Trainer:
         **more: Any,
     ) -> None:
         self.shapes = logical_shapes(config)
-        flat = FlatModel.of(config, {name: tuple(shape) for name, shape in self.shapes.items()})
+        flat = FlatModel.of(config, self.shapes)
         torch.manual_seed(0)
         self.weights: Weights = {name: torch.randn(shape) * 0.02 for name, shape in self.shapes.items()}
         session = os.urandom(8).hex()
@@ -402,8 +402,7 @@ def test_a_trainer_that_starts_again_is_not_mixed_up_with_the_first(closing: Any
             first.finish()
         replica.pull(version)
         replica.assert_equal(first.weights)
-        newest = replica.pullers[0].newest()
-        assert newest == version
+        assert replica.pullers[0].wait_for_one() == version
         second = closing(Trainer(BASE, relay, ranks=1))
         second.step(seed=7)
         version = second.push(1)

@@ -24,7 +24,7 @@ KEYS = [(0, 40), (40, 60)]
 
 
 def flat_of(config: ModelConfig) -> FlatModel:
-    return FlatModel.of(config, {name: tuple(shape) for name, shape in logical_shapes(config).items()})
+    return FlatModel.of(config, logical_shapes(config))
 
 
 def numbered(flat: FlatModel) -> dict[str, np.ndarray]:

@@ -123,6 +123,21 @@ def test_the_run_folder_holds_what_a_user_wants(uninterrupted: Path, reward: str
     AutoTokenizer.from_pretrained(checkpoints / "step-5/huggingface")
 
 
+def test_weights_by_a_relay_are_the_same_bits(model: Path, runs: Path, reward: str, uninterrupted: Path) -> None:
+    """Also of a run that is resumed, and where each rank has a part of each parameter and each shard another one."""
+    relay = ["--deterministic", "--reward", reward, "--weights", "relay"]
+    train(model, runs, "--name", "relay", *relay, "--steps", "2")
+    train(model, runs, "--name", "relay", *relay, "--resume")
+    parts = ["--zero-stage", "3", "--tensor-parallel-size", "2", "--steps", "2"]
+    train(model, runs, "--name", "relayed parts", *relay, *parts)
+    train(model, runs, "--name", "direct parts", *relay[:3], *parts)
+    for name, other in (("relay", uninterrupted), ("relayed parts", runs / "direct parts")):
+        rows, plain = metrics_of(runs / name), metrics_of(other)
+        counts = [[row.pop(key) for key in [*row] if key.startswith("relay/")] for row in rows]
+        assert rows == plain[: len(rows)]
+        assert all(len(one) == 5 and one[0] > 0 for one in counts[1:])
+
+
 def test_two_runs_are_bit_identical(model: Path, runs: Path, reward: str, uninterrupted: Path) -> None:
     train(model, runs, "--name", "again", "--deterministic", "--reward", reward)
     assert metrics_of(runs / "again") == metrics_of(uninterrupted)

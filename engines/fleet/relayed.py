@@ -1,0 +1,81 @@
+"""Weights of a fleet that travel by a relay: its replicas pull what they lack, and a late one reads dense messages."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.config import EngineConfig, ModelConfig
+from engines.models.loader import checked_weights
+from engines.models.parameters import logical_shapes
+from engines.relay.client import Relay
+from engines.relay.flat import FlatModel
+from engines.relay.message import dtype_of
+from engines.relay.process import RelayProcess, room_for
+from engines.relay.push import Held, Pusher
+from engines.relay.requests import Version
+
+_MARK = "relay:"
+
+
+def source_of(version: Version) -> str:
+    """Returns how a command to load weights names those of a relay."""
+    return _MARK + version.session
+
+
+def version_of(source: str, number: int) -> Version | None:
+    """Returns the version that `source_of` has named; None for a folder."""
+    return Version(source.removeprefix(_MARK), number) if source.startswith(_MARK) else None
+
+
+class RelayedWeights:
+    """The weights for rollouts: the checkpoint as version 0, then those that were published last."""
+
+    def __init__(self, model: Path, config: EngineConfig, token: bytes, *, timeout_s: float, patience_s: float) -> None:
+        """Starts a relay on the loopback address. Raises ValueError for a dtype that no relay takes."""
+        self._sizes, self._dtype = ModelConfig.from_pretrained(model), dtype_of("EngineConfig.dtype", config.dtype)
+        self._flat = FlatModel.of(self._sizes, logical_shapes(self._sizes))
+        self.source, self.version = str(model), 0
+        """What the replicas load for the next rollout, and its version."""
+        self.in_use: str | None = None
+        room = room_for(self._flat.length, self._dtype)
+        self._process = RelayProcess(token, max_bytes=room, patience_s=patience_s, timeout_s=timeout_s)
+        self._held: dict[str, Held] = {}
+        self._pusher: Pusher | None = None
+
+    @property
+    def relay(self) -> Relay:
+        return self._process.relay
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Pushes weights, of which it keeps a copy; returns when the relay has all of them. See `Fleet.publish`."""
+        dtype: torch.dtype = getattr(torch, self._dtype)
+        self._held = {
+            name: Held(0, tensor.detach().to("cpu", dtype, copy=True).contiguous().view(-1))
+            for name, tensor in checked_weights(weights, self._sizes)
+        }
+        if self._pusher is None:
+            session = secrets.token_hex(8)
+            self._pusher = Pusher(self.relay, self._flat, lambda: self._held, dtype=self._dtype, session=session)
+        pusher = self._pusher
+        pusher.push(version)
+        try:
+            pusher.finish()
+        except BaseException:
+            pusher.close()
+            self._pusher = None
+            raise
+        self.source, self.version = source_of(pusher.version(version)), version
+        return self.source
+
+    def remove_outdated(self) -> None:
+        """Does nothing: a relay drops by itself what no replica needs."""
+
+    def close(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+        self._process.close()
