@@ -23,6 +23,7 @@ from engines.relay.flat import FlatModel
 from engines.relay.message import dtype_of
 from engines.relay.process import RelayProcess, room_for
 from engines.relay.push import Pusher
+from engines.relay.requests import Version
 from experiments import launch
 
 
@@ -68,9 +69,13 @@ class RelayedWeights:
         """Begins to push the trainer's weights after this step."""
         self._pusher.push(step)
 
+    def version(self, step: int) -> Version:
+        """What other replicas pull."""
+        return self._pusher.version(step)
+
     def pull(self, step: int) -> int:
         """Gives the engine the weights of this step; returns their checksum."""
-        return self._llm.update_weights(source=self.relay, version=self._pusher.version(step))
+        return self._llm.update_weights(source=self.relay, version=self.version(step))
 
     def finish(self) -> None:
         """Must be called before the trainer's weights change."""

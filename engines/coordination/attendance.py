@@ -16,7 +16,8 @@ class Attendance:
     def __init__(self, books: Books, outbox: Outbox) -> None:
         self._books = books
         self._outbox = outbox
-        self._checksums: dict[int, int] = {}
+        self._checksums: dict[tuple[str | None, int], int] = {}
+        """By source and version."""
 
     def add(self, spec: ReplicaSpec) -> None:
         """Adds a replica outside the world that was launched; waits for it to be ready."""
@@ -38,7 +39,11 @@ class Attendance:
         phase = self._books.phase
         if replica.outside:
             replica.version = event.policy_version
-            if phase is not None and not phase.end_seqs and replica.version != phase.policy_version:
+            if (
+                phase is not None
+                and not phase.end_seqs
+                and not replica.holds(phase.policy_version, phase.weights_source)
+            ):
                 self.load_weights(replica)
         elif replica.closed and replica.epoch == self._books.layout.epoch and event.policy_version != replica.version:
             self._books.fail(
@@ -56,11 +61,12 @@ class Attendance:
         self._outbox.send(messages.LoadWeights, replica, f"to load weights of version {phase.policy_version}", **fields)
 
     def note_weights(self, event: messages.WeightsLoaded, replica: ReplicaRecord) -> None:
-        checksum = self._checksums.setdefault(event.version, event.checksum)
         phase = self._books.phase
+        source = None if phase is None else phase.weights_source
+        checksum = self._checksums.setdefault((source, event.version), event.checksum)
         if phase is None or event.version != phase.policy_version or event.checksum != checksum:
             self.lose(replica, f"it loaded version {event.version} with checksum {event.checksum}, not {checksum}")
-        replica.version = event.version
+        replica.version, replica.source = event.version, source
 
     def check_deadlines(self) -> None:
         limit = f"within {self._outbox.timeout_s:g} s"

@@ -338,11 +338,11 @@ class Books:
     # --- What policies see, and what was decided
 
     def views(self) -> Mapping[int, ReplicaView]:
-        version = None if self.phase is None else self.phase.policy_version
+        phase = self.phase
         for replica in self._changed:
             is_open = replica.ready is not None and not replica.closed and replica.spec.role == "rollout"
             self._views[replica.spec.id] = replica.view(
-                accepts=is_open and version is not None and replica.version == version
+                accepts=is_open and phase is not None and replica.holds(phase.policy_version, phase.weights_source)
             )
         self._changed.clear()
         return MappingProxyType(self._views)

@@ -221,7 +221,9 @@ class RolloutCore:
                 "end a phase before the next, and count up"
             )
         replicas = self._books.replicas.values()
-        stale = [r for r in replicas if r.outside and r.ready and r.version != request.policy_version]
+        stale = [
+            r for r in replicas if r.outside and r.ready and not r.holds(request.policy_version, request.weights_source)
+        ]
         if stale and request.weights_source is None:
             raise RequestRefused(
                 f"BeginPhase.weights_source=None: {stale[0]} holds version {stale[0].version}, not "

@@ -124,6 +124,8 @@ class ReplicaRecord:
     ready: ReplicaReady | None = None
     version: int | None = None
     """`policy_version` of the weights it holds."""
+    source: str | None = None
+    """Where it has loaded them from, if it was sent to."""
     closed: bool = False
     """Whether it takes no sequences because of a regroup."""
     num_events: int = 0
@@ -139,6 +141,10 @@ class ReplicaRecord:
     num_tokens: int = 0
     num_reserved_blocks: int = 0
     report: StepReported | None = None
+
+    def holds(self, version: int, source: str | None) -> bool:
+        """Whether it has these weights; other sources may have others under the same version."""
+        return self.version == version and (source is None or self.source in (None, source))
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.spec.ranks))

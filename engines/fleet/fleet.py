@@ -201,9 +201,9 @@ class Fleet:
         """Writes weights for the replicas to load, completely or not at all; returns the folder, or the session at the
         relay.
 
-        Raises ValueError unless names and shapes are those of the checkpoint. New weights need a new `version`, as a
-        replica that has this version does not load it again. Weights published before are removed: at once, or, if a
-        running rollout loads them, at its end.
+        Raises ValueError unless names and shapes are those of the checkpoint, and, by a relay, for a `version` that is
+        not above the last one. Weights published before are removed: at once, or, if a running rollout loads them, at
+        its end.
         """
         check_value("version", version, WholeNumber)
         return self._weights.publish(weights, version)

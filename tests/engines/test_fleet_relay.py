@@ -97,3 +97,21 @@ def test_options_that_do_not_go_together_are_refused(qwen3: str, tmp_path: Path)
             Fleet(qwen3, num_replicas=0, **(OPTIONS | options))
     with Fleet(qwen3, num_replicas=0, **OPTIONS) as fleet, pytest.raises(ValueError, match="has no relay"):
         _ = fleet.relay
+
+
+def test_weights_of_a_trainer_that_starts_again_are_loaded(
+    fleet: Fleet, folders: dict[int, Path], alone: dict[int, Any]
+) -> None:
+    """Its version 1 is not that of the trainer before, which the replicas have."""
+    config = ModelConfig.from_pretrained(folders[1])
+    flat = FlatModel.of(config, logical_shapes(config))
+    for session, version in (("first", 1), ("second", 2)):
+        tensors = checkpoint_tensors(folders[version])
+        held = {name: Held(0, tensor.reshape(-1)) for name, tensor in tensors if name in flat.shapes}
+        pusher = Pusher(fleet.relay, flat, lambda held=held: held, dtype="float32", session=session)  # type: ignore[misc]
+        pusher.push(1)
+        finished = fleet.roll_out(states(1), weights_source=pusher.version(1))
+        outputs = tokens_of(finished)
+        assert (outputs == alone[1]) == (version == 1)
+        assert len({replica.source for replica in fleet.coordinator.core._books.replicas.values()}) == 1
+        pusher.close()

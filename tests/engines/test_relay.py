@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.attention.choose import choose_backend, setting_of
-from engines.config import EngineConfig, ModelConfig
+from engines.config import ModelConfig
 from engines.control.sealing import new_token
 from engines.control.transport import Client, Server
 from engines.models.checksums import checksum
-from engines.models.decoder import Decoder
-from engines.models.kernels import choose_kernels
 from engines.models.parameters import logical_shapes
-from engines.parallel.collectives import SingleRank
-from engines.parallel.sharding import Shard, shard_config, shard_slices
 from engines.relay.client import RefusedError, Relay, RelayClient
 from engines.relay.flat import FlatModel
 from engines.relay.process import RelayProcess
-from engines.relay.pull import Puller
 from engines.relay.push import Held, Pusher
 from engines.relay.requests import Commit, Done, Open, Opened, Put, Version
 from engines.relay.server import RelayServer
+from experiments.relay_shards import ShardedReplica
 from tests.engines.test_sharding import BASE, CONFIGS
 
 Weights = dict[str, Tensor]
@@ -42,76 +36,10 @@ BUCKET = 3000
 """Bytes: many buckets in a tiny model."""
 
 
-class Threads:
-    """What shards of one process say to each other."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=60)
-        self._said = [b""] * size
-
-    def of(self, rank: int) -> Any:
-        group = SingleRank()
-        group.rank, group.size = rank, self.size  # type: ignore[misc]
-        if self.size > 1:
-            group.all_gather_bytes = lambda data: self._gather(rank, data)  # type: ignore[method-assign]
-        return group
-
-    def _gather(self, rank: int, data: bytes) -> list[bytes]:
-        self._said[rank] = data
-        self._barrier.wait()
-        said = list(self._said)
-        self._barrier.wait()
-        return said
-
-
-class Replica:
-    """All shards of a replica, in threads of this process."""
-
-    def __init__(self, config: ModelConfig, count: int, relay: Relay, dtype: str = "bfloat16", **options: Any) -> None:
-        self.config, self.have, self.groups = config, None, Threads(count)
-        options_ = EngineConfig(attention="sdpa", kernels="torch")
-        self.decoders = []
-        for index in range(count):
-            shard = Shard(index=index, count=count, max_count=8)
-            local = shard_config(config, shard)
-            self.decoders.append(
-                Decoder(
-                    config,
-                    dtype=getattr(torch, dtype),
-                    device=torch.device("cpu"),
-                    max_positions=64,
-                    shard=shard,
-                    tensor_parallel=self.groups.of(index),
-                    attention=choose_backend(options_, local, torch.device("cpu")),
-                    kernels=choose_kernels("torch", setting_of(options_, local, torch.device("cpu"))),
-                )
-            )
-        self.pullers = [Puller(relay, **options) for _ in range(count)]
-
-    have: Version | None
-
-    def pull(self, version: Version) -> None:
-        have, self.have = self.have, None
-
-        def one(index: int) -> None:
-            self.pullers[index].pull(self.decoders[index], self.groups.of(index), version, have)
-
-        with ThreadPoolExecutor(len(self.decoders)) as pool:
-            list(pool.map(one, range(len(self.decoders))))
-        self.have = version
-
+class Replica(ShardedReplica):
     def assert_equal(self, weights: Weights) -> None:
         """Bit for bit, NaN and -0.0 included."""
-        for decoder in self.decoders:
-            for name, view in decoder.logical_views().items():
-                expected = weights[name].to(decoder.dtype)[shard_slices(self.config, name, decoder.shard)]
-                signed = {2: torch.int16, 4: torch.int32}[decoder.dtype.itemsize]
-                assert torch.equal(view.view(signed), expected.contiguous().view(signed)), name
-
-    def close(self) -> None:
-        for puller in self.pullers:
-            puller.close()
+        assert not self.differing(weights)
 
 
 class Trainer:
