@@ -456,8 +456,7 @@ class LLM:
                 raise RuntimeError("update_weights: sequences are running; pause() them first")
         if self._kv_store is not None:
             self._kv_store.close()  # it may hold KV of paused sequences, and new weights may have the old version
-        self._placement.update(load)
-        return self.checksum()
+        return self._placement.update(load)
 
     def _loading(
         self, weights: Iterable[tuple[str, Tensor]], version: int | Version | None
@@ -466,7 +465,7 @@ class LLM:
             raise ValueError(f"version={version!r}: must be an integer of 64 bits, at least 0")
         return lambda engine: engine.load(weights, version)
 
-    def _pulling(self, source: Relay | None, version: int | Version | None) -> Callable[[LocalEngine], None]:
+    def _pulling(self, source: Relay | None, version: int | Version | None) -> Callable[[LocalEngine], int]:
         if not isinstance(source, Relay):
             raise ValueError(f"source={source!r}: give a Relay (docs/relay.md)")
         if not isinstance(version, Version | None):
@@ -476,8 +475,8 @@ class LLM:
             self._puller = Puller(source)
         puller = self._puller
 
-        def pull(engine: LocalEngine) -> None:
-            engine.pull(puller, version or self._newest(puller))
+        def pull(engine: LocalEngine) -> int:
+            return engine.pull(puller, version or self._newest(puller))
 
         return pull
 

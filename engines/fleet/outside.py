@@ -81,9 +81,8 @@ def _serve(orders: ReplicaOrders, client: Client, store: KVStore) -> None:
 
     def load_from(source: str, version: int) -> int:
         if (pushed := version_of(source, version)) is not None:
-            engine.pull(puller, pushed)
-        else:
-            engine.load(checkpoint_tensors(source), version)
+            return engine.pull(puller, pushed)
+        engine.load(checkpoint_tensors(source), version)
         return engine.checksum()
 
     worker = Worker(

@@ -82,8 +82,8 @@ class Puller:
             time.sleep(_POLL_S)
         return state.newest
 
-    def pull(self, decoder: Decoder, group: Communicator, version: Version, have: Version | None) -> None:
-        """Gives `decoder` the weights of a version, for which it waits.
+    def pull(self, decoder: Decoder, group: Communicator, version: Version, have: Version | None) -> int:
+        """Gives `decoder` the weights of a version, for which it waits. Returns their checksum, over all shards.
 
         `have` is the version that its weights are, if they came from a relay. Raises ConnectionError or TimeoutError,
         which name who was waited for, ValueError if the weights are of another model or dtype or the version was
@@ -108,7 +108,7 @@ class Puller:
                 raise RuntimeError(f"{version}: another shard of the replica could not pull it: {said}")
             if sum(one.found for one in shards) % 2**64 == own.wanted:
                 self.records.append(pulling.record(checking, began))
-                return
+                return own.wanted
         raise RuntimeError(
             f"weights: {version}: they are not the trainer's, with dense messages, either; are trainer and "
             "replica of one installation?"

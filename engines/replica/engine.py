@@ -269,9 +269,9 @@ class LocalEngine:
         self.has_weights = True
         self.replica.policy_version = version
 
-    def pull(self, puller: Puller, version: Version) -> None:
-        """Makes its weights those of a version, which a relay has or is about to get; see `Puller.pull`. All ranks of
-        the replica call it together, and `load_draft_model` first, where it was not called.
+    def pull(self, puller: Puller, version: Version) -> int:
+        """Makes its weights those of a version, which a relay has or is about to get; returns their checksum. See
+        `Puller.pull`. All ranks of the replica call it together.
 
         After a failed pull the engine has no weights.
         """
@@ -280,10 +280,11 @@ class LocalEngine:
         self.replica.scheduler.blocks.forget()
         self.load_draft_model()
         self.decoder.unpack()
-        puller.pull(self.decoder, self.tensor_parallel, version, have)
+        checksum = puller.pull(self.decoder, self.tensor_parallel, version, have)
         self.decoder.prepare()
         self.has_weights, self._pulled = True, version
         self.replica.policy_version = version.number
+        return checksum
 
     def load_draft_model(self) -> None:
         """Reads the weights of the draft model, if there is one and they are not in memory. Raises FileNotFoundError or

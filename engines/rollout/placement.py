@@ -318,14 +318,16 @@ class Placement:
             )
         return self.engine
 
-    def update(self, load: Callable[[LocalEngine], None]) -> None:
-        """Lets `load` give the engine new weights. If one rank fails, all raise and none has weights."""
+    def update(self, load: Callable[[LocalEngine], int | None]) -> int:
+        """Lets `load` give the engine new weights; returns their checksum, which `load` may know. If one rank fails, all
+        raise and none has weights."""
         try:
             if self.config.drafter == "model":
                 with together(self._world, "update_weights"):  # before the stream, in which the ranks may meet
                     self.engine.load_draft_model()
             with together(self._world, "update_weights"):
-                load(self.engine)
+                checksum = load(self.engine)
+            return self.engine.checksum() if checksum is None else checksum
         except BaseException:
             self.engine.has_weights = False
             raise
