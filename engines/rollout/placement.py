@@ -319,8 +319,8 @@ class Placement:
         return self.engine
 
     def update(self, load: Callable[[LocalEngine], int | None]) -> int:
-        """Lets `load` give the engine new weights; returns their checksum, which `load` may know. If one rank fails, all
-        raise and none has weights."""
+        """Lets `load` give the engine new weights; returns their checksum, which `load` may know. If one rank fails,
+        all raise and none has weights."""
         try:
             if self.config.drafter == "model":
                 with together(self._world, "update_weights"):  # before the stream, in which the ranks may meet

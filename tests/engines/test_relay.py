@@ -16,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines import LLM
 from engines.config import ModelConfig
 from engines.control.sealing import new_token
 from engines.control.transport import Client, Server
 from engines.models.checksums import checksum
+from engines.models.loader import checkpoint_tensors
 from engines.models.parameters import logical_shapes
 from engines.relay.client import RefusedError, Relay, RelayClient
 from engines.relay.flat import FlatModel
@@ -28,10 +30,12 @@ from engines.relay.push import Held, Pusher
 from engines.relay.requests import Commit, Done, Open, Opened, Put, Version
 from engines.relay.server import RelayServer
 from experiments.relay_shards import ShardedReplica
+from tests.engines.test_fleet import PARAMS, PROMPTS
 from tests.engines.test_sharding import BASE, CONFIGS
+from tests.worlds import error_of, join, run_world
 
 Weights = dict[str, Tensor]
-TOKEN = new_token()
+TOKEN = bytes(range(32))
 BUCKET = 3000
 """Bytes: many buckets in a tiny model."""
 
@@ -375,3 +379,46 @@ def test_a_relay_that_cannot_start_says_why() -> None:
             RelayProcess(TOKEN, max_bytes=2**20, port=port)
     with pytest.raises(ValueError, match="max_bytes=0: must be"):
         RelayProcess(TOKEN, max_bytes=0)
+
+
+def pull_in_a_world(model: str) -> list[Any]:
+    """Rank 0 has the relay, and pushes for both; a shard each. Returns tokens and errors."""
+    groups = join()
+    llm = LLM(model, world=groups, tensor_parallel_size=2, dtype="float32", kv_cache_bytes=2**20, load=False)
+    world = groups.world
+    with relay_in_thread() as here:
+        address = world.broadcast_bytes(here.address.encode() if world.rank == 0 else None).decode()
+        relay = Relay(address, TOKEN, patience_s=5.0, timeout_s=1.0)
+        errors = [error_of(lambda: llm.update_weights(source=relay))]
+        flat = FlatModel.of(llm.model_config, logical_shapes(llm.model_config))
+        held = {name: Held(0, tensor.reshape(-1)) for name, tensor in checkpoint_tensors(model) if name in flat.shapes}
+        pusher = None
+        if world.rank == 0:
+            pusher = Pusher(relay, flat, lambda: held, dtype="float32", session="s")
+            pusher.push(3)
+        errors.append(error_of(lambda: llm.update_weights(source=relay, version=Version("s", 4))))
+        errors.append(error_of(lambda: llm.generate(PROMPTS, PARAMS)))
+        checksum = llm.update_weights(source=relay)
+        tokens = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))]
+        errors.append(error_of(lambda: llm.update_weights([], 1, source=relay)))
+        errors.append(error_of(lambda: llm.update_weights(source=relay, version=3)))
+        assert llm.policy_version == 3 and checksum == llm.checksum() and len(llm.pulls) == 1
+        world.barrier()
+        llm.close()
+        if pusher is not None:
+            pusher.close()
+    return [tokens, *errors]
+
+
+def test_ranks_of_a_world_pull_together(qwen3: str) -> None:
+    """And raise together, where there is no version, or not the one that was asked for."""
+    llm = LLM(qwen3, dtype="float32", kv_cache_bytes=2**20, load=False)
+    llm.update_weights(checkpoint_tensors(qwen3), 3)
+    alone = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))]
+    ranks = run_world(pull_in_a_world, 2, qwen3)
+    assert "no version became whole in 1 s" in ranks[0][1] and "rank 0 has found no version" in ranks[1][1]
+    for tokens, _, other, not_ready, both, number in ranks:
+        assert tokens == alone
+        assert "there are no weights" in not_ready and "give weights, or the relay" in both
+        assert "give what `Pusher.version` returns" in number
+        assert "number=4) did not come" in other
