@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from engines.native import bits
 from engines.sampling.noise import GOLDEN_GAMMA, mix64_
 
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
@@ -15,14 +16,16 @@ _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
 _BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum_parts(parts: Iterable[tuple[str, Tensor, tuple[slice, ...]]]) -> int:
+def checksum_parts(parts: Iterable[tuple[str, Tensor, tuple[slice, ...]]], *, num_threads: int | None = None) -> int:
     """Returns the sum modulo 2^64 of each element's bits times a key of (name, row) times a key of the column.
 
     Each item is a logical parameter's name, the part of it that is held, and the part's place in the whole. A sum can
     be added up over shards in any order; keys make it change when elements or names are swapped (multilinear hashing,
-    Carter and Wegman 1979; with a product of two keys most of the work is one multiplication per element).
+    Carter and Wegman 1979; with a product of two keys most of the work is one multiplication per element). On a CPU,
+    `num_threads` work on it, by default torch's.
     """
-    total = 0
+    total, library = 0, bits.load()
+    num_threads = torch.get_num_threads() if num_threads is None else num_threads
     for name, part, where in parts:
         if not part.numel():  # a shard whose rows of the vocabulary are all padding
             continue
@@ -31,6 +34,11 @@ def checksum_parts(parts: Iterable[tuple[str, Tensor, tuple[slice, ...]]]) -> in
         matrix = part.reshape(len(part), -1).view(_BIT_TYPES[part.element_size()])
         row_keys = _keys(first_row, len(matrix), seed, part.device)
         column_keys = _keys(first_column, matrix.shape[1], 0, part.device)
+        if library is not None and part.device.type == "cpu" and matrix.element_size() in bits.SUMMED:
+            elements = matrix.contiguous()  # kept until it has been read
+            arrays = elements.data_ptr(), *matrix.shape, row_keys.data_ptr(), column_keys.data_ptr()
+            total += getattr(library, f"checksum_{elements.element_size()}")(*arrays, num_threads)
+            continue
         step = max(1, _CHUNK[part.device.type] // matrix.shape[1])
         for start in range(0, len(matrix), step):
             sums = (matrix[start : start + step] * column_keys).sum(1)  # int64, by promotion

@@ -17,6 +17,9 @@ from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 COMPILE_S = 120.0
+MARCH_VARIABLE = "CURTAIL_MARCH"
+"""Environment variable with the processor to compile for, as in the compiler's -march; by default this machine's. With
+x86-64-v3 (any AVX2 processor) one machine shows how the kernels run on another."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,11 @@ def build(source: Path, flags: Sequence[str], instead: str) -> Path | None:
         told = getattr(error, "stderr", None) or str(error)
         logger.warning("%s cannot compile %s: %s; %s", compiler, source.name, told[-300:], instead)
         return None
+
+
+def march() -> str:
+    """Returns the compiler's option for the processor."""
+    return f"-march={os.environ.get(MARCH_VARIABLE, 'native')}"
 
 
 def _processor() -> str:

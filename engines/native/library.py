@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ import torch
 from torch import Tensor
 
 from engines.config import Kernels
-from engines.native.build import build
+from engines.native.build import build, march
 
 SOURCE = Path(__file__).parent / "kernels.cpp"
 FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-MARCH_VARIABLE = "CURTAIL_MARCH"
-"""Environment variable with the processor to compile for, as in the compiler's -march; by default this machine's. With
-x86-64-v3 (any AVX2 processor) one machine shows how the kernels run on another."""
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -79,8 +75,7 @@ def choose_library(kernels: Kernels, dtype: torch.dtype, device: torch.device) -
 
 @functools.cache
 def _build() -> Path | None:
-    march = f"-march={os.environ.get(MARCH_VARIABLE, 'native')}"
-    return build(SOURCE, (*FLAGS, march), "small operations run in torch")
+    return build(SOURCE, (*FLAGS, march()), "small operations run in torch")
 
 
 def address(tensor: Tensor | None) -> int | None:

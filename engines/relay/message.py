@@ -1,4 +1,4 @@
-"""The header of a bucket's message: which bucket it is, on which base it stands, and checksums.
+"""The header of a bucket's message: which bucket it is, on which base it stands, and checksums of both.
 
 A *bucket* is a run of logical elements in a model's canonical flat order. Torch-free.
 """
@@ -21,11 +21,11 @@ Length = Annotated[int, Meta(ge=1, le=2**32, description="an integer from 1 to 2
 
 BIT_TYPES: Final[dict[DType, Any]] = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
 """Weights are arrays of their bits."""
-FORMAT: Final = 1
+FORMAT: Final = 2
 MAGIC: Final = b"curtailW"
 DENSE, SPARSE, PAPER = range(3)
 _DTYPES: Final[tuple[DType, ...]] = ("bfloat16", "float16", "float32")
-_HEADER = struct.Struct("<8sHBBB16sQQqqQQQII")
+_HEADER = struct.Struct("<8sHBBB16sQQqqQQQI")
 _CRC = struct.Struct("<I")
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
 
@@ -71,8 +71,6 @@ class Header(NamedTuple):
     gap_bytes: int
     payload_bytes: int
     payload_checksum: int
-    result_checksum: int
-    """CRC-32 of the bucket's bits after the change."""
 
 
 def read_bucket(data: bytes | bytearray | memoryview) -> Bucket:
@@ -97,7 +95,7 @@ def num_written(message: bytes) -> int | None:
     return None if header.coding == DENSE else header.num_changed
 
 
-def seal(bucket: Bucket, payload: bytes, result_checksum: int, *, coding: int, **sizes: int) -> bytes:
+def seal(bucket: Bucket, payload: bytes, *, coding: int, **sizes: int) -> bytes:
     fields = Header(
         magic=MAGIC,
         format=FORMAT,
@@ -113,7 +111,6 @@ def seal(bucket: Bucket, payload: bytes, result_checksum: int, *, coding: int, *
         gap_bytes=sizes.get("gap_bytes", 0),
         payload_bytes=len(payload),
         payload_checksum=zlib.crc32(payload),
-        result_checksum=result_checksum,
     )
     header = _HEADER.pack(*fields)
     return b"".join((header, _CRC.pack(zlib.crc32(header)), payload))

@@ -321,7 +321,7 @@ class Pusher:
     def _checksum(self, bits: Bits, pieces: list[Piece]) -> int:
         first = pieces[0].start
         signed = bits.view(np.dtype(self._kind).str.replace("u", "i"))
-        return checksum_parts(
+        parts = (
             (
                 piece.rectangle.name,
                 torch.from_numpy(signed[piece.start - first : piece.stop - first]).view(-1, piece.rectangle.width),
@@ -329,6 +329,7 @@ class Pusher:
             )
             for piece in pieces
         )
+        return checksum_parts(parts, num_threads=1)  # the rollout uses the others
 
 
 def _owned(flat: FlatModel, held: Mapping[str, Held], rank: int, num_ranks: int) -> list[tuple[int, int]]:

@@ -161,7 +161,7 @@ def test_every_field_of_the_header_counts(mode: codec.Mode) -> None:
     sections = (("low_planes", 1, "payload"), ("low_planes", 9, "low_planes"), ("gap_bytes", 9, "gap_bytes"))
     for field, value, named in (
         ("magic", b"curtailK", "format"),
-        ("format", 2, "format"),
+        ("format", 1, "format"),
         ("dtype", 1, "dtype"),
         ("dtype", 3, "dtype"),
         ("coding", 3, "coding"),
@@ -181,7 +181,6 @@ def test_every_field_of_the_header_counts(mode: codec.Mode) -> None:
         ("num_changed", 1001, "num_changed"),
         ("payload_bytes", 5, "payload_bytes"),
         ("payload_checksum", 5, "payload_checksum"),
-        ("result_checksum", 5, "result_checksum"),
         *(sections if mode == "lossless" else ()),
     ):
         with pytest.raises(ValueError, match=rf"\b({named})"):
@@ -199,8 +198,6 @@ def test_a_receiver_takes_what_it_expects() -> None:
         read_update(data, replace(of, base_version=7))  # the same message again
     with pytest.raises(ValueError, match="base_version=6: the receiver has no version"):
         read_update(data, replace(of, base_version=None))
-    with pytest.raises(ValueError, match="result_checksum"):
-        decoded(data, of, moved(base, 0.001, seed=5))  # other bits under the same version
     with pytest.raises(ValueError, match="base_version=6"):
         apply(read_update(data, of))
     dense = encode(bits, replace(of, base_version=None))
@@ -209,15 +206,14 @@ def test_a_receiver_takes_what_it_expects() -> None:
 
 @pytest.mark.parametrize("kind", ["sparse", "dense", "paper"])
 def test_damage_is_an_error(kind: str) -> None:
-    """Cut anywhere, doubled, flipped anywhere. Where someone fits the checksums of header and payload to it, too, the
-    bits are right or there is an error."""
+    """Cut anywhere, doubled, flipped anywhere. Where someone fits the checksums of header and payload to it, too, there
+    are as many bits as expected, or there is an error of ours."""
     base, of = weights(300), bucket(length=300)
     bits = moved(base, 0.1)
     if kind == "dense":
         data = encode(bits, replace(of, base_version=None))
     else:
         data = encode(bits, of, base, mode="paper" if kind == "paper" else "lossless")
-    right = decoded(data, of, base)
     for cut in range(len(data)):
         with pytest.raises(ValueError, match="bucket of weights: "):
             read_bucket(data[:cut])
@@ -230,7 +226,7 @@ def test_damage_is_an_error(kind: str) -> None:
             read_bucket(flipped)
         if bit >= 8 * HEADER_BYTES or bit % 8 == 3:
             try:
-                assert np.array_equal(decoded(resealed(bytes(flipped)), of, base), right)
+                assert len(decoded(resealed(bytes(flipped)), of, base)) == of.length
             except ValueError as error:
                 assert "bucket of weights: " in str(error) or "Bucket." in str(error)
 
