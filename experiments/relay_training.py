@@ -62,6 +62,7 @@ class RelayedWeights:
             session=meeting.session,
             rank=groups.world.rank,
             num_ranks=groups.world.size,
+            deflates=len(set(groups.hosts)) > 1,
         )
         self._waited_s = 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ class RelayedWeights:
         }
         if self._pusher is None:
             session = secrets.token_hex(8)
-            self._pusher = Pusher(self.relay, self._flat, lambda: self._held, dtype=self._dtype, session=session)
+            where: dict[str, Any] = {"dtype": self._dtype, "session": session, "deflates": False}  # on this host
+            self._pusher = Pusher(self.relay, self._flat, lambda: self._held, **where)
         pusher = self._pusher
         pusher.push(version)
         try:

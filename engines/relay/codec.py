@@ -52,6 +52,9 @@ Huffman, one bit, fits best."""
 _SPARSE_ENOUGH = 4
 """A sparse message this many times smaller than the bits is not compared with a dense one, which costs ten times as
 much to make: trained weights do not deflate so far."""
+_RAW_FROM = 8
+"""In raw mode, a bucket of which this many times the changed elements are more than all is dense: deflating them takes
+longer than a fast link."""
 _PROBE = 1 << 14
 
 
@@ -86,8 +89,8 @@ class Update:
 def encode(bits: Bits, bucket: Bucket, base: Bits | None = None, *, mode: Mode = "lossless") -> bytes:
     """Returns the message that makes `bits` [length] of `base` [length], or of nothing where `base` is None.
 
-    The message says by its header whether a base is needed: it is dense where that is smaller. In raw mode dense bits
-    are not deflated, for links that are faster than zlib. Raises ValueError for arrays that are not the bucket's, and
+    The message says by its header whether a base is needed: it is dense where that is smaller. Raw mode is for links
+    that are faster than zlib: dense bits are not deflated, and many changes are dense. Raises ValueError for arrays that are not the bucket's, and
     in paper mode for a dtype other than bfloat16.
     """
     _check_bits("bits", bits, bucket)
@@ -101,6 +104,8 @@ def encode(bits: Bits, bucket: Bucket, base: Bits | None = None, *, mode: Mode =
         return _encode_dense(bits, bucket, mode)
     _check_bits("base", base, bucket)
     positions, differences = changes(bits, base)
+    if mode == "raw" and _RAW_FROM * len(positions) > len(bits):
+        return _encode_dense(bits, replace(bucket, base_version=None), mode)
     gaps, low_planes = _gap_sections(positions)
     added = _planes(_zigzag(differences))
     payload = _pack(*gaps, *added)

@@ -274,3 +274,15 @@ def test_what_a_sender_cannot_mean() -> None:
         replace(of, model="tiny")
     with pytest.raises(ValueError, match=r"Bucket\.length"):
         replace(of, length=0)
+
+
+def test_raw_messages_deflate_no_dense_bits() -> None:
+    base, of = weights(2**16), bucket(length=2**16)
+    few, many = moved(base, 0.01), moved(base, 0.2)
+    for bits in (few, many):
+        data = encode(bits, of, base, mode="raw")
+        assert np.array_equal(decoded(data, of, base), bits)
+        is_dense = read_update(data, of).positions is None
+        assert is_dense == (bits is many) and (len(data) > of.num_bytes) == is_dense
+    assert len(encode(few, of, base, mode="raw")) == len(encode(few, of, base))
+    assert read_update(encode(many, of, base), of).positions is not None
