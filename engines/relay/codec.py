@@ -32,6 +32,7 @@ from engines.relay.message import (
     DENSE,
     HEADER_BYTES,
     PAPER,
+    RAW,
     SPARSE,
     Bucket,
     Header,
@@ -90,8 +91,8 @@ def encode(bits: Bits, bucket: Bucket, base: Bits | None = None, *, mode: Mode =
     """Returns the message that makes `bits` [length] of `base` [length], or of nothing where `base` is None.
 
     The message says by its header whether a base is needed: it is dense where that is smaller. Raw mode is for links
-    that are faster than zlib: dense bits are not deflated, and many changes are dense. Raises ValueError for arrays that are not the bucket's, and
-    in paper mode for a dtype other than bfloat16.
+    that are faster than zlib: dense bits are not deflated, and many changes are dense. Raises ValueError for arrays
+    that are not the bucket's, and in paper mode for a dtype other than bfloat16.
     """
     _check_bits("bits", bits, bucket)
     if (base is None) != (bucket.base_version is None):
@@ -130,6 +131,10 @@ def read_update(data: bytes | bytearray | memoryview, expected: Bucket) -> Updat
         have = "no version" if expected.base_version is None else f"version {expected.base_version}"
         raise bad("base_version", found.base_version, f"the receiver has {have}; ask for a dense bucket")
     payload = view[HEADER_BYTES:]
+    if header.coding == RAW:
+        if len(payload) != found.num_bytes:
+            raise bad("payload_bytes", len(payload), f"raw bits have {found.num_bytes}")
+        return Update(found, None, np.frombuffer(payload, BIT_TYPES[found.dtype]))
     if header.coding == DENSE:
         sections = _unpack(payload, [header.length] * np.dtype(BIT_TYPES[found.dtype]).itemsize)
         return Update(found, None, _join(sections, BIT_TYPES[found.dtype]))
@@ -156,8 +161,9 @@ def apply(update: Update, base: Bits | None = None) -> Bits:
 
 
 def _encode_dense(bits: Bits, bucket: Bucket, mode: Mode) -> bytes:
-    packed = _pack(*_planes(bits), deflates=mode != "raw")
-    return seal(bucket, packed, coding=DENSE)
+    if mode == "raw":
+        return seal(bucket, bits.data, coding=RAW)
+    return seal(bucket, _pack(*_planes(bits)), coding=DENSE)
 
 
 def _encode_paper(bits: Bits, bucket: Bucket, base: Bits) -> bytes:
@@ -245,8 +251,8 @@ def _join(planes: list[NDArray[np.uint8]], kind: Any) -> Bits:
     return table.reshape(-1).view(kind)
 
 
-def _pack(*sections: NDArray[np.uint8], deflates: bool = True) -> bytes:
-    packed = [_deflate(section) if deflates else section.data for section in sections]
+def _pack(*sections: NDArray[np.uint8]) -> bytes:
+    packed = [_deflate(section) for section in sections]
     return b"".join(part for section in packed for part in (_SECTION.pack(len(section)), section))
 
 

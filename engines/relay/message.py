@@ -23,7 +23,7 @@ BIT_TYPES: Final[dict[DType, Any]] = {"bfloat16": np.uint16, "float16": np.uint1
 """Weights are arrays of their bits."""
 FORMAT: Final = 2
 MAGIC: Final = b"curtailW"
-DENSE, SPARSE, PAPER = range(3)
+DENSE, SPARSE, PAPER, RAW = range(4)
 _DTYPES: Final[tuple[DType, ...]] = ("bfloat16", "float16", "float32")
 _HEADER = struct.Struct("<8sHBBB16sQQqqQQQI")
 _CRC = struct.Struct("<I")
@@ -92,10 +92,10 @@ def dtype_of(name: str, value: str) -> DType:
 def num_written(message: bytes) -> int | None:
     """Returns the elements that a message of ours changes; None if it is dense."""
     header = Header(*_HEADER.unpack_from(message))
-    return None if header.coding == DENSE else header.num_changed
+    return None if header.coding in (DENSE, RAW) else header.num_changed
 
 
-def seal(bucket: Bucket, payload: bytes, *, coding: int, **sizes: int) -> bytes:
+def seal(bucket: Bucket, payload: bytes | memoryview, *, coding: int, **sizes: int) -> bytes:
     fields = Header(
         magic=MAGIC,
         format=FORMAT,
@@ -109,7 +109,7 @@ def seal(bucket: Bucket, payload: bytes, *, coding: int, **sizes: int) -> bytes:
         version=bucket.version,
         num_changed=sizes.get("num_changed", 0),
         gap_bytes=sizes.get("gap_bytes", 0),
-        payload_bytes=len(payload),
+        payload_bytes=memoryview(payload).nbytes,
         payload_checksum=zlib.crc32(payload),
     )
     header = _HEADER.pack(*fields)
@@ -129,9 +129,9 @@ def checked_header(view: memoryview) -> Header:
         raise bad("payload_bytes", header.payload_bytes, f"{len(view) - HEADER_BYTES} bytes came")
     if header.payload_checksum != zlib.crc32(view[HEADER_BYTES:]):
         raise bad("payload_checksum", header.payload_checksum, "the payload is damaged")
-    if header.coding not in (DENSE, SPARSE, PAPER):
+    if header.coding > RAW:
         raise bad("coding", header.coding, "unknown")
-    if (header.coding == DENSE) != (header.base_version == -1):
+    if (header.coding in (DENSE, RAW)) != (header.base_version == -1):
         raise bad("base_version", header.base_version, "dense buckets have none (-1), all others have one")
     return header
 

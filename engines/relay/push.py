@@ -91,8 +91,8 @@ class Pusher:
         """`held` returns what this rank has, by Hugging Face name; the tensors are converted to `dtype`. All ranks of a
         trainer share a `session` that no other trainer has. After `snapshot_every` messages against a base, or when
         those are half as large as the bucket, a bucket is sent dense, so that late replicas read little. Without
-        `deflates`, which pays on slow links, dense messages are larger and quicker to make. Raises ValueError for parameters of other names or
-        sizes."""
+        `deflates`, which pays on slow links, dense messages are larger and quicker to make. Raises ValueError for
+        parameters of other names or sizes."""
         self._relay, self._flat, self._held, self._dtype = relay, flat, held, dtype
         self._session, self._rank, self._num_ranks = session, rank, num_ranks
         self._snapshot_every, self._link_seconds = snapshot_every, link_seconds

@@ -164,7 +164,8 @@ def test_every_field_of_the_header_counts(mode: codec.Mode) -> None:
         ("format", 1, "format"),
         ("dtype", 1, "dtype"),
         ("dtype", 3, "dtype"),
-        ("coding", 3, "coding"),
+        ("coding", 4, "coding"),
+        ("coding", message.RAW, "base_version"),
         ("coding", message.DENSE, "base_version"),
         ("model", bytes(16), "model"),
         ("start", 0, "start"),
@@ -204,14 +205,14 @@ def test_a_receiver_takes_what_it_expects() -> None:
     assert np.array_equal(decoded(dense, replace(of, base_version=3), base), bits)  # whatever it has
 
 
-@pytest.mark.parametrize("kind", ["sparse", "dense", "paper"])
+@pytest.mark.parametrize("kind", ["sparse", "dense", "paper", "raw"])
 def test_damage_is_an_error(kind: str) -> None:
     """Cut anywhere, doubled, flipped anywhere. Where someone fits the checksums of header and payload to it, too, there
     are as many bits as expected, or there is an error of ours."""
     base, of = weights(300), bucket(length=300)
     bits = moved(base, 0.1)
-    if kind == "dense":
-        data = encode(bits, replace(of, base_version=None))
+    if kind in ("dense", "raw"):
+        data = encode(bits, replace(of, base_version=None), mode="raw" if kind == "raw" else "lossless")
     else:
         data = encode(bits, of, base, mode="paper" if kind == "paper" else "lossless")
     for cut in range(len(data)):
