@@ -21,6 +21,7 @@ MAY_IMPORT = {
 
 ROOMS = (
     *(
+        "serving",
         "fleet",
         "rollout",
         "coordination",
@@ -109,6 +110,7 @@ def test_no_command_is_the_library_of_another() -> None:
         "engines.rollout.environment",
         "engines.rollout.worker_core",
         "engines.fleet.launcher",
+        "engines.serving.server",
         "engines.coordination.policies",
         "engines.speculation.server",
         "engines.speculation.shared",
