@@ -52,6 +52,7 @@ class _Run:
         self.wrong: list[str] = []
         self.densities: list[float] = []
         self.num_compared = 0
+        self._before: dict[str, Tensor] = {}
 
     def begin(self, checkpoint: Path | None = None) -> None:
         """Makes the trainer, as it is in a checkpoint."""
@@ -93,7 +94,10 @@ class _Run:
             if llm.policy_version == number:
                 self.note(number, f"TP {size}", _differing(llm, weights))
         self.relayed.finish()
-        self.densities.append(self.relayed.metrics()["relay/density"])
+        weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
+        moved = [(tensor != self._before.get(name, tensor)).float().sum() for name, tensor in weights.items()]
+        self.densities.append(float(sum(moved)) / sum(tensor.numel() for tensor in weights.values()))
+        self._before = weights
 
     def note(self, number: int, where: str, names: list[str]) -> None:
         self.num_compared += 1

@@ -55,22 +55,24 @@ class RelayedWeights:
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Pushes weights, of which it keeps a copy; returns when the relay has all of them. See `Fleet.publish`."""
         dtype: torch.dtype = getattr(torch, self._dtype)
-        self._held = {
+        held = {
             name: Held(0, tensor.detach().to("cpu", dtype, copy=True).contiguous().view(-1))
             for name, tensor in checked_weights(weights, self._sizes)
         }
-        if self._pusher is None:
+        if self._pusher is not None and version <= self.version:
+            raise ValueError(f"version={version}: {self.version} was published before; give a higher number")
+        self._held, pusher, self._pusher = held, self._pusher, None
+        if pusher is None:
             session = secrets.token_hex(8)
             where: dict[str, Any] = {"dtype": self._dtype, "session": session, "deflates": False}  # on this host
-            self._pusher = Pusher(self.relay, self._flat, lambda: self._held, **where)
-        pusher = self._pusher
-        pusher.push(version)
+            pusher = Pusher(self.relay, self._flat, lambda: self._held, **where)
         try:
+            pusher.push(version)
             pusher.finish()
         except BaseException:
             pusher.close()
-            self._pusher = None
             raise
+        self._pusher = pusher
         self.source, self.version = source_of(pusher.version(version)), version
         return self.source
 

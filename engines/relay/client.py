@@ -61,8 +61,13 @@ class RelayClient:
     def __init__(self, relay: Relay, link_seconds: Seconds | None = None) -> None:
         """Waits until the relay answers. Raises ConnectionError if it does not, ValueError for another token."""
         self._relay, self._link_seconds = relay, link_seconds
+        patience_s = relay.patience_s
         self._client = Client(
-            f"weights-{secrets.token_hex(8)}", relay.address, relay.token, patience_s=relay.patience_s
+            f"weights-{secrets.token_hex(8)}",
+            relay.address,
+            relay.token,
+            interval_s=min(1.0, patience_s / 5),
+            patience_s=patience_s,
         )
         self._free_at = 0.0
         self._due: deque[Callable[[], None] | None] = deque()

@@ -65,6 +65,8 @@ class RelayProcess:
             self._start()
             self._started.set()
             assert self.process is not None
+            if self._is_closing:  # since before this one was there
+                self.process.kill()
             self.process.wait()
             failures = 0 if time.monotonic() - began > _LEAST_LIFE_S else failures + 1
         if not self._is_closing:
@@ -77,6 +79,7 @@ class RelayProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if not self._address else None,
+            start_new_session=True,  # Ctrl-C is for its parent, with which it dies
         )
         self.num_starts += 1
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -165,6 +165,9 @@ class _Pulling:
                 drops += 1
                 if drops > _MOST_DROPS:
                     raise TimeoutError(f"{self._version}: was dropped {drops} times while it was read") from None
+            except BaseException:
+                self._puller.leave()  # answers to what was asked may still come
+                raise
             self._have = None
             self._puller.leave()
 

@@ -124,7 +124,10 @@ def main() -> int:
     """Prints the address, then serves until its parent ends or kills it."""
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=RelayOrders)
     die_with(orders.parent_pid)
-    server = Server(orders.token, host=orders.host, port=orders.port, patience_s=orders.patience_s)
+    patience_s = orders.patience_s
+    server = Server(
+        orders.token, host=orders.host, port=orders.port, interval_s=min(1.0, patience_s / 5), patience_s=patience_s
+    )
     print(server.address, flush=True)
     RelayServer(server, orders.max_bytes).serve()
     return 0

@@ -56,7 +56,7 @@ def test_replicas_pull_what_was_published(fleet: Fleet, folders: dict[int, Path]
     assert tokens_of(fleet.roll_out(states(0))) == alone[0]
     fleet.publish(checkpoint_tensors(folders[1]), version=1)
     assert tokens_of(fleet.roll_out(states(1))) == alone[1]
-    with pytest.raises(ValueError, match="version=1: 1 was pushed before; give a higher number"):
+    with pytest.raises(ValueError, match="version=1: 1 was published before; give a higher number"):
         fleet.publish(checkpoint_tensors(folders[2]), version=1)
     with pytest.raises(ValueError, match="missing; the checkpoint is not complete"):
         fleet.publish([], version=2)
