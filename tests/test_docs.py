@@ -20,7 +20,7 @@ from tests.worlds import ROOT, run_python, start_ranks
 
 BLOCKS = {
     f"{path.name}:{block[:60].splitlines()[0]}": block
-    for path in (ROOT / "README.md", ROOT / "docs/rollouts.md", ROOT / "docs/seer.md")
+    for path in (ROOT / "README.md", *(ROOT / "docs" / name for name in ("rollouts.md", "seer.md", "relay.md")))
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
     if "import" in block
 }

@@ -280,16 +280,19 @@ class _Shard:
         first, last = np.searchsorted(positions, (piece.start - start, piece.stop - start))
         if first == last:
             return
-        rows, columns = np.divmod(positions[first:last] - (piece.start - start), whole.width)
-        rows += whole.rows.start - held.rows.start
-        columns += whole.columns.start - held.columns.start
+        places = positions[first:last] - (piece.start - start)
         which: slice | np.ndarray = slice(first, last)
-        if part != whole:
+        if part == whole and whole.width == held.width:
+            places += (whole.rows.start - held.rows.start) * held.width
+        else:
+            rows, columns = np.divmod(places, whole.width)
+            rows += whole.rows.start - held.rows.start
+            columns += whole.columns.start - held.columns.start
             inside = (rows >= 0) & (rows < held.rows.stop - held.rows.start) & (columns >= 0) & (columns < held.width)
             which = first + np.flatnonzero(inside)
-            rows, columns = rows[inside], columns[inside]
+            places = rows[inside] * held.width + columns[inside]
         flat = self._bits[part.name].view(-1)
-        index = torch.from_numpy(rows * held.width + columns).to(flat.device)
+        index = torch.from_numpy(places).to(flat.device)
         old: Bits = flat[index].cpu().numpy().view(self._kind)
         flat[index] = self._tensor(update.new_bits(old, which)).to(flat.device)
 
