@@ -133,13 +133,13 @@ def _draw(path: Path, transfer: dict[str, Any]) -> None:
         places = [at + 0.2 * number for at in range(len(transfer))]
         ladder.bar(places, [row[name] for row in transfer.values()], 0.2, label=name)
     ladder.set_xticks([at + 0.3 for at in range(len(transfer))], [f"{rate} Gb/s" for rate in transfer])
-    ladder.set(ylabel="seconds until the replica runs", yscale="log")
+    ladder.set(ylabel="seconds until the replica runs")
     ladder.legend()
     for number, (rate, row) in enumerate(transfer.items()):
         at = [float(one) for one in row["by_density"]]
         densities.plot(at, [*row["by_density"].values()], marker="o", color=f"C{number}", label=f"{rate} Gb/s, sparse")
         densities.axhline(row["shards"], color=f"C{number}", linestyle=":")
-    densities.set(xlabel="changed weights, %", ylabel="seconds (dotted: shards, dense)", yscale="log")
+    densities.set(xlabel="changed weights, %", ylabel="seconds (dotted: shards, dense)", ylim=(0, None))
     densities.legend()
     save(figure, path, "Weights by relay", this_tier())
 
