@@ -121,6 +121,7 @@ class Puller:
 
     def client(self) -> RelayClient:
         if self._client is None or self._client.is_lost:
+            self.leave()
             self._client = RelayClient(self.relay)
         return self._client
 

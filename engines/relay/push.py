@@ -265,6 +265,7 @@ class Pusher:
         """Returns the connection; a new one begins without bases if the relay's memory is not the one that had them."""
         if self._client is not None and not self._client.is_lost:
             return self._client
+        self._leave()
         self._client = client = RelayClient(self._relay, self._link_seconds)
         opening = Open(self._session, self._flat.fingerprint, self._dtype, self._flat.length)
         store = client.ask(opening, Opened).store
