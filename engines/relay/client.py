@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from engines.relay.requests import (
     State,
 )
 
+_PROBE_S = 1.0
 Seconds = Callable[[int], float]
 """How long bytes take at least on a link that is slower than this machine's."""
 A = TypeVar("A")
@@ -52,6 +54,16 @@ class Relay:
     """The run's launch token."""
     patience_s: float = 10.0
     timeout_s: float = 600.0
+
+
+def listens(address: str) -> bool:
+    """Returns at once whether a process listens there, where `RelayClient` would wait for one."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 class RelayClient:

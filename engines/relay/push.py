@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.models.checksums import checksum_parts
-from engines.relay.client import RefusedError, Relay, RelayClient, Seconds
+from engines.relay.client import RefusedError, Relay, RelayClient, Seconds, listens
 from engines.relay.codec import Bits, encode
 from engines.relay.flat import FlatModel, Piece, cut
 from engines.relay.message import BIT_TYPES, Bucket, DType, num_written
@@ -70,7 +70,8 @@ class Pusher:
     divided among them, so that no two push the same.
 
     The base of the next message is what the relay has acknowledged. When the relay has lost its memory, or refuses a
-    message, all is pushed again, dense. Between `push` and `finish` the weights must not change.
+    message, all is pushed again, dense. Between `push` and `finish` the weights must not change. From then on, until the
+    next `push`, a relay that has lost them gets the bases: other ranks may not have finished, and replicas come late.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class Pusher:
         most = max(1, bucket_bytes // np.dtype(self._kind).itemsize)
         self._buckets = cut(_owned(flat, held(), rank, num_ranks), most)
         self._bases: dict[int, _Base] = {}
+        self._last: tuple[Commit, dict[int, Bits]] | None = None
+        """The last whole version, until the next push."""
         self._client: RelayClient | None = None
         self._store = ""
         self.records: list[PushRecord] = []
@@ -116,7 +119,8 @@ class Pusher:
 
     def push(self, number: int) -> None:
         """Begins to push the weights as they are, as this version; returns at once. Raises what ended the push before,
-        RuntimeError if that has not been finished, and ValueError for a number that is not above the one before."""
+        or ConnectionError behind `close`; RuntimeError if that has not been finished, and ValueError for a number that
+        is not above the one before."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -158,36 +162,64 @@ class Pusher:
     # -- the thread
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-                while not self._is_closing and not self._has_work():
-                    self._changed.wait(_POLL_S)
-                number = self._wanted
-                if self._is_closing:
-                    return
-                self._is_busy = True
-            assert number is not None
-            try:
+        error: BaseException = ConnectionError(f"relay {self._relay.address}: the pusher was closed; make a new one")
+        try:
+            while self._wait_for_work():
+                if (number := self._wanted) is None:
+                    self._restore()
+                    continue
                 record = self._push(number)
-            except BaseException as error:
                 with self._changed:
-                    self._error, self._is_busy = error, False
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._whole = number
-                self.records.append(record)
+                    self._whole = number
+                    self.records.append(record)
+        except BaseException as problem:
+            error = problem
+        self._leave()
+        with self._changed:
+            self._error, self._is_busy = error, False
+            self._changed.notify_all()
+
+    def _wait_for_work(self) -> bool:
+        """Returns False once the pusher is closed."""
+        with self._changed:
+            self._is_busy = False
+            self._changed.notify_all()
+            while not self._is_closing and not self._has_work():
+                self._changed.wait(_POLL_S)
+            self._is_busy = True
+            return not self._is_closing
 
     def _has_work(self) -> bool:
-        """Until the weights may change, a relay that has lost them gets them again."""
-        if self._wanted is None:
-            return False
-        return self._whole != self._wanted or self._client is None or self._client.is_lost
+        """Whether to push a version, or again what the relay may have lost."""
+        if self._wanted is not None and self._whole != self._wanted:
+            return True
+        is_lost = self._client is None or self._client.is_lost
+        return is_lost and (self._wanted is not None or self._last is not None)
+
+    def _restore(self) -> None:
+        """Gives the last version to a relay that has lost it; the weights may be others by now."""
+        assert self._last is not None
+        commit, kept = self._last
+        if not listens(self._relay.address):  # to join would take its patience, and `close` would wait for that
+            time.sleep(_POLL_S)
+            return
+        try:
+            client = self._join()
+            for start, _ in self._buckets:
+                if self._wanted is not None or self._is_closing:
+                    return
+                if start not in self._bases:
+                    client.put(self._session, *self._encoded(commit.version.number, start, kept[start]))
+            client.ask(commit, Done)
+        except ConnectionError:
+            self._leave()
+        except RefusedError:  # of another trainer, or it cannot be had any more
+            self._last = None
+            self._leave()
 
     def _push(self, number: int) -> PushRecord:
         began, refused = time.monotonic(), False
+        self._last = None
         deadline = began + self._relay.timeout_s
         attempts = 0
         while True:
@@ -220,34 +252,20 @@ class Pusher:
             at = time.monotonic()
             pieces = list(self._flat.pieces(start, length))
             bits = self._bits(held, pieces, length)
-            base = self._base_for(start, bits.nbytes)
-            bucket = Bucket(
-                model=self._flat.fingerprint,
-                dtype=self._dtype,
-                start=start,
-                length=length,
-                version=number,
-                base_version=None if base is None else base.number,
-            )
-            message = encode(bits, bucket, None if base is None else base.bits, mode=self._mode)
             checksum += self._checksum(bits, pieces)
+            message, acknowledge = self._encoded(number, start, bits)
             written = num_written(message)
-            after = _Base(number, bits, 0, 0)
-            if base is not None and written is not None:
-                after = _Base(number, bits, base.num_sparse + 1, base.num_bytes + len(message))
             changed += length if written is None else written
             dense += written is None
             encode_s += time.monotonic() - at
-
-            def acknowledge(start: int = start, after: _Base = after) -> None:
-                self._bases[start] = after
-
             client.put(self._session, message, acknowledge)
         client.drain()
         at_relay = time.monotonic()
         version = self.version(number)
-        client.ask(Commit(version, self._rank, self._num_ranks, self._buckets, checksum % 2**64), Done)
+        commit = Commit(version, self._rank, self._num_ranks, self._buckets, checksum % 2**64)
+        client.ask(commit, Done)
         self._wait_for_others(client, version, deadline)
+        self._last = commit, {start: base.bits for start, base in self._bases.items()}
         return PushRecord(
             number=number,
             num_bytes=client.num_bytes_sent - sent,
@@ -261,6 +279,27 @@ class Pusher:
             num_attempts=attempts,
         )
 
+    def _encoded(self, number: int, start: int, bits: Bits) -> tuple[bytes, Callable[[], None]]:
+        """Returns a bucket's message, and what to call once the relay has it."""
+        base = self._base_for(start, bits.nbytes)
+        bucket = Bucket(
+            model=self._flat.fingerprint,
+            dtype=self._dtype,
+            start=start,
+            length=len(bits),
+            version=number,
+            base_version=None if base is None else base.number,
+        )
+        message = encode(bits, bucket, None if base is None else base.bits, mode=self._mode)
+        after = _Base(number, bits, 0, 0)
+        if base is not None and num_written(message) is not None:
+            after = _Base(number, bits, base.num_sparse + 1, base.num_bytes + len(message))
+
+        def acknowledge() -> None:
+            self._bases[start] = after
+
+        return message, acknowledge
+
     def _join(self) -> RelayClient:
         """Returns the connection; a new one begins without bases if the relay's memory is not the one that had them."""
         if self._client is not None and not self._client.is_lost:
@@ -272,6 +311,8 @@ class Pusher:
         if store != self._store:
             self._bases.clear()
         self._store = store
+        if self._is_closing:
+            raise ConnectionError("the pusher was closed")
         return client
 
     def _base_for(self, start: int, num_bytes: int) -> _Base | None:
