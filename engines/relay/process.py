@@ -23,8 +23,8 @@ _MOST_FAILURES = 3
 
 def room_for(num_elements: int, dtype: DType) -> int:
     """Returns the bytes that a relay of a model needs at most: dense messages of two versions, and what stands on the
-    older ones, which is half as large; and headers."""
-    return 3 * num_elements * np.dtype(BIT_TYPES[dtype]).itemsize + (64 << 20)
+    older ones: up to half as large, and one message more; and headers."""
+    return 7 * num_elements * np.dtype(BIT_TYPES[dtype]).itemsize // 2 + (64 << 20)
 
 
 class RelayProcess:

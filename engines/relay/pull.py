@@ -23,7 +23,7 @@ from engines.relay.client import DroppedError, Relay, RelayClient
 from engines.relay.codec import Bits, Update, read_update
 from engines.relay.flat import FlatModel, Piece, Rectangle, held_by
 from engines.relay.message import BIT_TYPES, Bucket, dtype_of
-from engines.relay.requests import Entry, List, Listing, Version
+from engines.relay.requests import Entry, List, Listing, State, Version
 
 _MOST_DROPS = 8
 _POLL_S = 0.1
@@ -75,7 +75,7 @@ class Puller:
         """Returns the newest whole version, as soon as there is one. Raises ConnectionError if the relay does not
         answer, TimeoutError, which says what it has, if there is none."""
         deadline = time.monotonic() + self.relay.timeout_s
-        while (state := self.client().state()).newest is None:
+        while (state := self._state()).newest is None:
             if time.monotonic() > deadline:
                 waited = f"{self.relay.timeout_s:g} s"
                 raise TimeoutError(f"weights: no version became whole in {waited}; the relay has {state}")
@@ -100,6 +100,7 @@ class Puller:
                 own = _Pulled(checksum, decoder.checksum())
             except Exception as error:
                 problem = error
+                self.leave()
                 own = _Pulled(0, 0, f"{type(error).__name__}: {error}")
             shards = [from_msgpack(data, _Pulled) for data in group.all_gather_bytes(msgspec.msgpack.encode(own))]
             if problem is not None:
@@ -113,6 +114,13 @@ class Puller:
             f"weights: {version}: they are not the trainer's, with dense messages, either; are trainer and "
             "replica of one installation?"
         )
+
+    def _state(self) -> State:
+        try:
+            return self.client().state()
+        except ConnectionError:
+            self.leave()
+            raise
 
     def flat(self, decoder: Decoder) -> FlatModel:
         if self._flat is None:

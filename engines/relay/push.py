@@ -70,8 +70,8 @@ class Pusher:
     divided among them, so that no two push the same.
 
     The base of the next message is what the relay has acknowledged. When the relay has lost its memory, or refuses a
-    message, all is pushed again, dense. Between `push` and `finish` the weights must not change. From then on, until the
-    next `push`, a relay that has lost them gets the bases: other ranks may not have finished, and replicas come late.
+    message, all is pushed again, dense. Between `push` and `finish` the weights must not change. Until the next `push`,
+    a relay that has lost them gets the bases: other ranks may not have finished, and replicas come late.
     """
 
     def __init__(

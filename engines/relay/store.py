@@ -72,8 +72,7 @@ class RelayStore:
             raise _closed(request.session)
         if request.session not in self._opened:
             self._opened.append(request.session)
-            if self._pushing not in (None, self._whole):
-                self._drop(self._pushing)
+            self._abandon(self._pushing)
             self._pushing = _Session(request.session)
 
     def put(self, session: str, message: bytes) -> None:
@@ -197,6 +196,17 @@ class RelayStore:
         for at in [at for at in found.versions if at < number]:
             if any(at not in kept for kept in found.kept.values()):
                 del found.versions[at]
+
+    def _abandon(self, found: _Session | None) -> None:
+        """Drops what will not become whole."""
+        if found is None or found.newest is None:
+            self._drop(found)
+            return
+        for kept in found.kept.values():
+            for at in [at for at in kept if at > found.newest]:
+                self.num_bytes -= len(kept.pop(at).message)
+        for at in [at for at in found.versions if at > found.newest]:
+            del found.versions[at]
 
     def _drop(self, found: _Session | None) -> None:
         if found is not None:
