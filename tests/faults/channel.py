@@ -33,7 +33,7 @@ class Faults:
         return happens
 
 
-class _Held:
+class Held:
     """Messages on their way: originals in order, repetitions any time after."""
 
     def __init__(self, faults: Faults) -> None:
@@ -41,6 +41,15 @@ class _Held:
         self._items: list[tuple[float, int, Any]] = []
         self._counter = itertools.count()
         self._last_due = 0.0
+
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._items)
+
+    def next_due(self) -> Any:
+        """Returns what has arrived by now, or None."""
+        is_due = bool(self._items) and self._items[0][0] <= time.monotonic()
+        return heapq.heappop(self._items)[2] if is_due else None
 
     def put(self, item: Any, *, may_repeat: bool) -> None:
         faults = self._faults
@@ -59,9 +68,9 @@ class _Held:
         while True:
             while (item := receive(0.0)) is not None:
                 take(item)
+            if (item := self.next_due()) is not None:
+                return item
             now = time.monotonic()
-            if self._items and self._items[0][0] <= now:
-                return heapq.heappop(self._items)[2]
             wait_s = min([deadline, *(due for due, _, _ in self._items[:1])]) - now
             if now >= deadline:
                 return None
@@ -74,7 +83,7 @@ class FaultyClient:
 
     def __init__(self, end: Client, faults: Faults) -> None:
         self.name = end.name
-        self._end, self._faults, self._held = end, faults, _Held(faults)
+        self._end, self._faults, self._held = end, faults, Held(faults)
 
     def receive(self, timeout_s: float) -> bytes | None:
         return self._held.receive(self._end.receive, lambda item: self._held.put(item, may_repeat=True), timeout_s)
@@ -94,7 +103,7 @@ class FaultyServer:
     """
 
     def __init__(self, end: Server, faults: Faults, on_notice: Callable[[Notice | None], None]) -> None:
-        self._end, self.faults, self._held = end, faults, _Held(faults)
+        self._end, self.faults, self._held = end, faults, Held(faults)
         self.on_notice = on_notice
         self.address = end.address
         self._told = set(end.peers())
