@@ -1,4 +1,4 @@
-"""Random schedules of faults end with the tokens of one process; see `tests/faults`, which runs hundreds of them."""
+"""Random schedules of faults end with the tokens, or the weights, of plain runs; see `tests/faults`, which runs hundreds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.oracle import make_oracle
 from tests.faults.outside import run_outside_schedules
+from tests.faults.relay import run_relay_schedules
 from tests.faults.world import run_world_schedules
 
 
@@ -34,3 +35,10 @@ def test_schedules_of_replicas_outside_a_world(oracle: Path) -> None:
     for what in ("moves", "pauses", "portions", "kills", "launches", "replicas_lost", "late", "repeated"):
         assert happened[what] > 0, f"no {what} in {happened}"
     assert happened["phases"] > 4
+
+
+def test_schedules_of_weights_by_a_relay() -> None:
+    happened = run_relay_schedules(None, [7, 18, 26])
+    assert happened["schedules"] == 3
+    for what in ("kill_rank", "kill_relay", "kill_replica", "frames lost", "cuts", "late", "repeated", "pulls"):
+        assert happened[what] > 0, f"no {what} in {happened}"

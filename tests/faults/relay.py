@@ -30,6 +30,7 @@ from tests.faults.channel import Faults
 from tests.faults.proxy import Proxy
 from tests.faults.relay_ends import START_S, End, Ends
 from tests.faults.relay_process import Finish, Model, Pull, Push, RankOrders, ReplicaOrders, Reply, Step, held, initial
+from tests.worlds import Python
 
 PATIENCE_S = 2.0
 TIMEOUT_S = 15.0
@@ -45,6 +46,8 @@ def run_relay_schedules(_: object, seeds: list[int]) -> dict[str, Any]:
     """Runs them one after the other; returns the sums of what happened. Raises RuntimeError naming the seed."""
     counts: Counter[str] = Counter()
     seconds = []
+    with Python(["-c", ""]) as first:  # the next ones are quick
+        first.wait(LONGEST_S)
     for seed in seeds:
         began = time.monotonic()
         threads = threading.active_count()
@@ -76,6 +79,8 @@ class _Schedule:
         self._began = time.monotonic()
         self._counts, self._rng = counts, random.Random(f"relay/{seed}")
         rng, self._seed = self._rng, seed
+        self._rng_of_acts = random.Random(f"acts/{seed}")
+        """Of its own, since how much is drawn from the other one depends on the clock."""
         self._settings = [(rng.randint(1, 3), rng.choice(["whole", "parts", "uneven"])) for _ in range(2)]
         self._options = {
             "bucket_bytes": rng.choice([200, 3000, 3000, 20_000, 10**6]),
@@ -197,7 +202,10 @@ class _Schedule:
         self._strike(acts["whole"])
         self._begin_pulls(0.5)
         self._strike(acts["while pulled"])
-        self._reap(wait=self._rng.random() < 0.5)
+        if self._rng.random() < 0.5:
+            self._reap(lambda version: not self._is_over(version))  # another one may never come
+        else:
+            self._reap(lambda _: False)
 
     def _push(self) -> None:
         rng = self._rng
@@ -249,15 +257,20 @@ class _Schedule:
         replica.end.send(Pull(replica.pulling, list(self._steps)))
         self._note(f"replica {self._replicas.index(replica)} pulls {replica.pulling}")
 
-    def _reap(self, *, wait: bool) -> None:
+    def _is_over(self, version: Version) -> bool:
+        """Whether its trainer has died."""
+        return version.session != self._session or not self._is_whole
+
+    def _reap(self, waits: Callable[[Version], bool]) -> None:
+        """Takes what replicas say of what they pull, perhaps later."""
         for replica in self._replicas:
             version, deadline = replica.pulling, time.monotonic() + LONGEST_WAIT_S
             while version is not None and replica.end.is_alive:
-                if (reply := replica.end.reply(0.1 if wait else 0.0)) is not None:
+                if (reply := replica.end.reply(0.1 if waits(version) else 0.0)) is not None:
                     replica.pulling = None
                     self._check(replica, version, reply)
                     break
-                if not wait:
+                if not waits(version):
                     break
                 assert time.monotonic() < deadline, f"pull({version}) hangs for {LONGEST_WAIT_S:g} s"
 
@@ -272,7 +285,7 @@ class _Schedule:
         kind, _, said = reply.error.partition(": ")
         if "another shard of the replica could not pull it: " in said:
             kind, _, said = said.partition("could not pull it: ")[2].partition(": ")
-        is_over = version.session != self._session or not self._is_whole
+        is_over = self._is_over(version)
         is_old = is_over or version.number < self._numbers[-1]
         self._counts[f"pulls: {kind}"] += 1
         if kind == "RefusedError" and "was dropped" in said and is_old:
@@ -287,9 +300,12 @@ class _Schedule:
         acts: dict[str, list[Callable[[], None]]] = {moment: [] for moment in MOMENTS}
         kinds = [self._kill_relay, self._stop_relay, self._kill_rank, self._stop_rank, self._kill_replica]
         kinds += [self._stop_replica, self._lose, self._cut, self._mute]
-        for _ in range(self._rng.choice([0, 1, 1, 2])):
-            weights = [3, 0.7, 2, 1, 2, 1, *[2 * self._has_proxy] * 2, 0.7 * self._has_proxy]
-            acts[self._rng.choice(MOMENTS)] += self._rng.choices(kinds, weights)
+        rng = self._rng_of_acts
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            by_proxy = [share * self._has_proxy for share in (2, 2, 0.7)]
+            act = rng.choices(kinds, [3 * bool(self._num_relay_kills), 0.7, 2, 1, 2, 1, *by_proxy])[0]
+            self._num_relay_kills -= act == self._kill_relay
+            acts[rng.choice(MOMENTS)].append(act)
         return acts
 
     def _strike(self, acts: list[Callable[[], None]]) -> None:
@@ -303,9 +319,8 @@ class _Schedule:
         return self._rng.choice([0.05, 0.3, 1.0, 1.5 * PATIENCE_S])
 
     def _kill_relay(self) -> None:
-        if self._num_relay_kills and self._process.process is not None:
-            self._num_relay_kills -= 1
-            self._process.process.kill()
+        assert self._process.process is not None
+        self._process.process.kill()
 
     def _stop_relay(self) -> None:
         assert self._process.process is not None
@@ -348,11 +363,11 @@ class _Schedule:
                 self._launch(replica)
         self._push()
         self._finish()
-        self._reap(wait=True)
+        self._reap(lambda _: True)
         for replica in self._replicas:
             self._pull(replica)
         before = self._counts["pulls"]
-        self._reap(wait=True)
+        self._reap(lambda _: True)
         assert self._counts["pulls"] == before + len(self._replicas), "a replica has not got the last version"
 
     def _close(self) -> None:
@@ -361,11 +376,11 @@ class _Schedule:
             self._push()
             time.sleep(self._rng.uniform(0, 0.1))
         port = int(self._process.relay.address.rpartition(":")[2])
-        closes: list[Callable[[], None]] = [lambda: self._end_all(), self._process.close]
+        closes = [self._end_all, self._process.close]
         if self._rng.random() < 0.3:
             closes.reverse()
-        for close in closes:
-            close()
+        closes[0]()
+        closes[1]()
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)), "the relay's port is still open"
 
