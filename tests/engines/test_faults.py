@@ -1,4 +1,4 @@
-"""Random schedules of faults end with the tokens, or the weights, of plain runs; see `tests/faults`, which runs hundreds."""
+"""Random schedules of faults end with the tokens, or the weights, of plain runs; `tests/faults` runs hundreds."""
 
 from __future__ import annotations
 
