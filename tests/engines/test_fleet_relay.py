@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +65,8 @@ def test_replicas_pull_what_was_published(fleet: Fleet, folders: dict[int, Path]
     late = fleet.launch()
     fleet.wait_for_replicas(3)
     fleet.publish(checkpoint_tensors(folders[2]), version=2)
+    relay = fleet._weights._process  # type: ignore[union-attr]
+    os.kill(relay.process.pid, signal.SIGKILL)  # it comes back, and gets the weights again
     for spec in fleet.coordinator.outside:
         if spec != late.id:
             fleet.launcher.kill(spec)
