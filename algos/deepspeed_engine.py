@@ -187,7 +187,7 @@ def held_weights(engine: Any) -> dict[str, Held]:
     held = {}
     for name, parameter in _own_parameters(engine).items():
         if not _is_partitioned(parameter):
-            held[name] = Held(0, parameter.data.view(-1))
+            held[name] = Held(0, parameter.data.view(-1), is_shared=True)
             continue
         if not _is_plain(parameter):
             raise ValueError(f"weights: ZeRO-3 keeps {name!r} on a disk or quantised; use --weights direct")

@@ -470,6 +470,9 @@ class LLM:
             raise ValueError(f"source={source!r}: give a Relay (docs/relay.md)")
         if not isinstance(version, Version | None):
             raise ValueError(f"version={version!r}: of a relay, give what `Pusher.version` returns, or None")
+        wanted = self._world.all_gather_bytes(msgspec.msgpack.encode(version))
+        if any(other != wanted[0] for other in wanted):
+            raise ValueError(f"version={version!r}: other ranks were given other versions; give the same")
         if self._puller is None or self._puller.relay != source:
             self._close_puller()
             self._puller = Puller(source)

@@ -49,7 +49,8 @@ class RelayedWeights:
         address = groups.address
         if groups.world.rank == 0:
             token, room = secrets.token_bytes(32), room_for(flat.length, dtype)
-            self.process = RelayProcess(token, max_bytes=room, host=address, timeout_s=timeout_s)
+            model = flat.fingerprint, dtype, flat.length
+            self.process = RelayProcess(token, max_bytes=room, model=model, host=address, timeout_s=timeout_s)
             meeting = _Meeting(self.process.relay.address, token, secrets.token_hex(8))
         data = groups.world.broadcast_bytes(None if meeting is None else msgspec.msgpack.encode(meeting))
         meeting = from_msgpack(data, _Meeting)

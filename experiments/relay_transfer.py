@@ -137,7 +137,7 @@ class Trainers:
             pusher = Pusher(
                 self._relay,
                 self.flat,
-                lambda: {name: Held(0, tensor.view(-1)) for name, tensor in now[0].items()},
+                lambda: {name: Held(0, tensor.view(-1), is_shared=True) for name, tensor in now[0].items()},
                 dtype="bfloat16",
                 session=session,
                 rank=0 if gathers else self._world.rank,

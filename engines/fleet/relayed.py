@@ -43,8 +43,13 @@ class RelayedWeights:
         self.source, self.version = str(model), 0
         """What the replicas load for the next rollout, and its version."""
         self.in_use: str | None = None
-        room = room_for(self._flat.length, self._dtype)
-        self._process = RelayProcess(token, max_bytes=room, patience_s=patience_s, timeout_s=timeout_s)
+        self._process = RelayProcess(
+            token,
+            max_bytes=room_for(self._flat.length, self._dtype),
+            model=(self._flat.fingerprint, self._dtype, self._flat.length),
+            patience_s=patience_s,
+            timeout_s=timeout_s,
+        )
         self._held: dict[str, Held] = {}
         self._pusher: Pusher | None = None
 

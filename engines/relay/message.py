@@ -86,7 +86,7 @@ def dtype_of(name: str, value: str) -> DType:
     for dtype in _DTYPES:
         if value == dtype:
             return dtype
-    raise ValueError(f"{name}={value!r}: weights travel by a relay in {', '.join(_DTYPES)}; give one of these")
+    raise ValueError(f"{name}={value!r}: weights travel by a relay in 16 or 32 bits; give bfloat16 or float32")
 
 
 def num_written(message: bytes) -> int | None:

@@ -7,11 +7,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
-from engines.constraints import Count, check_value
+from engines.constraints import Count, Seconds, check_value
 from engines.relay.client import Relay
 from engines.relay.message import BIT_TYPES, DType
 from engines.relay.server import RelayOrders
@@ -19,6 +21,7 @@ from engines.relay.server import RelayOrders
 _START_S = 30.0
 _LEAST_LIFE_S = 5.0
 _MOST_FAILURES = 3
+Port = Annotated[int, Meta(ge=0, le=65535, description="an integer from 0 to 65535")]
 
 
 def room_for(num_elements: int, dtype: DType) -> int:
@@ -36,15 +39,25 @@ class RelayProcess:
         token: bytes,
         *,
         max_bytes: int,
+        model: tuple[str, str, int] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         patience_s: float = 10.0,
         timeout_s: float = 600.0,
     ) -> None:
-        """`port` 0: any free one; the times are those of `Relay`. Raises ValueError for an invalid number, RuntimeError
-        with the process's last words if it cannot be started."""
-        check_value("max_bytes", max_bytes, Count)
-        self._orders = RelayOrders(token=token, host=host, port=port, max_bytes=max_bytes, patience_s=patience_s)
+        """`host`: the address of this machine at which clients reach it; `port` 0: any free one; `model`: see
+        `RelayStore`; the times are those of `Relay`. Raises ValueError for an invalid number, RuntimeError with the
+        process's last words if it cannot be started."""
+        for name, value, hint in (
+            ("max_bytes", max_bytes, Count),
+            ("port", port, Port),
+            ("patience_s", patience_s, Seconds),
+            ("timeout_s", timeout_s, Seconds),
+        ):
+            check_value(f"RelayProcess.{name}", value, hint)
+        self._orders = RelayOrders(
+            token=token, host=host, port=port, max_bytes=max_bytes, patience_s=patience_s, model=model
+        )
         self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._address, self._problem = "", ""
@@ -67,7 +80,11 @@ class RelayProcess:
             assert self.process is not None
             if self._is_closing:  # since before this one was there
                 self.process.kill()
-            self.process.wait()
+            code = self.process.wait()
+            if not self._is_closing:
+                print(
+                    f"relay: has ended with code {code}; trainers push all weights again", file=sys.stderr, flush=True
+                )
             failures = 0 if time.monotonic() - began > _LEAST_LIFE_S else failures + 1
         if not self._is_closing:
             print(f"relay: has died {_MOST_FAILURES} times; it is not started again", file=sys.stderr, flush=True)

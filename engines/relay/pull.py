@@ -206,7 +206,7 @@ class _Pulling:
             state = self._puller.client().state()
             raise TimeoutError(
                 f"weights: {self._version} did not come within the relay's timeout_s; newest whole: {state.newest}, "
-                f"being pushed: {state.pushed}, by all but ranks {state.missing}; look for what the trainer does"
+                f"being pushed: {state.pushed}, of which {state.late} are not done; look for what the trainer does"
             ) from None
 
     def _patch(self, client: RelayClient, listing: Listing) -> None:

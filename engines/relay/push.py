@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,12 +13,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.constraints import Count, WholeNumber, check_value
 from engines.models.checksums import checksum_parts
 from engines.relay.client import RefusedError, Relay, RelayClient, Seconds, listens
 from engines.relay.codec import Bits, encode
 from engines.relay.flat import FlatModel, Piece, cut
-from engines.relay.message import BIT_TYPES, Bucket, DType, num_written
-from engines.relay.requests import BUCKET_BYTES, Commit, Done, List, Listing, Open, Opened, Version
+from engines.relay.message import BIT_TYPES, Bucket, DType, dtype_of, num_written
+from engines.relay.requests import (
+    BUCKET_BYTES,
+    BucketBytes,
+    Commit,
+    Done,
+    List,
+    Listing,
+    Open,
+    Opened,
+    Session,
+    Version,
+)
 
 _POLL_S = 0.1
 _CHUNK = 1 << 15
@@ -31,7 +44,9 @@ class Held:
     first: int
     """Number of the first one in the parameter."""
     tensor: Tensor
-    """[N], contiguous."""
+    """[N], contiguous, of floating point."""
+    is_shared: bool = False
+    """Whether every rank has these elements, which are then divided among the ranks; else this one pushes them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +108,18 @@ class Pusher:
         trainer share a `session` that no other trainer has. After `snapshot_every` messages against a base, or when
         those are half as large as the bucket, a bucket is sent dense, so that late replicas read little. Without
         `deflates`, which pays on slow links, dense messages are larger and quicker to make. Raises ValueError for
-        parameters of other names or sizes."""
+        parameters of other names or sizes, and for other options that cannot be."""
+        for name, value, hint in (
+            ("rank", rank, WholeNumber),
+            ("num_ranks", num_ranks, Count),
+            ("snapshot_every", snapshot_every, WholeNumber),
+            ("bucket_bytes", bucket_bytes, BucketBytes),
+            ("session", session, Session),
+        ):
+            check_value(f"Pusher.{name}", value, hint)
+        if rank >= num_ranks:
+            raise ValueError(f"Pusher.rank={rank}: must be below num_ranks={num_ranks}")
+        dtype = dtype_of("Pusher.dtype", dtype)
         self._relay, self._flat, self._held, self._dtype = relay, flat, held, dtype
         self._session, self._rank, self._num_ranks = session, rank, num_ranks
         self._snapshot_every, self._link_seconds = snapshot_every, link_seconds
@@ -101,7 +127,11 @@ class Pusher:
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         self._kind = BIT_TYPES[dtype]
         most = max(1, bucket_bytes // np.dtype(self._kind).itemsize)
-        self._buckets = cut(_owned(flat, held(), rank, num_ranks), most)
+        first = held()
+        _check(flat, first)
+        runs, self._spans = _owned(flat, first, rank, num_ranks)
+        self._buckets = cut(runs, most)
+        self._name = os.urandom(8).hex()
         self._bases: dict[int, _Base] = {}
         self._last: tuple[Commit, dict[int, Bits]] | None = None
         """The last whole version, until the next push."""
@@ -121,6 +151,7 @@ class Pusher:
         """Begins to push the weights as they are, as this version; returns at once. Raises what ended the push before,
         or ConnectionError behind `close`; RuntimeError if that has not been finished, and ValueError for a number that
         is not above the one before."""
+        check_value("version", number, WholeNumber)
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -246,6 +277,11 @@ class Pusher:
         client = self._join()
         sent, encode_s, checksum, changed, dense = client.num_bytes_sent, 0.0, 0, 0, 0
         held = self._held()
+        _check(self._flat, held)
+        for name, (first, count) in self._spans.items():
+            one, stop = held[name], first + count
+            if one.first > first or one.first + len(one.tensor) < stop:
+                raise ValueError(f"weights: {name!r}: elements {first} to {stop} are not held any more")
         for start, length in self._buckets:
             if self._is_closing:
                 raise ConnectionError("the pusher was closed")
@@ -306,7 +342,8 @@ class Pusher:
             return self._client
         self._leave()
         self._client = client = RelayClient(self._relay, self._link_seconds)
-        opening = Open(self._session, self._flat.fingerprint, self._dtype, self._flat.length)
+        model = self._flat.fingerprint, self._dtype, self._flat.length
+        opening = Open(self._session, *model, self._rank, self._name)
         store = client.ask(opening, Opened).store
         if store != self._store:
             self._bases.clear()
@@ -323,16 +360,15 @@ class Pusher:
 
     def _wait_for_others(self, client: RelayClient, version: Version, deadline: float) -> None:
         whole = List(version, version, only_whole=True)
-        seconds = max(0.0, deadline - time.monotonic())
+        seconds = max(self._relay.patience_s, deadline - time.monotonic())
         try:
             client.ask(whole, Listing, timeout_s=seconds)
         except ConnectionError:
             if client.is_lost:
                 raise
             self._leave()
-            missing = self._join().state().missing
             raise TimeoutError(
-                f"version {version.number} of the weights: ranks {missing} did not push it within "
+                f"version {version.number} of the weights: {self._join().state().late} did not push it within "
                 f"{self._relay.timeout_s:g} s; look for what they do"
             ) from None
 
@@ -374,24 +410,32 @@ class Pusher:
         return checksum_parts(parts, num_threads=1)  # the rollout uses the others
 
 
-def _owned(flat: FlatModel, held: Mapping[str, Held], rank: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Returns the runs of the flat order that this rank pushes."""
+def _check(flat: FlatModel, held: Mapping[str, Held]) -> None:
     sizes = {name: rows * columns for name, (rows, columns) in flat.shapes.items()}
-    strange = sorted(held.keys() ^ sizes.keys())
-    if strange:
+    if strange := sorted(held.keys() ^ sizes.keys()):
         which = "is no parameter of the model" if strange[0] in held else "is not held"
         raise ValueError(f"weights: {strange[0]!r} {which}; the trainer and the replicas must have the same model")
     for name, one in held.items():
-        if one.tensor.dim() != 1 or not one.tensor.is_contiguous() or one.first + len(one.tensor) > sizes[name]:
-            shape = [*one.tensor.shape]
-            raise ValueError(f"weights: {name!r}: elements from {one.first} in {shape}, of {sizes[name]} in all")
-    if all(len(one.tensor) == sizes[name] for name, one in held.items()):
+        if not isinstance(one, Held) or not isinstance(one.tensor, Tensor):
+            raise ValueError(f"weights: {name!r} is a {type(one).__name__}; give Held(first, tensor)")
+        if one.tensor.dim() != 1 or not one.tensor.is_contiguous() or not one.tensor.is_floating_point():
+            what = f"{one.tensor.dtype} {[*one.tensor.shape]}"
+            raise ValueError(f"weights: {name!r} is {what}; give its elements as one row of floating point, contiguous")
+        if one.first < 0 or one.first + len(one.tensor) > sizes[name]:
+            stop = one.first + len(one.tensor)
+            raise ValueError(f"weights: {name!r}: elements from {one.first} to {stop}, of {sizes[name]} in all")
+
+
+def _owned(
+    flat: FlatModel, held: Mapping[str, Held], rank: int, num_ranks: int
+) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
+    """Returns the runs of the flat order that this rank pushes, and the elements of each parameter that it needs."""
+    spans = {name: (one.first, len(one.tensor)) for name, one in held.items()}
+    if all(one.is_shared for one in held.values()) and sum(count for _, count in spans.values()) == flat.length:
         start, stop = (flat.length * index // num_ranks for index in (rank, rank + 1))
-        return [(start, stop - start)] if stop > start else []
-    spans = {}
-    for name, one in held.items():
-        spans[name] = (one.first, len(one.tensor))
-        if len(one.tensor) == sizes[name]:
-            start, stop = (sizes[name] * index // num_ranks for index in (rank, rank + 1))
-            spans[name] = (start, stop - start)
-    return flat.runs(spans)
+        return ([(start, stop - start)] if stop > start else []), spans
+    for name, (first, count) in spans.items():
+        if held[name].is_shared:
+            start, stop = (count * index // num_ranks for index in (rank, rank + 1))
+            spans[name] = (first + start, stop - start)
+    return flat.runs(spans), spans

@@ -16,6 +16,10 @@ BUCKET_BYTES: Final = 64 << 20
 """Most bytes of a bucket's bits (ROSE §4.2)."""
 MAX_MESSAGE: Final = HEADER_BYTES + BUCKET_BYTES + (1 << 16)
 
+BucketBytes = Annotated[int, Meta(ge=1024, le=BUCKET_BYTES, description=f"from 1024 to {BUCKET_BYTES}")]
+Session = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="1 to 64 letters, digits, '.', '_' and '-'")
+]
 Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Text = Annotated[str, Meta(max_length=256)]
 
@@ -36,6 +40,9 @@ class Open(Struct, frozen=True, tag=True):
     dtype: Text
     length: Whole
     """Logical elements of the model."""
+    rank: Whole = 0
+    pusher: Text = ""
+    """Names the rank's `Pusher`: it may come back, and no other may go on under its session."""
 
 
 class Opened(Struct, frozen=True, tag=True):
@@ -127,8 +134,12 @@ class State(Struct, frozen=True, tag=True):
     pushed: Version | None
     """The newest version that is being pushed."""
     missing: list[int]
-    """Ranks that have not committed that one."""
+    """Ranks that have not committed that one; empty also where none has."""
     num_bytes: Whole
+
+    @property
+    def late(self) -> str:
+        return f"ranks {self.missing}" if self.missing else "all ranks"
 
 
 Request = Open | Put | Commit | List | Read | Ask

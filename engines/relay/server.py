@@ -41,15 +41,17 @@ class RelayOrders(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     max_bytes: int
     patience_s: float
+    model: tuple[str, str, int] | None = None
+    """See `RelayStore`."""
     parent_pid: int = msgspec.field(default_factory=os.getpid)
 
 
 class RelayServer:
     """Answers trainers and replicas; forgets those that have left."""
 
-    def __init__(self, server: Server, max_bytes: int) -> None:
+    def __init__(self, server: Server, max_bytes: int, model: tuple[str, str, int] | None = None) -> None:
         self._server = server
-        self._store = RelayStore(max_bytes)
+        self._store = RelayStore(max_bytes, model)
         self._uploads: dict[str, bytearray] = {}
         self._waiting: dict[str, List] = {}
 
@@ -129,7 +131,7 @@ def main() -> int:
         orders.token, host=orders.host, port=orders.port, interval_s=min(1.0, patience_s / 5), patience_s=patience_s
     )
     print(server.address, flush=True)
-    RelayServer(server, orders.max_bytes).serve()
+    RelayServer(server, orders.max_bytes, orders.model).serve()
     return 0
 
 

@@ -45,17 +45,20 @@ class _Session:
     versions: dict[int, _Progress] = field(default_factory=dict)
     newest: int | None = None
     """The newest whole version."""
+    pushers: dict[int, str] = field(default_factory=dict)
+    """By rank."""
 
 
 class RelayStore:
     """The messages of one model. All methods raise ValueError, which names field, value and fix, and change nothing
     then."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, model: tuple[str, str, int] | None = None) -> None:
+        """`model` is what trainers must open: fingerprint, dtype and length; by default what the first one does."""
         self.name = os.urandom(8).hex()
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._model: tuple[str, str, int] | None = None
+        self._model = model
         self._opened: list[str] = []
         self._pushing: _Session | None = None
         self._whole: _Session | None = None
@@ -74,6 +77,12 @@ class RelayStore:
             self._opened.append(request.session)
             self._abandon(self._pushing)
             self._pushing = _Session(request.session)
+        assert self._pushing is not None
+        if self._pushing.pushers.setdefault(request.rank, request.pusher) != request.pusher:
+            raise ValueError(
+                f"session={request.session!r}: rank {request.rank} of another trainer has pushed under it; its "
+                "versions may be other weights, so give a new session"
+            )
 
     def put(self, session: str, message: bytes) -> None:
         """Keeps a message. One that it has already is left as it is."""

@@ -6,10 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engines import LLM
 from engines.config import ModelConfig
@@ -119,3 +121,16 @@ def test_weights_of_a_trainer_that_starts_again_are_loaded(
         assert (outputs == alone[1]) == (version == 1)
         assert len({replica.source for replica in fleet.coordinator.core._books.replicas.values()}) == 1
         pusher.close()
+
+
+def test_a_fleet_s_relay_takes_its_own_model_only(fleet: Fleet, folders: dict[int, Path]) -> None:
+    """Whoever comes first; the fleet's weights can still be published."""
+    config = replace(ModelConfig.from_pretrained(folders[1]), num_layers=1)
+    shapes = logical_shapes(config)
+    held = {name: Held(0, torch.zeros(shape).view(-1)) for name, shape in shapes.items()}
+    pusher = Pusher(fleet.relay, FlatModel.of(config, shapes), lambda: held, dtype="float32", session="wrong")
+    pusher.push(1)
+    with pytest.raises(ValueError, match=r"Open.model=.*: this relay keeps weights of"):
+        pusher.finish()
+    pusher.close()
+    fleet.publish(checkpoint_tensors(folders[1]), version=1)

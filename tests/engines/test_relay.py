@@ -80,14 +80,14 @@ class Trainer:
 
     def held(self, rank: int, ranks: int, how: str) -> dict[str, Held]:
         if how == "whole":
-            return {name: Held(0, tensor.view(-1)) for name, tensor in self.weights.items()}
+            return {name: Held(0, tensor.view(-1), is_shared=True) for name, tensor in self.weights.items()}
         held = {}
         for name, tensor in self.weights.items():
             each = -(-tensor.numel() // ranks)
             first = min(rank * each, tensor.numel())
             held[name] = Held(first, tensor.view(-1)[first : first + each].clone())
             if tensor.numel() < 30:  # small ones are whole on every rank
-                held[name] = Held(0, tensor.view(-1))
+                held[name] = Held(0, tensor.view(-1), is_shared=True)
         return held
 
     def step(self, share: float = 0.01, seed: int = 1) -> Weights:
@@ -262,6 +262,89 @@ def test_every_parameter_must_be_held(closing: Any) -> None:
                 Pusher(relay, flat, lambda given=given: given, dtype="bfloat16", session="x")
 
 
+def test_a_session_is_one_trainer_s(closing: Any) -> None:
+    """One that starts again under the same session would have its versions taken for those of the first."""
+    with relay_in_thread() as relay:
+        first = closing(Trainer(BASE, relay, ranks=1))
+        first.push(1)
+        first.finish()
+        flat, session = first.pushers[0]._flat, first.pushers[0]._session
+        again = closing(Pusher(relay, flat, lambda: first.held(0, 1, "whole"), dtype="bfloat16", session=session))
+        again.push(1)
+        with pytest.raises(RefusedError, match=r"rank 0 of another trainer has pushed under it; .* give a new session"):
+            again.finish()
+        with pytest.raises(RefusedError):
+            again.push(2)
+
+
+def test_what_is_held_is_checked_at_each_push(closing: Any) -> None:
+    with relay_in_thread() as relay:
+        trainer = closing(Trainer(BASE, relay, ranks=1))
+        flat, held = trainer.pushers[0]._flat, trainer.held(0, 1, "whole")
+        now = dict(held)
+        pusher = closing(Pusher(relay, flat, lambda: now, dtype="bfloat16", session="x"))
+        now["model.norm.weight"] = Held(0, torch.zeros(100)[:5])
+        pusher.push(1)
+        with pytest.raises(ValueError, match=r"'model.norm.weight': elements 0 to 24 are not held any more"):
+            pusher.finish()
+
+
+def test_options_of_a_pusher_are_checked(closing: Any) -> None:
+    with relay_in_thread() as relay:
+        trainer = closing(Trainer(BASE, relay, ranks=1))
+        flat, held = trainer.pushers[0]._flat, trainer.held(0, 1, "whole")
+        good: dict[str, Any] = {"dtype": "bfloat16", "session": "x"}
+        for options, words in (
+            ({"rank": 2, "num_ranks": 2}, "Pusher.rank=2: must be below num_ranks=2"),
+            ({"rank": -1}, "Pusher.rank=-1: must be"),
+            ({"num_ranks": 0}, "Pusher.num_ranks=0: must be"),
+            ({"dtype": "float64"}, "Pusher.dtype='float64': weights travel by a relay in 16 or 32 bits"),
+            ({"snapshot_every": -3}, "Pusher.snapshot_every=-3: must be"),
+            ({"bucket_bytes": 2**40}, "Pusher.bucket_bytes=.*: must be from 1024 to"),
+            ({"session": "a b"}, "Pusher.session='a b': must be 1 to 64 letters"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                Pusher(relay, flat, lambda: held, **(good | options))
+        for number in (-1, 2**63, None):
+            with pytest.raises(ValueError, match=f"version={number}: must be"):
+                trainer.pushers[0].push(number)  # type: ignore[arg-type]
+        for one in (
+            torch.zeros(24),
+            Held(-1, torch.zeros(5)),
+            Held(0, torch.zeros(4, 6)),
+            Held(0, torch.zeros(24).int()),
+        ):
+            with pytest.raises(ValueError, match=r"weights: 'model.norm.weight'"):
+                bad = held | {"model.norm.weight": one}
+                Pusher(relay, flat, lambda bad=bad: bad, **good)  # type: ignore[misc]
+        for port in (-1, 70000):
+            with pytest.raises(ValueError, match=f"RelayProcess.port={port}: must be"):
+                RelayProcess(TOKEN, max_bytes=2**20, port=port)
+
+
+def test_parameters_of_one_rank_each(closing: Any) -> None:
+    """As with pipeline parallelism: a rank has whole parameters that no other has."""
+    with relay_in_thread() as relay:
+        trainer = closing(Trainer(BASE, relay, ranks=1))
+        flat, names = trainer.pushers[0]._flat, sorted(trainer.weights)
+        nothing = torch.zeros(0)
+        pushers = []
+        for rank in range(2):
+            held = {
+                name: Held(0, trainer.weights[name].view(-1) if index % 2 == rank else nothing)
+                for index, name in enumerate(names)
+            }
+            more: dict[str, Any] = {"dtype": "bfloat16", "session": "pipeline", "rank": rank, "num_ranks": 2}
+            pushers.append(closing(Pusher(relay, flat, lambda held=held: held, **more)))  # type: ignore[misc]
+        for pusher in pushers:
+            pusher.push(0)
+        replica = closing(Replica(BASE, 2, relay))
+        replica.pull(pushers[0].version(0))
+        replica.assert_equal(trainer.weights)
+        for pusher in pushers:
+            pusher.finish()
+
+
 def test_another_model_or_dtype_is_refused_by_name(closing: Any) -> None:
     with relay_in_thread() as relay:
         trainer = closing(Trainer(BASE, relay))
@@ -319,7 +402,7 @@ def test_who_did_not_push_is_named(closing: Any) -> None:
         trainer.pushers[0].push(3)
         with pytest.raises(TimeoutError, match=r"version 3 of the weights: ranks \[1\] did not push it within 1 s"):
             trainer.pushers[0].finish()
-        with pytest.raises(TimeoutError, match=r"number=3\) did not come .* newest whole: None.* but ranks \[1\]"):
+        with pytest.raises(TimeoutError, match=r"number=3\) did not come .* whole: None.* ranks \[1\] are not done"):
             closing(Replica(BASE, 1, hasty)).pull(trainer.pushers[0].version(3))
 
 

@@ -152,7 +152,7 @@ def after(model: Model, steps: list[Step]) -> Weights:
 def held(weights: Weights, rank: int, num_ranks: int, how: str, seed: int) -> dict[str, Held]:
     """What a rank has; a part is a copy, as it is its own memory."""
     if how == "whole":
-        return {name: Held(0, tensor.view(-1)) for name, tensor in weights.items()}
+        return {name: Held(0, tensor.view(-1), is_shared=True) for name, tensor in weights.items()}
     idle = seed % num_ranks if num_ranks > 2 else None
     parts = {}
     for name, tensor in weights.items():
@@ -169,7 +169,7 @@ def held(weights: Weights, rank: int, num_ranks: int, how: str, seed: int) -> di
             ends = [sum(list(sizes.values())[:index]) for index in range(num_ranks + 1)]
         parts[name] = Held(ends[rank], tensor.view(-1)[ends[rank] : ends[rank + 1]].clone())
         if how == "parts" and size < 30:  # small ones are whole on every rank
-            parts[name] = Held(0, tensor.view(-1))
+            parts[name] = Held(0, tensor.view(-1), is_shared=True)
     return parts
 
 
