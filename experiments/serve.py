@@ -66,7 +66,7 @@ class ServeConfig:
         if self.api_key is None:
             return os.environ.get(KEY_VARIABLE) or None
         if not self.api_key.is_file():
-            raise ValueError("api_key: there is no such file; give the path of a file that holds the key")
+            raise ValueError("--api-key: there is no such file; give the path of a file that holds the key")
         if not (key := self.api_key.read_text().strip()).isascii() or not key:
             raise ValueError(f"api_key={str(self.api_key)!r}: holds no key of ASCII characters")
         return key
@@ -84,7 +84,7 @@ def serve(config: ServeConfig, key: str | None) -> dict[str, Any]:
     import secrets
 
     from engines import LLM
-    from engines.serving.server import Server
+    from engines.serving.server import Server, bind
     from engines.serving.service import ServedModel, Service, ServingLimits
 
     if launch.num_ranks() > 1:
@@ -96,6 +96,7 @@ def serve(config: ServeConfig, key: str | None) -> dict[str, Any]:
         stall_s=config.stall_s,
         drain_s=config.drain_s,
     )
+    bound = bind(config.host, config.port, api_key=key)
     launch.share_cores()
     run_seed = secrets.randbits(63) if config.run_seed is None else config.run_seed
     llm = LLM(config.model, base_model=config.base_model, **asdict(replace(config.engine, seed=run_seed)))
@@ -108,7 +109,7 @@ def serve(config: ServeConfig, key: str | None) -> dict[str, Any]:
         run_seed=run_seed,
     )
     service = Service(model, limits)
-    server = Server(service, host=config.host, port=config.port, api_key=key)
+    server = Server(service, bound, api_key=key)
     num_lost = server.run(lambda: print(f"serving {model.name} at {server.address}/v1", flush=True))
     llm.close()
     return {"experiment": "serve", "requests": dict(service.metrics.requests), "lost": num_lost}

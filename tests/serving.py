@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,25 +13,57 @@ from typing import Any
 import openai
 
 from engines import LLM
-from engines.serving.server import Server
+from engines.sequence import SequenceState
+from engines.serving.server import Server, bind
 from engines.serving.service import ServedModel, Service, ServingLimits
+
+
+def until(happened: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, f"waited for a minute: {what}"
+        time.sleep(0.002)
+
+
+class Gate:
+    """A hidden stop that ends nothing: the step that draws token number `place` of a sequence waits for that event."""
+
+    def __init__(self, *places: int) -> None:
+        self.events = {place: threading.Event() for place in places}
+        self.waits_at = 0
+
+    def __call__(self, state: SequenceState) -> bool:
+        event = self.events.get(state.num_generated)
+        if event is not None and not event.is_set():
+            self.waits_at = state.num_generated
+            assert event.wait(60), f"nobody opened the gate at {state.num_generated}"
+            self.waits_at = 0
+        return False
+
+    def open(self, place: int) -> None:
+        self.events[place].set()
 
 
 class Running:
     """A server that runs, its engine, and a client of it."""
 
-    def __init__(self, llm: LLM, limits: dict[str, Any], api_key: str | None) -> None:
+    def __init__(self, llm: LLM, name: str, limits: dict[str, Any], api_key: str | None) -> None:
         self.llm = llm
         model = ServedModel(
-            name="tiny",
+            name=name,
             replica=llm.replica,
             template=replace(llm.chat_template, tokenizer=copy.deepcopy(llm.tokenizer)),
             max_model_len=llm.max_model_len,
             run_seed=0,
         )
         self.service = Service(model, ServingLimits(**limits))
-        self.server = Server(self.service, port=0, api_key=api_key)
+        self.server = Server(self.service, bind(port=0), api_key=api_key)
         self.url = self.server.address
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """How requests have ended, by outcome."""
+        return dict(self.service.metrics.requests)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -43,8 +76,8 @@ class Running:
 
 
 @contextmanager
-def serving(llm: LLM, api_key: str | None = None, **limits: Any) -> Iterator[Running]:
-    running, started = Running(llm, limits, api_key), threading.Event()
+def serving(llm: LLM, *, name: str = "tiny", api_key: str | None = None, **limits: Any) -> Iterator[Running]:
+    running, started = Running(llm, name, limits, api_key), threading.Event()
     thread = threading.Thread(target=running.server.run, args=(started.set,))
     thread.start()
     try:

@@ -20,6 +20,7 @@ Tools = Sequence[dict[str, Any] | Callable[..., Any]]
 """JSON schemas, or typed functions with a docstring, of which transformers makes them."""
 _ANSWER = "QzxAnswer"
 """Stands for what was sampled; it ends in a letter, so that a tokenizer does not merge it with a following newline."""
+_MOST_KNOWN = 10_000
 _RESERVED = {
     *("self", "where", "messages", "conversation", "tools", "add_generation_prompt", "chat_template", "tokenize"),
     *("return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "padding", "truncation"),
@@ -204,6 +205,8 @@ class ChatTemplate:
                 f"{where}: the model's chat template drops message {lost[0]} ({roles[lost[0]]}) of roles "
                 f"{', '.join(roles)}; leave it out, or use another chat_template.jinja"
             )
+        if len(self._whole) >= _MOST_KNOWN:
+            self._whole.clear()
         self._whole.add(known)
 
     def _apply(self, messages: Messages, where: str, options: Mapping[str, Any], *, tokenize: bool) -> Any:

@@ -176,8 +176,8 @@ class Generation:
         self, asked: Asked, prompts: list[list[int]], arrived: float, scope: Scope, receive: Receive, send: Send
     ) -> Outcome:
         service = self._service
-        call = service.call(asked, prompts, arrived)
         answer = Answer(asked, service.model.name, prompts, service.model.template.tokenizer)
+        call = service.call(asked, prompts, arrived)
         try:
             if asked.streams:
                 return await _unless_left(receive, self._stream(call, answer, asked.includes_usage, send))

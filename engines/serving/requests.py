@@ -135,11 +135,14 @@ def with_reason(param: str | None, act: Callable[[], Any]) -> Any:
 
 def _params(given: Mapping[str, Any], kind: Kind) -> SamplingParams:
     options = {name: value for name, value in given.items() if name in _SAMPLING}
-    for name, most in _MOST_ENTRIES.items():
-        if isinstance(value := options.get(name), list | dict) and len(value) > most:
-            raise invalid(name, f"{name}: has {len(value)} entries; give at most {most}")
     if "logit_bias" in options:
         options["logit_bias"] = _biases(options["logit_bias"])
+    for name, most in _MOST_ENTRIES.items():
+        value = options.get(name, [])
+        if not isinstance(value, list | str | dict) or (isinstance(value, dict) and name != "logit_bias"):
+            raise invalid(name, f"{name}: must be a list")
+        if not isinstance(value, str) and len(value) > most:
+            raise invalid(name, f"{name}: has {len(value)} entries; give at most {most}")
     if kind == "chat":
         most = given.get("max_completion_tokens", given.get("max_tokens"))
         if given.get("max_tokens", most) != most:

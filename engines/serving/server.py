@@ -22,6 +22,21 @@ _CLOSE_S = 5.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+def bind(host: str = "127.0.0.1", port: int = 8000, *, api_key: str | None = None) -> socket.socket:
+    """Returns a socket that takes no connections yet; port 0 takes a free one. Raises ValueError if it cannot be had,
+    or without a key for a host that other machines reach."""
+    if host not in LOOPBACK and not api_key:
+        raise ValueError(f"host={host!r}: other machines can reach it, so it needs an api_key")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ValueError(f"host={host!r}, port={port}: cannot be listened to ({error}); give others") from None
+    return bound
+
+
 class _Uvicorn(uvicorn.Server):
     """Leaves signals to `Server`: uvicorn would close the socket before the running requests have ended."""
 
@@ -34,24 +49,17 @@ class Server:
     """Serves until `stop`, or SIGTERM, SIGINT or SIGHUP where `run` is called by the main thread. Then new requests get
     503, running ones have `drain_s` to end; a second signal ends them at once."""
 
-    def __init__(self, service: Service, *, host: str = "127.0.0.1", port: int = 8000, api_key: str | None = None):
-        """Binds the socket; port 0 takes a free one. Raises ValueError if it cannot be had, or without a key for a host
-        that other machines reach."""
-        if host not in LOOPBACK and not api_key:
-            raise ValueError(f"host={host!r}: other machines can reach it, so it needs an api_key")
-        self._service = service
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            self._socket = socket.create_server((host, port), family=family, backlog=1024)
-        except OSError as error:
-            raise ValueError(f"host={host!r}, port={port}: cannot be listened to ({error}); give others") from None
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: the kernel drops one whose peer reads nothing
-            stall_ms = int(service.limits.stall_s * 1000)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
-        self.port: int = self._socket.getsockname()[1]
+    def __init__(self, service: Service, bound: socket.socket, *, api_key: str | None = None) -> None:
+        """`bound`: see `bind`."""
+        self._service, self._socket, self._api_key = service, bound, api_key
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        # Connections inherit these: asyncio sets no TCP_NODELAY on those of a socket that it has not made itself, and
+        # then each chunk could wait for 40 ms; and the kernel drops a connection whose peer reads nothing for so long.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stall_ms = min(int(2000 * service.limits.stall_s), 2**31 - 1)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+        host, self.port = bound.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        self._api_key = api_key
         self._stops = self._ends = False
 
     def run(self, on_start: Callable[[], None] = lambda: None) -> int:
@@ -78,6 +86,8 @@ class Server:
         try:
             while not (server.started or serving.done()):
                 await asyncio.sleep(_POLL_S)
+            if serving.done():  # another process has taken the port since it was bound
+                await serving
             on_start()
             while not (self._stops or serving.done()):
                 await asyncio.sleep(_POLL_S)
