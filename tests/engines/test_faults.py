@@ -40,5 +40,6 @@ def test_schedules_of_replicas_outside_a_world(oracle: Path) -> None:
 def test_schedules_of_weights_by_a_relay() -> None:
     happened = run_relay_schedules(None, [7, 18, 26])
     assert happened["schedules"] == 3
-    for what in ("kill_rank", "kill_relay", "kill_replica", "frames lost", "cuts", "late", "repeated", "pulls"):
+    for what in ("kill_rank", "kill_relay", "kill_replica", "cuts", "late", "repeated", "pulls"):
         assert happened[what] > 0, f"no {what} in {happened}"
+    assert happened.get("frames lost", 0) + happened.get("answers lost", 0) > 0, f"nothing was lost in {happened}"

@@ -10,6 +10,8 @@ import zmq
 from tests.faults.channel import Faults, Held
 
 _HELD_MS, _IDLE_MS = 1, 20
+_LONG_BYTES = 100
+"""Answers without weights are shorter, but for lists of buckets."""
 
 
 class _Link:
@@ -28,7 +30,7 @@ class Proxy:
     def __init__(self, relay: str, faults: Faults) -> None:
         """`relay` is its address; clients take `address`."""
         self._relay, self._faults = relay, faults
-        self._num_to_lose = self._num_to_cut = self._num_to_mute = 0
+        self._num_to_lose = self._num_answers_to_lose = self._num_to_cut = self._num_to_mute = 0
         self._links: dict[bytes, _Link] = {}
         self._poller = zmq.Poller()
         self._front = self._socket(zmq.ROUTER)
@@ -41,6 +43,10 @@ class Proxy:
     def lose(self, count: int) -> None:
         """So many of the next frames do not arrive."""
         self._num_to_lose += count
+
+    def lose_answers(self, count: int) -> None:
+        """So many answers with weights do not arrive: a replica has patched some buckets then, and others not."""
+        self._num_answers_to_lose += count
 
     def cut(self) -> None:
         """A connection to the relay is closed, with what is on its way; the next frame opens another one."""
@@ -77,7 +83,7 @@ class Proxy:
 
     def _pass_on(self, route: bytes, link: _Link) -> None:
         while link.back is not None and (frames := _next(link.back)) is not None:
-            self._take(link.down, frames)
+            self._take_answer(link.down, frames)
         while (frames := link.up.next_due()) is not None:
             if not link.is_mute:
                 if link.back is None:
@@ -87,6 +93,13 @@ class Proxy:
         while (frames := link.down.next_due()) is not None:
             if not link.is_mute:
                 self._front.send_multipart([route, *frames])
+
+    def _take_answer(self, held: Held, frames: list[bytes]) -> None:
+        is_long = len(frames[-1]) >= _LONG_BYTES
+        if is_long and self._num_answers_to_lose and self._faults.happens(0.1, "answers lost"):
+            self._num_answers_to_lose -= 1
+        else:
+            self._take(held, frames)
 
     def _take(self, held: Held, frames: list[bytes]) -> None:
         if self._num_to_lose and self._faults.happens(0.2, "frames lost"):

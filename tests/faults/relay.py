@@ -343,7 +343,8 @@ class _Schedule:
             end.stop(self._how_long())
 
     def _lose(self) -> None:
-        self._proxy.lose(self._rng.randint(1, 3))
+        lose = self._rng.choice([self._proxy.lose, self._proxy.lose_answers, self._proxy.lose_answers])
+        lose(self._rng.randint(1, 3))
 
     def _cut(self) -> None:
         self._proxy.cut()
