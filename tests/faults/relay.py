@@ -149,7 +149,7 @@ class _Schedule:
         weights, count = initial(model), 0
         for num_ranks, how in self._settings:
             everyone = [held(weights, rank, num_ranks, how, self._seed) for rank in range(num_ranks)]
-            runs = [_owned(flat, one, rank, num_ranks) for rank, one in enumerate(everyone)]
+            runs = [_owned(flat, one, rank, num_ranks)[0] for rank, one in enumerate(everyone)]
             count = max(count, sum(len(cut(run, most)) for run in runs))
         return room_for(flat.length, model.dtype) - (64 << 20) + 3 * BYTES_PER_MESSAGE * count
 
