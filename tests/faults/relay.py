@@ -83,7 +83,7 @@ class _Schedule:
         """Of its own, since how much is drawn from the other one depends on the clock."""
         self._settings = [(rng.randint(1, 3), rng.choice(["whole", "parts", "uneven"])) for _ in range(2)]
         self._options = {
-            "bucket_bytes": rng.choice([200, 3000, 3000, 20_000, 10**6]),
+            "bucket_bytes": rng.choice([1024, 3000, 3000, 20_000, 10**6]),
             "snapshot_every": rng.choice([1, 3, 64]),
             "deflates": rng.random() < 0.8,
         }
