@@ -84,9 +84,12 @@ def serve(config: ServeConfig, key: str | None) -> dict[str, Any]:
     import secrets
 
     from engines import LLM
-    from engines.serving.server import Server, bind
-    from engines.serving.service import ServedModel, Service, ServingLimits
 
+    try:
+        from engines.serving.server import Server, bind
+        from engines.serving.service import ServedModel, Service, ServingLimits
+    except ModuleNotFoundError as error:
+        raise ValueError(f'serve.py: {error}; pip install "curtail[serve]"') from None
     if launch.num_ranks() > 1:
         raise ValueError("serve.py: serves with one rank; start it without torchrun")
     limits = ServingLimits(

@@ -12,6 +12,8 @@ share the machine. With float64 each answer is compared with that of `LLM.genera
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
 import os
 import random
 import re
@@ -89,12 +91,17 @@ class LoadConfig:
 
 def main() -> dict[str, Any]:
     config = launch.options(LoadConfig)
+    if importlib.util.find_spec("openai") is None:
+        raise ValueError("serving_load.py: needs OpenAI's client; pip install openai")
     arrivals = config.arrivals()
     with served(config) as (url, process):
         result, answered = asyncio.run(Load(config, url).run(arrivals))
         if process is not None:
             os.kill(process.pid, signal.SIGTERM)
-            result["exit_code"] = process.wait(120)
+            told, _ = process.communicate(timeout=120)
+            if process.returncode:
+                raise ValueError(f"serve.py has ended with code {process.returncode}; see above")
+            result["server"] = json.loads(told.splitlines()[-1])["requests"]
     if config.url is None and config.dtype == "float64":
         result["tokens_equal"] = tokens_equal(config, answered)
     return result
@@ -171,8 +178,12 @@ class Load:
 
     async def _send_nonsense(self, http: httpx2.AsyncClient, index: int) -> None:
         path, body = malformed(random.Random(f"{self._config.seed}/{index}"))
-        answer = await http.post(self._url + path, content=body, headers={"content-type": "application/json"})
-        is_right = 400 <= answer.status_code < 500 and answer.json()["error"]["message"]
+        try:
+            answer = await http.post(self._url + path, content=body, headers={"content-type": "application/json"})
+            is_right = 400 <= answer.status_code < 500 and bool(answer.json()["error"]["message"])
+        except Exception as error:  # no answer, or one in another form
+            is_right = False
+            print(f"malformed: {path}, {body[:100]!r}: {error!r} ({error.__cause__!r})", file=sys.stderr)
         self._outcomes["refused" if is_right else "malformed_wrong"] += 1
 
     async def _leave_together(self, client: AsyncOpenAI, http: httpx2.AsyncClient, context: int) -> float:

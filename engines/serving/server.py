@@ -19,6 +19,8 @@ _SEND_BUFFER = 256 * 2**10
 _POLL_S = 0.05
 _CLOSE_S = 5.0
 """Seconds for the last bytes of answers."""
+_KEEP_ALIVE_S = 75
+"""Seconds of an idle connection. Clients must give it up first (httpx: 5 s), or one may send just as it is closed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -77,6 +79,7 @@ class Server:
             make_app(service, api_key=self._api_key),
             **{"http": "h11", "loop": "asyncio", "ws": "none", "lifespan": "off"},  # type: ignore[arg-type]
             **{"log_level": "warning", "access_log": False, "server_header": False},  # type: ignore[arg-type]
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(_CLOSE_S),
         )
         server = _Uvicorn(config)
