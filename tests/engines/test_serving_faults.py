@@ -142,7 +142,7 @@ def test_a_client_that_reads_nothing_is_aborted_and_holds_up_nobody(text_model: 
                 assert running.service.load.num_steps < 480, "before its end"
             else:
                 until(lambda: running.outcomes.get("stalled") == 1, "its time is over")
-            assert running.blocks[0] == running.blocks[1]
+            until(lambda: running.blocks[0] == running.blocks[1], "its blocks are free")
         until(lambda: sum(running.outcomes.values()) == 2, "its connection has ended")
 
 
