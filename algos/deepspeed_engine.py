@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from algos.deepspeed_config import ResolvedConfig, TrainerConfig, lr_factor
 from algos.publish import save_tensors
 from engines.models.loader import merge_factors
-from engines.relay.push import Held
+from engines.relay.held import Held
 
 _PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small compared to any large parameter
 _UNREADABLE = (

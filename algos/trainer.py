@@ -26,7 +26,7 @@ from algos.experience import Experience, LossInputs, LossOutput
 from algos.logprobs import token_logprobs
 from algos.micro_batches import MicroBatchPlan, plan_micro_batches
 from engines.json_files import read_json
-from engines.relay.push import Held
+from engines.relay.held import Held
 
 CHECKPOINT_TAG = "deepspeed"
 CHECKPOINT_FACTS = "trainer.json"

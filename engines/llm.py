@@ -9,12 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
-from engines.decoding import from_msgpack
 from engines.exclusive_calls import ExclusiveCalls, exclusive
 from engines.kvcache.files import FileKVStore
 from engines.kvcache.tiers import TieredKVStore
@@ -27,7 +25,7 @@ from engines.parallel.groups import GroupCache
 from engines.parallel.layout import Layout
 from engines.progress import Bar
 from engines.relay.client import Relay
-from engines.relay.pull import Puller, PullRecord
+from engines.relay.pull import PullRecord
 from engines.relay.requests import Version
 from engines.replica.endings import HiddenStop
 from engines.replica.engine import LocalEngine
@@ -35,11 +33,12 @@ from engines.replica.replica import Replica
 from engines.rollout.draft_ranks import DraftRanks
 from engines.rollout.drafts import DraftSharing
 from engines.rollout.environment import CallCounts, Environments
-from engines.rollout.generation import Requests, as_prompts, check_same_states, split_done
+from engines.rollout.generation import Requests, as_prompts, check_same_options, check_same_states, split_done
 from engines.rollout.journal import CompletionStore
 from engines.rollout.pace import Pace
 from engines.rollout.placement import Arguments, Placement
 from engines.rollout.prediction import LengthPredictor
+from engines.rollout.pulls import WeightPulls
 from engines.rollout.steps import roll_out_static
 from engines.rollout.telemetry import StepRecord, draft_metrics
 from engines.rollout.turns import Turns
@@ -124,10 +123,10 @@ class LLM:
         """KV of preempted sequences; coordinated rollouts (`rollout`) have their own store."""
         self._drafts: DraftSharing | None = None
         self._draft_ranks: DraftRanks | None = None
-        self._puller: Puller | None = None
         self._own_groups = arguments.start_world(device)
         groups = world or self._own_groups
         self._world: Communicator = groups.world if groups is not None else SingleRank()
+        self._pulls = WeightPulls(self._world)
         try:
             self._placement = Placement(model, device, arguments, options, groups)
             self._start(arguments, groups)
@@ -451,60 +450,27 @@ class LLM:
             self._check_open()
             if (weights is None) == (source is None):
                 raise ValueError("update_weights: give weights, or the relay that has them as source")
-            load = self._loading(weights, version) if weights is not None else self._pulling(source, version)
+            if weights is not None and not (is_int64(version) and version >= 0):  # type: ignore[operator]
+                raise ValueError(f"version={version!r}: must be an integer of 64 bits, at least 0")
+            if source is not None and not isinstance(source, Relay):
+                raise ValueError(f"source={source!r}: give a Relay (docs/relay.md)")
+            if source is not None and not isinstance(version, Version | None):
+                raise ValueError(f"version={version!r}: of a relay, give what `Pusher.version` returns, or None")
             if self.replica.has_work:
                 raise RuntimeError("update_weights: sequences are running; pause() them first")
+        check_same_options(self._world, {"update_weights(source=)": source is not None, "version": version})
         if self._kv_store is not None:
             self._kv_store.close()  # it may hold KV of paused sequences, and new weights may have the old version
-        return self._placement.update(load)
-
-    def _loading(
-        self, weights: Iterable[tuple[str, Tensor]], version: int | Version | None
-    ) -> Callable[[LocalEngine], None]:
-        if not (isinstance(version, int) and is_int64(version) and version >= 0):
-            raise ValueError(f"version={version!r}: must be an integer of 64 bits, at least 0")
-        return lambda engine: engine.load(weights, version)
-
-    def _pulling(self, source: Relay | None, version: int | Version | None) -> Callable[[LocalEngine], int]:
-        if not isinstance(source, Relay):
-            raise ValueError(f"source={source!r}: give a Relay (docs/relay.md)")
-        if not isinstance(version, Version | None):
-            raise ValueError(f"version={version!r}: of a relay, give what `Pusher.version` returns, or None")
-        wanted = self._world.all_gather_bytes(msgspec.msgpack.encode(version))
-        if any(other != wanted[0] for other in wanted):
-            raise ValueError(f"version={version!r}: other ranks were given other versions; give the same")
-        if self._puller is None or self._puller.relay != source:
-            self._close_puller()
-            self._puller = Puller(source)
-        puller = self._puller
-
-        def pull(engine: LocalEngine) -> int:
-            return engine.pull(puller, version or self._newest(puller))
-
-        return pull
-
-    def _newest(self, puller: Puller) -> Version:
-        """Returns rank 0's newest whole version on every rank."""
-        if self._world.rank:
-            if not (data := self._world.broadcast_bytes(None)):
-                raise RuntimeError("update_weights: rank 0 has found no version at the relay")
-            return from_msgpack(data, Version)
-        found = b""
-        try:
-            found = msgspec.msgpack.encode(version := puller.wait_for_one())
-        finally:
-            self._world.broadcast_bytes(found)
-        return version
+        if source is not None:
+            assert isinstance(version, Version | None)
+            return self._placement.update(self._pulls.loading(source, version))
+        assert weights is not None and isinstance(version, int)
+        return self._placement.update(lambda engine: engine.load(weights, version))
 
     @property
     def pulls(self) -> list[PullRecord]:
         """What `update_weights` has pulled from its last source on this rank, one entry per version."""
-        return [] if self._puller is None else self._puller.records
-
-    def _close_puller(self) -> None:
-        if self._puller is not None:
-            self._puller.close()
-        self._puller = None
+        return self._pulls.records
 
     @exclusive
     def regroup(self, layout: Layout, *, keep_weights: bool = True) -> None:
@@ -559,7 +525,7 @@ class LLM:
         All ranks call it together. The LLM cannot generate any more.
         """
         self._closed = True
-        self._close_puller()
+        self._pulls.close()
         if self._kv_store is not None:
             if (engine := getattr(self._placement, "engine", None)) is not None:  # else it could not be built
                 engine.mover.close()

@@ -78,7 +78,9 @@ def main() -> dict[str, Any] | None:
     if "job" in config.parts:
         measured |= _job_part(config)
     equal = [measured[name] for name in ("weights_equal", "tokens_equal") if name in measured]
-    first = {"tokens_equal": all(equal), "seconds": round(time.monotonic() - start, 1)}
+    first: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1)}
+    if equal:
+        first["tokens_equal"] = all(equal)
     if config.figure is not None and "transfer" in measured:
         _draw(config.figure, measured["transfer"])
     return report("relay", config, {**measured, **first})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ class _Member(SingleRank):
 class ShardedReplica:
     """Decoders of all shards, without KV caches."""
 
-    def __init__(self, config: ModelConfig, tp_size: int, relay: Relay, *, dtype: str = "bfloat16", **options: Any):
-        """`options` are those of `Puller`."""
+    def __init__(self, config: ModelConfig, tp_size: int, relay: Relay, *, dtype: str = "bfloat16") -> None:
         barrier, said = threading.Barrier(tp_size, timeout=2 * relay.timeout_s), [b""] * tp_size
         self.config, self.have = config, None
         self._members = [_Member(rank, barrier, said) for rank in range(tp_size)]
@@ -60,7 +58,7 @@ class ShardedReplica:
                     kernels=choose_kernels("torch", setting_of(engine, local, device)),
                 )
             )
-        self.pullers = [Puller(relay, **options) for _ in self.decoders]
+        self.pullers = [Puller(relay) for _ in self.decoders]
 
     have: Version | None
 

@@ -106,6 +106,7 @@ class RelayedWeights:
             "timing_s/relay_push": slowest("push", "seconds"),
             "timing_s/relay_pull": slowest("pull", "seconds"),
             "timing_s/relay_apply": slowest("pull", "apply_s"),
+            "timing_s/relay_check": slowest("pull", "check_s"),
             "timing_s/relay_wait": max(one["wait"] for one in everyone),
         }
 

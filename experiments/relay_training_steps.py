@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from experiments import launch
 from experiments.bench.models import checkpoint, random_prompts
 from experiments.comparison.turns import short
@@ -64,8 +66,6 @@ class _Run:
 
         parts = {"zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0}}
         with tempfile.NamedTemporaryFile("wb", suffix=".json") as file:
-            import msgspec
-
             file.write(msgspec.json.encode(parts))
             file.flush()
             config = TrainerConfig(

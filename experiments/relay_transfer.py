@@ -126,7 +126,8 @@ class Trainers:
     def transfer(self, rung: Rung, gigabits: float, percent: float, *, deflates: bool = False) -> tuple[float, int]:
         """Returns the seconds until the replica runs with new weights, and the bytes that were sent, on all ranks'
         sockets. It had the old weights from the same trainer before."""
-        from engines.relay.push import Held, Pusher
+        from engines.relay.held import Held
+        from engines.relay.push import Pusher
 
         gathers = rung in ("batch", "async")
         link: list[Link | None] = [None]

@@ -15,9 +15,10 @@ from engines.models.loader import checked_weights
 from engines.models.parameters import logical_shapes
 from engines.relay.client import Relay
 from engines.relay.flat import FlatModel
+from engines.relay.held import Held
 from engines.relay.message import dtype_of
 from engines.relay.process import RelayProcess, room_for
-from engines.relay.push import Held, Pusher
+from engines.relay.push import Pusher
 from engines.relay.requests import Version
 
 _MARK = "relay:"

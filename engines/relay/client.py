@@ -30,7 +30,7 @@ from engines.relay.requests import (
 )
 
 _PROBE_S = 1.0
-Seconds = Callable[[int], float]
+LinkSeconds = Callable[[int], float]
 """How long bytes take at least on a link that is slower than this machine's."""
 A = TypeVar("A")
 
@@ -70,7 +70,7 @@ class RelayClient:
     """One connection, for one thread. After a ConnectionError it is of no use. With `link_seconds`, messages are sent
     no faster than that."""
 
-    def __init__(self, relay: Relay, link_seconds: Seconds | None = None) -> None:
+    def __init__(self, relay: Relay, link_seconds: LinkSeconds | None = None) -> None:
         """Waits until the relay answers. Raises ConnectionError if it does not, ValueError for another token."""
         self._relay, self._link_seconds = relay, link_seconds
         patience_s = relay.patience_s

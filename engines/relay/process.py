@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import msgspec
 import numpy as np
@@ -21,6 +23,7 @@ from engines.relay.server import RelayOrders
 _START_S = 30.0
 _LEAST_LIFE_S = 5.0
 _MOST_FAILURES = 3
+_TAIL_BYTES = 2000
 Port = Annotated[int, Meta(ge=0, le=65535, description="an integer from 0 to 65535")]
 
 
@@ -61,6 +64,7 @@ class RelayProcess:
         self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self._address, self._problem = "", ""
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept until `close`
         self._is_closing = False
         self._started = threading.Event()
         # The kernel kills the process when the thread that has made it ends: this one lives as long as the relay.
@@ -82,12 +86,20 @@ class RelayProcess:
                 self.process.kill()
             code = self.process.wait()
             if not self._is_closing:
-                print(
-                    f"relay: has ended with code {code}; trainers push all weights again", file=sys.stderr, flush=True
-                )
+                self._tell(f"has ended with code {code} ({self._last_words()}); trainers push all weights again")
             failures = 0 if time.monotonic() - began > _LEAST_LIFE_S else failures + 1
         if not self._is_closing:
-            print(f"relay: has died {_MOST_FAILURES} times; it is not started again", file=sys.stderr, flush=True)
+            self._tell(f"has died {_MOST_FAILURES} times; it is not started again")
+
+    @staticmethod
+    def _tell(what: str) -> None:
+        print(f"relay: {what}", file=sys.stderr, flush=True)
+
+    def _last_words(self) -> str:
+        """Returns the last line that the process has printed as an error."""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _TAIL_BYTES))
+        return self._log.read().decode(errors="replace").strip().rpartition("\n")[2] or "it printed nothing"
 
     def _start(self) -> None:
         self.process = subprocess.Popen(
@@ -95,7 +107,7 @@ class RelayProcess:
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if not self._address else None,
+            stderr=self._log,
             start_new_session=True,  # Ctrl-C is for its parent, with which it dies
         )
         self.num_starts += 1
@@ -107,11 +119,9 @@ class RelayProcess:
             pass
         with self.process.stdout as stdout:
             address = stdout.readline().decode().strip()
-        if not address and self.process.stderr is not None:
-            self._problem = self.process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-            self._is_closing = True
-        if self.process.stderr is not None:
-            self.process.stderr.close()
+        if not address and not self._address:
+            self.process.wait()
+            self._problem, self._is_closing = self._last_words(), True
         if address and not self._address:
             self._address = address
             self._orders = msgspec.structs.replace(self._orders, port=int(address.rpartition(":")[2]))
@@ -122,3 +132,4 @@ class RelayProcess:
         if self.process is not None:
             self.process.kill()
         self._thread.join(_START_S)
+        self._log.close()

@@ -22,6 +22,7 @@ from engines.parallel.collectives import Communicator
 from engines.relay.client import DroppedError, Relay, RelayClient
 from engines.relay.codec import Bits, Update, read_update
 from engines.relay.flat import FlatModel, Piece, Rectangle, held_by
+from engines.relay.held import as_tensor, signed
 from engines.relay.message import BIT_TYPES, Bucket, dtype_of
 from engines.relay.requests import Entry, List, Listing, State, Version
 
@@ -62,11 +63,10 @@ class _Pulled(msgspec.Struct, frozen=True):
 
 
 class Puller:
-    """Pulls for one shard. All shards of a replica call `pull` together."""
+    """Pulls for one shard. All shards of a replica call `pull` together. Buckets are read while others are pushed."""
 
-    def __init__(self, relay: Relay, *, follows: bool = True) -> None:
-        """With `follows`, buckets are read while others are still pushed; else once the version is whole."""
-        self.relay, self._follows = relay, follows
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
         self._client: RelayClient | None = None
         self._flat: FlatModel | None = None
         self.records: list[PullRecord] = []
@@ -139,10 +139,6 @@ class Puller:
             self._client.close()
         self._client = None
 
-    @property
-    def follows(self) -> bool:
-        return self._follows
-
     close = leave
 
 
@@ -195,7 +191,7 @@ class _Pulling:
             self._num_bytes += client.num_bytes_received - received
 
     def _list(self, client: RelayClient, skip: int) -> Listing:
-        request = List(self._version, self._have, skip, only_whole=not self._puller.follows)
+        request = List(self._version, self._have, skip)
         seconds = max(0.0, self._deadline - time.monotonic())
         try:
             return client.ask(request, Listing, timeout_s=seconds)
@@ -251,13 +247,12 @@ class _Shard:
         self._flat = flat
         self.dtype = dtype_of("EngineConfig.dtype", str(decoder.dtype).removeprefix("torch."))
         self._kind = BIT_TYPES[self.dtype]
-        signed = {2: torch.int16, 4: torch.int32}[decoder.dtype.itemsize]
         self._bits: dict[str, Tensor] = {}
         self._held: Mapping[str, Rectangle | None] = {
             name: held_by(decoder.config, name, shape, decoder.shard) for name, shape in flat.shapes.items()
         }
         for name, view in decoder.logical_views().items():
-            self._bits[name] = view.view(signed).view(len(view), flat.shapes[name][1] if len(view) == 0 else -1)
+            self._bits[name] = signed(view).view(len(view), flat.shapes[name][1] if len(view) == 0 else -1)
 
     def holds_of(self, entry: Entry) -> bool:
         return any(self._part(piece) is not None for piece in self._flat.pieces(entry.start, entry.length))
@@ -281,7 +276,7 @@ class _Shard:
         held = self._held[part.name]
         assert held is not None
         target = self._bits[part.name][_inside(part.rows, held.rows), _inside(part.columns, held.columns)]
-        target.copy_(self._tensor(np.ascontiguousarray(inner)))
+        target.copy_(as_tensor(np.ascontiguousarray(inner)))
 
     def _change(self, update: Update, positions: np.ndarray, piece: Piece, part: Rectangle) -> None:
         start, whole, held = update.bucket.start, piece.rectangle, self._held[part.name]
@@ -303,10 +298,7 @@ class _Shard:
         flat = self._bits[part.name].view(-1)
         index = torch.from_numpy(places).to(flat.device)
         old: Bits = flat[index].cpu().numpy().view(self._kind)
-        flat[index] = self._tensor(update.new_bits(old, which)).to(flat.device)
-
-    def _tensor(self, values: Bits) -> Tensor:
-        return torch.from_numpy(values.view(np.dtype(self._kind).str.replace("u", "i")))
+        flat[index] = as_tensor(update.new_bits(old, which)).to(flat.device)
 
 
 def _inside(part: slice, whole: slice) -> slice:

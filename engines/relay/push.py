@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from engines.constraints import Count, WholeNumber, check_value
-from engines.models.checksums import checksum_parts
-from engines.relay.client import RefusedError, Relay, RelayClient, Seconds, listens
+from engines.relay.client import LinkSeconds, RefusedError, Relay, RelayClient, listens
 from engines.relay.codec import Bits, encode
-from engines.relay.flat import FlatModel, Piece, cut
+from engines.relay.flat import FlatModel, cut
+from engines.relay.held import Held, check_held, checksum_of, held_bits, owned
 from engines.relay.message import BIT_TYPES, Bucket, DType, dtype_of, num_written
 from engines.relay.requests import (
     BUCKET_BYTES,
@@ -33,20 +31,6 @@ from engines.relay.requests import (
 )
 
 _POLL_S = 0.1
-_CHUNK = 1 << 15
-"""Elements that are converted at once on a CPU: more would wake torch's other threads, which the rollout uses."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """The elements of a parameter that a rank has, row by row."""
-
-    first: int
-    """Number of the first one in the parameter."""
-    tensor: Tensor
-    """[N], contiguous, of floating point."""
-    is_shared: bool = False
-    """Whether every rank has these elements, which are then divided among the ranks; else this one pushes them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +50,6 @@ class PushRecord:
     """Reading, comparing, coding and checksums."""
     seconds: float
     """Until all that this rank owns was at the relay."""
-    whole_s: float
-    """Until all ranks' was."""
     num_attempts: int
 
 
@@ -102,7 +84,7 @@ class Pusher:
         snapshot_every: int = 64,
         bucket_bytes: int = BUCKET_BYTES,
         deflates: bool = True,
-        link_seconds: Seconds | None = None,
+        link_seconds: LinkSeconds | None = None,
     ) -> None:
         """`held` returns what this rank has, by Hugging Face name; the tensors are converted to `dtype`. All ranks of a
         trainer share a `session` that no other trainer has. After `snapshot_every` messages against a base, or when
@@ -124,14 +106,12 @@ class Pusher:
         self._session, self._rank, self._num_ranks = session, rank, num_ranks
         self._snapshot_every, self._link_seconds = snapshot_every, link_seconds
         self._mode: Any = "lossless" if deflates else "raw"
-        self._torch_dtype: torch.dtype = getattr(torch, dtype)
-        self._kind = BIT_TYPES[dtype]
-        most = max(1, bucket_bytes // np.dtype(self._kind).itemsize)
+        most = bucket_bytes // np.dtype(BIT_TYPES[dtype]).itemsize
         first = held()
-        _check(flat, first)
-        runs, self._spans = _owned(flat, first, rank, num_ranks)
+        check_held(flat, first)
+        runs, self._spans = owned(flat, first, rank, num_ranks)
         self._buckets = cut(runs, most)
-        self._name = os.urandom(8).hex()
+        self._name, self._began = os.urandom(8).hex(), time.time_ns()
         self._bases: dict[int, _Base] = {}
         self._last: tuple[Commit, dict[int, Bits]] | None = None
         """The last whole version, until the next push."""
@@ -277,18 +257,14 @@ class Pusher:
         client = self._join()
         sent, encode_s, checksum, changed, dense = client.num_bytes_sent, 0.0, 0, 0, 0
         held = self._held()
-        _check(self._flat, held)
-        for name, (first, count) in self._spans.items():
-            one, stop = held[name], first + count
-            if one.first > first or one.first + len(one.tensor) < stop:
-                raise ValueError(f"weights: {name!r}: elements {first} to {stop} are not held any more")
+        check_held(self._flat, held, self._spans)
         for start, length in self._buckets:
             if self._is_closing:
                 raise ConnectionError("the pusher was closed")
             at = time.monotonic()
             pieces = list(self._flat.pieces(start, length))
-            bits = self._bits(held, pieces, length)
-            checksum += self._checksum(bits, pieces)
+            bits = held_bits(held, self._flat, pieces, self._dtype)
+            checksum += checksum_of(bits, pieces)
             message, acknowledge = self._encoded(number, start, bits)
             written = num_written(message)
             changed += length if written is None else written
@@ -311,7 +287,6 @@ class Pusher:
             num_buckets=len(self._buckets),
             encode_s=encode_s,
             seconds=at_relay - began,
-            whole_s=time.monotonic() - began,
             num_attempts=attempts,
         )
 
@@ -343,7 +318,7 @@ class Pusher:
         self._leave()
         self._client = client = RelayClient(self._relay, self._link_seconds)
         model = self._flat.fingerprint, self._dtype, self._flat.length
-        opening = Open(self._session, *model, self._rank, self._name)
+        opening = Open(self._session, *model, self._began, self._rank, self._name)
         store = client.ask(opening, Opened).store
         if store != self._store:
             self._bases.clear()
@@ -371,71 +346,3 @@ class Pusher:
                 f"version {version.number} of the weights: {self._join().state().late} did not push it within "
                 f"{self._relay.timeout_s:g} s; look for what they do"
             ) from None
-
-    def _bits(self, held: Mapping[str, Held], pieces: list[Piece], length: int) -> Bits:
-        bits = np.empty(length, self._kind)
-        at = 0
-        for piece in pieces:
-            area = piece.rectangle
-            one, columns = held[area.name], self._flat.shapes[area.name][1]
-            rows = one.tensor.as_strided(
-                (area.rows.stop - area.rows.start, area.width),
-                (columns, 1),
-                one.tensor.storage_offset() + area.rows.start * columns + area.columns.start - one.first,
-            )
-            bits[at : at + area.size] = self._converted(rows).reshape(-1)
-            at += area.size
-        return bits
-
-    def _converted(self, rows: Tensor) -> Bits:
-        rows = rows.detach()
-        if rows.dtype is not self._torch_dtype:
-            step = max(1, _CHUNK // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
-            rows = torch.cat([part.to(self._torch_dtype) for part in rows.split(step)])
-        signed = {2: torch.int16, 4: torch.int32}[rows.element_size()]
-        found: Bits = rows.cpu().view(signed).numpy().view(self._kind)
-        return found
-
-    def _checksum(self, bits: Bits, pieces: list[Piece]) -> int:
-        first = pieces[0].start
-        signed = bits.view(np.dtype(self._kind).str.replace("u", "i"))
-        parts = (
-            (
-                piece.rectangle.name,
-                torch.from_numpy(signed[piece.start - first : piece.stop - first]).view(-1, piece.rectangle.width),
-                (piece.rectangle.rows, piece.rectangle.columns),
-            )
-            for piece in pieces
-        )
-        return checksum_parts(parts, num_threads=1)  # the rollout uses the others
-
-
-def _check(flat: FlatModel, held: Mapping[str, Held]) -> None:
-    sizes = {name: rows * columns for name, (rows, columns) in flat.shapes.items()}
-    if strange := sorted(held.keys() ^ sizes.keys()):
-        which = "is no parameter of the model" if strange[0] in held else "is not held"
-        raise ValueError(f"weights: {strange[0]!r} {which}; the trainer and the replicas must have the same model")
-    for name, one in held.items():
-        if not isinstance(one, Held) or not isinstance(one.tensor, Tensor):
-            raise ValueError(f"weights: {name!r} is a {type(one).__name__}; give Held(first, tensor)")
-        if one.tensor.dim() != 1 or not one.tensor.is_contiguous() or not one.tensor.is_floating_point():
-            what = f"{one.tensor.dtype} {[*one.tensor.shape]}"
-            raise ValueError(f"weights: {name!r} is {what}; give its elements as one row of floating point, contiguous")
-        if one.first < 0 or one.first + len(one.tensor) > sizes[name]:
-            stop = one.first + len(one.tensor)
-            raise ValueError(f"weights: {name!r}: elements from {one.first} to {stop}, of {sizes[name]} in all")
-
-
-def _owned(
-    flat: FlatModel, held: Mapping[str, Held], rank: int, num_ranks: int
-) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
-    """Returns the runs of the flat order that this rank pushes, and the elements of each parameter that it needs."""
-    spans = {name: (one.first, len(one.tensor)) for name, one in held.items()}
-    if all(one.is_shared for one in held.values()) and sum(count for _, count in spans.values()) == flat.length:
-        start, stop = (flat.length * index // num_ranks for index in (rank, rank + 1))
-        return ([(start, stop - start)] if stop > start else []), spans
-    for name, (first, count) in spans.items():
-        if held[name].is_shared:
-            start, stop = (count * index // num_ranks for index in (rank, rank + 1))
-            spans[name] = (first + start, stop - start)
-    return flat.runs(spans), spans

@@ -40,6 +40,9 @@ class Open(Struct, frozen=True, tag=True):
     dtype: Text
     length: Whole
     """Logical elements of the model."""
+    began: Whole = 0
+    """When the pusher was made, in nanoseconds since 1970: so a relay that was started again knows which of two
+    sessions is the newer one."""
     rank: Whole = 0
     pusher: Text = ""
     """Names the rank's `Pusher`: it may come back, and no other may go on under its session."""

@@ -69,9 +69,14 @@ class RelayServer:
     def _hear(self, peer: str, payload: bytes) -> None:
         try:
             request: Request = from_msgpack(payload, Request)
-            answer = self._answer(peer, request)
         except DecodeError as error:
-            answer = Done(f"request: {error}")
+            self._say(peer, Done(f"request: {error}"))
+            return
+        self._obey(peer, request)
+
+    def _obey(self, peer: str, request: Request) -> None:
+        try:
+            answer = self._answer(peer, request)
         except ValueError as error:
             answer = Done(str(error))
         if answer is not None:
@@ -115,7 +120,7 @@ class RelayServer:
     def _answer_waiting(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for peer, request in waiting.items():
-            self._hear(peer, msgspec.msgpack.encode(request))
+            self._obey(peer, request)
 
     def _say(self, peer: str, answer: Answer) -> None:
         with contextlib.suppress(ConnectionError):  # it has left meanwhile

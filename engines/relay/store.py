@@ -43,6 +43,7 @@ class _Session:
     name: str
     kept: dict[Key, dict[int, _Kept]] = field(default_factory=dict)
     versions: dict[int, _Progress] = field(default_factory=dict)
+    began: int = 0
     newest: int | None = None
     """The newest whole version."""
     pushers: dict[int, str] = field(default_factory=dict)
@@ -65,18 +66,20 @@ class RelayStore:
         """That of the newest whole version, until a newer session has one."""
 
     def open(self, request: Open) -> None:
-        """Begins a trainer's session, or joins it; older ones end."""
+        """Begins a trainer's session, or joins it; those that began before end."""
         model = request.model, request.dtype, request.length
         for name, kept, given in zip(("model", "dtype", "length"), self._model or model, model, strict=True):
             if kept != given:
                 raise ValueError(f"Open.{name}={given!r}: this relay keeps weights of {kept!r}; start another relay")
         self._model = model
-        if request.session in self._opened[:-1]:
+        is_new = request.session not in self._opened
+        is_older = self._pushing is not None and request.began < self._pushing.began
+        if request.session in self._opened[:-1] or (is_new and is_older):
             raise _closed(request.session)
-        if request.session not in self._opened:
+        if is_new:
             self._opened.append(request.session)
             self._abandon(self._pushing)
-            self._pushing = _Session(request.session)
+            self._pushing = _Session(request.session, began=request.began)
         assert self._pushing is not None
         if self._pushing.pushers.setdefault(request.rank, request.pusher) != request.pusher:
             raise ValueError(

@@ -19,7 +19,8 @@ from engines.fleet.fleet import Fleet
 from engines.models.loader import checkpoint_tensors
 from engines.models.parameters import logical_shapes
 from engines.relay.flat import FlatModel
-from engines.relay.push import Held, Pusher
+from engines.relay.held import Held
+from engines.relay.push import Pusher
 from engines.relay.requests import Version
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_fleet import PARAMS, PROMPTS, states, tokens_of, wait_until

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,14 +22,16 @@ from engines.control.transport import Client, Server
 from engines.models.checksums import checksum
 from engines.models.loader import checkpoint_tensors
 from engines.models.parameters import logical_shapes
+from engines.relay import push
 from engines.relay.client import RefusedError, Relay, RelayClient
 from engines.relay.flat import FlatModel
+from engines.relay.held import Held, checksum_of
 from engines.relay.process import RelayProcess
-from engines.relay.push import Held, Pusher
+from engines.relay.push import Pusher
 from engines.relay.requests import Commit, Done, Open, Opened, Put, Version
 from engines.relay.server import RelayServer
 from experiments.relay_shards import ShardedReplica
-from tests.engines.test_fleet import PARAMS, PROMPTS
+from tests.engines.test_fleet import PARAMS, PROMPTS, wait_until
 from tests.engines.test_sharding import BASE, CONFIGS
 from tests.worlds import error_of, join, run_world
 
@@ -154,7 +155,7 @@ def test_shards_of_any_size_get_the_trainer_s_bits(config: ModelConfig, how: str
             assert sum(one.num_elements for one in records) == sum(w.numel() for w in weights.values())
             if number == 1:  # later on tiny buckets are dense again
                 assert sum(one.num_changed for one in records) < 0.1 * sum(one.num_elements for one in records)
-        late = closing(Replica(config, 4, relay, follows=False))
+        late = closing(Replica(config, 4, relay))
         late.pull(version)
         late.assert_equal(weights)
         if config.vocab_size > 5:
@@ -232,13 +233,14 @@ def test_a_wrong_base_is_noticed_and_read_again_dense(closing: Any) -> None:
         assert [puller.records[-1].num_dense > 0 for puller in replica.pullers] == [True, True]
 
 
-def test_weights_that_are_not_the_trainer_s_are_an_error(closing: Any) -> None:
+def test_weights_that_are_not_the_trainer_s_are_an_error(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer whose checksum is of other weights than it pushed: dense messages do not help."""
     with relay_in_thread() as relay:
         trainer = closing(Trainer(BASE, relay, ranks=1))
         replica = closing(Replica(BASE, 2, relay))
-        honest = trainer.pushers[0]._checksum
-        trainer.pushers[0]._checksum = lambda bits, pieces: honest(bits, pieces) + (pieces[0].start == 0)
+        monkeypatch.setattr(
+            push, "checksum_of", lambda bits, pieces: checksum_of(bits, pieces) + (pieces[0].start == 0)
+        )
         version = trainer.push(0)
         trainer.finish()
         with pytest.raises(RuntimeError, match="not the trainer's, with dense messages, either"):
@@ -377,7 +379,7 @@ def test_pieces_that_are_torn_or_reordered_are_refused(closing: Any) -> None:
         trainer.finish()
         client = closing(RelayClient(relay))
         flat = trainer.pushers[0]._flat
-        client.ask(Open("t", flat.fingerprint, "bfloat16", flat.length), Opened)
+        client.ask(Open("t", flat.fingerprint, "bfloat16", flat.length, time.time_ns()), Opened)
         for piece in (Put("t", 5, 10, b"x" * 5), Put("t", 0, 3, b"x" * 5)):
             with pytest.raises(RefusedError, match="send the message again from 0 on"):
                 client.ask(piece, Done)
@@ -429,7 +431,7 @@ def test_a_trainer_that_starts_again_is_not_mixed_up_with_the_first(closing: Any
             first.finish()
 
 
-def test_a_relay_that_is_killed_comes_back_and_gets_all_again(tmp_path: Path, closing: Any) -> None:
+def test_a_relay_that_is_killed_comes_back_and_gets_all_again(closing: Any, capsys: pytest.CaptureFixture[str]) -> None:
     process = closing(RelayProcess(TOKEN, max_bytes=2**26, patience_s=5.0))
     relay = replace(process.relay, timeout_s=60.0)
     trainer = closing(Trainer(BASE, relay))
@@ -441,10 +443,12 @@ def test_a_relay_that_is_killed_comes_back_and_gets_all_again(tmp_path: Path, cl
         trainer.finish()
     trainer.step(seed=5)
     version = trainer.push(2)
-    while any(pusher._whole != 2 for pusher in trainer.pushers):
-        time.sleep(0.01)
+    wait_until(lambda: all(pusher._whole == 2 for pusher in trainer.pushers), 60, "version 2 is whole")
     process.process.send_signal(signal.SIGKILL)
     replica.pull(version)
+    assert (
+        "relay: has ended with code -9 (it printed nothing); trainers push all weights again" in capsys.readouterr().err
+    )
     replica.assert_equal(trainer.weights)
     assert process.num_starts == 2
     assert all(one.num_dense == one.num_buckets and one.num_elements for one in trainer.finish())
@@ -485,6 +489,7 @@ def pull_in_a_world(model: str) -> list[Any]:
         tokens = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))]
         errors.append(error_of(lambda: llm.update_weights([], 1, source=relay)))
         errors.append(error_of(lambda: llm.update_weights(source=relay, version=3)))
+        errors.append(error_of(lambda: llm.update_weights(source=relay, version=Version("s", 3 + world.rank))))
         assert llm.policy_version == 3 and checksum == llm.checksum() and len(llm.pulls) == 1
         world.barrier()
         llm.close()
@@ -500,8 +505,9 @@ def test_ranks_of_a_world_pull_together(qwen3: str) -> None:
     alone = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, prompt_uids=range(len(PROMPTS)))]
     ranks = run_world(pull_in_a_world, 2, qwen3)
     assert "no version became whole in 1 s" in ranks[0][1] and "rank 0 has found no version" in ranks[1][1]
-    for tokens, _, other, not_ready, both, number in ranks:
+    for tokens, _, other, not_ready, both, number, mixed in ranks:
         assert tokens == alone
         assert "there are no weights" in not_ready and "give weights, or the relay" in both
         assert "give what `Pusher.version` returns" in number
+        assert "version: rank 1 has Version(session='s', number=4), rank 0 has" in mixed
         assert "number=4) did not come" in other

@@ -290,3 +290,18 @@ def test_random_pushes_leave_every_path_whole() -> None:
                     bits = np.uint16(one.number)
                 assert bits == whole[-1]
     assert len(whole) > 60 and 0 < refused < 60
+
+
+def test_an_older_trainer_that_comes_back_last_does_not_close_the_newer_one() -> None:
+    """As after a restart of the relay, when both give it their weights again."""
+    store = RelayStore(10**6)
+    for session, began in (("new", 2), ("old", 1)):
+        opening = Open(session, MODEL, "bfloat16", LENGTH, began)
+        if session == "old":
+            with pytest.raises(ValueError, match="session='old': another trainer has begun since"):
+                store.open(opening)
+        else:
+            store.open(opening)
+    push(store, 1, session="new")
+    store.open(Open("newest", MODEL, "bfloat16", LENGTH, 3))
+    push(store, 1, session="newest")

@@ -21,9 +21,9 @@ from engines.control.sealing import new_token
 from engines.models.parameters import logical_shapes
 from engines.relay.client import Relay
 from engines.relay.flat import FlatModel, cut
+from engines.relay.held import owned
 from engines.relay.message import BIT_TYPES
 from engines.relay.process import RelayProcess, room_for
-from engines.relay.push import _owned
 from engines.relay.requests import Version
 from tests.engines.test_sharding import CONFIGS
 from tests.faults.channel import Faults
@@ -124,7 +124,7 @@ class _Schedule:
             self._ends = closing(Ends(self._model))
             self._start_trainer()
             rng = self._rng
-            orders = [ReplicaOrders(rng.choice([1, 2, 4]), rng.random() < 0.8) for _ in range(self._num_replicas)]
+            orders = [ReplicaOrders(rng.choice([1, 2, 4])) for _ in range(self._num_replicas)]
             ends = self._ends.start(orders)
             self._replicas = [_Replica(order, end) for order, end in zip(orders, ends, strict=True)]
             for end in ends:
@@ -149,7 +149,7 @@ class _Schedule:
         weights, count = initial(model), 0
         for num_ranks, how in self._settings:
             everyone = [held(weights, rank, num_ranks, how, self._seed) for rank in range(num_ranks)]
-            runs = [_owned(flat, one, rank, num_ranks)[0] for rank, one in enumerate(everyone)]
+            runs = [owned(flat, one, rank, num_ranks)[0] for rank, one in enumerate(everyone)]
             count = max(count, sum(len(cut(run, most)) for run in runs))
         return room_for(flat.length, model.dtype) - (64 << 20) + 3 * BYTES_PER_MESSAGE * count
 

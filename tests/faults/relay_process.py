@@ -24,7 +24,8 @@ from engines.config import ModelConfig
 from engines.models.parameters import logical_shapes
 from engines.relay.client import Relay
 from engines.relay.flat import FlatModel
-from engines.relay.push import Held, Pusher
+from engines.relay.held import Held
+from engines.relay.push import Pusher
 from engines.relay.requests import Version
 from tests.engines.test_relay import Replica
 from tests.engines.test_sharding import CONFIGS
@@ -75,7 +76,6 @@ class RankOrders:
 @dataclass(frozen=True)
 class ReplicaOrders:
     tp_size: int
-    follows: bool
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class _Rank:
 class _Replica:
     def __init__(self, model: Model, orders: ReplicaOrders) -> None:
         self._model = model
-        self._replica = Replica(model.config, orders.tp_size, model.relay, dtype=model.dtype, follows=orders.follows)
+        self._replica = Replica(model.config, orders.tp_size, model.relay, dtype=model.dtype)
 
     def obey(self, command: Pull) -> dict[str, int]:
         self._replica.pull(command.version)
