@@ -5,12 +5,55 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 
 def content_key(previous: bytes, tokens: Items[int]) -> bytes:
     """Returns a key of a full block's KV, made of its tokens and of `previous`, the key of the block before it."""
     return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class FreeBlocks(Protocol):
+    """Free blocks of unknown content; a list is one. `pop` takes the one to allocate next."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def pop(self) -> int: ...
+    def append(self, block: int, /) -> None: ...
+    def extend(self, blocks: Iterable[int], /) -> None: ...
+
+
+class BlockSource(FreeBlocks, Protocol):
+    """Free blocks that are a part of more: those that it could still get count in its length, and `pop` gets them.
+
+    `kvcache/pages.py` has one, for blocks in pages of a pool.
+    """
+
+    most_blocks: int
+    """The most blocks that it could get so far."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it has got, free or not, and those that it could get now."""
+        ...
+
+    def held(self) -> Iterable[int]:
+        """Returns the blocks that it has got, free or not."""
+        ...
+
+    def hold(self, block: int) -> None:
+        """Notes that a block has its first holder."""
+        ...
+
+    def let_go(self, block: int) -> None:
+        """Notes that a block's last holder has gone; it is appended later, if its content is not known."""
+        ...
+
+    def reset(self) -> None:
+        """Makes all blocks that it has got free, of unknown content."""
+        ...
 
 
 class BlockManager:
@@ -19,24 +62,39 @@ class BlockManager:
     A holder is any hashable id that the caller uses. Every block is free, or in one or more tables. A block whose
     content was published can be shared, even when it is free. Free blocks of known content are allocated last, the
     least recently used first.
+
+    With a source it begins without blocks, and takes some when it has no free ones of unknown content.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, source: BlockSource | None = None) -> None:
+        """With a source, all its blocks have ids below `num_blocks`."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks={num_blocks}, block_size={block_size}: both must be at least 1")
-        self.num_blocks = num_blocks
+        self._num_ids, self._source = num_blocks, source
         self.block_size = block_size
         self.reset()
 
     def reset(self) -> None:
         """Frees all blocks and forgets all contents."""
         # Allocated from the end: the most recently freed (warm in cache) first, then low ids.
-        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._free: FreeBlocks = list(range(self._num_ids - 1, -1, -1)) if self._source is None else self._source
+        if self._source is not None:
+            self._source.reset()
         self._free_cached: OrderedDict[int, None] = OrderedDict()  # free, but of known content; the oldest first
-        self._num_holders = [0] * self.num_blocks
+        self._num_holders = [0] * self._num_ids
         self._tables: dict[object, list[int]] = {}
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks. With a source: those that it has, and those that it could get now."""
+        return self._num_ids if self._source is None else self._source.num_blocks
+
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks that there were so far."""
+        return self._num_ids if self._source is None else self._source.most_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -64,6 +122,9 @@ class BlockManager:
         added = [self._take() for _ in range(missing)]
         if added:
             self._tables.setdefault(holder, []).extend(added)
+            if self._source is not None:
+                for block in added:
+                    self._source.hold(block)
         return added
 
     def _take(self) -> int:
@@ -106,9 +167,12 @@ class BlockManager:
         self._put_back(self._tables.pop(holder, []))
 
     def _put_back(self, blocks: list[int]) -> None:
+        source = self._source
         for block in reversed(blocks):  # a prefix's end is then reused before its beginning
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
+                if source is not None:
+                    source.let_go(block)
                 if block in self._key_of:
                     self._free_cached[block] = None
                 else:
@@ -141,6 +205,8 @@ class BlockManager:
         for block in blocks:
             if self._num_holders[block] == 0:
                 del self._free_cached[block]
+                if self._source is not None:
+                    self._source.hold(block)
             self._num_holders[block] += 1
         if blocks:
             self._tables[holder] = list(blocks)
@@ -202,14 +268,24 @@ class BlockManager:
         self._block_of.clear()
         self._key_of.clear()
 
+    def is_held(self, block: int) -> bool:
+        return self._num_holders[block] > 0
+
+    def lose(self, blocks: Iterable[int]) -> None:
+        """Forgets the contents of free blocks that its source gives away."""
+        for block in blocks:
+            if block in self._free_cached:
+                del self._free_cached[block], self._block_of[self._key_of.pop(block)]
+
     def check_integrity(self) -> None:
         """Asserts that every block is free or held, that its holders are counted, and that contents have one block."""
         held = [block for table in self._tables.values() for block in table]
         free = [*self._free, *self._free_cached]
-        assert sorted({*held, *free}) == list(range(self.num_blocks)), "a block is lost"
-        assert len(free) == self.num_blocks - len(set(held)), "a block is free twice, or free and held"
+        blocks = sorted(range(self._num_ids) if self._source is None else self._source.held())
+        assert sorted({*held, *free}) == blocks, "a block is lost"
+        assert len(free) == len(blocks) - len(set(held)), "a block is free twice, or free and held"
         counts = Counter(held)
-        assert [counts[block] for block in range(self.num_blocks)] == self._num_holders, "holders are miscounted"
+        assert [counts[block] for block in range(self._num_ids)] == self._num_holders, "holders are miscounted"
         assert all(len(set(table)) == len(table) > 0 for table in self._tables.values()), "a table is empty or a circle"
         assert {block: key for key, block in self._block_of.items()} == self._key_of, "contents and blocks disagree"
         assert set(self._free_cached) == set(free) & set(self._key_of), "a free block's content is not kept track of"
