@@ -95,6 +95,8 @@ def test_no_command_is_the_library_of_another() -> None:
         "research.workloads.lengths",
         "research.simulator.cluster",
         "research.rose.transfer",
+        "research.rose.admission",
+        "research.rose.memory",
         "engines",
         "engines.sequence",
         "engines.models.chat",

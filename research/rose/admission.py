@@ -1,0 +1,168 @@
+"""When a rollout may step on a GPU that serves: Dual-SLO admission (ROSE §4.1, Eq. 1 and 2). Torch-free.
+
+One model computes at a time. Slack is how long the serving model could do nothing, and still give each token in time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from engines.constraints import Count, NonNegative, Seconds, check_fields
+from engines.parallel.layout import ReplicaSpec
+from engines.replica.replica import StepOutput
+from engines.rollout.pace import Pace, decode_seconds
+from engines.serving.policies import ServingView
+
+Form = Literal["printed", "cumulative"]
+"""How slack is computed.
+
+- `printed`: each prompt as if it were alone. It admits too much: Eq. 1 leaves out the prompts ahead in the queue; and
+  where one replica has prompts and decodes, Eq. 2 leaves out the prompt tokens in the next pass.
+- `cumulative`: with all of this, for a replica whose pass has a token of each decode and then prompt tokens, first come
+  first served. With one SLO for all requests this is also the order of their deadlines. It counts on pages for all.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingTimes:
+    """The profile of a serving model, made before the run: seconds of its passes without a rollout beside it.
+
+    Raises ValueError for a bad field; its methods, for an estimate that is negative or NaN.
+    """
+
+    prefill_s: Callable[[int], float]
+    """T_prf: prompt tokens -> seconds of all passes that compute them, in chunks."""
+    decode_s: Callable[[int, int], float]
+    """T_dec: sequences, their context tokens in all -> seconds of a pass that gives each one token."""
+    chunk_tokens: Count
+    """Most prompt tokens in a pass, of all sequences together."""
+    margin: NonNegative = 0.0
+    """Share that is added to each estimate, for what the profile is wrong by."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def prefill(self, num_tokens: int) -> float:
+        if not num_tokens:
+            return 0.0
+        return (1 + self.margin) * _checked(f"prefill_s({num_tokens})", self.prefill_s(num_tokens))
+
+    def decode(self, batch: int, num_context_tokens: int) -> float:
+        if not batch:
+            return 0.0
+        seconds = self.decode_s(batch, num_context_tokens)
+        return (1 + self.margin) * _checked(f"decode_s({batch}, {num_context_tokens})", seconds)
+
+    @staticmethod
+    def of(pace: Pace, spec: ReplicaSpec, *, chunk_tokens: int) -> ServingTimes:
+        """Returns those of a replica at this pace."""
+
+        @lru_cache(4096)
+        def prefill(num_tokens: int) -> float:
+            seconds = 0.0
+            for start in range(0, num_tokens, chunk_tokens):
+                end = min(start + chunk_tokens, num_tokens)
+                output = StepOutput(
+                    num_running=1,
+                    num_tokens=end - start,
+                    num_context_tokens=end,
+                    num_pairs=(end * (end + 1) - start * (start + 1)) // 2,
+                    num_sampled=int(end == num_tokens),
+                )
+                seconds += pace.step(spec, output)
+            return seconds
+
+        return ServingTimes(
+            prefill_s=prefill,
+            decode_s=lambda batch, num_context_tokens: decode_seconds(pace, spec, batch, num_context_tokens),
+            chunk_tokens=chunk_tokens,
+        )
+
+
+def prefill_slack(view: ServingView, ttft_s: float, times: ServingTimes, form: Form = "printed") -> float:
+    """Returns the least slack of the queued requests in seconds (Eq. 1), below 0 if one is late; inf without any."""
+    waits: Iterable[float] = first_token_waits(view, times)
+    if form == "printed":
+        waits = (times.prefill(request.num_tokens) for request in view.queued)
+    slacks = (request.arrived + ttft_s - view.now - wait for request, wait in zip(view.queued, waits, strict=True))
+    return min(slacks, default=math.inf)
+
+
+def decode_slack(view: ServingView, tpot_s: float, times: ServingTimes, form: Form = "printed") -> float:
+    """Returns the least slack of the sequences that decode in seconds (Eq. 2), below 0 if one is late; inf without any.
+
+    Each gap between two tokens of a sequence is held to the SLO, not only their mean.
+    """
+    if not view.last_token_times:
+        return math.inf
+    next_pass = times.decode(len(view.last_token_times), view.num_context_tokens)
+    if form == "cumulative":
+        next_pass += times.prefill(min(times.chunk_tokens, sum(request.num_tokens for request in view.queued)))
+    return min(view.last_token_times) + tpot_s - view.now - next_pass
+
+
+def first_token_waits(view: ServingView, times: ServingTimes) -> Iterator[float]:
+    """Yields the seconds after which each queued request has its first token, at the latest, if only serving runs.
+
+    A request waits for the prompts ahead of it, for the decodes in these passes, also of requests that were ahead, and
+    for the tokens of those behind it in its own last pass.
+    """
+    batch, context = len(view.last_token_times), view.num_context_tokens
+    num_behind = sum(request.num_tokens for request in view.queued)
+    num_tokens = num_passes = 0
+    seconds = 0.0
+    for request in view.queued:
+        num_tokens += request.num_tokens
+        num_behind -= request.num_tokens
+        passes = -(-num_tokens // times.chunk_tokens) - num_passes
+        num_passes += passes
+        if passes:
+            seconds += passes * times.decode(batch, context + (passes - 1) * batch)
+            context += passes * batch
+        seconds += times.prefill(request.num_tokens)
+        yield seconds + times.prefill(min(num_passes * times.chunk_tokens - num_tokens, num_behind))
+        batch += 1
+        context += request.num_tokens + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualSLO:
+    """An `AdmissionPolicy`: a rollout's step is admitted if it ends, and a guard passes, within the slack of serving.
+
+    Raises ValueError for a bad field or estimate. The paper's evaluation has TTFT 0.5 s and TPOT 0.15 s for a 7B model,
+    1 s and 0.45 s for 32B (Appendix D): inputs.
+    """
+
+    times: ServingTimes
+    ttft_s: Seconds | None
+    """From a request's arrival to its first token; None to ignore it (Fig. 9: TPOT-only)."""
+    tpot_s: Seconds | None
+    """Between two tokens of a sequence; None to ignore it (Fig. 9: TTFT-only)."""
+    form: Form = "printed"
+    guard_s: NonNegative = 1e-3
+    """Seconds of slack that must be left."""
+    guard_share: NonNegative = 0.05
+    """The same as a share of the step; the larger of the two counts."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def slack(self, view: ServingView) -> float:
+        """Returns how long the serving model may wait, in seconds; inf while it has no work."""
+        prefill = math.inf if self.ttft_s is None else prefill_slack(view, self.ttft_s, self.times, self.form)
+        decode = math.inf if self.tpot_s is None else decode_slack(view, self.tpot_s, self.times, self.form)
+        return min(prefill, decode)
+
+    def admits(self, view: ServingView, seconds: float) -> bool:
+        _checked("seconds", seconds)
+        return self.slack(view) >= seconds + max(self.guard_s, self.guard_share * seconds)
+
+
+def _checked(name: str, seconds: float) -> float:
+    if not seconds >= 0:
+        raise ValueError(f"{name}={seconds}: an estimate must be at least 0 seconds; profile again")
+    return seconds

@@ -1,0 +1,237 @@
+"""ROSE's Dual-SLO admission: Eq. 1 and 2 by hand, and against serving played pass by pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from engines.parallel.layout import ReplicaSpec
+from engines.serving.policies import QueuedRequest, ServingView
+from research.rose.admission import DualSLO, ServingTimes, decode_slack, first_token_waits, prefill_slack
+from research.simulator.pace import ProfilePace
+
+LINEAR = ServingTimes(
+    prefill_s=lambda num_tokens: 1e-3 * num_tokens, decode_s=lambda batch, context: 0.02, chunk_tokens=100
+)
+
+
+def view(queued: list[tuple[float, int]], last: list[float], *, now: float = 0.0, context: int = 0) -> ServingView:
+    return ServingView(
+        now=now,
+        queued=tuple(QueuedRequest(arrived=arrived, num_tokens=count) for arrived, count in queued),
+        last_token_times=tuple(last),
+        num_context_tokens=context,
+    )
+
+
+def test_the_printed_equations() -> None:
+    seen = view([(9.9, 100), (9.95, 30), (9.8, 10)], [9.99, 9.97], now=10.0)
+    # 9.9 + 0.5 - 10 - 0.1 = 0.3; 9.95 + 0.5 - 10 - 0.03 = 0.42; 9.8 + 0.5 - 10 - 0.01 = 0.29
+    assert prefill_slack(seen, 0.5, LINEAR) == pytest.approx(0.29)
+    assert decode_slack(seen, 0.15, LINEAR) == pytest.approx(9.97 + 0.15 - 10 - 0.02)
+
+
+def test_the_printed_form_admits_too_much_and_the_cumulative_one_does_not() -> None:
+    """Three prompts of 0.1 s each arrive together. Alone, they have their first tokens after 0.1, 0.22 and 0.34 s, as
+    those that have one decode on (0.02 s a pass). An SLO of 0.35 s leaves 0.01 s, of which Eq. 1 makes 0.25 s."""
+    seen = view([(0.0, 100)] * 3, [])
+    assert list(first_token_waits(seen, LINEAR)) == pytest.approx([0.1, 0.22, 0.34])
+    assert prefill_slack(seen, 0.35, LINEAR) == pytest.approx(0.25)
+    assert prefill_slack(seen, 0.35, LINEAR, "cumulative") == pytest.approx(0.01)
+    printed = DualSLO(times=LINEAR, ttft_s=0.35, tpot_s=None)
+    assert printed.admits(seen, 0.1) and not replace(printed, form="cumulative").admits(seen, 0.1)
+
+
+def test_the_next_pass_also_has_prompt_tokens() -> None:
+    """A decode's next token comes after 0.02 s by Eq. 2, but 100 of the 130 waiting tokens are in the same pass."""
+    seen = view([(0.0, 60), (0.0, 70)], [0.0])
+    assert decode_slack(seen, 0.15, LINEAR) == pytest.approx(0.13)
+    assert decode_slack(seen, 0.15, LINEAR, "cumulative") == pytest.approx(0.03)
+
+
+def test_first_tokens_by_hand() -> None:
+    """Passes of 100 tokens, 60 of the first prompt and 40 of the second; then 30 of the second and 10 of the third.
+    One sequence of 50 tokens decodes in the first pass; in the second one two, of 51 and 61 tokens."""
+    seen = view([(0.0, 60), (0.0, 70), (0.0, 10)], [0.0], context=50)
+    by_batch = replace(LINEAR, decode_s=lambda batch, context: 0.01 * batch)
+    assert list(first_token_waits(seen, by_batch)) == pytest.approx([0.11, 0.11 + 0.06, 0.11 + 0.06])
+    by_context = replace(LINEAR, decode_s=lambda batch, context: 1e-4 * context)
+    assert list(first_token_waits(seen, by_context)) == pytest.approx([0.105, 0.105 + 0.0512, 0.105 + 0.0512])
+    # three passes of a long prompt are priced as its last one: 102 tokens of two decodes, 104, 106
+    long = view([(0.0, 250)], [0.0, 0.0], context=102)
+    assert list(first_token_waits(long, by_context)) == pytest.approx([0.25 + 3 * 0.0106])
+
+
+# --- Serving, played pass by pass
+
+
+def played(seen: ServingView, start: float, chunk: int, seconds: Callable[[int, int, int, int], float]) -> list[float]:
+    """When each queued request has its first token, and then each decode its next one, if only serving runs.
+
+    A pass computes a token of each decode and then up to `chunk` prompt tokens, in the order of arrival. `seconds`: of
+    a pass with these decodes, tokens of their contexts, prompt tokens, pairs of a prompt token and one before it."""
+    now, batch, context = start, len(seen.last_token_times), seen.num_context_tokens
+    rest = [request.num_tokens for request in seen.queued]
+    first: list[float] = []
+    following = math.inf
+    while len(first) < len(rest) or following == math.inf:
+        room, pairs, begun = chunk, 0, len(first)
+        while begun < len(rest) and room:
+            count = min(rest[begun], room)
+            done = seen.queued[begun].num_tokens - rest[begun]
+            pairs += sum(range(done + 1, done + count + 1))
+            rest[begun] -= count
+            room -= count
+            begun += not rest[begun]
+        now += seconds(batch, context, chunk - room, pairs)
+        following = min(following, now)
+        context += batch + sum(request.num_tokens + 1 for request in seen.queued[len(first) : begun])
+        batch += begun - len(first)
+        first += [now] * (begun - len(first))
+    return first + [following] * len(seen.last_token_times)
+
+
+def random_case(random: Random) -> tuple[ServingView, ServingTimes, Callable[[int, int, int, int], float]]:
+    chunk = random.choice([16, 64, 128])
+    per_pass, per_token, per_pair = random.uniform(0, 5e-3), random.uniform(1e-4, 1e-3), random.choice([0.0, 1e-6])
+    constant, per_decode, per_context = 5e-3, random.uniform(0, 1e-3), random.choice([0.0, 1e-5])
+
+    def decode(batch: int, context: int) -> float:
+        return (constant + per_decode * batch + per_context * context) if batch else 0.0
+
+    def prefill(count: int) -> float:
+        return per_pass * math.ceil(count / chunk) + per_token * count + per_pair * count * (count + 1) / 2
+
+    def seconds(batch: int, context: int, count: int, pairs: int) -> float:
+        return decode(batch, context) + (per_pass + per_token * count + per_pair * pairs if count else 0.0)
+
+    now = random.uniform(1, 100)
+    arrivals = sorted(now - random.uniform(0, 0.1) for _ in range(random.randrange(5)))
+    last = [now - random.uniform(0, 0.02) for _ in range(random.randrange(5))]
+    queued = [(arrived, random.randrange(1, 200)) for arrived in arrivals]
+    seen = view(queued, last, now=now, context=sum(random.randrange(1, 500) for _ in last))
+    return seen, ServingTimes(prefill_s=prefill, decode_s=decode, chunk_tokens=chunk), seconds
+
+
+def misses(
+    seen: ServingView, times: ServingTimes, seconds: Callable[[int, int, int, int], float], step: float, policy: DualSLO
+) -> bool:
+    ends = played(seen, seen.now + step, times.chunk_tokens, seconds)
+    assert policy.ttft_s and policy.tpot_s
+    due = [request.arrived + policy.ttft_s for request in seen.queued]
+    due += [last + policy.tpot_s for last in seen.last_token_times]
+    return any(end > limit + 1e-9 for end, limit in zip(ends, due, strict=True))
+
+
+def test_what_the_cumulative_form_admits_is_in_time() -> None:
+    """Whenever it lets a rollout's step run, serving alone after that step meets all deadlines; the printed form lets
+    steps run after which it does not."""
+    random = Random(0)
+    admitted = printed_late = 0
+    for _ in range(4000):
+        seen, times, seconds = random_case(random)
+        policy = DualSLO(
+            times=times, ttft_s=random.uniform(0.1, 0.6), tpot_s=random.uniform(0.03, 0.3), form="cumulative", guard_s=0
+        )
+        policy = replace(policy, guard_share=0.0)
+        step = random.uniform(0, 0.1)
+        late = misses(seen, times, seconds, step, policy)
+        if policy.admits(seen, step):
+            admitted += 1
+            assert not late
+        printed_late += late and replace(policy, form="printed").admits(seen, step)
+    assert admitted > 1000 and printed_late > 100
+
+
+def test_the_cumulative_form_is_exact_where_times_add_up() -> None:
+    """Without a price per pass, pair or context token, nothing is overestimated."""
+    random = Random(1)
+    for _ in range(500):
+        chunk, now = random.choice([16, 64]), random.uniform(0, 9)
+        per_token, per_decode = random.uniform(1e-4, 1e-3), random.uniform(0, 1e-2)
+        times = ServingTimes(
+            prefill_s=lambda count, price=per_token: price * count,  # type: ignore[misc]
+            decode_s=lambda batch, context, price=per_decode: price * batch,  # type: ignore[misc]
+            chunk_tokens=chunk,
+        )
+        queued = [(now, random.randrange(1, 200)) for _ in range(random.randrange(1, 6))]
+        seen = view(queued, [now] * random.randrange(1, 4), now=now)
+        ends = played(seen, now, chunk, lambda batch, _, count, __: per_decode * batch + per_token * count)  # noqa: B023
+        assert [now + wait for wait in first_token_waits(seen, times)] == pytest.approx(ends[: len(queued)])
+        assert now + 9 - decode_slack(seen, 9, times, "cumulative") == pytest.approx(ends[-1])
+
+
+# --- The policy
+
+
+def test_dual_admits_what_both_do() -> None:
+    """Fig. 9's other policies each ignore one SLO."""
+    random = Random(2)
+    seen_both = set()
+    for _ in range(300):
+        seen, times, _ = random_case(random)
+        dual = DualSLO(times=times, ttft_s=random.uniform(0.05, 0.4), tpot_s=random.uniform(0.01, 0.2))
+        one_each = replace(dual, tpot_s=None), replace(dual, ttft_s=None)
+        step = random.uniform(0, 0.1)
+        answers = tuple(policy.admits(seen, step) for policy in one_each)
+        assert dual.admits(seen, step) == all(answers)
+        assert replace(dual, ttft_s=None, tpot_s=None).admits(seen, step)
+        seen_both.add(answers)
+    assert len(seen_both) == 4
+
+
+def test_an_idle_server_admits_everything() -> None:
+    policy = DualSLO(times=LINEAR, ttft_s=1e-3, tpot_s=1e-3)
+    assert policy.slack(view([], [])) == math.inf and policy.admits(view([], []), 1e6)
+
+
+def test_the_guard() -> None:
+    """The larger of 1 ms and 5 % of the step."""
+    policy = DualSLO(times=LINEAR, ttft_s=None, tpot_s=0.12)  # 0.1 s of slack
+    assert policy.admits(view([], [0.0]), 0.095) and not policy.admits(view([], [0.0]), 0.0953)
+    late = view([], [0.0], now=0.0905)  # 9.5 ms of slack
+    assert policy.admits(late, 0.0084) and not policy.admits(late, 0.0086)
+    careful = replace(policy, times=replace(LINEAR, margin=0.5))
+    assert careful.slack(view([], [0.0])) == pytest.approx(0.09)
+
+
+def test_the_times_of_a_pace() -> None:
+    pace = ProfilePace.of("h100-8b-tp1")
+    spec = ReplicaSpec(id=0, ranks=(0,))
+    times = ServingTimes.of(pace, spec, chunk_tokens=512)
+    profile = pace.profiles[1]
+    assert times.prefill(300) == pytest.approx(profile.prefill_seconds(1, 300))
+    last = profile.prefill_seconds(1, 76, 1024)
+    passes = [profile.step_seconds(1, 512, end, pairs=512 * (end - 255.5), logit_rows=0) for end in (512, 1024)]
+    assert times.prefill(1100) == pytest.approx(sum(passes) + last)
+    assert times.decode(8, 8000) == pytest.approx(profile.step_seconds(8, 8, 8000))
+    assert times.prefill(0) == times.decode(0, 0) == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1e-9])
+def test_estimates_that_cannot_be(bad: float) -> None:
+    broken = ServingTimes(prefill_s=lambda count: bad, decode_s=lambda batch, context: bad, chunk_tokens=1)
+    policy = DualSLO(times=broken, ttft_s=1.0, tpot_s=1.0)
+    with pytest.raises(ValueError, match=r"prefill_s\(3\)=.*: an estimate must be at least 0"):
+        policy.admits(view([(0.0, 3)], []), 0.0)
+    with pytest.raises(ValueError, match=r"decode_s\(1, 7\)=.*: an estimate must be at least 0"):
+        policy.admits(view([], [0.0], context=7), 0.0)
+    with pytest.raises(ValueError, match=r"seconds=.*: an estimate must be at least 0"):
+        DualSLO(times=LINEAR, ttft_s=1.0, tpot_s=1.0).admits(view([], []), bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ttft_s": 0.0}, r"DualSLO\.ttft_s=0\.0: must be above 0"),
+        ({"guard_s": -1.0}, r"DualSLO\.guard_s=-1\.0: must be at least 0"),
+        ({"form": "other"}, r"DualSLO\.form='other': must be one of"),
+    ],
+)
+def test_what_it_refuses(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DualSLO(**{"times": LINEAR, "ttft_s": 1.0, "tpot_s": 1.0, **options})  # type: ignore[arg-type]
