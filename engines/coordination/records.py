@@ -191,6 +191,8 @@ class ReplicaRecord:
     def view(self, accepts: bool) -> ReplicaView:
         ready, report = self.ready, self.report
         num_blocks = ready.num_kv_tokens // ready.block_size if ready else 0
+        if report is not None and report.num_blocks is not None:
+            num_blocks = report.num_blocks
         return ReplicaView(
             spec=self.spec,
             accepts=accepts,

@@ -87,6 +87,11 @@ class BlockManager:
         self._key_of: dict[int, bytes] = {}
 
     @property
+    def is_leased(self) -> bool:
+        """Whether it has a source, so that `num_blocks` changes."""
+        return self._source is not None
+
+    @property
     def num_blocks(self) -> int:
         """All blocks. With a source: those that it has, and those that it could get now."""
         return self._num_ids if self._source is None else self._source.num_blocks

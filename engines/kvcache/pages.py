@@ -250,7 +250,8 @@ class PageShare:
         if blocks_per_page < 1 or (lease_s is not None and lease_s < 0):
             raise ValueError(f"blocks_per_page={blocks_per_page}, lease_s={lease_s}: at least 1, and not negative")
         pool.join(owner, budget=budget)
-        self._pool, self._owner, self._lease_s, self._on_lease = pool, owner, lease_s, on_lease
+        self.pool, self.owner, self.blocks_per_page = pool, owner, blocks_per_page
+        self._lease_s, self._on_lease = lease_s, on_lease
         self._pages = _PageBlocks(blocks_per_page, room=lambda: pool.room(owner), lease=self._lease, renews=renews)
         self._pages.most_blocks = budget * blocks_per_page
         self._has_time = False
@@ -271,9 +272,13 @@ class PageShare:
         """The pages that it holds."""
         return list(self._pages.free)
 
+    def pages_for(self, num_blocks: int) -> int:
+        """Returns the pages that hold this many blocks; 0 for a negative number."""
+        return max(0, -(-num_blocks // self.blocks_per_page))
+
     def set_budget(self, pages: int) -> None:
         """See `PagePool.set_budget`. Sequences that were promised more blocks must leave before."""
-        self._pool.set_budget(self._owner, pages)
+        self.pool.set_budget(self.owner, pages)
         self._pages.most_blocks = max(self._pages.most_blocks, pages * self._pages.blocks_per_page)
 
     def expire(self, now: float) -> int:
@@ -294,7 +299,7 @@ class PageShare:
         return self._give_back(order[:count])
 
     def _lease(self) -> int:
-        pages = self._pool.lease(self._owner, 1)
+        pages = self.pool.lease(self.owner, 1)
         self._on_lease(pages)
         return pages[0]
 
@@ -302,15 +307,15 @@ class PageShare:
         for page in given:
             self.blocks.lose(self._pages.blocks_of(page))
             self._pages.remove(page)
-        self._pool.give_back(self._owner, given)
+        self.pool.give_back(self.owner, given)
         return len(given)
 
     def check_integrity(self) -> None:
         """Asserts that the pages here are those that the pool says, and that their blocks are where they belong."""
         pages = self._pages
-        self._pool.check_integrity()
+        self.pool.check_integrity()
         self.blocks.check_integrity()
-        assert self.num_pages == self._pool.num_held(self._owner), "a page is lost, or not leased"
+        assert self.num_pages == self.pool.num_held(self.owner), "a page is lost, or not leased"
         assert pages.free.keys() == pages.num_held.keys() == pages.leased_at.keys()
         for page, free in pages.free.items():
             num_held = sum(self.blocks.is_held(block) for block in pages.blocks_of(page))

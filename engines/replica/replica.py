@@ -287,7 +287,8 @@ class Replica:
             output.num_tokens, output.num_context_tokens, output.num_pairs = sum_tokens, sum_context, sum_pairs
             if self.drafter is not None:
                 self._observe(self.drafter, scheduled, lengths, output)
-            output.kv_use = 1 - self.scheduler.blocks.num_free_blocks / self.scheduler.blocks.num_blocks
+            blocks = self.scheduler.blocks
+            output.kv_use = 1 - blocks.num_free_blocks / max(1, blocks.num_blocks)
             for sequence in ended:
                 self._leave(sequence)
                 self.mover.drop(sequence.kv)

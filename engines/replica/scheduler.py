@@ -40,6 +40,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self._config.max_num_batched_tokens
+
+    @property
+    def prefill_chunk_size(self) -> int | None:
+        return self._config.prefill_chunk_size
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence behind those of its priority."""
         self._wait(sequence, bisect_right)

@@ -130,10 +130,11 @@ class WorkerCore:
         if output.released:
             events.append(self.event(m.SequencesReleased, works=tuple(output.released)))
         if now - self._reported >= REPORT_EVERY_S or (self._waits and not self.has_work):
-            events.append(self._report(now))
+            events.append(self.report(now))
         return events
 
-    def _report(self, now: float) -> m.Event:
+    def report(self, now: float) -> m.Event:
+        """Returns the replica's load, and what has changed since the last report."""
         lengths = {state.sequence_id: len(state.tokens) for state in self._here.states()}
         grown = [(id_, length - self._lengths[id_]) for id_, length in lengths.items()]
         seconds, self._seconds = self._seconds, 0.0
@@ -145,6 +146,7 @@ class WorkerCore:
             num_running=len(scheduler.running),
             num_waiting=self._here.num_waiting,
             num_free_blocks=scheduler.blocks.num_free_blocks,
+            num_blocks=scheduler.blocks.num_blocks if scheduler.blocks.is_leased else None,
             seconds=seconds,
             progress=tuple(one for one in grown if one[1]),
             waits=tuple((id_, kind, now - since, wait) for id_, kind, since, wait in waits),

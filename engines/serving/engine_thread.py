@@ -4,20 +4,26 @@ the difference of each sequence's state between two steps. Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
-from engines.replica.replica import Replica
+from engines.replica.replica import Replica, StepOutput
 from engines.rollout.generation import make_states
 from engines.sequence import Completion, Ranked, SamplingParams, SequenceId, SequenceState, Work
+from engines.serving.coserve import Turn
 
 _MOST_FAILURES = 3
 """Steps that fail one after another before the engine gives up."""
+_LOOK_AGAIN_S = 0.005
+"""When the tenant has work, and could not step: until it is asked again."""
 log = logging.getLogger(__name__)
 
 
@@ -29,6 +35,7 @@ class Job:
     params: list[SamplingParams]
     streams: bool
     """Whether its tokens are wanted as they come; else the first one of each completion, and the completion."""
+    arrived: float = field(default_factory=time.monotonic)
 
 
 @dataclass(kw_only=True)
@@ -87,14 +94,68 @@ class _Open:
     num_told: int = 0
 
 
+@dataclass(frozen=True)
+class _Look:
+    """The tenant has got work."""
+
+
+class Beside(Protocol):
+    """A model that steps in the same thread, when the replica that serves does not. `Tenant` is one."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """`wake` must be called when it gets work; by any thread."""
+        ...
+
+    def next(self) -> Turn | None:
+        """Returns who steps now."""
+        ...
+
+    def step(self) -> bool:
+        """Steps once, and returns whether that did anything. Does not raise for errors of its own."""
+        ...
+
+    def arrived(self, state: SequenceState, at: float) -> None:
+        """A sequence of a request has come."""
+        ...
+
+    def left(self, sequence_id: SequenceId) -> None:
+        """A sequence of a request was aborted."""
+        ...
+
+    def served(self, output: StepOutput, start: float) -> None:
+        """The replica that serves has stepped."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """It will not be stepped any more."""
+        ...
+
+
 class EngineThread:
     """Owns a replica from `start` to `stop`: nobody else may call it meanwhile, except `Replica.check`."""
 
-    def __init__(self, replica: Replica, *, run_seed: int, tell: Callable[[list[tuple[Job, Event]]], None]) -> None:
-        """`tell` is called by this thread, at most once per step."""
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        run_seed: int,
+        tell: Callable[[list[tuple[Job, Event]]], None],
+        beside: Beside | None = None,
+        pace: Callable[[StepOutput], float] | None = None,
+    ) -> None:
+        """`tell` is called by this thread, at most once per step. With `pace`, a step takes at least the seconds that
+        it returns."""
         self._replica, self._run_seed, self._tell = replica, run_seed, tell
-        self._orders: queue.SimpleQueue[Job | _Abort | None] = queue.SimpleQueue()
-        self._taken: deque[Job | _Abort | None] = deque()
+        self._beside, self._pace = beside, pace
+        self._orders: queue.SimpleQueue[Job | _Abort | _Look | None] = queue.SimpleQueue()
+        self._taken: deque[Job | _Abort | _Look | None] = deque()
+        self._waits_s = 0.0
+        """How long the next wait for orders may last, although there is work."""
+        if beside is not None:
+            beside.attach(lambda: self._orders.put(_Look()))
         self._open: dict[SequenceId, _Open] = {}
         self._ids: dict[Job, list[SequenceId]] = {}
         self._events: list[tuple[Job, Event]] = []
@@ -128,8 +189,8 @@ class EngineThread:
                 self._wait_for_orders()
                 while self._taken:
                     self._take(self._taken.popleft())
-                if self._replica.has_work and not self._broken:
-                    self._step()
+                if not (self._broken or self._has_stopped):
+                    self._turn()
             except Exception:
                 log.exception("serving: the engine's thread has failed")
                 self._break("the engine's thread has failed; see the server's log")
@@ -137,22 +198,46 @@ class EngineThread:
 
     def _wait_for_orders(self) -> None:
         """Takes what has been asked since the last step. Waits while there is nothing to do."""
-        if not self._taken and (self._broken or not self._replica.has_work):
+        if not self._taken and (self._broken or not self._has_work):
             self._taken.append(self._orders.get())
+        elif not self._taken and self._waits_s:
+            with contextlib.suppress(queue.Empty):
+                self._taken.append(self._orders.get(timeout=self._waits_s))
         while True:
             try:
                 self._taken.append(self._orders.get_nowait())
             except queue.Empty:
                 return
 
-    def _take(self, order: Job | _Abort | None) -> None:
+    @property
+    def _has_work(self) -> bool:
+        return self._replica.has_work or (self._beside is not None and self._beside.has_work)
+
+    def _turn(self) -> None:
+        turn: Turn | None = "serving" if self._replica.has_work else None
+        if self._beside is not None:
+            turn = self._beside.next()
+        self._waits_s = 0.0
+        if turn == "serving":
+            self._step()
+        elif turn == "rollout":
+            assert self._beside is not None
+            self._waits_s = 0.0 if self._beside.step() else _LOOK_AGAIN_S
+        elif self._has_work:
+            self._waits_s = _LOOK_AGAIN_S
+
+    def _take(self, order: Job | _Abort | _Look | None) -> None:
+        if isinstance(order, _Look):
+            return
         if order is None:
             self._has_stopped = True
             self._replica.clear()
+            self._stop_beside("the server has stopped")
         elif isinstance(order, _Abort):
             for sequence_id in self._ids.get(order.job, ()):
                 if self._open.pop(sequence_id, None) is not None:
                     self._replica.abort(sequence_id)
+                    self._forget(sequence_id)
             self._leave(order.job)
         elif self._broken:
             self._events += [(order, Failed(reason=self._broken)), (order, Left())]
@@ -173,6 +258,8 @@ class EngineThread:
                 self._replica.submit(Work(state=state))
                 self._open[state.sequence_id] = _Open(job=job, index=index, state=state)
                 self._ids[job].append(state.sequence_id)
+                if self._beside is not None:
+                    self._beside.arrived(state, job.arrived)
         except ValueError as error:  # `Replica.check` has let it pass
             self._events.append((job, Failed(reason=str(error))))
             self._take(_Abort(job=job))
@@ -181,7 +268,12 @@ class EngineThread:
         if self._ids.pop(job, None) is not None:
             self._events.append((job, Left()))
 
+    def _forget(self, sequence_id: SequenceId) -> None:
+        if self._beside is not None:
+            self._beside.left(sequence_id)
+
     def _step(self) -> None:
+        start = time.monotonic()
         try:
             output = self._replica.step()
         except Exception as error:
@@ -193,6 +285,10 @@ class EngineThread:
             return
         assert not output.released, "no sequence here is bounded or has turns"
         self._num_failures, self._num_steps = 0, self._num_steps + 1
+        if self._pace is not None:
+            time.sleep(max(0.0, start + self._pace(output) - time.monotonic()))
+        if self._beside is not None:
+            self._beside.served(output, start)
         ended = {one.state.sequence_id: one.completion for one in output.finished}
         for sequence_id, one in self._open.items():
             if len(one.state.tokens) - one.state.num_prompt_tokens > one.num_told or sequence_id in ended:
@@ -222,15 +318,22 @@ class EngineThread:
     def _fail_all(self, reason: str) -> None:
         """All requests end, as the step may fail because of any of them; the engine goes on."""
         jobs = list(self._ids)
+        for sequence_id in self._open:
+            self._forget(sequence_id)
         self._open.clear()
         for job in jobs:
             self._events.append((job, Failed(reason=reason)))
             self._leave(job)
         self._replica.clear()
 
+    def _stop_beside(self, reason: str) -> None:
+        if self._beside is not None:
+            self._beside.stop(reason)
+
     def _break(self, reason: str) -> None:
         self._broken = reason
         try:
+            self._stop_beside(reason)
             self._fail_all(reason)
         except Exception:
             log.exception("serving: the replica cannot be cleared")

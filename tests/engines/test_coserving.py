@@ -1,0 +1,262 @@
+"""Two models on one device: turns, cuts and stalls, with passes that only count, in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from engines.config import EngineConfig
+from engines.kvcache.pages import PagePool, PageShare
+from engines.replica.forecast import entry_blocks, growth_blocks, next_step
+from engines.replica.replica import Replica, StepOutput
+from engines.replica.scheduler import Scheduler
+from engines.sequence import SamplingParams, SequenceKey, SequenceState, Work
+from engines.serving.coserve import CoServing, CoServingLimits, Neighbour
+from engines.serving.policies import MemoryView, ServingView
+from research.rose.memory import ServingFirst, SharingOptions, StaticSplit
+from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
+
+NUM_PAGES, BLOCK_SIZE = 40, 4
+
+
+class Anytime:
+    """Admits every step of the rollout."""
+
+    def admits(self, view: ServingView, seconds: float) -> bool:
+        return True
+
+
+class Sometimes:
+    """Admits a share of the steps."""
+
+    def __init__(self, rng: random.Random, share: float) -> None:
+        self._rng, self._share = rng, share
+
+    def admits(self, view: ServingView, seconds: float) -> bool:
+        return self._rng.random() < self._share
+
+
+class RandomCuts(ServingFirst):
+    """Cuts at random, too."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(SharingOptions(window_s=5.0))
+        self._rng = rng
+
+    def cut(self, view: MemoryView) -> int | None:
+        own = super().cut(view)
+        return own if own is not None or self._rng.random() > 0.05 else self._rng.randrange(view.budget + 1)
+
+
+class World:
+    """A serving replica and one of a rollout on a pool, and the time."""
+
+    def __init__(self, admission: object = None, memory: object = None, *, num_seqs: int = 8, **limits: float) -> None:
+        self.pool = PagePool(NUM_PAGES)
+        self.now = 0.0
+        config = EngineConfig(block_size=BLOCK_SIZE, max_num_seqs=num_seqs, max_num_batched_tokens=64)
+        self.serving, self.rollout = (
+            self._neighbour(name, config, per_page) for name, per_page in (("serving", 2), ("rollout", 3))
+        )
+        self.coserving = CoServing(
+            serving=self.serving,
+            rollout=self.rollout,
+            admission=admission or Anytime(),  # type: ignore[arg-type]
+            memory=memory or ServingFirst(),  # type: ignore[arg-type]
+            seconds=lambda output: 0.01,
+            limits=CoServingLimits(**limits),
+        )
+        self._uids = itertools.count()
+        self.lengths: dict[int, int] = {}
+        self.done: dict[int, int] = {}
+        """Tokens of the sequences that have ended, by uid."""
+
+    def _neighbour(self, name: str, config: EngineConfig, per_page: int) -> Neighbour:
+        share = PageShare(
+            self.pool, name, budget=NUM_PAGES, block_size=BLOCK_SIZE, blocks_per_page=per_page, lease_s=1.0
+        )
+        mover = SimulatedMover(
+            KVPool(capacity_tokens=0), "recompute", None, 0, now=lambda: self.now, transfer_s=lambda count, path: 0.0
+        )
+        replica = Replica(
+            runner=SimulatedRunner(),
+            scheduler=Scheduler(config, share.blocks),
+            mover=mover,
+            max_model_len=10_000,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+            detokenize=None,
+            hidden_stop=lambda state: state.num_generated >= self.lengths[state.key.prompt_uid],
+        )
+        return Neighbour(replica=replica, pages=share)
+
+    def state(self, num_prompt: int, length: int) -> SequenceState:
+        uid = next(self._uids)
+        self.lengths[uid] = length
+        key = SequenceKey(run_seed=0, policy_step=0, prompt_uid=uid, sample_index=0)
+        tokens = [10 * uid + 10**6] * num_prompt
+        return SequenceState(
+            key=key, group_id=uid, tokens=tokens, num_prompt_tokens=num_prompt, params=SamplingParams(max_tokens=length)
+        )
+
+    def serve(self, num_prompt: int, length: int) -> None:
+        state = self.state(num_prompt, length)
+        self.serving.replica.submit(Work(state=state))
+        self.coserving.times.arrived(state, self.now)
+
+    def roll(self, num_prompt: int, length: int, bound: int | None = None) -> None:
+        self.rollout.replica.submit(Work(state=self.state(num_prompt, length), max_new_tokens=bound))
+
+    def step(self) -> str | None:
+        turn = self.coserving.next(self.now)
+        self.check()
+        if turn is None:
+            self.now += 0.005
+            return None
+        start, self.now = self.now, self.now + 0.01
+        output: StepOutput = getattr(self, turn).replica.step()
+        self.coserving.stepped(turn, output, start, self.now)
+        for one in output.finished:
+            self.done[one.state.key.prompt_uid] = one.state.num_generated
+        for work in output.released:
+            self.rollout.replica.submit(Work(state=work.state, max_new_tokens=work.max_new_tokens))
+        return turn
+
+    def check(self) -> None:
+        for one in (self.serving, self.rollout):
+            one.pages.check_integrity()
+
+
+def test_a_burst_of_serving_takes_its_pages_back_within_the_step() -> None:
+    world = World()
+    for _ in range(4):
+        world.roll(40, 400)
+    world.coserving.begin(world.now)
+    while world.rollout.pages.num_pages < 20:
+        world.step()
+    held = world.rollout.pages.num_pages
+    for _ in range(8):
+        world.serve(30, 5)  # 8 x 4 pages: more than are free beside the rollout
+    world.coserving.next(world.now)
+    assert world.rollout.pages.num_pages < held
+    released = world.coserving.take_released()
+    assert released and all(work.kv is None for work in released), "whole sequences leave, without KV"
+    assert world.coserving.lent.num_taken_back == len(released)
+    fewest = max(len(work.state.tokens) for work in released)
+    assert all(len(one.state.tokens) >= fewest for one in world.rollout.replica.scheduler.running)
+    output = world.serving.replica.step()
+    assert output.num_running == 8 or output.num_tokens == 64, "the whole burst enters as far as the pass is large"
+    assert growth_blocks(world.serving.replica.scheduler) + entry_blocks(world.serving.replica.scheduler) <= (
+        world.serving.pages.blocks.num_free_blocks
+    )
+
+
+def test_an_idle_rollout_gives_its_pages_back_when_their_lease_ends() -> None:
+    world = World()
+    world.roll(40, 3)
+    world.coserving.begin(world.now)
+    while not world.done:
+        world.step()
+    assert world.rollout.pages.num_pages > 0 == world.rollout.pages.num_used_pages
+    world.now += 0.9
+    world.coserving.next(world.now)
+    assert world.rollout.pages.num_pages > 0
+    world.now += 0.2
+    world.coserving.next(world.now)
+    assert world.rollout.pages.num_pages == 0
+
+
+def test_the_budget_falls_within_a_phase_and_is_made_anew_by_the_next() -> None:
+    world = World(memory=ServingFirst(SharingOptions(window_s=0.1)))
+    world.coserving.begin(world.now)
+    assert world.coserving.budget == 32, "all but the headroom of a fifth"
+    for _ in range(7):
+        world.serve(60, 4)
+    budgets = [world.coserving.budget]
+    while world.serving.replica.has_work:
+        world.step()
+        budgets.append(world.coserving.budget)
+    assert budgets == sorted(budgets, reverse=True) and budgets[-1] < 32
+    world.now += 1.0
+    world.coserving.begin(world.now)
+    assert world.coserving.budget == 32
+
+
+def test_a_static_split_leaves_the_rollout_its_half() -> None:
+    """Although requests wait that would find no room beside it."""
+    world = World(memory=StaticSplit())
+    world.serving.pages.set_budget(NUM_PAGES // 2)
+    world.coserving.begin(world.now)
+    for _ in range(6):  # 3 pages each
+        world.roll(10, 20)
+        world.serve(40, 10)
+    while world.serving.replica.has_work:
+        world.step()
+        assert world.rollout.pages.num_pages <= NUM_PAGES // 2 >= world.serving.pages.num_pages
+    assert world.coserving.lent.num_taken_back == 0
+
+
+def test_sequences_without_progress_leave_after_the_stall_time() -> None:
+    class Never:
+        def admits(self, view: ServingView, seconds: float) -> bool:
+            return False
+
+    world = World(admission=Never(), stall_s=2.0)
+    world.roll(10, 5)
+    world.roll(10, 5)
+    world.coserving.begin(world.now)
+    while world.now <= 2.0:
+        assert world.step() is None
+        assert not world.coserving.take_released()
+    world.now += 0.1
+    world.step()
+    assert len(world.coserving.take_released()) == 2 == world.coserving.lent.num_stalled
+    assert not world.rollout.replica.has_work
+
+
+def test_one_that_finds_no_room_leaves_while_the_others_go_on() -> None:
+    world = World(num_seqs=2, stall_s=0.5)
+    for _ in range(3):
+        world.roll(10, 300)
+    world.coserving.begin(world.now)
+    while world.now < 1.0:
+        world.step()
+    assert [work.state.key.prompt_uid for work in world.coserving.take_released()] == [2]
+    assert world.rollout.replica.num_sequences == 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_loads_lose_no_sequence_and_serving_never_waits_for_the_rollout(seed: int) -> None:
+    """Arrivals, bounded and unbounded work, cuts, leases that end, stalls: what leaves comes back, and all end."""
+    rng = random.Random(seed)
+    world = World(Sometimes(rng, rng.choice([0.2, 0.6, 1.0])), RandomCuts(rng), stall_s=0.3)
+    world.coserving.begin(world.now)
+    num_served = num_rolled = 0
+    for _ in range(3000):
+        if rng.random() < 0.03 and num_served < 40:
+            num_served += 1
+            world.serve(rng.randint(1, 60), rng.randint(1, 30))
+        if rng.random() < 0.05 and num_rolled < 40:
+            num_rolled += 1
+            world.roll(rng.randint(1, 50), rng.randint(1, 60), rng.choice([None, 7, 30]))
+        if rng.random() < 0.01:
+            world.coserving.begin(world.now)
+        for work in world.coserving.take_released():
+            assert world.lengths[work.state.key.prompt_uid] > work.state.num_generated
+            world.rollout.replica.submit(Work(state=work.state, max_new_tokens=work.max_new_tokens))
+        turn = world.step()
+        scheduler = world.serving.replica.scheduler
+        if turn == "serving" and scheduler.waiting and scheduler.num_free_slots:
+            assert not world.rollout.pages.num_pages or next_step(scheduler).num_tokens >= 32, "it waits for pages"
+    world.coserving._memory = ServingFirst()  # type: ignore[assignment]
+    for _ in range(20_000):
+        if len(world.done) == num_served + num_rolled:
+            break
+        for work in world.coserving.take_released():
+            world.rollout.replica.submit(Work(state=work.state, max_new_tokens=work.max_new_tokens))
+        if not rng.randrange(50):
+            world.coserving.begin(world.now)
+        world.step()
+    assert world.done == world.lengths
