@@ -192,7 +192,7 @@ class CoServing:
 
     def _take_back(self, count: int) -> None:
         """Takes pages that no sequence of the rollout holds; then lets whole sequences go, those with the fewest
-        computed tokens first (annex R-D4), until enough pages are back."""
+        computed tokens first, until enough pages are back."""
         if count <= 0:
             return
         pages = self._rollout.pages
