@@ -95,6 +95,7 @@ def test_no_command_is_the_library_of_another() -> None:
         "research.workloads.lengths",
         "research.simulator.cluster",
         "research.rose.transfer",
+        "research.rose.activation",
         "research.rose.admission",
         "research.rose.memory",
         "engines",

@@ -39,7 +39,10 @@ class ServingTimes:
     decode_s: Callable[[int, int], float]
     """T_dec: sequences, their context tokens in all -> seconds of a pass that gives each one token."""
     chunk_tokens: Count
-    """Most prompt tokens in a pass, of all sequences together."""
+    """Most tokens in a pass, of decodes and prompts together (`EngineConfig.max_num_batched_tokens`)."""
+    beside_s: Callable[[int, int], float] | None = None
+    """As `decode_s`: what these decodes add to a pass of `chunk_tokens` prompt tokens. None: as much as a pass of their
+    own. That counts the weights twice, and waits become 1.5 to 2 times as long (8B, H100, 512 tokens a pass)."""
     margin: NonNegative = 0.0
     """Share that is added to each estimate, for what the profile is wrong by."""
 
@@ -57,29 +60,41 @@ class ServingTimes:
         seconds = self.decode_s(batch, num_context_tokens)
         return (1 + self.margin) * _checked(f"decode_s({batch}, {num_context_tokens})", seconds)
 
+    def beside(self, batch: int, num_context_tokens: int) -> float:
+        if self.beside_s is None or not batch:
+            return self.decode(batch, num_context_tokens)
+        seconds = self.beside_s(batch, num_context_tokens)
+        return (1 + self.margin) * _checked(f"beside_s({batch}, {num_context_tokens})", seconds)
+
     @staticmethod
     def of(pace: Pace, spec: ReplicaSpec, *, chunk_tokens: int) -> ServingTimes:
         """Returns those of a replica at this pace."""
 
+        def chunk(start: int, end: int, draws: bool, batch: int = 0, num_context_tokens: int = 0) -> float:
+            output = StepOutput(
+                num_running=batch + 1,
+                num_tokens=batch + end - start,
+                num_context_tokens=num_context_tokens + end,
+                num_pairs=num_context_tokens + (end * (end + 1) - start * (start + 1)) // 2,
+                num_sampled=batch + draws,
+            )
+            return pace.step(spec, output)
+
         @lru_cache(4096)
         def prefill(num_tokens: int) -> float:
-            seconds = 0.0
-            for start in range(0, num_tokens, chunk_tokens):
-                end = min(start + chunk_tokens, num_tokens)
-                output = StepOutput(
-                    num_running=1,
-                    num_tokens=end - start,
-                    num_context_tokens=end,
-                    num_pairs=(end * (end + 1) - start * (start + 1)) // 2,
-                    num_sampled=int(end == num_tokens),
-                )
-                seconds += pace.step(spec, output)
-            return seconds
+            starts = range(0, num_tokens, chunk_tokens)
+            ends = [*starts[1:], num_tokens]
+            return sum(chunk(start, end, end == num_tokens) for start, end in zip(starts, ends, strict=True))
+
+        def beside(batch: int, num_context_tokens: int) -> float:
+            full = 0, chunk_tokens, True
+            return chunk(*full, batch, num_context_tokens) - chunk(*full)
 
         return ServingTimes(
             prefill_s=prefill,
             decode_s=lambda batch, num_context_tokens: decode_seconds(pace, spec, batch, num_context_tokens),
             chunk_tokens=chunk_tokens,
+            beside_s=beside,
         )
 
 
@@ -99,32 +114,36 @@ def decode_slack(view: ServingView, tpot_s: float, times: ServingTimes, form: Fo
     """
     if not view.last_token_times:
         return math.inf
-    next_pass = times.decode(len(view.last_token_times), view.num_context_tokens)
-    if form == "cumulative":
-        next_pass += times.prefill(min(times.chunk_tokens, sum(request.num_tokens for request in view.queued)))
+    decodes = len(view.last_token_times), view.num_context_tokens
+    if form == "printed" or not view.queued:
+        next_pass = times.decode(*decodes)
+    else:
+        room = max(1, times.chunk_tokens - len(view.last_token_times))
+        num_tokens = min(room, sum(request.num_tokens for request in view.queued))
+        next_pass = times.prefill(num_tokens) + times.beside(*decodes)
     return min(view.last_token_times) + tpot_s - view.now - next_pass
 
 
 def first_token_waits(view: ServingView, times: ServingTimes) -> Iterator[float]:
     """Yields the seconds after which each queued request has its first token, at the latest, if only serving runs.
 
-    A request waits for the prompts ahead of it, for the decodes in these passes, also of requests that were ahead, and
-    for the tokens of those behind it in its own last pass.
+    A pass has the decodes, also of requests that were ahead, and then prompt tokens, also of requests behind. What a
+    prompt takes beyond as many separate chunks is its attention to earlier ones.
     """
-    batch, context = len(view.last_token_times), view.num_context_tokens
-    num_behind = sum(request.num_tokens for request in view.queued)
-    num_tokens = num_passes = 0
-    seconds = 0.0
+    batch, context, chunk = len(view.last_token_times), view.num_context_tokens, times.chunk_tokens
+    num_left = sum(request.num_tokens for request in view.queued)
+    num_ahead, seconds = 0, 0.0  # of the passes until now: prompt tokens beyond the last request, time
     for request in view.queued:
-        num_tokens += request.num_tokens
-        num_behind -= request.num_tokens
-        passes = -(-num_tokens // times.chunk_tokens) - num_passes
-        num_passes += passes
-        if passes:
-            seconds += passes * times.decode(batch, context + (passes - 1) * batch)
-            context += passes * batch
-        seconds += times.prefill(request.num_tokens)
-        yield seconds + times.prefill(min(num_passes * times.chunk_tokens - num_tokens, num_behind))
+        while num_ahead < request.num_tokens:
+            num_tokens = min(max(1, chunk - batch), num_left)
+            seconds += times.prefill(num_tokens) + times.beside(batch, context)
+            num_ahead += num_tokens
+            num_left -= num_tokens
+            context += batch
+        num_ahead -= request.num_tokens
+        full, rest = divmod(request.num_tokens, chunk)
+        seconds += max(0.0, times.prefill(request.num_tokens) - full * times.prefill(chunk) - times.prefill(rest))
+        yield seconds
         batch += 1
         context += request.num_tokens + 1
 

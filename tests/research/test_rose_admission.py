@@ -9,10 +9,17 @@ from random import Random
 
 import pytest
 
+from engines.config import EngineConfig
+from engines.kvcache.block_manager import BlockManager
 from engines.parallel.layout import ReplicaSpec
+from engines.replica.replica import Replica
+from engines.replica.scheduler import Scheduler
+from engines.sequence import SamplingParams, Work
 from engines.serving.policies import QueuedRequest, ServingView
 from research.rose.admission import DualSLO, ServingTimes, decode_slack, first_token_waits, prefill_slack
 from research.simulator.pace import ProfilePace
+from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
+from tests.states import make_state
 
 LINEAR = ServingTimes(
     prefill_s=lambda num_tokens: 1e-3 * num_tokens, decode_s=lambda batch, context: 0.02, chunk_tokens=100
@@ -36,34 +43,35 @@ def test_the_printed_equations() -> None:
 
 
 def test_the_printed_form_admits_too_much_and_the_cumulative_one_does_not() -> None:
-    """Three prompts of 0.1 s each arrive together. Alone, they have their first tokens after 0.1, 0.22 and 0.34 s, as
-    those that have one decode on (0.02 s a pass). An SLO of 0.35 s leaves 0.01 s, of which Eq. 1 makes 0.25 s."""
-    seen = view([(0.0, 100)] * 3, [])
-    assert list(first_token_waits(seen, LINEAR)) == pytest.approx([0.1, 0.22, 0.34])
+    """Three prompts arrive together, and a pass has 100 tokens. Alone, they have their first tokens after 0.1, 0.219
+    and 0.337 s, as those that have one decode on (0.02 s a pass). An SLO of 0.35 s leaves 0.013 s; Eq. 1 says 0.25."""
+    seen = view([(0.0, 100), (0.0, 99), (0.0, 98)], [])
+    assert list(first_token_waits(seen, LINEAR)) == pytest.approx([0.1, 0.219, 0.337])
     assert prefill_slack(seen, 0.35, LINEAR) == pytest.approx(0.25)
-    assert prefill_slack(seen, 0.35, LINEAR, "cumulative") == pytest.approx(0.01)
+    assert prefill_slack(seen, 0.35, LINEAR, "cumulative") == pytest.approx(0.013)
     printed = DualSLO(times=LINEAR, ttft_s=0.35, tpot_s=None)
     assert printed.admits(seen, 0.1) and not replace(printed, form="cumulative").admits(seen, 0.1)
 
 
 def test_the_next_pass_also_has_prompt_tokens() -> None:
-    """A decode's next token comes after 0.02 s by Eq. 2, but 100 of the 130 waiting tokens are in the same pass."""
+    """A decode's next token comes after 0.02 s by Eq. 2, but 99 of the 130 waiting tokens are in the same pass."""
     seen = view([(0.0, 60), (0.0, 70)], [0.0])
     assert decode_slack(seen, 0.15, LINEAR) == pytest.approx(0.13)
-    assert decode_slack(seen, 0.15, LINEAR, "cumulative") == pytest.approx(0.03)
+    assert decode_slack(seen, 0.15, LINEAR, "cumulative") == pytest.approx(0.031)
+    assert decode_slack(view([], [0.0]), 0.15, LINEAR, "cumulative") == pytest.approx(0.13)
 
 
 def test_first_tokens_by_hand() -> None:
-    """Passes of 100 tokens, 60 of the first prompt and 40 of the second; then 30 of the second and 10 of the third.
-    One sequence of 50 tokens decodes in the first pass; in the second one two, of 51 and 61 tokens."""
+    """Passes of 100 tokens, one of them a decode's: 60 of the first prompt and 39 of the second; then two decodes, the
+    other 31 of the second and 10 of the third. The decodes have 50 tokens; then 51 and 61."""
     seen = view([(0.0, 60), (0.0, 70), (0.0, 10)], [0.0], context=50)
     by_batch = replace(LINEAR, decode_s=lambda batch, context: 0.01 * batch)
-    assert list(first_token_waits(seen, by_batch)) == pytest.approx([0.11, 0.11 + 0.06, 0.11 + 0.06])
+    assert list(first_token_waits(seen, by_batch)) == pytest.approx([0.109, 0.17, 0.17])
     by_context = replace(LINEAR, decode_s=lambda batch, context: 1e-4 * context)
-    assert list(first_token_waits(seen, by_context)) == pytest.approx([0.105, 0.105 + 0.0512, 0.105 + 0.0512])
-    # three passes of a long prompt are priced as its last one: 102 tokens of two decodes, 104, 106
+    assert list(first_token_waits(seen, by_context)) == pytest.approx([0.104, 0.1562, 0.1562])
+    # passes with 98, 98 and 54 tokens of a long prompt; two decodes of 102 tokens, then 104 and 106
     long = view([(0.0, 250)], [0.0, 0.0], context=102)
-    assert list(first_token_waits(long, by_context)) == pytest.approx([0.25 + 3 * 0.0106])
+    assert list(first_token_waits(long, by_context)) == pytest.approx([0.25 + 0.0312])
 
 
 # --- Serving, played pass by pass
@@ -72,14 +80,14 @@ def test_first_tokens_by_hand() -> None:
 def played(seen: ServingView, start: float, chunk: int, seconds: Callable[[int, int, int, int], float]) -> list[float]:
     """When each queued request has its first token, and then each decode its next one, if only serving runs.
 
-    A pass computes a token of each decode and then up to `chunk` prompt tokens, in the order of arrival. `seconds`: of
+    A pass of `chunk` tokens has one of each decode and then those of prompts, in the order of arrival. `seconds`: of
     a pass with these decodes, tokens of their contexts, prompt tokens, pairs of a prompt token and one before it."""
     now, batch, context = start, len(seen.last_token_times), seen.num_context_tokens
     rest = [request.num_tokens for request in seen.queued]
     first: list[float] = []
     following = math.inf
     while len(first) < len(rest) or following == math.inf:
-        room, pairs, begun = chunk, 0, len(first)
+        room, pairs, begun = chunk - batch, 0, len(first)
         while begun < len(rest) and room:
             count = min(rest[begun], room)
             done = seen.queued[begun].num_tokens - rest[begun]
@@ -87,7 +95,7 @@ def played(seen: ServingView, start: float, chunk: int, seconds: Callable[[int, 
             rest[begun] -= count
             room -= count
             begun += not rest[begun]
-        now += seconds(batch, context, chunk - room, pairs)
+        now += seconds(batch, context, chunk - batch - room, pairs)
         following = min(following, now)
         context += batch + sum(request.num_tokens + 1 for request in seen.queued[len(first) : begun])
         batch += begun - len(first)
@@ -165,6 +173,50 @@ def test_the_cumulative_form_is_exact_where_times_add_up() -> None:
         assert now + 9 - decode_slack(seen, 9, times, "cumulative") == pytest.approx(ends[-1])
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_replica_is_not_later_than_that(seed: int) -> None:
+    """A replica's own scheduler, with the steps of a profile, whose passes mix decodes and prompts. The margin is for
+    the draws of prompts that end in one pass."""
+    random, pace, spec = Random(seed), ProfilePace.of("h100-8b-tp1"), ReplicaSpec(id=0, ranks=(0,))
+    config = EngineConfig(block_size=16, max_num_seqs=16, max_num_batched_tokens=512)
+    scheduler = Scheduler(config, BlockManager(4000, config.block_size))
+    pool = KVPool(capacity_tokens=0)
+    mover = SimulatedMover(pool, "recompute", None, 0, now=lambda: 0.0, transfer_s=lambda count, path: 0.0)
+    replica = Replica(
+        runner=SimulatedRunner(),
+        scheduler=scheduler,
+        mover=mover,
+        max_model_len=8192,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        detokenize=None,
+    )
+    states = [
+        make_state(uid, [uid + 1] * random.randrange(1, 1500), SamplingParams(max_tokens=500))
+        for uid in range(random.randrange(2, 12))
+    ]
+    decoding = states[: random.randrange(1, len(states))]
+    for state in decoding:
+        replica.submit(Work(state=state))
+    while not all(state.num_generated for state in decoding):
+        replica.step()
+    queued = states[len(decoding) :]
+    for state in queued:
+        replica.submit(Work(state=state))
+    context = sum(len(state.tokens) for state in decoding)
+    seen = view([(0.0, len(state.tokens)) for state in queued], [0.0] * len(decoding), context=context)
+    times = replace(ServingTimes.of(pace, spec, chunk_tokens=config.max_num_batched_tokens), margin=0.02)
+    limits = dict(zip((state.sequence_id for state in queued), first_token_waits(seen, times), strict=True))
+    next_token = 9 - decode_slack(seen, 9, times, "cumulative")
+    now = pace.step(spec, replica.step())
+    assert now <= next_token
+    first = {one.sequence_id: now for one in queued if one.num_generated}
+    while len(first) < len(queued):
+        now += pace.step(spec, replica.step())
+        first = {one.sequence_id: now for one in queued if one.num_generated} | first
+    assert all(limits[one] * 0.9 < at <= limits[one] for one, at in first.items())
+
+
 # --- The policy
 
 
@@ -209,7 +261,9 @@ def test_the_times_of_a_pace() -> None:
     passes = [profile.step_seconds(1, 512, end, pairs=512 * (end - 255.5), logit_rows=0) for end in (512, 1024)]
     assert times.prefill(1100) == pytest.approx(sum(passes) + last)
     assert times.decode(8, 8000) == pytest.approx(profile.step_seconds(8, 8, 8000))
-    assert times.prefill(0) == times.decode(0, 0) == 0.0
+    mixed = profile.step_seconds(9, 520, 8512, pairs=8000 + 512 * 256.5, logit_rows=9)
+    assert times.beside(8, 8000) == pytest.approx(mixed - profile.prefill_seconds(1, 512))
+    assert times.prefill(0) == times.decode(0, 0) == times.beside(0, 0) == 0.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, -1e-9])

@@ -34,11 +34,11 @@ def test_a_phase_by_hand() -> None:
 
 
 def test_small_budgets_are_cut_until_the_pressure_ends() -> None:
-    """A budget of 100, a half of H: 900 pages are serving's, and 850 used are too many. With 50 for the rollout, 900
-    used would still fit, but 951 is only one burst of a half of H away. Halved once more: 25, then 12, ... 850 used
-    are within the low mark of no budget (1000 - 150), so it ends with none."""
+    """A budget of 100, a half of H: 900 pages are serving's, and more than 800 used are too many. One division leaves
+    50, with which 950 fit; serving may use 930 at the next look, and 1030 at the one after it. So it is divided until
+    use is within the low mark: 838 with 12 pages, 825 with 25. Without any it is 850."""
     assert ServingFirst().cut(view(851, 100)) == 0
-    assert ServingFirst().cut(view(830, 100)) == 12  # low mark 838; of 25 it is 825
+    assert ServingFirst().cut(view(830, 100)) == 12
     assert ServingFirst().cut(view(1000, 0)) is None
 
 
