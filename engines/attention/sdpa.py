@@ -123,7 +123,10 @@ def _plan_context(contexts: Tensor, table: Tensor, block_size: int) -> tuple[_Co
     on_host = contexts.device.type == "cpu"  # on others, reading the longest would wait for the device
     num_blocks = -(-int(contexts.max()) // block_size) if on_host else table.shape[1]
     key_positions = torch.arange(num_blocks * block_size, device=contexts.device)
-    return _Context(num_seqs=len(contexts), blocks=table[:, :num_blocks].flatten().long()), key_positions
+    # A block behind the context may be another model's now: it may hold NaN, and even masked, 0 * NaN is NaN.
+    is_behind = key_positions[::block_size] >= contexts[:, None]
+    blocks = torch.where(is_behind, table[:, :1], table[:, :num_blocks])
+    return _Context(num_seqs=len(contexts), blocks=blocks.flatten().long()), key_positions
 
 
 def _plan_bucket(batch: ForwardBatch, indices: list[int], block_size: int) -> Bucket:

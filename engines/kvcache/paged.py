@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from engines.kvcache.page_storage import ModelPages, Pages
+
 
 class PagedKVCache:
     """Keys and values of every layer, each [num_blocks + 1, block_size, num_kv_heads, head_dim].
 
-    The last block is scratch: padding writes there, and no sequence ever holds it.
+    The last block is scratch: padding writes there, and no sequence ever holds it. A cache in pages has larger tensors,
+    which see the memory of all models: `physical` says where in them a block is.
     """
 
     def __init__(
@@ -24,7 +27,19 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        pages: Pages | None = None,
     ) -> None:
+        """With `pages` it allocates nothing, and the pool has `num_blocks`. Raises ValueError when the pages have no
+        size for this model."""
+        self.pages: ModelPages | None = None
+        if pages is not None:
+            self.pages = ModelPages(
+                *(pages,), num_layers=num_layers, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim,
+                dtype=dtype,
+            )  # fmt: skip
+            self.keys, self.values = self.pages.keys, self.pages.values
+            (self.scratch_block,) = self.physical([self.pages.num_blocks])
+            return
         self.scratch_block = num_blocks
         shape = (num_blocks + 1, block_size, num_kv_heads, head_dim)
         # Zeros, not empty: unwritten slots of a block are gathered and masked, and 0 * NaN would be NaN.
@@ -35,21 +50,39 @@ class PagedKVCache:
     def bytes_per_token(self) -> int:
         return sum(tensor[0, 0].numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that a sequence may ever hold; with pages, those of the whole pool."""
+        return self.scratch_block if self.pages is None else self.pages.num_blocks
+
+    def physical(self, blocks: list[int]) -> list[int]:
+        """Returns the blocks' places in the tensors: indices of their first dim."""
+        return blocks if self.pages is None else self.pages.physical(blocks)
+
     def clear(self) -> None:
+        if self.pages is not None:
+            self.pages.clear()
+            return
         for tensor in (*self.keys, *self.values):
             tensor.zero_()
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        sources, targets = self.physical(sources), self.physical(targets)
         for tensor in (*self.keys, *self.values):
             tensor[targets] = tensor[sources]
 
     def release(self) -> None:
-        """Releases the memory; the contents are lost."""
+        """Releases the memory, or gives back the pages; the contents are lost. No sequence may hold blocks."""
+        if self.pages is not None:
+            self.pages.share.reclaim(self.pages.share.num_pages)
+            return
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Allocates the memory again after `release`, zeroed."""
+        """Allocates the memory again after `release`, zeroed. Pages are leased when they are needed."""
+        if self.pages is not None:
+            return
         for tensor in (*self.keys, *self.values):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
@@ -105,9 +138,9 @@ def to_host(layers: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _token_slots(kv: PagedKVCache, blocks: list[int], num_tokens: int) -> Tensor:
-    """Returns int64 [num_tokens]: block * block_size + offset of each token."""
+    """Returns int64 [num_tokens]: place of the block * block_size + offset of each token."""
     block_size, device = kv.keys[0].shape[1], kv.keys[0].device
-    starts = torch.tensor(blocks, dtype=torch.int64, device=device) * block_size
+    starts = torch.tensor(kv.physical(blocks), dtype=torch.int64, device=device) * block_size
     slots = (starts[:, None] + torch.arange(block_size, device=device)).flatten()
     assert num_tokens <= len(slots), f"{num_tokens} tokens in {len(blocks)} blocks of {block_size}"
     return slots[:num_tokens]

@@ -7,6 +7,7 @@ holds a block of it. So models of other shapes use the same memory one after the
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from engines.kvcache.block_manager import BlockManager
@@ -325,3 +326,21 @@ class PageShare:
             places = (pages._in_use, pages._spare)
             assert [page in place for place in places] == [bool(free and num_held), bool(free and not num_held)]
         assert len(list(pages)) == pages._num_free
+
+
+def page_bytes_for(blocks: Iterable[tuple[int, int]], *, most_waste: float = 0.05) -> int:
+    """Returns a page size for several models: the smallest that leaves at most this part of a page unused for each.
+
+    Of each model it takes (bytes of a block, bytes of the keys of one layer of it): a page has whole numbers of both,
+    and the last blocks' rest is lost. A large page goes back late. Where no size up to 64 of the largest blocks is good
+    enough, it is the one with the least loss.
+    """
+    sizes = list(blocks)
+    step = math.lcm(*(unit for _, unit in sizes))
+    largest = max(block for block, _ in sizes)
+
+    def waste(page: int) -> float:
+        return max(page % block for block, _ in sizes) / page
+
+    candidates = range(-(-largest // step) * step, 64 * largest + step, step)
+    return next((page for page in candidates if waste(page) <= most_waste), min(candidates, key=waste))

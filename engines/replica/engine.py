@@ -14,7 +14,9 @@ from engines.config import EngineConfig, ModelConfig, draft_model_config
 from engines.kvcache.block_manager import BlockManager
 from engines.kvcache.kept import arrivals
 from engines.kvcache.migrate import migrate_kv
+from engines.kvcache.page_storage import Pages
 from engines.kvcache.paged import PagedKVCache
+from engines.kvcache.pages import PageShare
 from engines.kvcache.store import KVStore
 from engines.memory.plan import draft_kv_blocks, kv_block_bytes
 from engines.models.decoder import Decoder
@@ -66,14 +68,18 @@ class LocalEngine:
         draft_history: DraftHistory | None = None,
         own_drafter: Callable[[], Drafter] | None = None,
         remote: Drafter | None = None,
+        pages: Pages | None = None,
     ) -> None:
         """Allocates the memory; weights are loaded later. `max_tp_size`: see `Shard.max_count`; `max_kv_tokens`: see
         `Replica`; `kv_store`: see `KVMover`; `draft_policy`, `own_drafter`: see `LLM`; `connect_drafts`,
-        `draft_history`, `remote`: see `choose_drafter`.
+        `draft_history`, `remote`: see `choose_drafter`. With `pages` the KV cache lies there, and
+        `config.kv_cache_bytes` has no effect.
 
-        Raises ValueError when the model cannot be cut into these shards, the KV cache cannot hold a block, or there is
-        no memory for it.
+        Raises ValueError when the model cannot be cut into these shards, the KV cache cannot hold a block, there is
+        no memory for it, or a model drafts and the KV cache lies in pages.
         """
+        if pages is not None and config.drafter == "model":
+            raise ValueError("EngineConfig.drafter='model': cannot draft for a model whose KV lies in pages; give None")
         if device.type == "cpu":
             watch_cores()
         self.config, self._model, self._max_model_len = config, model, max_model_len
@@ -88,8 +94,9 @@ class LocalEngine:
             tensor_parallel=tensor_parallel,
             max_model_len=max_model_len,
             device=device,
-            num_kv_tokens=kv_capacity(model, config, spec.tp_size),
+            num_kv_tokens=kv_capacity(model, config, spec.tp_size) if pages is None else 0,
             editor=self._editor,
+            pages=pages,
         )
         self._assemble(spec, tensor_parallel, kv_store, remote)
         self.has_weights = self.is_asleep = False
@@ -106,6 +113,17 @@ class LocalEngine:
         return self.hosted.kv
 
     @property
+    def share(self) -> PageShare | None:
+        """Its pages, if its KV cache lies in pages."""
+        return None if self.kv.pages is None else self.kv.pages.share
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache holds; in another layout they may be more or fewer. In pages: those of the largest
+        budget so far."""
+        return self.hosted.blocks.most_blocks * self.config.block_size
+
+    @property
     def row_times(self) -> RowTimes:
         return self.hosted.row_times
 
@@ -119,8 +137,6 @@ class LocalEngine:
         """Makes all that uses the weights and the KV cache, which have the shapes of this place."""
         config, model = self.config, self._model
         self.spec, self.tensor_parallel = spec, tensor_parallel
-        self.num_kv_tokens = kv_capacity(model, config, spec.tp_size)
-        """Tokens that the KV cache holds; in another layout they may be more or fewer."""
         swap_policy = SwapPolicy(config.preemption, self.decoder, self.kv, self._max_model_len, tensor_parallel)
         self.mover = KVMover(self.kv, model, self.decoder.shard, tensor_parallel, swap_policy, kv_store)
         self.replica = Replica(
@@ -179,7 +195,10 @@ class LocalEngine:
 
         The KV of paused sequences (`Replica.kept`) goes to the replicas that `places` names. An engine without weights
         needs a `load` then. Memory stays as large as it was at its largest. After an error the engine is of no use.
+        Raises ValueError where the KV cache lies in pages.
         """
+        if self.share is not None:
+            raise ValueError("a KV cache in pages cannot be regrouped; make another engine for the new layout")
         start = time.perf_counter()
         version, store = self.replica.policy_version, self.mover.store
         self.mover.close(waits=False)

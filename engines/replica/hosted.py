@@ -9,6 +9,7 @@ import torch
 from engines.attention.choose import choose_backend, setting_of
 from engines.config import EngineConfig, ModelConfig
 from engines.kvcache.block_manager import BlockManager
+from engines.kvcache.page_storage import Pages
 from engines.kvcache.paged import PagedKVCache
 from engines.memory.free_memory import free_memory
 from engines.models.decoder import Decoder
@@ -45,9 +46,11 @@ class HostedModel:
         device: torch.device,
         num_kv_tokens: int,
         editor: Editor,
+        pages: Pages | None = None,
     ) -> HostedModel:
-        """Allocates the memory; the weights are loaded later. Raises ValueError when the model cannot be cut into these
-        shards, or there is no memory for the KV cache."""
+        """Allocates the memory; the weights are loaded later. With `pages` the KV cache lies there, and
+        `num_kv_tokens` has no effect. Raises ValueError when the model cannot be cut into these shards, the pages have
+        no size for it, or there is no memory for the KV cache."""
         local = shard_config(model, shard)
         dtype: torch.dtype = getattr(torch, config.dtype)
         decoder = Decoder(
@@ -70,6 +73,7 @@ class HostedModel:
                 head_dim=model.head_dim,
                 dtype=dtype,
                 device=device,
+                pages=pages,
             )
         except RuntimeError as error:  # what torch's allocators raise; on a CPU it has no narrower type
             raise ValueError(
@@ -79,9 +83,11 @@ class HostedModel:
         return cls(
             decoder=decoder,
             kv=kv,
-            blocks=BlockManager(kv.scratch_block, config.block_size),
+            blocks=BlockManager(kv.num_blocks, config.block_size) if kv.pages is None else kv.pages.share.blocks,
             runner=ModelRunner(decoder, kv, config, max_model_len, editor),
-            row_times=RowTimes(decoder, kv, config, max_model_len, tensor_parallel, num_kv_tokens=num_kv_tokens),
+            row_times=RowTimes(
+                decoder, kv, config, max_model_len, tensor_parallel, num_kv_tokens=kv.num_blocks * config.block_size
+            ),
             editor=editor,
             config=config,
             max_model_len=max_model_len,

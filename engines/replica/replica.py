@@ -115,12 +115,11 @@ class Replica:
         self._runner = runner
         self.scheduler = scheduler
         self.mover = mover
-        blocks = scheduler.blocks
-        self._num_kv_tokens = blocks.num_blocks * blocks.block_size
-        self._limits = SequenceLimits(
+        self._max_kv_tokens = max_kv_tokens
+        self._own_limits = SequenceLimits(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
-            num_kv_tokens=max_kv_tokens or self._num_kv_tokens,
+            num_kv_tokens=self._num_kv_tokens,
             eos_token_ids=eos_token_ids,
             has_tokenizer=detokenize is not None,
         )
@@ -139,6 +138,15 @@ class Replica:
         self._read_ahead: set[Sequence] = set()
         """Of these, those whose KV has been read."""
         self.policy_version = 0
+
+    @property
+    def _num_kv_tokens(self) -> int:
+        """Tokens that the blocks hold, or held when they were most."""
+        return self.scheduler.blocks.most_blocks * self.scheduler.blocks.block_size
+
+    @property
+    def _limits(self) -> SequenceLimits:
+        return replace(self._own_limits, num_kv_tokens=self._max_kv_tokens or self._num_kv_tokens)
 
     @property
     def kv_moves(self) -> KVMoves:
@@ -163,7 +171,7 @@ class Replica:
 
     def limit(self, max_kv_tokens: int | None) -> None:
         """Sets `max_kv_tokens`, while there are no sequences."""
-        self._limits = replace(self._limits, num_kv_tokens=max_kv_tokens or self._num_kv_tokens)
+        self._max_kv_tokens = max_kv_tokens
 
     def submit(self, work: Work) -> None:
         """Adds a sequence to the waiting ones. Stored KV that it brings is read first, while others step.

@@ -49,7 +49,7 @@ class ModelRunner:
         self._draw_tokens = decoder.kernels.draw
         self._kv = kv
         self._block_size = config.block_size
-        self._slots = SlotTable(config.max_num_seqs, -(-max_model_len // config.block_size))
+        self._slots = SlotTable(config.max_num_seqs, -(-max_model_len // config.block_size), kv.physical)
         self._staging = Staging(decoder.device)
         self._most_draws = config.most_draws
         self._readback = Readback(decoder.device, self._most_draws)
@@ -214,7 +214,7 @@ class ModelRunner:
         table = arrays["block_table"]
         table[:] = self._slots.block_table[slots, :width]
         for row, fork in forks.items():
-            table[row, fork.num_shared : fork.num_shared + len(fork.blocks)] = fork.blocks
+            table[row, fork.num_shared : fork.num_shared + len(fork.blocks)] = self._kv.physical(fork.blocks)
         arrays["positions"][:] = positions
         block, offset = np.divmod(positions, block_size)
         np.multiply(table[rows, block], np.int64(block_size), out=arrays["slot_mapping"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,9 @@ from engines.sampling.sampler import SamplingBatch, make_sampling_batch
 class SlotTable:
     """One row per slot. Only new blocks are copied into a row; sampling parameters are written once per sequence."""
 
-    def __init__(self, num_slots: int, max_blocks: int) -> None:
+    def __init__(self, num_slots: int, max_blocks: int, physical: Callable[[list[int]], list[int]]) -> None:
+        """`physical`: see `PagedKVCache`. The table has these numbers of blocks."""
+        self._physical = physical
         self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self._keys = np.zeros(num_slots, dtype=np.int64)
         self._temperature = np.ones(num_slots)
@@ -39,7 +42,7 @@ class SlotTable:
         if known == 0:
             self._enter(sequence)
         if known < len(table):
-            self.block_table[slot, known : len(table)] = table[known:]
+            self.block_table[slot, known : len(table)] = self._physical(table[known:])
             sequence.num_table_blocks = len(table)
             first, last = self._changed.get(slot, (known, known))
             self._changed[slot] = (min(first, known), max(last, len(table)))

@@ -318,7 +318,7 @@ def test_without_blocks_there_is_no_draft(models: dict[str, str], plain: dict[Se
     """Blocks of sequences that are not asked for are taken first."""
     llm = make_llm(models["same"], models["same"])
     drafter = drafter_of(llm)
-    drafter._blocks.num_blocks = 12
+    drafter._blocks._num_ids = 12
     drafter._reset()
     watch = submitted(llm, make_states())
     check(watch.finish(), plain)
