@@ -35,6 +35,8 @@ class Lent:
     """What the rollout has got, in all."""
 
     num_steps: int = 0
+    num_tokens: int = 0
+    """Tokens that it has drawn."""
     seconds: float = 0.0
     num_cuts: int = 0
     """How often its budget was lowered."""
@@ -110,6 +112,7 @@ class CoServing:
             self.times.stepped(self._serving.replica.scheduler.running, now)
         else:
             self.lent.num_steps += 1
+            self.lent.num_tokens += output.num_sampled
             self.lent.seconds += now - start
             if output.num_tokens:
                 self._progressed = now

@@ -18,7 +18,7 @@ from engines.rollout.pace import Pace
 from engines.rollout.steps import Stepper
 from engines.rollout.worker_core import WorkerCore
 from engines.sequence import SequenceId, SequenceState
-from engines.serving.coserve import CoServing, Turn
+from engines.serving.coserve import CoServing, Lent, Turn
 
 log = logging.getLogger(__name__)
 _RENEW_S = 1.0
@@ -42,6 +42,15 @@ class Tenant:
         self._renewed = 0.0
         self.broken = ""
         """Why it does nothing any more; empty while it runs."""
+
+    @property
+    def lent(self) -> Lent:
+        return self._coserving.lent
+
+    @property
+    def budget(self) -> int:
+        """Pages that it may hold."""
+        return self._coserving.budget
 
     # -- for the engine's thread
 

@@ -15,7 +15,7 @@ from engines.constraints import Count, NonNegative, Seconds, check_fields
 from engines.parallel.layout import ReplicaSpec
 from engines.replica.replica import StepOutput
 from engines.rollout.pace import Pace, decode_seconds
-from engines.serving.policies import ServingView
+from engines.serving.policies import AdmissionPolicy, ServingView
 
 Form = Literal["printed", "cumulative"]
 """How slack is computed.
@@ -179,6 +179,22 @@ class DualSLO:
     def admits(self, view: ServingView, seconds: float) -> bool:
         _checked("seconds", seconds)
         return self.slack(view) >= seconds + max(self.guard_s, self.guard_share * seconds)
+
+
+@dataclass
+class EqualTurns:
+    """An `AdmissionPolicy` without SLOs: while the serving model has work, the two step in turn, as where a GPU is
+    shared between processes. With `also`, a step must be admitted by that policy, too: one that leaves out an SLO does
+    not then keep for itself all of the time that this SLO would guard (Fig. 9: TTFT-only, TPOT-only)."""
+
+    also: AdmissionPolicy | None = None
+    _was_admitted: bool = False
+
+    def admits(self, view: ServingView, seconds: float) -> bool:
+        is_idle = not (view.queued or view.last_token_times)
+        its_turn = is_idle or not self._was_admitted
+        self._was_admitted = its_turn and (self.also is None or self.also.admits(view, seconds))
+        return self._was_admitted
 
 
 def _checked(name: str, seconds: float) -> float:

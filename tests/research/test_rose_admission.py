@@ -16,7 +16,7 @@ from engines.replica.replica import Replica
 from engines.replica.scheduler import Scheduler
 from engines.sequence import SamplingParams, Work
 from engines.serving.policies import QueuedRequest, ServingView
-from research.rose.admission import DualSLO, ServingTimes, decode_slack, first_token_waits, prefill_slack
+from research.rose.admission import DualSLO, EqualTurns, ServingTimes, decode_slack, first_token_waits, prefill_slack
 from research.simulator.pace import ProfilePace
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
 from tests.states import make_state
@@ -289,3 +289,19 @@ def test_estimates_that_cannot_be(bad: float) -> None:
 def test_what_it_refuses(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DualSLO(**{"times": LINEAR, "ttft_s": 1.0, "tpot_s": 1.0, **options})  # type: ignore[arg-type]
+
+
+def test_equal_turns_alternate_while_serving_has_work() -> None:
+    idle = ServingView(now=0.0, queued=(), last_token_times=(), num_context_tokens=0)
+    decoding = ServingView(now=0.0, queued=(), last_token_times=(0.0,), num_context_tokens=8)
+    turns = EqualTurns()
+    assert [turns.admits(view, 0.1) for view in (idle, idle, decoding, decoding, decoding, idle)] == [
+        *(True, True, False, True, False, True)
+    ]
+
+    class Never:
+        def admits(self, view: ServingView, seconds: float) -> bool:
+            return False
+
+    refused = EqualTurns(Never())
+    assert not any(refused.admits(view, 0.1) for view in (idle, decoding, decoding))

@@ -1,0 +1,152 @@
+"""Rollouts in the idle memory and time of a serving replica (ROSE §4.1): latencies, and what the rollout harvests.
+
+    torchrun --standalone --nproc-per-node 2 experiments/rose.py --traces path/to/azure_llm_trace --figure rose.png
+
+Each rank is a serving process of its own that also hosts a rollout of a model of another architecture. Requests arrive
+as in the Azure LLM traces of 2023; their tokens and the gaps between them are divided by 8. Prompts and decodes share
+the serving replica's passes. `cells` is paced: a step lasts what it takes on an H100. SLOs are fixed before anything is
+lent, from serving alone: 1.6 times its P99 TTFT and 4 times its median gap between tokens. `live` runs a conversation
+at this machine's own speed, and is not scored. Prints one JSON object; all tokens are compared with serving alone, and
+with the rollout alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta
+
+from engines.constraints import Count, Positive, WholeNumber
+from experiments import launch
+from experiments.comparison.results import ResultOptions, check_figure, report
+from experiments.comparison.turns import in_columns
+from research.workloads.arrivals import Arrival, PoissonArrivals, read_trace
+from research.workloads.lengths import LogNormalLengths
+
+if TYPE_CHECKING:
+    from experiments.rose_cells import Measured
+
+Cell = Literal["conversation", "code", "full"]
+Policy = Literal["none", "ttft", "tpot", "dual_printed", "dual", "static_split", "half_slo"]
+Part = Literal["cells", "live"]
+FILES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
+DRAWN = {"conversation": (5.5, (1000, 0.6, 8000), (130, 0.9, 1000)), "code": (2.6, (1450, 0.9, 7500), (13, 1.1, 1000))}
+"""Requests per second; median, sigma and cap of prompts and responses: about the traces', whose bursts these lack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoseConfig(ResultOptions):
+    """Measure rollouts beside a serving model, under SLOs."""
+
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = ("cells", "live")
+    """What to measure."""
+    cells: Annotated[tuple[Cell, ...], Meta(min_length=1)] = ("conversation", "code", "full")
+    """Workloads of the serving model; `full` is the conversation at a rate that leaves it no time."""
+    policies: tuple[Policy, ...] = ("none", "ttft", "tpot", "dual_printed", "dual", "static_split", "half_slo")
+    """What admits steps of the rollout; half_slo is dual with half of both SLOs. All share memory as the paper; the
+    static split, with dual's admission, has half of the pages."""
+    traces: Path | None = None
+    """Folder of the Azure LLM traces of 2023 (CSV); by default arrivals and lengths are drawn."""
+    requests: Count = 300
+    """Requests of a run."""
+    runs: Count = 3
+    """Runs of each cell and policy, over different windows of the trace; P99s are over all of them."""
+    shorten: Count = 8
+    """Divides tokens, and gaps between requests."""
+    full_rate: Positive = 3.0
+    """How many times as often requests come in `full`."""
+    live_rate: Positive = 0.15
+    """The same in the live part, for a machine that is slower than an H100."""
+    profile: str = "h100-8b-tp1"
+    """Latency profile of both models."""
+    scale: Positive = 1.0
+    """Multiplies the time of paced steps, of gaps and of SLOs: larger where this machine is too slow to follow."""
+    ranks: Count = 2
+    """Processes to start; under torchrun, its number of processes applies instead."""
+    seed: WholeNumber = 0
+    """Of all that is drawn."""
+    figure: Path | None = None
+    """Draw latencies and harvest to this file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_figure(self.figure)
+        for cell in FILES if self.traces is not None else ():
+            if not (self.traces / FILES[cell]).is_file():  # type: ignore[operator]
+                raise ValueError(f"traces={str(self.traces)!r}: has no {FILES[cell]}; name the folder of the traces")
+        if "cells" in self.parts and not self.policies:
+            raise ValueError("policies: give one or more")
+
+    def arrivals(self, cell: Cell, run: int) -> list[Arrival]:
+        """The requests of a run, with times and lengths as they are here. Raises ValueError for a short trace."""
+        name = "code" if cell == "code" else "conversation"
+        first, last = run * self.requests, (run + 1) * self.requests
+        if self.traces is None:
+            rate, *both = DRAWN[name]
+            prompt, generated = (LogNormalLengths(median=one[0], sigma=one[1], cap=one[2]) for one in both)
+            drawn = PoissonArrivals(rate=rate, prompt=prompt, generated=generated)
+            found = drawn.draw(1.5 * last / rate + 60, self.seed)[first:last]
+        else:
+            found = read_trace(self.traces / FILES[name])[first:last]
+        if len(found) < self.requests:
+            raise ValueError(f"requests={self.requests}: the trace has too few for {self.runs} runs; ask for fewer")
+        faster = self.shorten * (self.full_rate if cell == "full" else 1.0) / self.scale
+        return [
+            replace(
+                one,
+                time_s=(one.time_s - found[0].time_s) / faster,
+                num_prompt_tokens=max(1, round(one.num_prompt_tokens / self.shorten)),
+                num_generated_tokens=max(1, round(one.num_generated_tokens / self.shorten)),
+            )
+            for one in found
+        ]
+
+
+def main() -> dict[str, Any] | None:
+    config = launch.options(RoseConfig)
+    start = time.monotonic()
+    for cell in config.cells:
+        config.arrivals(cell, config.runs - 1)
+    world = launch.join_world(config.ranks)
+    from experiments.rose_cells import measure
+
+    measured = measure(config, world)
+    if world.rank:
+        return None
+    result = report("rose", config, {"seconds": round(time.monotonic() - start, 1), **summary(measured)})
+    if config.figure is not None and measured.slo:
+        from experiments.rose_figures import draw_cells
+
+        draw_cells(
+            config.figure, measured.slo, measured.limits, measured.harvest, measured.timeline, tier="paced, H100, 8B"
+        )
+    print(as_table(result))
+    return result
+
+
+def summary(measured: Measured) -> dict[str, Any]:
+    return {
+        "tokens_equal": measured.tokens_equal,
+        "slo": measured.slo,
+        "harvest": measured.harvest,
+        "a_a": measured.a_a,
+        **measured.facts,
+    }
+
+
+def as_table(result: dict[str, Any]) -> str:
+    head = ("cell", "policy", "TTFT P99", "TPOT P99", "TTFT mean", "TPOT mean", "ok", "harvest")
+    rows = [head]
+    for cell, policies in result["slo"].items():
+        for policy, one in policies.items():
+            figures = [f"{one[name]:g}" for name in ("ttft_p99", "tpot_p99", "ttft_mean", "tpot_mean")]
+            harvest = result["harvest"][cell].get(policy)
+            rows.append((cell, policy, *figures, str(one["ok"]), "" if harvest is None else f"{harvest:g}"))
+    return in_columns(rows)
+
+
+if __name__ == "__main__":
+    launch.run(main)

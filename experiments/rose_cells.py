@@ -1,0 +1,326 @@
+"""The measurements of rose.py on the ranks of a world: each model alone, and each policy in each cell."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.parallel.collectives import Communicator
+from engines.progress import Bar
+from engines.serving.policies import AdmissionPolicy, MemoryPolicy
+from experiments import launch
+from experiments.comparison.turns import short
+from experiments.rose_serving import SPEC, Lending, Models, Run, ServingProcess
+from research.rose.admission import DualSLO, EqualTurns, Form, ServingTimes
+from research.rose.memory import ServingFirst, SharingOptions, StaticSplit
+from research.simulator.pace import ProfilePace
+from research.workloads.lengths import LogNormalLengths
+
+if TYPE_CHECKING:
+    from experiments.rose import RoseConfig
+
+ALONE = "alone"
+CHUNK = 512
+"""Tokens of a rollout's prefill chunk (ROSE §4.1)."""
+NUM_PAGES, ROLLOUT_S = 512, 4.0
+ALIKE = 1.3
+"""A cell whose halves differ by more is void."""
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """All that `rose.py` reports, by cell and policy."""
+
+    tokens_equal: bool = True
+    slo: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    harvest: dict[str, dict[str, float]] = field(default_factory=dict)
+    a_a: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The SLOs of each cell."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    timeline: list[tuple[float, int, int, int]] = field(default_factory=list)
+    """Of the first run of the first cell under `dual`, or under the last policy: see `Run.pages`."""
+
+
+def measure(config: RoseConfig, world: Communicator) -> Measured:
+    """All ranks call it together; what it returns counts on rank 0."""
+    with tempfile.TemporaryDirectory(prefix="curtail-rose-") as folder:
+        made = launch.on_rank_0(world, lambda: save_models(Path(folder)))
+        bench = _Bench(config, world, [Path(one) for one in made])
+        measured = Measured()
+        if "cells" in config.parts:
+            bench.cells(measured)
+        if "live" in config.parts and world.rank == 0:
+            bench.live(measured)
+        world.barrier()
+    return measured
+
+
+def save_models(folder: Path) -> list[str]:
+    """Writes two random models of different architectures: a Qwen3 that serves, and a Llama for the rollout."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": 512,
+        "intermediate_size": 128,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(0)
+    serving = Qwen3ForCausalLM(
+        Qwen3Config(
+            **shape, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+        )
+    )
+    rollout = LlamaForCausalLM(
+        LlamaConfig(**shape, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1)
+    )
+    for name, model in (("serving", serving), ("rollout", rollout)):
+        model.save_pretrained(folder / name)
+    return [str(folder / "serving"), str(folder / "rollout")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """What a rank tells of a run."""
+
+    cell: str
+    policy: str
+    run: int
+    ttft: list[float]
+    gaps: list[list[float]]
+    seconds: float
+    serving_s: float
+    rollout_tokens: int
+    lent_s: float
+    num_taken_back: int
+    num_stalled: int
+    num_cuts: int
+    late_share: float
+    differ: int
+    """Requests and sequences whose tokens differ from those without the other model."""
+    compared: int
+
+
+class _Bench:
+    """A rank's engines, and the runs that fall to it."""
+
+    def __init__(self, config: RoseConfig, world: Communicator, folders: list[Path]) -> None:
+        self._config, self._world, self._folders = config, world, folders
+        self._pace = ProfilePace.of(config.profile, scale=config.scale, token_scale=config.shorten)
+        self._process = self._make(self._pace)
+        self._times = ServingTimes.of(self._pace, SPEC, chunk_tokens=self._process.models.serving_tokens)
+        self._alone: dict[tuple[str, int], Run] = {}
+
+    def _make(self, pace: ProfilePace | None) -> ServingProcess:
+        serving, rollout = self._folders
+        models = Models(
+            serving=serving,
+            rollout=rollout,
+            num_pages=NUM_PAGES,
+            serving_tokens=2048 // self._config.shorten,
+            rollout_tokens=CHUNK // self._config.shorten,
+            max_model_len=4096,
+            lease_s=10.0 * self._config.scale / self._config.shorten,
+            serving_pace=pace,
+            rollout_pace=pace,
+        )
+        return ServingProcess(models)
+
+    def cells(self, measured: Measured) -> None:
+        config, rank, size = self._config, self._world.rank, self._world.size
+        units = [(cell, run) for cell in config.cells for run in range(config.runs)]
+        mine = units[rank::size]
+        self._process.run(config.arrivals(*units[0])[:20], None, seed=0)  # warm
+        rolled = self._process.run([], self._lending(EqualTurns(), ServingFirst()), seed=0, seconds=ROLLOUT_S)
+        results = []
+        for cell, run in Bar(mine, desc="serving alone", unit="run", disable=rank > 0):
+            self._alone[cell, run] = found = self._process.run(config.arrivals(cell, run), None, seed=run)
+            results.append(self._result(cell, ALONE, run, found, rolled))
+        alone = self._gathered(results)
+        rate = statistics.mean(launch.gather(self._world, rolled.rollout_tokens / rolled.seconds, float))
+        slos: dict[str, tuple[float, float]] = {
+            cell: slo_of([one for one in alone if one.cell == cell]) for cell in config.cells
+        }
+        results = []
+        todo = [(cell, run, policy) for cell, run in mine for policy in config.policies]
+        for cell, run, policy in Bar(todo, desc="lending", unit="run", disable=rank > 0):
+            lending = self._of_policy(policy, *slos[cell])
+            found = self._process.run(config.arrivals(cell, run), lending, seed=run)
+            if policy == "dual" and not measured.timeline:
+                measured.timeline = found.pages
+            results.append(self._result(cell, policy, run, found, rolled))
+        self._sum_up(measured, alone, self._gathered(results), slos, rate)
+
+    def _gathered(self, results: list[_Result]) -> list[_Result]:
+        return [one for part in launch.gather(self._world, results, list[_Result]) for one in part]
+
+    def _of_policy(self, policy: str, ttft_s: float, tpot_s: float) -> Lending:
+        def dual(share: float = 1.0, *, ttft: bool = True, tpot: bool = True, form: Form = "cumulative") -> DualSLO:
+            slos = share * ttft_s if ttft else None, share * tpot_s if tpot else None
+            return DualSLO(times=self._times, ttft_s=slos[0], tpot_s=slos[1], form=form)
+
+        made: dict[str, Callable[[], AdmissionPolicy]] = {
+            "none": EqualTurns,
+            "ttft": lambda: EqualTurns(dual(tpot=False)),
+            "tpot": lambda: EqualTurns(dual(ttft=False)),
+            "dual_printed": lambda: dual(form="printed"),
+            "dual": dual,
+            "static_split": dual,
+            "half_slo": lambda: dual(0.5),
+        }
+        admission = made[policy]()
+        if policy == "static_split":
+            return self._lending(admission, StaticSplit(), serving_share=0.5)
+        return self._lending(admission, ServingFirst(SharingOptions(window_s=60.0 / self._config.shorten)))
+
+    def _lending(self, admission: AdmissionPolicy, memory: MemoryPolicy, *, serving_share: float = 1.0) -> Lending:
+        lengths = LogNormalLengths(median=400 / self._config.shorten, sigma=0.8, cap=4000 // self._config.shorten)
+        return Lending(
+            admission=admission,
+            memory=memory,
+            serving_share=serving_share,
+            prompt_tokens=max(1, 256 // self._config.shorten),
+            new_tokens=lambda number: lengths.at(random.Random(number).gauss(0, 1)),
+        )
+
+    def _result(self, cell: str, policy: str, run: int, found: Run, rolled: Run) -> _Result:
+        alone = self._alone[cell, run]
+        both = found.rolled.keys() & rolled.rolled.keys()
+        differ = sum(one != other for one, other in zip(found.served, alone.served, strict=True))
+        differ += sum(found.rolled[number] != rolled.rolled[number] for number in both)
+        counts = {"differ": differ, "compared": len(found.served) + len(both)}
+        return _Result(cell=cell, policy=policy, run=run, **{**plain(found), **counts})
+
+    def _sum_up(
+        self,
+        measured: Measured,
+        alone: list[_Result],
+        lent: list[_Result],
+        slos: dict[str, tuple[float, float]],
+        rate: float,
+    ) -> None:
+        measured.tokens_equal = not any(one.differ for one in lent)
+        details: dict[str, Any] = {}
+        for cell, (ttft_s, tpot_s) in slos.items():
+            of_cell = [one for one in alone if one.cell == cell]
+            measured.a_a[cell] = short(halves(of_cell))
+            measured.slo[cell] = {ALONE: latencies(of_cell, ttft_s, tpot_s)}
+            measured.harvest[cell] = {}
+            measured.limits[cell] = {"ttft_slo_ms": short(1e3 * ttft_s), "tpot_slo_ms": short(1e3 * tpot_s)}
+            details[cell] = {**measured.limits[cell], "serving_share": short(share_of(of_cell, "serving_s"))}
+            for policy in self._config.policies:
+                some = [one for one in lent if (one.cell, one.policy) == (cell, policy)]
+                measured.slo[cell][policy] = latencies(some, ttft_s, tpot_s)
+                idle = sum(one.seconds - one.serving_s for one in some)
+                measured.harvest[cell][policy] = short(sum(one.rollout_tokens for one in some) / (rate * idle))
+                details[cell][policy] = {
+                    "lent_share": short(share_of(some, "lent_s")),
+                    "serving_share": short(share_of(some, "serving_s")),
+                    **{name: sum(getattr(one, name) for one in some) for name in _COUNTS},
+                }
+        measured.facts |= {
+            "compared": sum(one.compared for one in lent),
+            "rollout_alone_tokens_per_s": short(rate),
+            "void": [cell for cell, ratio in measured.a_a.items() if ratio > ALIKE],
+            "proves_nothing": [cell for cell, some in measured.slo.items() if "none" in some and some["none"]["ok"]],
+            "steps_longer_than_paced": short(statistics.mean(one.late_share for one in (*alone, *lent))),
+            "cells": details,
+        }
+
+    def live(self, measured: Measured) -> None:
+        """One run of the conversation at this machine's own speed, under `dual`; not scored."""
+        process = self._make(None)
+        times = process.serving.row_times
+        config = self._config
+        arrivals = [replace(one, time_s=one.time_s / config.live_rate) for one in config.arrivals("conversation", 0)]
+        alone = process.run(arrivals, None, seed=0)
+        found = _Result(cell="", policy="", run=0, **plain(alone))
+        ttft_s, tpot_s = slo_of([found])
+        own = ServingTimes(
+            prefill_s=lambda count: times(count),
+            decode_s=lambda batch, context: times(batch),
+            chunk_tokens=process.models.serving_tokens,
+        )
+        admission = DualSLO(times=own, ttft_s=ttft_s, tpot_s=tpot_s, form="cumulative")
+        beside = process.run(arrivals, self._lending(admission, ServingFirst()), seed=0)
+        measured.tokens_equal &= beside.served == alone.served
+        measured.facts["live"] = {
+            "ttft_slo_ms": short(1e3 * ttft_s),
+            "tpot_slo_ms": short(1e3 * tpot_s),
+            ALONE: latencies([found], ttft_s, tpot_s),
+            "dual": latencies([_Result(cell="", policy="", run=0, **plain(beside))], ttft_s, tpot_s),
+            "serving_share": short(beside.serving_s / beside.seconds),
+            "rollout_tokens_per_s": short(beside.rollout_tokens / beside.seconds),
+        }
+
+
+_COUNTS = ("num_cuts", "num_taken_back", "num_stalled")
+
+
+def share_of(results: list[_Result], name: str) -> float:
+    return sum(getattr(one, name) for one in results) / sum(one.seconds for one in results)
+
+
+def slo_of(alone: list[_Result]) -> tuple[float, float]:
+    """TTFT and TPOT SLOs in seconds, from serving alone."""
+    ttft = percentile([one for result in alone for one in result.ttft], 0.99)
+    tpot = statistics.median(gap for result in alone for gaps in result.gaps for gap in gaps)
+    return 1.6 * ttft, 4 * tpot
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The least value that at least this share of them does not exceed."""
+    ranked = sorted(values)
+    return ranked[math.ceil(share * len(ranked)) - 1]
+
+
+def latencies(results: list[_Result], ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    """In milliseconds. TPOT is held to its SLO gap by gap; 1 % beyond an SLO counts as held."""
+    ttft = [one for result in results for one in result.ttft]
+    gaps = [gap for result in results for of_request in result.gaps for gap in of_request]
+    ttft_p99, tpot_p99 = percentile(ttft, 0.99), percentile(gaps, 0.99)
+    return {
+        "ttft_p99": short(1e3 * ttft_p99),
+        "tpot_p99": short(1e3 * tpot_p99),
+        "ttft_mean": short(1e3 * statistics.mean(ttft)),
+        "tpot_mean": short(1e3 * statistics.mean(gaps)),
+        "ok": ttft_p99 <= 1.01 * ttft_s and tpot_p99 <= 1.01 * tpot_s,
+    }
+
+
+def halves(results: list[_Result]) -> float:
+    """The larger P99 over the smaller one of every second request and of the others: of TTFT or of gaps, whichever
+    differ more."""
+    ratios = []
+    for kind in ("ttft", "gaps"):
+        found = []
+        for half in (0, 1):
+            values = [one for result in results for one in getattr(result, kind)[half::2]]
+            found.append(percentile(values if kind == "ttft" else [gap for some in values for gap in some], 0.99))
+        ratios.append(max(found) / min(found))
+    return max(ratios)
+
+
+def plain(run: Run) -> dict[str, Any]:
+    return {
+        "ttft": run.ttft,
+        "gaps": run.gaps,
+        "seconds": run.seconds,
+        "serving_s": run.serving_s,
+        "rollout_tokens": run.rollout_tokens,
+        "lent_s": run.lent.seconds,
+        "num_taken_back": run.lent.num_taken_back,
+        "num_stalled": run.lent.num_stalled,
+        "num_cuts": run.lent.num_cuts,
+        "late_share": run.num_late / max(1, run.num_steps),
+        "differ": 0,
+        "compared": 0,
+    }

@@ -1,0 +1,361 @@
+"""A serving process that lends: two models of other architectures on one pool of pages, in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from engines.config import EngineConfig, ModelConfig
+from engines.control import messages as m
+from engines.kvcache.page_storage import Pages, PageStorage
+from engines.kvcache.pages import PagePool, page_bytes_for
+from engines.memory.plan import kv_block_bytes
+from engines.models.loader import checkpoint_tensors
+from engines.parallel.collectives import SingleRank
+from engines.parallel.layout import ReplicaSpec
+from engines.replica.engine import LocalEngine
+from engines.replica.replica import Replica, StepOutput
+from engines.rollout.generation import make_states
+from engines.rollout.pace import Pace
+from engines.sequence import SamplingParams, SequenceId, SequenceState, Work
+from engines.serving.coserve import CoServing, Lent, Neighbour, Turn
+from engines.serving.engine_thread import EngineThread, Event, Failed, Job, Tokens
+from engines.serving.policies import AdmissionPolicy, MemoryPolicy
+from engines.serving.tenant import Tenant
+from research.workloads.arrivals import Arrival
+
+SPEC = ReplicaSpec(id=0, ranks=(0,))
+_LOOK_S = 0.005
+"""Longest time between two looks at the rollout."""
+LONGEST_S = 120.0
+"""A run that takes longer has gone wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The two models, and how each steps."""
+
+    serving: Path
+    rollout: Path
+    dtype: str = "float64"
+    num_pages: int
+    serving_tokens: int = 256
+    """Most tokens of a serving pass."""
+    rollout_tokens: int
+    """Most tokens of a rollout's pass: the paper's chunks of 512, shortened."""
+    rollout_seqs: int = 16
+    max_model_len: int
+    lease_s: float | None = 10.0
+    """Of the rollout's pages."""
+    serving_pace: Pace | None
+    rollout_pace: Pace | None
+    """None for this machine's own speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lending:
+    """What decides in a run. Without it nothing is lent."""
+
+    admission: AdmissionPolicy
+    memory: MemoryPolicy
+    serving_share: float = 1.0
+    """Of the pool, the part that the serving model may hold: less than all in a static split."""
+    prompt_tokens: int
+    new_tokens: Callable[[int], int]
+    """Length of a rollout's response, by its number."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What happened. Times are in seconds."""
+
+    seconds: float = 0.0
+    ttft: list[float] = field(default_factory=list)
+    gaps: list[list[float]] = field(default_factory=list)
+    """Between two tokens, by request."""
+    serving_s: float = 0.0
+    """In which the serving model stepped."""
+    num_late: int = 0
+    """Steps that took longer than their pace."""
+    num_steps: int = 0
+    served: list[str] = field(default_factory=list)
+    """A digest of each request's tokens."""
+    rolled: dict[int, str] = field(default_factory=dict)
+    """The same of the rollout's sequences that have ended, by their number."""
+    rollout_tokens: int = 0
+    lent: Lent = field(default_factory=Lent)
+    pages: list[tuple[float, int, int, int]] = field(default_factory=list)
+    """Time, and pages: in use by the serving model, held by the rollout, and its budget."""
+
+
+def digest(tokens: list[int]) -> str:
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=8).hexdigest()
+
+
+class ServingProcess:
+    """Both engines; each `run` starts with empty caches."""
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+        sizes = [ModelConfig.from_pretrained(folder) for folder in (models.serving, models.rollout)]
+        common: dict[str, Any] = {"dtype": models.dtype, "block_size": 16, "max_model_len": models.max_model_len}
+        configs = [
+            EngineConfig(**common, max_num_seqs=64, max_num_batched_tokens=models.serving_tokens),
+            EngineConfig(
+                **common,
+                max_num_seqs=models.rollout_seqs,
+                max_num_batched_tokens=models.rollout_tokens + models.rollout_seqs,
+                prefill_chunk_size=models.rollout_tokens,
+            ),
+        ]
+        self._vocab_size = min(size.vocab_size for size in sizes)
+        blocks = [kv_block_bytes(size, config, 1) for size, config in zip(sizes, configs, strict=True)]
+        units = [block // (2 * size.num_layers) for block, size in zip(blocks, sizes, strict=True)]
+        device = torch.device("cpu")
+        self._storage = PageStorage(models.num_pages, page_bytes_for(zip(blocks, units, strict=True)), device)
+        self._pool = PagePool(models.num_pages)
+        self.serving, self.rollout = (
+            self._engine(name, size, config, folder, device)
+            for name, size, config, folder in zip(
+                ("serving", "rollout"), sizes, configs, (models.serving, models.rollout), strict=True
+            )
+        )
+
+    def _engine(
+        self, name: str, size: ModelConfig, config: EngineConfig, folder: Path, device: torch.device
+    ) -> LocalEngine:
+        lease_s = self.models.lease_s if name == "rollout" else None
+        budget = self.models.num_pages
+        pages = Pages(storage=self._storage, pool=self._pool, owner=name, budget=budget, lease_s=lease_s)
+        engine = LocalEngine(
+            size,
+            config,
+            spec=SPEC,
+            max_tp_size=1,
+            tensor_parallel=SingleRank(),
+            max_model_len=self.models.max_model_len,
+            device=device,
+            detokenize=None,
+            pages=pages,
+        )
+        engine.load(checkpoint_tensors(folder), 0)
+        return engine
+
+    def run(self, arrivals: list[Arrival], lending: Lending | None, *, seed: int, seconds: float = LONGEST_S) -> Run:
+        """Serves the requests, whose prompts are drawn by `seed`, until all have ended; without any, lets the rollout
+        run for `seconds`. Raises RuntimeError for a request that fails or that has no end."""
+        run = Run()
+        tenant = self._tenant(lending)
+        watch = _Watch(self.serving.replica, tenant, run, self.models.serving_pace)
+        clients = _Clients(arrivals, seed, self._vocab_size)
+        pace = self.models.serving_pace
+        thread = EngineThread(
+            self.serving.replica,
+            run_seed=seed,
+            tell=clients.tell,
+            beside=watch,
+            pace=None if pace is None else lambda output: pace.step(SPEC, output),
+        )
+        rollout = None if tenant is None or lending is None else _Rollout(tenant, lending, self._vocab_size)
+        thread.start()
+        start = time.monotonic()
+        try:
+            while time.monotonic() - start < (LONGEST_S if arrivals else seconds):
+                for job in clients.due(start):
+                    thread.submit(job)
+                if rollout is not None and tenant is not None:
+                    rollout.go_on()
+                    run.pages.append((time.monotonic() - start, *self._pages(), tenant.budget))
+                if arrivals and clients.num_ended == len(arrivals):
+                    break
+                clients.wait(start)
+            else:
+                if arrivals:
+                    raise RuntimeError(f"{len(arrivals) - clients.num_ended} requests have no end: see the log")
+            run.seconds = time.monotonic() - start
+        finally:
+            thread.stop()
+        clients.sum_up(run)
+        if rollout is not None and tenant is not None:
+            rollout.sum_up(run)
+        self._empty()
+        return run
+
+    def _tenant(self, lending: Lending | None) -> Tenant | None:
+        models = self.models
+        assert self.serving.share is not None and self.rollout.share is not None
+        whole = self._pool.num_pages
+        self.serving.share.set_budget(whole if lending is None else int(lending.serving_share * whole))
+        if lending is None:
+            return None
+        pace = models.rollout_pace
+        row_times = self.rollout.row_times
+        coserving = CoServing(
+            serving=Neighbour(replica=self.serving.replica, pages=self.serving.share),
+            rollout=Neighbour(replica=self.rollout.replica, pages=self.rollout.share),
+            admission=lending.admission,
+            memory=lending.memory,
+            seconds=lambda output: row_times(output.num_tokens) if pace is None else pace.step(SPEC, output),
+        )
+        return Tenant(self.rollout, coserving, pace=pace)
+
+    def _pages(self) -> tuple[int, int]:
+        assert self.serving.share is not None and self.rollout.share is not None
+        return self.serving.share.num_used_pages, self.rollout.share.num_pages
+
+    def _empty(self) -> None:
+        for engine in (self.serving, self.rollout):
+            assert engine.share is not None
+            engine.replica.clear()
+            engine.share.reclaim(self._pool.num_pages)
+            engine.share.check_integrity()
+        assert self._pool.num_free == self._pool.num_pages, "a page was not given back"
+
+
+class _Watch:
+    """A `Beside` that also notes what the serving model does."""
+
+    def __init__(self, replica: Replica, tenant: Tenant | None, run: Run, pace: Pace | None) -> None:
+        self._replica, self._tenant, self._run, self._pace = replica, tenant, run, pace
+
+    @property
+    def has_work(self) -> bool:
+        return self._tenant is not None and self._tenant.has_work
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        if self._tenant is not None:
+            self._tenant.attach(wake)
+
+    def next(self) -> Turn | None:
+        if self._tenant is not None:
+            return self._tenant.next()
+        return "serving" if self._replica.has_work else None
+
+    def step(self) -> bool:
+        assert self._tenant is not None
+        return self._tenant.step()
+
+    def arrived(self, state: SequenceState, at: float) -> None:
+        if self._tenant is not None:
+            self._tenant.arrived(state, at)
+
+    def left(self, sequence_id: SequenceId) -> None:
+        if self._tenant is not None:
+            self._tenant.left(sequence_id)
+
+    def served(self, output: StepOutput, start: float) -> None:
+        seconds = time.monotonic() - start
+        self._run.serving_s += seconds
+        self._run.num_steps += 1
+        if self._pace is not None and seconds > 1.1 * self._pace.step(SPEC, output) + 1e-3:
+            self._run.num_late += 1
+        if self._tenant is not None:
+            self._tenant.served(output, start)
+
+    def stop(self, reason: str) -> None:
+        if self._tenant is not None:
+            self._tenant.stop(reason)
+
+
+class _Clients:
+    """They send requests when these arrive, and note when tokens come."""
+
+    def __init__(self, arrivals: list[Arrival], seed: int, vocab_size: int) -> None:
+        rng = random.Random(seed)
+        self._waiting = deque(
+            (one, [rng.randrange(2, vocab_size) for _ in range(one.num_prompt_tokens)]) for one in arrivals
+        )
+        self._news: SimpleQueue[tuple[float, list[tuple[Job, Event]]]] = SimpleQueue()
+        self._jobs: list[Job] = []
+        self._times: dict[Job, list[float]] = {}
+        self._tokens: dict[Job, list[int]] = {}
+        self._seed = seed
+        self.num_ended = 0
+
+    def tell(self, events: list[tuple[Job, Event]]) -> None:
+        self._news.put((time.monotonic(), events))
+
+    def due(self, start: float) -> Iterator[Job]:
+        while self._waiting and time.monotonic() - start >= self._waiting[0][0].time_s:
+            one, prompt = self._waiting.popleft()
+            params = SamplingParams(max_tokens=one.num_generated_tokens, ignore_eos=True, seed=len(self._jobs))
+            job = Job(prompts=[prompt], params=[params], streams=True, arrived=start + one.time_s)
+            self._jobs.append(job)
+            self._times[job], self._tokens[job] = [], []
+            yield job
+
+    def wait(self, start: float) -> None:
+        """Waits for news, or until the next request is due; notes what has come."""
+        due = self._waiting[0][0].time_s + start - time.monotonic() if self._waiting else _LOOK_S
+        try:
+            at, events = self._news.get(timeout=max(0.0, min(_LOOK_S, due)))
+        except Empty:
+            return
+        for job, event in events:
+            if isinstance(event, Failed):
+                raise RuntimeError(f"a request has failed: {event.reason}")
+            if isinstance(event, Tokens):
+                self._times[job] += [at] * len(event.token_ids)
+                self._tokens[job] += event.token_ids
+                self.num_ended += event.completion is not None
+
+    def sum_up(self, run: Run) -> None:
+        for job in self._jobs:
+            times = self._times[job]
+            run.ttft.append(times[0] - job.arrived)
+            run.gaps.append([after - before for before, after in pairwise(times)])
+            run.served.append(digest(self._tokens[job]))
+
+
+class _Rollout:
+    """A rollout without an end: sequences that leave come back, and new ones follow those that have ended."""
+
+    def __init__(self, tenant: Tenant, lending: Lending, vocab_size: int) -> None:
+        self._tenant, self._lending = tenant, lending
+        self._vocab_size = vocab_size
+        self._num_begun = 0
+        self._seq = 0
+        self._progress = 0
+        self.ended: dict[int, str] = {}
+        self._submit([self._new() for _ in range(tenant.engine.config.max_num_seqs)])
+
+    def _new(self) -> Work:
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        rng = random.Random(number)
+        prompt = [rng.randrange(2, self._vocab_size) for _ in range(self._lending.prompt_tokens)]
+        params = SamplingParams(max_tokens=self._lending.new_tokens(number), ignore_eos=True)
+        (state,) = make_states([prompt], [params], [number], run_seed=1, policy_step=0)
+        return Work(state=state)
+
+    def _submit(self, works: list[Work]) -> None:
+        if works:
+            self._seq += 1
+            self._tenant.obey(m.SubmitWork(replica_id=0, rank=0, phase=0, epoch=0, seq=self._seq, works=tuple(works)))
+
+    def go_on(self) -> None:
+        works: list[Work] = []
+        for event in self._tenant.take_events():
+            if isinstance(event, m.SequencesReleased):
+                works += event.works
+            elif isinstance(event, m.StepReported):
+                self._progress += sum(count for _, count in event.progress)
+            elif isinstance(event, m.SequencesFinished):
+                for one in event.finished:
+                    self.ended[one.state.key.prompt_uid] = digest(one.completion.token_ids)
+                    works.append(self._new())
+        self._submit(works)
+
+    def sum_up(self, run: Run) -> None:
+        run.rolled = self.ended
+        run.lent = self._tenant.lent
+        run.rollout_tokens = run.lent.num_tokens

@@ -1,0 +1,125 @@
+"""Two real models in one process: tokens under cuts, leases that end, stalls and refusals; and the command itself."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from engines import LLM, SamplingParams
+from engines.serving.policies import MemoryView, ServingView
+from experiments.rose import RoseConfig
+from experiments.rose_cells import halves, percentile, save_models, slo_of
+from experiments.rose_serving import Lending, Models, Run, ServingProcess, digest
+from research.rose.admission import EqualTurns
+from research.rose.memory import ServingFirst, SharingOptions
+from research.workloads.arrivals import Arrival
+
+
+class _Sometimes:
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def admits(self, view: ServingView, seconds: float) -> bool:
+        return self._rng.random() < 0.5
+
+
+class _Cuts(ServingFirst):
+    """Cuts the budget at random, and gives it back at the next look after that."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(SharingOptions(window_s=0.2))
+        self._rng = random.Random(seed)
+
+    def cut(self, view: MemoryView) -> int | None:
+        return self._rng.randrange(view.budget) if view.budget and self._rng.random() < 0.02 else super().cut(view)
+
+
+def lending(**changed: object) -> Lending:
+    fields = {
+        "admission": EqualTurns(),
+        "memory": ServingFirst(),
+        "prompt_tokens": 24,
+        "new_tokens": lambda number: 5 + 7 * number % 41,
+    }
+    return Lending(**(fields | changed))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [Path(one) for one in save_models(tmp_path_factory.mktemp("rose"))]
+
+
+def process(folders: list[Path], num_pages: int) -> ServingProcess:
+    serving, rollout = folders
+    models = Models(
+        serving=serving,
+        rollout=rollout,
+        num_pages=num_pages,
+        serving_tokens=64,
+        rollout_tokens=16,
+        rollout_seqs=6,
+        max_model_len=256,
+        lease_s=0.02,
+        serving_pace=None,
+        rollout_pace=None,
+    )
+    return ServingProcess(models)
+
+
+def requests(count: int, seed: int) -> list[Arrival]:
+    """More and fewer of them at a time: pages are taken back, and lent again."""
+    rng, now, found = random.Random(seed), 0.0, []
+    for number in range(count):
+        now += rng.expovariate(200 if number % 20 < 12 else 20)
+        one = Arrival(time_s=now, num_prompt_tokens=rng.randint(1, 90), num_generated_tokens=rng.randint(1, 30))
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_token_depends_on_the_other_model(folders: list[Path], seed: int) -> None:
+    both = process(folders, num_pages=24)
+    arrivals = requests(60, seed)
+    alone = both.run(arrivals, None, seed=seed)
+    found = both.run(arrivals, lending(admission=_Sometimes(seed), memory=_Cuts(seed)), seed=seed)
+    assert found.lent.num_cuts and found.lent.num_taken_back, "nothing was taken back"
+    assert found.served == alone.served
+    assert len(found.rolled) > 5
+    with closing(LLM(folders[1], dtype="float64", seed=1, kv_cache_bytes=2**22)) as llm:
+        for number, tokens in found.rolled.items():
+            rng = random.Random(number)
+            prompt = [rng.randrange(2, 512) for _ in range(24)]
+            params = SamplingParams(max_tokens=5 + 7 * number % 41, ignore_eos=True)
+            (plain,) = llm.generate([prompt], params, prompt_uids=[number])
+            assert digest(plain.outputs[0].token_ids) == tokens, number
+
+
+def test_the_rollout_alone_uses_the_whole_machine(folders: list[Path]) -> None:
+    found = process(folders, num_pages=24).run([], lending(), seed=0, seconds=0.5)
+    assert found.rollout_tokens > 50 and not found.serving_s
+    assert found.lent.num_taken_back == 0
+
+
+def test_what_is_computed_of_latencies() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0 and percentile(range(1, 201), 0.99) == 198
+    run = Run(ttft=[1.0, 2.0], gaps=[[0.1, 0.3], [0.2]])
+    assert slo_of([run]) == (3.2, 0.8)  # type: ignore[list-item]
+    assert halves([run]) == 2.0  # type: ignore[list-item]
+
+
+def test_requests_are_those_of_the_trace_shortened(tmp_path: Path) -> None:
+    rows = "".join(f"2023-11-16 18:15:{second:02}.0000000,{80 + second},{17}\n" for second in range(50))
+    for name in ("conv", "code"):
+        (tmp_path / f"AzureLLMInferenceTrace_{name}.csv").write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    config = RoseConfig(traces=tmp_path, requests=20, runs=2)
+    first, second = config.arrivals("code", 0), config.arrivals("code", 1)
+    assert [one.time_s for one in first[:3]] == [0.0, 0.125, 0.25] == [one.time_s for one in second[:3]]
+    assert (first[0].num_prompt_tokens, second[0].num_prompt_tokens, first[0].num_generated_tokens) == (10, 12, 2)
+    assert config.arrivals("full", 0)[3].time_s == pytest.approx(0.125)
+    with pytest.raises(ValueError, match="requests=30: the trace has too few"):
+        RoseConfig(traces=tmp_path, requests=30, runs=2).arrivals("conversation", 1)
+    with pytest.raises(ValueError, match="traces=.*has no Azure"):
+        RoseConfig(traces=tmp_path / "absent")
