@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from experiments.figures import plt
+from experiments.figures import save
 
 LATENCIES = {"ttft": "P99 time to first token", "tpot": "P99 time between two tokens"}
 
@@ -38,19 +39,17 @@ def draw_cells(
         ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         ax.set_ylim(0, min(4.0, ax.get_ylim()[1]))
         ax.set_ylabel("share of the SLO")
-        ax.set_title(f"{title} ({tier})")
+        ax.set_title(title)
     lent = [policy for policy in policies if policy in next(iter(harvest.values()))]
     _bars(axes[1][0], lent, {cell: [some[policy] for policy in lent] for cell, some in harvest.items()})
     axes[1][0].set_ylabel("rollout's tokens, of what it\nwould draw alone in the idle time")
-    axes[1][0].set_title(f"harvest ({tier})")
+    axes[1][0].set_title("harvest")
     seconds, serving, rollout, budget = zip(*timeline, strict=True) if timeline else ((), (), (), ())
     axes[1][1].stackplot(seconds, serving, rollout, labels=("used by serving", "held by the rollout"), alpha=0.7)
     axes[1][1].plot(seconds, budget, color="black", linewidth=0.8, label="the rollout's budget")
-    axes[1][1].set(xlabel="seconds", ylabel="pages", title=f"pages of one run ({tier})")
+    axes[1][1].set(xlabel="seconds", ylabel="pages", title="pages of one run")
     axes[1][1].legend(loc="upper right")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+    return save(figure, path, "a rollout beside a serving model", tier)
 
 
 def _bars(ax: Axes, names: Sequence[str], values: Mapping[str, Sequence[float]]) -> None:

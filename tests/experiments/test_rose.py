@@ -121,5 +121,5 @@ def test_requests_are_those_of_the_trace_shortened(tmp_path: Path) -> None:
     assert config.arrivals("full", 0)[3].time_s == pytest.approx(0.125)
     with pytest.raises(ValueError, match="requests=30: the trace has too few"):
         RoseConfig(traces=tmp_path, requests=30, runs=2).arrivals("conversation", 1)
-    with pytest.raises(ValueError, match="traces=.*has no Azure"):
+    with pytest.raises(ValueError, match=r"traces=.*has no Azure"):
         RoseConfig(traces=tmp_path / "absent")
