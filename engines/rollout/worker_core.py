@@ -5,10 +5,11 @@ It has no clock and no connection: the caller passes `now`, and gets the events 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, Literal
 
 from engines.control import messages as m
-from engines.sequence import SequenceId
+from engines.sequence import SequenceId, Work
 
 if TYPE_CHECKING:
     from engines.replica.replica import Replica, StepOutput
@@ -132,6 +133,11 @@ class WorkerCore:
         if now - self._reported >= REPORT_EVERY_S or (self._waits and not self.has_work):
             events.append(self.report(now))
         return events
+
+    def let_go(self, works: Items[Work], now: float) -> list[m.Event]:
+        """Returns the events when the replica has let go of sequences between two steps, if any: first its load, so
+        that the coordinator does not send them where the blocks have just been taken away."""
+        return [self.report(now), self.event(m.SequencesReleased, works=tuple(works))] if works else []
 
     def report(self, now: float) -> m.Event:
         """Returns the replica's load, and what has changed since the last report."""

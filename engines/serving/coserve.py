@@ -20,6 +20,8 @@ from engines.serving.request_times import RequestTimes
 Turn = Literal["serving", "rollout"]
 StepSeconds = Callable[[StepOutput], float]
 """Seconds of a step of the rollout's model that does this."""
+RENEW_S = 1.0
+"""While the rollout has no sequences and nothing was cut, its budget is made anew so often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,8 @@ class CoServing:
         self._stall_s = (limits or CoServingLimits()).stall_s
         self._budget = 0
         """Pages that the rollout may hold in this phase."""
+        self._renewed, self._num_cuts = 0.0, 0
+        """When that was set last, and how many cuts there were by then."""
         self._released: list[Work] = []
         self._waiting: dict[SequenceId, float] = {}
         """Since when sequences of the rollout wait to enter a pass."""
@@ -92,8 +96,18 @@ class CoServing:
 
     def begin(self, now: float) -> None:
         """A phase of rollouts begins: its budget is made anew, and may then only fall (ROSE §4.1)."""
+        self._renewed, self._num_cuts = now, self.lent.num_cuts
         self._budget = self._memory.begin(self._memory_view(now))
         self._limit_leases(now)
+
+    def renew(self, now: float) -> bool:
+        """Makes the budget anew where that is due, and returns whether it did. So an idle rollout learns of memory that
+        has become free; after a cut it has to wait for the next phase."""
+        is_cut = self.lent.num_cuts != self._num_cuts
+        if is_cut or self._rollout.replica.num_sequences or now - self._renewed < RENEW_S:
+            return False
+        self.begin(now)
+        return True
 
     def next(self, now: float) -> Turn | None:
         """Returns who steps next; None while neither may. Takes memory back from the rollout first."""

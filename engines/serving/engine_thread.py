@@ -22,7 +22,7 @@ from engines.serving.coserve import Turn
 
 _MOST_FAILURES = 3
 """Steps that fail one after another before the engine gives up."""
-_LOOK_AGAIN_S = 0.005
+LOOK_AGAIN_S = 0.005
 """When the tenant has work, and could not step: until it is asked again."""
 log = logging.getLogger(__name__)
 
@@ -222,9 +222,9 @@ class EngineThread:
             self._step()
         elif turn == "rollout":
             assert self._beside is not None
-            self._waits_s = 0.0 if self._beside.step() else _LOOK_AGAIN_S
+            self._waits_s = 0.0 if self._beside.step() else LOOK_AGAIN_S
         elif self._has_work:
-            self._waits_s = _LOOK_AGAIN_S
+            self._waits_s = LOOK_AGAIN_S
 
     def _take(self, order: Job | _Abort | _Look | None) -> None:
         if isinstance(order, _Look):

@@ -21,8 +21,6 @@ from engines.sequence import SequenceId, SequenceState
 from engines.serving.coserve import CoServing, Lent, Turn
 
 log = logging.getLogger(__name__)
-_RENEW_S = 1.0
-"""While it has no sequences and nothing was cut, its budget is made anew so often."""
 
 
 class Tenant:
@@ -38,8 +36,6 @@ class Tenant:
         self._events: SimpleQueue[m.Event] = SimpleQueue()
         self._wake: Callable[[], None] = lambda: None
         self._phase = -1
-        self._num_cuts = 0
-        self._renewed = 0.0
         self.broken = ""
         """Why it does nothing any more; empty while it runs."""
 
@@ -73,9 +69,10 @@ class Tenant:
 
     def next(self) -> Turn | None:
         with self._lock:
-            turn = self._coserving.next(time.monotonic())
-            if released := self._coserving.take_released():
-                self._events.put(self._core.event(m.SequencesReleased, works=tuple(released)))
+            now = time.monotonic()
+            turn = self._coserving.next(now)
+            for event in self._core.let_go(self._coserving.take_released(), now):
+                self._events.put(event)
         return None if self.broken and turn == "rollout" else turn
 
     def step(self) -> bool:
@@ -107,7 +104,7 @@ class Tenant:
         """Returns its announcement."""
         config = self.engine.config
         with self._lock:
-            self._begin(time.monotonic())
+            self._coserving.begin(time.monotonic())
             return self._core.event(
                 m.ReplicaReady,
                 max_num_seqs=config.max_num_seqs,
@@ -124,7 +121,7 @@ class Tenant:
                 raise RuntimeError(self.broken)
             if isinstance(command, m.SubmitWork) and command.phase != self._phase:
                 self._phase = command.phase
-                self._begin(now)
+                self._coserving.begin(now)
             events = self._core.obey(command, now)
             self._stepper.wait_for_transfers(now)
         self._wake()
@@ -140,9 +137,7 @@ class Tenant:
         coordinator learns of memory that has become free."""
         now = time.monotonic()
         with self._lock:
-            is_cut = self._coserving.lent.num_cuts != self._num_cuts
-            if not (self.broken or is_cut or self.engine.replica.num_sequences) and now - self._renewed > _RENEW_S:
-                self._begin(now)
+            if not self.broken and self._coserving.renew(now):
                 self._events.put(self._core.report(now))
         events = []
         while True:
@@ -150,7 +145,3 @@ class Tenant:
                 events.append(self._events.get_nowait())
             except Empty:
                 return events
-
-    def _begin(self, now: float) -> None:
-        self._renewed, self._num_cuts = now, self._coserving.lent.num_cuts
-        self._coserving.begin(now)

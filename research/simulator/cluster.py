@@ -57,6 +57,7 @@ from research.simulator.drafts import DraftAcceptance, References, SimulatedDraf
 from research.simulator.events import STEP_END, TO_CORE, TO_WORKER, EventQueue
 from research.simulator.rank import Rank
 from research.simulator.runner import OBSERVED, VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
+from research.simulator.serving import Served, ServingRank, ServingSetup
 from research.workloads.trajectories import Later, TimedTools, Turn, turn_has_ended
 
 
@@ -87,6 +88,8 @@ class OutsideReplica:
     """When it ends without a word."""
     detection_s: NonNegative = 0.02
     """From its end until the coordinator notices it; a live one polls every 0.02 s."""
+    serving: ServingSetup | None = None
+    """What it serves beside the rollout, from time 0 on."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -174,6 +177,8 @@ class SimulatedRollout:
     """Tokens that each sequence has generated."""
     turns: list[TurnSpan]
     """Where its trajectories were."""
+    served: list[Served]
+    """What the ranks did that serve."""
 
     @property
     def makespan(self) -> float:
@@ -260,10 +265,16 @@ class Cluster:
         self._kept: dict[SequenceId, KeptKV] = {}
         """What is in the caches of these ranks."""
         self._num_ranks = num_ranks
-        self._ranks = [Rank(self, rank) for rank in range(num_ranks + len(config.outside))]
+        self._serving = {
+            rank: ServingRank(self, rank, one.serving)
+            for rank, one in enumerate(config.outside, num_ranks)
+            if one.serving is not None
+        }
+        ranks = range(num_ranks + len(config.outside))
+        self._ranks = [self._serving.get(rank) or Rank(self, rank) for rank in ranks]
         self._finish_times: dict[SequenceId, float] = {}
         self._lengths_of_ended: dict[SequenceId, int] = {}
-        self._is_complete = False
+        self.is_complete = False
         self._is_submitted = False
         self._is_awake = False
         """Whether answers of tools will be taken now."""
@@ -302,10 +313,14 @@ class Cluster:
         for state in states:
             if state.in_turns:
                 self._calls.begin(state)
-        while not self._is_complete:
+        for serving in self._serving.values():
+            serving.open()
+        while not self.is_complete:
             if not self.queue.run_next():
                 # Nothing will happen any more but that deadlines pass.
                 self.queue.at(self.queue.now + self.config.timeout_s + 1, (TO_CORE,), lambda: self._take(Tick()))
+        while any(serving.has_requests for serving in self._serving.values()):
+            self.queue.run_next()
         if self.core.layout_error is not None:
             raise ValueError(self.core.layout_error)
         return SimulatedRollout(
@@ -315,6 +330,7 @@ class Cluster:
             num_preempted=self._num_preempted,
             lengths=self._lengths_of_ended,
             turns=turn_spans(self.core.passages, waits=self.core.waits),
+            served=[serving.served for serving in self._serving.values()],
         )
 
     def _schedule(self, spec: ReplicaSpec, outside: OutsideReplica) -> None:
@@ -349,7 +365,7 @@ class Cluster:
                 case ReplicaDropped():
                     self._ranks[output.replica_id].die()
                 case PhaseComplete():
-                    self._is_complete = True
+                    self.is_complete = True
                 case Failed():
                     raise RuntimeError(f"simulated rollout, at {self.queue.now:g} s: {output.reason}")
                 case _ if isinstance(output, messages.Command):
@@ -420,21 +436,27 @@ class Cluster:
     ) -> tuple[Replica, SimulatedMover]:
         """A live replica with a runner and a mover that only count, and these contents in its cache; and this mover.
         `links`: to the ranks that draft for it."""
-        config, tp_size = self.config, spec.tp_size
-        swap_cost = config.swap_cost.get(tp_size)
+        blocks = BlockManager(self.config.num_blocks(spec), self.config.engine.block_size)
+        blocks.adopt(list(contents))
+        return self.replica_on(spec, self.config.engine, blocks, self._drafter(spec, links))
+
+    def replica_on(
+        self, spec: ReplicaSpec, engine: EngineConfig, blocks: BlockManager, drafter: Drafter | None = None
+    ) -> tuple[Replica, SimulatedMover]:
+        """The same with these blocks."""
+        config = self.config
+        swap_cost = config.swap_cost.get(spec.tp_size)
         mover = SimulatedMover(
             self.pool,
-            config.engine.preemption,
+            engine.preemption,
             swap_cost,
             config.host_of(spec),
             now=lambda: self.queue.now,
             transfer_s=partial(config.pace.transfer, spec),
         )
-        blocks = BlockManager(config.num_blocks(spec), config.engine.block_size)
-        blocks.adopt(list(contents))
         replica = Replica(
             runner=SimulatedRunner(),
-            scheduler=Scheduler(config.engine, blocks),
+            scheduler=Scheduler(engine, blocks),
             mover=mover,
             max_model_len=config.max_model_len,
             vocab_size=VOCAB_SIZE,
@@ -442,7 +464,7 @@ class Cluster:
             detokenize=None,
             hidden_stop=self._stops,
             max_kv_tokens=self._max_kv_tokens,
-            drafter=self._drafter(spec, links),
+            drafter=drafter,
         )
         return replica, mover
 
