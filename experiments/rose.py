@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
-from engines.constraints import Count, Positive, WholeNumber
+from engines.constraints import Count, NonNegative, Positive, WholeNumber
 from experiments import launch
 from experiments.comparison.results import ResultOptions, check_figure, report
 from experiments.comparison.turns import in_columns
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from experiments.rose_cells import Measured
 
 Cell = Literal["conversation", "code", "full"]
-Policy = Literal["none", "ttft", "tpot", "dual_printed", "dual", "static_split", "half_slo"]
+Policy = Literal["none", "ttft", "tpot", "dual_printed", "dual_cumulative", "dual", "static_split", "half_slo"]
 Part = Literal["cells", "live"]
 FILES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
 DRAWN = {"conversation": (5.5, (1000, 0.6, 8000), (130, 0.9, 1000)), "code": (2.6, (1450, 0.9, 7500), (13, 1.1, 1000))}
@@ -56,10 +56,12 @@ class RoseConfig(ResultOptions):
     """Runs of each cell and policy, over different windows of the trace; P99s are over all of them."""
     shorten: Count = 8
     """Divides tokens, and gaps between requests."""
-    full_rate: Positive = 3.0
-    """How many times as often requests come in `full`."""
+    full_rate: Count = 5
+    """How many times as many requests come in `full`, in the same time."""
     live_rate: Positive = 0.15
     """The same in the live part, for a machine that is slower than an H100."""
+    guard_ms: NonNegative = 3.0
+    """Slack that must be left when a step of the rollout is admitted, for what host and machine add to passes."""
     profile: str = "h100-8b-tp1"
     """Latency profile of both models."""
     scale: Positive = 1.0
@@ -83,7 +85,8 @@ class RoseConfig(ResultOptions):
     def arrivals(self, cell: Cell, run: int) -> list[Arrival]:
         """The requests of a run, with times and lengths as they are here. Raises ValueError for a short trace."""
         name = "code" if cell == "code" else "conversation"
-        first, last = run * self.requests, (run + 1) * self.requests
+        count = self.requests * (self.full_rate if cell == "full" else 1)
+        first, last = run * count, (run + 1) * count
         if self.traces is None:
             rate, *both = DRAWN[name]
             prompt, generated = (LogNormalLengths(median=one[0], sigma=one[1], cap=one[2]) for one in both)
@@ -91,9 +94,9 @@ class RoseConfig(ResultOptions):
             found = drawn.draw(1.5 * last / rate + 60, self.seed)[first:last]
         else:
             found = read_trace(self.traces / FILES[name])[first:last]
-        if len(found) < self.requests:
+        if len(found) < count:
             raise ValueError(f"requests={self.requests}: the trace has too few for {self.runs} runs; ask for fewer")
-        faster = self.shorten * (self.full_rate if cell == "full" else 1.0) / self.scale
+        faster = self.shorten * count / self.requests / self.scale
         return [
             replace(
                 one,

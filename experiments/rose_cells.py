@@ -17,7 +17,7 @@ from engines.serving.policies import AdmissionPolicy, MemoryPolicy
 from experiments import launch
 from experiments.comparison.turns import short
 from experiments.rose_serving import SPEC, Lending, Models, Run, ServingProcess
-from research.rose.admission import DualSLO, EqualTurns, Form, ServingTimes
+from research.rose.admission import DualSLO, EqualTurns, Form, QueueDebt, ServingTimes
 from research.rose.memory import ServingFirst, SharingOptions, StaticSplit
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import LogNormalLengths
@@ -29,6 +29,8 @@ ALONE = "alone"
 CHUNK = 512
 """Tokens of a rollout's prefill chunk (ROSE §4.1)."""
 NUM_PAGES, ROLLOUT_S = 512, 4.0
+_TTFT, _TPOT = 1.6, 4.0
+"""SLOs over serving alone: over its P99 of TTFT, and over its median gap between tokens."""
 ALIKE = 1.3
 """A cell whose halves differ by more is void."""
 
@@ -116,7 +118,12 @@ class _Bench:
         self._config, self._world, self._folders = config, world, folders
         self._pace = ProfilePace.of(config.profile, scale=config.scale, token_scale=config.shorten)
         self._process = self._make(self._pace)
-        self._times = ServingTimes.of(self._pace, SPEC, chunk_tokens=self._process.models.serving_tokens)
+        serving = self._process.serving.config
+        self._times = ServingTimes.of(
+            self._pace, SPEC, chunk_tokens=serving.max_num_batched_tokens, max_num_seqs=serving.max_num_seqs
+        )
+        """With the margin that serving alone has shown, before anything is lent."""
+        self._guard_s = 1e-3 * config.guard_ms * config.scale
         self._alone: dict[tuple[str, int], Run] = {}
 
     def _make(self, pace: ProfilePace | None) -> ServingProcess:
@@ -144,6 +151,9 @@ class _Bench:
         for cell, run in Bar(mine, desc="serving alone", unit="run", disable=rank > 0):
             self._alone[cell, run] = found = self._process.run(config.arrivals(cell, run), None, seed=run)
             results.append(self._result(cell, ALONE, run, found, rolled))
+        margin = sum(one.busy_s for one in self._alone.values()) / sum(one.paced_s for one in self._alone.values()) - 1
+        margin = max(0.0, *launch.gather(self._world, margin, float))
+        self._times = replace(self._times, margin=margin)
         alone = self._gathered(results)
         rate = statistics.mean(launch.gather(self._world, rolled.rollout_tokens / rolled.seconds, float))
         slos: dict[str, tuple[float, float]] = {
@@ -158,20 +168,25 @@ class _Bench:
                 measured.timeline = found.pages
             results.append(self._result(cell, policy, run, found, rolled))
         self._sum_up(measured, alone, self._gathered(results), slos, rate)
+        measured.facts["margin"] = short(margin)
 
     def _gathered(self, results: list[_Result]) -> list[_Result]:
         return [one for part in launch.gather(self._world, results, list[_Result]) for one in part]
 
     def _of_policy(self, policy: str, ttft_s: float, tpot_s: float) -> Lending:
-        def dual(share: float = 1.0, *, ttft: bool = True, tpot: bool = True, form: Form = "cumulative") -> DualSLO:
+        def slo(share: float = 1.0, *, ttft: bool = True, tpot: bool = True, form: Form = "cumulative") -> DualSLO:
             slos = share * ttft_s if ttft else None, share * tpot_s if tpot else None
-            return DualSLO(times=self._times, ttft_s=slos[0], tpot_s=slos[1], form=form)
+            return DualSLO(times=self._times, ttft_s=slos[0], tpot_s=slos[1], form=form, guard_s=self._guard_s)
+
+        def dual(share: float = 1.0) -> QueueDebt:
+            return QueueDebt(slo(share), share * ttft_s - ttft_s / _TTFT)
 
         made: dict[str, Callable[[], AdmissionPolicy]] = {
             "none": EqualTurns,
-            "ttft": lambda: EqualTurns(dual(tpot=False)),
-            "tpot": lambda: EqualTurns(dual(ttft=False)),
-            "dual_printed": lambda: dual(form="printed"),
+            "ttft": lambda: EqualTurns(slo(tpot=False)),
+            "tpot": lambda: EqualTurns(slo(ttft=False)),
+            "dual_printed": lambda: slo(form="printed"),
+            "dual_cumulative": slo,
             "dual": dual,
             "static_split": dual,
             "half_slo": lambda: dual(0.5),
@@ -222,6 +237,9 @@ class _Bench:
                 idle = sum(one.seconds - one.serving_s for one in some)
                 measured.harvest[cell][policy] = short(sum(one.rollout_tokens for one in some) / (rate * idle))
                 details[cell][policy] = {
+                    "of_alone": short(
+                        sum(one.rollout_tokens for one in some) / rate / sum(one.seconds for one in some)
+                    ),
                     "lent_share": short(share_of(some, "lent_s")),
                     "serving_share": short(share_of(some, "serving_s")),
                     **{name: sum(getattr(one, name) for one in some) for name in _COUNTS},
@@ -247,9 +265,11 @@ class _Bench:
         own = ServingTimes(
             prefill_s=lambda count: times(count),
             decode_s=lambda batch, context: times(batch),
-            chunk_tokens=process.models.serving_tokens,
+            chunk_tokens=process.serving.config.max_num_batched_tokens,
+            max_num_seqs=process.serving.config.max_num_seqs,
         )
-        admission = DualSLO(times=own, ttft_s=ttft_s, tpot_s=tpot_s, form="cumulative")
+        dual = DualSLO(times=own, ttft_s=ttft_s, tpot_s=tpot_s, form="cumulative", guard_s=self._guard_s)
+        admission = QueueDebt(dual, ttft_s - ttft_s / _TTFT)
         beside = process.run(arrivals, self._lending(admission, ServingFirst()), seed=0)
         measured.tokens_equal &= beside.served == alone.served
         measured.facts["live"] = {
@@ -273,7 +293,7 @@ def slo_of(alone: list[_Result]) -> tuple[float, float]:
     """TTFT and TPOT SLOs in seconds, from serving alone."""
     ttft = percentile([one for result in alone for one in result.ttft], 0.99)
     tpot = statistics.median(gap for result in alone for gaps in result.gaps for gap in gaps)
-    return 1.6 * ttft, 4 * tpot
+    return _TTFT * ttft, _TPOT * tpot
 
 
 def percentile(values: Iterable[float], share: float) -> float:

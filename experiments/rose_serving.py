@@ -85,6 +85,10 @@ class Run:
     """Between two tokens, by request."""
     serving_s: float = 0.0
     """In which the serving model stepped."""
+    busy_s: float = 0.0
+    """As `serving_s`, with what passes between two steps while there is work."""
+    paced_s: float = 0.0
+    """What the steps should have taken by their pace."""
     num_late: int = 0
     """Steps that took longer than their pace."""
     num_steps: int = 0
@@ -227,6 +231,8 @@ class _Watch:
 
     def __init__(self, replica: Replica, tenant: Tenant | None, run: Run, pace: Pace | None) -> None:
         self._replica, self._tenant, self._run, self._pace = replica, tenant, run, pace
+        self._ended: float | None = None
+        """When the last step ended, if work was left then."""
 
     @property
     def has_work(self) -> bool:
@@ -254,11 +260,15 @@ class _Watch:
             self._tenant.left(sequence_id)
 
     def served(self, output: StepOutput, start: float) -> None:
-        seconds = time.monotonic() - start
-        self._run.serving_s += seconds
-        self._run.num_steps += 1
-        if self._pace is not None and seconds > 1.1 * self._pace.step(SPEC, output) + 1e-3:
-            self._run.num_late += 1
+        now, run = time.monotonic(), self._run
+        run.serving_s += now - start
+        run.busy_s += now - (start if self._ended is None else self._ended)
+        run.num_steps += 1
+        if self._pace is not None:
+            paced_s = self._pace.step(SPEC, output)
+            run.paced_s += paced_s
+            run.num_late += now - start > 1.1 * paced_s + 1e-3
+        self._ended = now if self._replica.has_work else None
         if self._tenant is not None:
             self._tenant.served(output, start)
 

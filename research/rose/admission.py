@@ -23,8 +23,11 @@ Form = Literal["printed", "cumulative"]
 - `printed`: each prompt as if it were alone. It admits too much: Eq. 1 leaves out the prompts ahead in the queue; and
   where one replica has prompts and decodes, Eq. 2 leaves out the prompt tokens in the next pass.
 - `cumulative`: with all of this, for a replica whose pass has a token of each decode and then prompt tokens, first come
-  first served. With one SLO for all requests this is also the order of their deadlines. It counts on pages for all.
+  first served. With one SLO for all requests this is also the order of their deadlines. It counts on pages and
+  slots for all.
 """
+_PRICED = 32
+"""Passes that are priced one by one: each takes about 10 us."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class ServingTimes:
     beside_s: Callable[[int, int], float] | None = None
     """As `decode_s`: what these decodes add to a pass of `chunk_tokens` prompt tokens. None: as much as a pass of their
     own. That counts the weights twice, and waits become 1.5 to 2 times as long (8B, H100, 512 tokens a pass)."""
+    max_num_seqs: Count | None = None
+    """Most sequences in a pass (`EngineConfig.max_num_seqs`). None: all that wait may decode together."""
     margin: NonNegative = 0.0
     """Share that is added to each estimate, for what the profile is wrong by."""
 
@@ -67,7 +72,7 @@ class ServingTimes:
         return (1 + self.margin) * _checked(f"beside_s({batch}, {num_context_tokens})", seconds)
 
     @staticmethod
-    def of(pace: Pace, spec: ReplicaSpec, *, chunk_tokens: int) -> ServingTimes:
+    def of(pace: Pace, spec: ReplicaSpec, *, chunk_tokens: int, max_num_seqs: int | None = None) -> ServingTimes:
         """Returns those of a replica at this pace."""
 
         def chunk(start: int, end: int, draws: bool, batch: int = 0, num_context_tokens: int = 0) -> float:
@@ -95,6 +100,7 @@ class ServingTimes:
             decode_s=lambda batch, num_context_tokens: decode_seconds(pace, spec, batch, num_context_tokens),
             chunk_tokens=chunk_tokens,
             beside_s=beside,
+            max_num_seqs=max_num_seqs,
         )
 
 
@@ -128,24 +134,41 @@ def first_token_waits(view: ServingView, times: ServingTimes) -> Iterator[float]
     """Yields the seconds after which each queued request has its first token, at the latest, if only serving runs.
 
     A pass has the decodes, also of requests that were ahead, and then prompt tokens, also of requests behind. What a
-    prompt takes beyond as many separate chunks is its attention to earlier ones.
+    prompt takes beyond as many separate chunks is its attention to earlier ones. The first passes are priced one by
+    one; all later ones alike, as if all that wait decoded already, so that a long queue does not hold up the decision.
     """
     batch, context, chunk = len(view.last_token_times), view.num_context_tokens, times.chunk_tokens
     num_left = sum(request.num_tokens for request in view.queued)
-    num_ahead, seconds = 0, 0.0  # of the passes until now: prompt tokens beyond the last request, time
-    for request in view.queued:
+    num_ahead, seconds, num_passes = 0, 0.0, 0  # of the passes until now: prompt tokens beyond the last request, time
+    later: tuple[int, float] | None = None  # prompt tokens of a later pass, and its time
+    for place, request in enumerate(view.queued):
         while num_ahead < request.num_tokens:
-            num_tokens = min(max(1, chunk - batch), num_left)
-            seconds += times.prefill(num_tokens) + times.beside(batch, context)
+            if num_passes < _PRICED:
+                num_tokens = min(max(1, chunk - batch), num_left)
+                seconds += times.prefill(num_tokens) + times.beside(batch, context)
+                context += batch
+                num_passes += 1
+            else:
+                later = later or _later_pass(times, batch + len(view.queued) - place, context, num_left)
+                count = -(-(request.num_tokens - num_ahead) // later[0])
+                num_tokens = count * later[0]
+                seconds += count * later[1]
             num_ahead += num_tokens
-            num_left -= num_tokens
-            context += batch
+            num_left = max(0, num_left - num_tokens)
         num_ahead -= request.num_tokens
         full, rest = divmod(request.num_tokens, chunk)
         seconds += max(0.0, times.prefill(request.num_tokens) - full * times.prefill(chunk) - times.prefill(rest))
         yield seconds
-        batch += 1
+        batch = batch + 1 if times.max_num_seqs is None else min(batch + 1, times.max_num_seqs)
         context += request.num_tokens + 1
+
+
+def _later_pass(times: ServingTimes, batch: int, context: int, num_left: int) -> tuple[int, float]:
+    """Returns the prompt tokens of a pass beside all decodes that there may be, and the most that it takes."""
+    batch = batch if times.max_num_seqs is None else min(batch, times.max_num_seqs)
+    room = max(1, times.chunk_tokens - batch)
+    context += num_left + batch * -(-num_left // room)
+    return room, times.prefill(times.chunk_tokens) + times.beside(batch, context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +202,31 @@ class DualSLO:
     def admits(self, view: ServingView, seconds: float) -> bool:
         _checked("seconds", seconds)
         return self.slack(view) >= seconds + max(self.guard_s, self.guard_share * seconds)
+
+
+@dataclass
+class QueueDebt:
+    """An `AdmissionPolicy` that also bounds what the rollout's steps may delay a queue in all: not in the paper.
+
+    Slack is of requests that have come. Where requests come about as fast as they are served, each step of the rollout
+    delays all later ones, too, until the queue is empty: Eq. 1 lends up to the SLO, and then the queue grows by itself.
+    Here the steps while requests are queued, and the one in which the first of them came, take at most `most_s` in all:
+    for the SLO less the P99 of serving alone, its P99 is held.
+    """
+
+    also: AdmissionPolicy
+    most_s: float
+    _debt_s: float = 0.0
+
+    def admits(self, view: ServingView, seconds: float) -> bool:
+        if not view.queued:
+            self._debt_s = 0.0
+        elif self._debt_s + seconds > self.most_s:
+            return False
+        if not self.also.admits(view, seconds):
+            return False
+        self._debt_s += seconds
+        return True
 
 
 @dataclass

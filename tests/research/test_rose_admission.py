@@ -16,7 +16,15 @@ from engines.replica.replica import Replica
 from engines.replica.scheduler import Scheduler
 from engines.sequence import SamplingParams, Work
 from engines.serving.policies import QueuedRequest, ServingView
-from research.rose.admission import DualSLO, EqualTurns, ServingTimes, decode_slack, first_token_waits, prefill_slack
+from research.rose.admission import (
+    DualSLO,
+    EqualTurns,
+    QueueDebt,
+    ServingTimes,
+    decode_slack,
+    first_token_waits,
+    prefill_slack,
+)
 from research.simulator.pace import ProfilePace
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
 from tests.states import make_state
@@ -166,7 +174,7 @@ def test_the_cumulative_form_is_exact_where_times_add_up() -> None:
             decode_s=lambda batch, context, price=per_decode: price * batch,  # type: ignore[misc]
             chunk_tokens=chunk,
         )
-        queued = [(now, random.randrange(1, 200)) for _ in range(random.randrange(1, 6))]
+        queued = [(now, random.randrange(1, 60)) for _ in range(random.randrange(1, 6))]
         seen = view(queued, [now] * random.randrange(1, 4), now=now)
         ends = played(seen, now, chunk, lambda batch, _, count, __: per_decode * batch + per_token * count)  # noqa: B023
         assert [now + wait for wait in first_token_waits(seen, times)] == pytest.approx(ends[: len(queued)])
@@ -289,6 +297,69 @@ def test_estimates_that_cannot_be(bad: float) -> None:
 def test_what_it_refuses(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DualSLO(**{"times": LINEAR, "ttft_s": 1.0, "tpot_s": 1.0, **options})  # type: ignore[arg-type]
+
+
+def test_a_long_queue_is_priced_at_once_and_not_too_low() -> None:
+    """Thousands of prompts, of which at most 32 decode together: as many prices as for a short queue, and no first
+    token later than that."""
+    calls = 0
+
+    def beside(batch: int, context: int) -> float:
+        nonlocal calls
+        calls += 1
+        return 1e-4 * batch + 1e-6 * context
+
+    times = replace(LINEAR, beside_s=beside, max_num_seqs=32)
+    random = Random(3)
+    counts = [random.randrange(1, 200) for _ in range(2000)]
+    waits = list(first_token_waits(view([(0.0, count) for count in counts], [0.0]), times))
+    assert calls < 40
+    assert waits == sorted(waits)
+    now, batch, context, done, ahead = 0.0, 1, 0, 0, 0
+    for count, wait in zip(counts, waits, strict=True):
+        while ahead < count:
+            room = 100 - batch
+            now += 1e-3 * room + 1e-4 * batch + 1e-6 * context
+            context += batch
+            ahead += room
+        ahead -= count
+        assert now <= wait + 1e-9
+        batch, context, done = min(batch + 1, 32), context + count + 1, done + 1
+
+
+def test_a_queue_is_delayed_by_no_more_than_its_debt() -> None:
+    """One prompt a pass, first come first served, near saturation: each first token comes at most `most_s` later than
+    without the rollout, where slack alone fills the SLO and then fails it."""
+    random = Random(5)
+    times = replace(LINEAR, chunk_tokens=10**6)
+    arrivals, now = [], 0.0
+    for _ in range(400):
+        now += random.expovariate(1.0)
+        arrivals.append((now, random.randrange(100, 1700)))  # 0.9 s on average
+
+    def ttfts(policy: QueueDebt | DualSLO | None) -> list[float]:
+        found, queue, now, left = [], list[tuple[float, int]](), 0.0, list(arrivals)
+        while left or queue:
+            if not queue:
+                now = max(now, left[0][0]) if policy is None else now
+            while left and left[0][0] <= now:
+                queue.append(left.pop(0))
+            if policy is not None and policy.admits(view(queue, [], now=now), 0.3):
+                now += 0.3
+            elif queue:
+                arrived, count = queue.pop(0)
+                now += 1e-3 * count
+                found.append(now - arrived)
+            else:
+                now = left[0][0]
+        return found
+
+    alone = ttfts(None)
+    worst = max(alone)
+    dual = DualSLO(times=times, ttft_s=1.6 * worst, tpot_s=None, form="cumulative")
+    bounded = ttfts(QueueDebt(dual, 0.6 * worst))
+    assert all(late <= early + 0.6 * worst + 1e-9 for early, late in zip(alone, bounded, strict=True))
+    assert max(ttfts(dual)) > 1.6 * worst >= max(bounded) > worst
 
 
 def test_equal_turns_alternate_while_serving_has_work() -> None:
