@@ -6,16 +6,17 @@ Each rank is a serving process of its own that also hosts a rollout of a model o
 as in the Azure LLM traces of 2023; their tokens and the gaps between them are divided by 8. Prompts and decodes share
 the serving replica's passes. `cells` is paced: a step lasts what it takes on an H100. SLOs are fixed before anything is
 lent, from serving alone: 1.6 times its P99 TTFT and 4 times its median gap between tokens. `live` runs a conversation
-at this machine's own speed, and is not scored. Prints one JSON object; all tokens are compared with serving alone, and
-with the rollout alone.
+at this machine's own speed, and is not scored. All tokens are compared with those of serving alone, and of the rollout
+alone. Prints a table and one JSON object.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -26,12 +27,9 @@ from experiments.comparison.turns import in_columns
 from research.workloads.arrivals import Arrival, PoissonArrivals, read_trace
 from research.workloads.lengths import LogNormalLengths
 
-if TYPE_CHECKING:
-    from experiments.rose_cells import Measured
-
 Cell = Literal["conversation", "code", "full"]
 Policy = Literal["none", "ttft", "tpot", "dual_printed", "dual_cumulative", "dual", "static_split", "half_slo"]
-Part = Literal["cells", "live"]
+Part = Literal["cells", "live", "pool"]
 FILES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
 DRAWN = {"conversation": (5.5, (1000, 0.6, 8000), (130, 0.9, 1000)), "code": (2.6, (1450, 0.9, 7500), (13, 1.1, 1000))}
 """Requests per second; median, sigma and cap of prompts and responses: about the traces', whose bursts these lack."""
@@ -41,13 +39,19 @@ DRAWN = {"conversation": (5.5, (1000, 0.6, 8000), (130, 0.9, 1000)), "code": (2.
 class RoseConfig(ResultOptions):
     """Measure rollouts beside a serving model, under SLOs."""
 
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = ("cells", "live")
-    """What to measure."""
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = ("cells", "live", "pool")
+    """What to measure; `pool` is what a step in pages takes over one with a KV cache of its own."""
+    endpoint_model: Path | None = None
+    """Also load a serving endpoint over this model, as serving_load.py does by default (needs OpenAI's client)."""
     cells: Annotated[tuple[Cell, ...], Meta(min_length=1)] = ("conversation", "code", "full")
     """Workloads of the serving model; `full` is the conversation at a rate that leaves it no time."""
-    policies: tuple[Policy, ...] = ("none", "ttft", "tpot", "dual_printed", "dual", "static_split", "half_slo")
-    """What admits steps of the rollout; half_slo is dual with half of both SLOs. All share memory as the paper; the
-    static split, with dual's admission, has half of the pages."""
+    policies: tuple[Policy, ...] = (
+        *("none", "ttft", "tpot", "dual_printed", "dual_cumulative", "dual", "static_split", "half_slo"),
+    )
+    """What admits steps of the rollout. none: turns; ttft, tpot: turns within one SLO; dual_printed: Eq. 1 and 2;
+    dual_cumulative: with the work ahead of each request; dual: that, and a bound on how long a queue is delayed in all;
+    half_slo: dual with half of both SLOs. All share memory as the paper does, but for static_split: dual with half of
+    the pages."""
     traces: Path | None = None
     """Folder of the Azure LLM traces of 2023 (CSV); by default arrivals and lengths are drawn."""
     requests: Count = 300
@@ -56,7 +60,7 @@ class RoseConfig(ResultOptions):
     """Runs of each cell and policy, over different windows of the trace; P99s are over all of them."""
     shorten: Count = 8
     """Divides tokens, and gaps between requests."""
-    full_rate: Count = 5
+    full_rate: Count = 4
     """How many times as many requests come in `full`, in the same time."""
     live_rate: Positive = 0.15
     """The same in the live part, for a machine that is slower than an H100."""
@@ -119,25 +123,29 @@ def main() -> dict[str, Any] | None:
     measured = measure(config, world)
     if world.rank:
         return None
-    result = report("rose", config, {"seconds": round(time.monotonic() - start, 1), **summary(measured)})
+    facts = {"tokens_equal": measured.tokens_equal, **others(config)}
+    facts |= {"slo": measured.slo, "harvest": measured.harvest, "a_a": measured.a_a, **measured.facts}
+    result = report("rose", config, {"seconds": round(time.monotonic() - start, 1), **facts})
     if config.figure is not None and measured.slo:
         from experiments.rose_figures import draw_cells
 
         draw_cells(
             config.figure, measured.slo, measured.limits, measured.harvest, measured.timeline, tier="paced, H100, 8B"
         )
-    print(as_table(result))
+    print(as_table(result), file=sys.stderr)
     return result
 
 
-def summary(measured: Measured) -> dict[str, Any]:
-    return {
-        "tokens_equal": measured.tokens_equal,
-        "slo": measured.slo,
-        "harvest": measured.harvest,
-        "a_a": measured.a_a,
-        **measured.facts,
-    }
+def others(config: RoseConfig) -> dict[str, Any]:
+    """What other commands measure."""
+    folder = Path(__file__).parent
+    found: dict[str, Any] = {"endpoint": None}
+    if "pool" in config.parts:
+        found["pool_overhead"] = launch.result_of([str(folder / "bench" / "page_pool.py")])["pool_overhead"]
+    if config.endpoint_model is not None:
+        load = launch.result_of([str(folder / "serving_load.py"), str(config.endpoint_model)])
+        found["endpoint"] = {"requests": load["requests"], "failed": load["failed"], "vs_vllm": None}
+    return found
 
 
 def as_table(result: dict[str, Any]) -> str:

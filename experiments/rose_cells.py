@@ -69,21 +69,12 @@ def save_models(folder: Path) -> list[str]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    shape: dict[str, Any] = {
-        "vocab_size": 512,
-        "intermediate_size": 128,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.2,
-    }
+    shape: dict[str, Any] = {"vocab_size": 512, "intermediate_size": 96, "max_position_embeddings": 4096}
+    shape |= {"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}  # an H100 must be the slower one
+    shape["initializer_range"] = 0.2  # logits differ by several units
     torch.manual_seed(0)
-    serving = Qwen3ForCausalLM(
-        Qwen3Config(
-            **shape, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
-        )
-    )
-    rollout = LlamaForCausalLM(
-        LlamaConfig(**shape, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1)
-    )
+    serving = Qwen3ForCausalLM(Qwen3Config(**shape, num_hidden_layers=1, head_dim=16))
+    rollout = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2))
     for name, model in (("serving", serving), ("rollout", rollout)):
         model.save_pretrained(folder / name)
     return [str(folder / "serving"), str(folder / "rollout")]

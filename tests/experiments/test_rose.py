@@ -16,6 +16,7 @@ from experiments.rose_serving import Lending, Models, Run, ServingProcess, diges
 from research.rose.admission import EqualTurns
 from research.rose.memory import ServingFirst, SharingOptions
 from research.workloads.arrivals import Arrival
+from tests.worlds import run_main
 
 
 class _Sometimes:
@@ -101,6 +102,20 @@ def test_the_rollout_alone_uses_the_whole_machine(folders: list[Path]) -> None:
     found = process(folders, num_pages=24).run([], lending(), seed=0, seconds=0.5)
     assert found.rollout_tokens > 50 and not found.serving_s
     assert found.lent.num_taken_back == 0
+
+
+def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
+    """A handful of requests on one rank: which figures there are, not what they are."""
+    options = ["--ranks", "1", "--requests", "12", "--runs", "1", "--cells", "conversation", "full", "--full-rate", "2"]
+    options += ["--parts", "cells", "live", "--policies", "none", "dual", "static_split"]
+    found = run_main("rose", options)
+    assert found["tokens_equal"] and found["compared"] > 12 * 9
+    for cell in ("conversation", "full"):
+        assert {*found["slo"][cell]} == {"alone", "none", "dual", "static_split"}
+        assert {*found["harvest"][cell]} == {"none", "dual", "static_split"}
+        assert found["slo"][cell]["alone"]["ok"] and found["harvest"][cell]["none"] > 0.1
+        assert found["cells"][cell]["dual"]["of_alone"] > 0
+    assert found["live"]["rollout_tokens_per_s"] > 0 and found["live"]["alone"]["ok"]
 
 
 def test_what_is_computed_of_latencies() -> None:
