@@ -28,7 +28,7 @@ from engines.replica.replica import Replica, StepOutput
 from engines.rollout.generation import make_states
 from engines.rollout.pace import Pace
 from engines.sequence import SamplingParams, SequenceId, SequenceState, Work
-from engines.serving.coserve import CoServing, Lent, Neighbour, Turn
+from engines.serving.coserve import CoServing, CoServingLimits, Lent, Neighbour, Turn
 from engines.serving.engine_thread import EngineThread, Event, Failed, Job, Tokens
 from engines.serving.policies import AdmissionPolicy, MemoryPolicy
 from engines.serving.tenant import Tenant
@@ -70,6 +70,9 @@ class Lending:
     memory: MemoryPolicy
     serving_share: float = 1.0
     """Of the pool, the part that the serving model may hold: less than all in a static split."""
+    stall_s: float = 2.0
+    phase_s: float = 60.0
+    """Length of a phase of rollouts, at whose begin the budget is made anew."""
     prompt_tokens: int
     new_tokens: Callable[[int], int]
     """Length of a rollout's response, by its number."""
@@ -155,9 +158,12 @@ class ServingProcess:
         engine.load(checkpoint_tensors(folder), 0)
         return engine
 
-    def run(self, arrivals: list[Arrival], lending: Lending | None, *, seed: int, seconds: float = LONGEST_S) -> Run:
-        """Serves the requests, whose prompts are drawn by `seed`, until all have ended; without any, lets the rollout
-        run for `seconds`. Raises RuntimeError for a request that fails or that has no end."""
+    def run(
+        self, arrivals: list[Arrival], lending: Lending | None, *, seed: int, seconds: float = 0.0, num_rolled: int = 0
+    ) -> Run:
+        """Serves the requests, whose prompts are drawn by `seed`, until all have ended, `seconds` have passed, and
+        `num_rolled` sequences of the rollout have ended. Raises RuntimeError for a request that fails, and where there
+        is no end."""
         run = Run()
         tenant = self._tenant(lending)
         watch = _Watch(self.serving.replica, tenant, run, self.models.serving_pace)
@@ -174,18 +180,19 @@ class ServingProcess:
         thread.start()
         start = time.monotonic()
         try:
-            while time.monotonic() - start < (LONGEST_S if arrivals else seconds):
+            while not (
+                clients.num_ended == len(arrivals)
+                and time.monotonic() - start >= seconds
+                and (rollout is None or len(rollout.ended) >= num_rolled)
+            ):
+                if time.monotonic() - start > LONGEST_S:
+                    raise RuntimeError(f"{len(arrivals) - clients.num_ended} requests, or the rollout, have no end")
                 for job in clients.due(start):
                     thread.submit(job)
                 if rollout is not None and tenant is not None:
                     rollout.go_on()
                     run.pages.append((time.monotonic() - start, *self._pages(), tenant.budget))
-                if arrivals and clients.num_ended == len(arrivals):
-                    break
                 clients.wait(start)
-            else:
-                if arrivals:
-                    raise RuntimeError(f"{len(arrivals) - clients.num_ended} requests have no end: see the log")
             run.seconds = time.monotonic() - start
         finally:
             thread.stop()
@@ -209,6 +216,7 @@ class ServingProcess:
             rollout=Neighbour(replica=self.rollout.replica, pages=self.rollout.share),
             admission=lending.admission,
             memory=lending.memory,
+            limits=CoServingLimits(stall_s=lending.stall_s),
             seconds=lambda output: row_times(output.num_tokens) if pace is None else pace.step(SPEC, output),
         )
         return Tenant(self.rollout, coserving, pace=pace)
@@ -334,6 +342,7 @@ class _Rollout:
         self._tenant, self._lending = tenant, lending
         self._vocab_size = vocab_size
         self._num_begun = 0
+        self._began = time.monotonic()
         self._seq = 0
         self._progress = 0
         self.ended: dict[int, str] = {}
@@ -350,7 +359,10 @@ class _Rollout:
     def _submit(self, works: list[Work]) -> None:
         if works:
             self._seq += 1
-            self._tenant.obey(m.SubmitWork(replica_id=0, rank=0, phase=0, epoch=0, seq=self._seq, works=tuple(works)))
+            phase = int((time.monotonic() - self._began) / self._lending.phase_s)
+            self._tenant.obey(
+                m.SubmitWork(replica_id=0, rank=0, phase=phase, epoch=0, seq=self._seq, works=tuple(works))
+            )
 
     def go_on(self) -> None:
         works: list[Work] = []
