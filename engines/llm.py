@@ -36,7 +36,7 @@ from engines.rollout.environment import CallCounts, Environments
 from engines.rollout.generation import Requests, as_prompts, check_same_options, check_same_states, split_done
 from engines.rollout.journal import CompletionStore
 from engines.rollout.pace import Pace
-from engines.rollout.placement import Arguments, Placement
+from engines.rollout.placement import Arguments, MakePages, Placement
 from engines.rollout.prediction import LengthPredictor
 from engines.rollout.pulls import WeightPulls
 from engines.rollout.steps import roll_out_static
@@ -81,6 +81,7 @@ class LLM:
         own_drafter: Callable[[], Drafter] | None = None,
         load: bool = True,
         base_model: str | Path | None = None,
+        pages: MakePages | None = None,
         **options: Any,
     ) -> None:
         """`model` is a folder, or a name of the Hugging Face hub ("Qwen/Qwen3-0.6B"), which is taken from the hub's
@@ -93,7 +94,8 @@ class LLM:
         KV cache of every layout that `world` was made for and that the model can be sharded into. `pace` sets how long
         each step lasts at least, `hidden_stop` ends sequences without a policy's knowledge: both are for benchmarks.
         `draft_policy` makes what decides adaptive lengths of drafts, a `SpeculationPolicy` for each replica, from what
-        drafts cost (`Prices`), which is measured when needed. `own_drafter` makes the drafter of drafter="own".
+        drafts cost (`Prices`), which is measured when needed. `own_drafter` makes the drafter of drafter="own". `pages`
+        makes the pages in which the KV cache of one process alone is to lie, of `kv_cache_bytes` in all.
 
         Raises FileNotFoundError or ValueError, naming field, value and fix, before memory is allocated. In a world,
         every rank raises, and all ranks must pass the same arguments.
@@ -110,6 +112,7 @@ class LLM:
             own_drafter=own_drafter,
             load=load,
             base_model=base_model,
+            pages=pages,
         )
         self._calls = ExclusiveCalls()
         self._closed = self._has_failed = False

@@ -219,7 +219,9 @@ class ServingProcess:
             limits=CoServingLimits(stall_s=lending.stall_s),
             seconds=lambda output: row_times(output.num_tokens) if pace is None else pace.step(SPEC, output),
         )
-        return Tenant(self.rollout, coserving, pace=pace)
+        tenant = Tenant(self.rollout, coserving, pace=pace)
+        tenant.lend(SPEC, max_kv_tokens=models.max_model_len)
+        return tenant
 
     def _pages(self) -> tuple[int, int]:
         assert self.serving.share is not None and self.rollout.share is not None

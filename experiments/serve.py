@@ -19,6 +19,7 @@ import tyro
 from engines.constraints import Int64, check_fields
 from experiments import launch
 from experiments.engine_options import EngineOptions
+from experiments.lending import LendingOptions, SharedMemory
 
 KEY_VARIABLE = "CURTAIL_API_KEY"
 
@@ -54,6 +55,7 @@ class ServeConfig:
     """Seconds in which a client must send its body, and must take what was sent; else its request is aborted."""
     drain_s: float = 60.0
     """Seconds that running requests have to finish after SIGTERM; new ones get 503 meanwhile."""
+    lending: Annotated[LendingOptions, tyro.conf.arg(name="")] = field(default_factory=LendingOptions)
     engine: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
 
     def __post_init__(self) -> None:
@@ -102,8 +104,15 @@ def serve(config: ServeConfig, key: str | None) -> dict[str, Any]:
     bound = bind(config.host, config.port, api_key=key)
     launch.share_cores()
     run_seed = secrets.randbits(63) if config.run_seed is None else config.run_seed
-    llm = LLM(config.model, base_model=config.base_model, **asdict(replace(config.engine, seed=run_seed)))
+    shared = None if config.lending.rollout_model is None else SharedMemory(config.lending)
+    llm = LLM(
+        config.model,
+        base_model=config.base_model,
+        pages=None if shared is None else shared.pages,
+        **asdict(replace(config.engine, seed=run_seed)),
+    )
     launch.tell_engine(llm)
+    lender = None if shared is None else shared.lender(llm)
     model = ServedModel(
         name=config.served_model_name or str(config.model),
         replica=llm.replica,
@@ -111,7 +120,7 @@ def serve(config: ServeConfig, key: str | None) -> dict[str, Any]:
         max_model_len=llm.max_model_len,
         run_seed=run_seed,
     )
-    service = Service(model, limits)
+    service = Service(model, limits, lender=lender)
     server = Server(service, bound, api_key=key)
     num_lost = server.run(lambda: print(f"serving {model.name} at {server.address}/v1", flush=True))
     llm.close()

@@ -14,6 +14,7 @@ import openai
 
 from engines import LLM
 from engines.sequence import SequenceState
+from engines.serving.lending import Lender
 from engines.serving.server import Server, bind
 from engines.serving.service import ServedModel, Service, ServingLimits
 
@@ -47,7 +48,9 @@ class Gate:
 class Running:
     """A server that runs, its engine, and a client of it."""
 
-    def __init__(self, llm: LLM, name: str, limits: dict[str, Any], api_key: str | None) -> None:
+    def __init__(
+        self, llm: LLM, name: str, limits: dict[str, Any], api_key: str | None, lender: Lender | None = None
+    ) -> None:
         self.llm = llm
         model = ServedModel(
             name=name,
@@ -56,7 +59,7 @@ class Running:
             max_model_len=llm.max_model_len,
             run_seed=0,
         )
-        self.service = Service(model, ServingLimits(**limits))
+        self.service = Service(model, ServingLimits(**limits), lender=lender)
         self.server = Server(self.service, bind(port=0), api_key=api_key)
         self.url = self.server.address
 
@@ -76,8 +79,10 @@ class Running:
 
 
 @contextmanager
-def serving(llm: LLM, *, name: str = "tiny", api_key: str | None = None, **limits: Any) -> Iterator[Running]:
-    running, started = Running(llm, name, limits, api_key), threading.Event()
+def serving(
+    llm: LLM, *, name: str = "tiny", api_key: str | None = None, lender: Lender | None = None, **limits: Any
+) -> Iterator[Running]:
+    running, started = Running(llm, name, limits, api_key, lender), threading.Event()
     thread = threading.Thread(target=running.server.run, args=(started.set,))
     thread.start()
     try:

@@ -185,6 +185,11 @@ class ReplicaLost(_Message, frozen=True, kw_only=True):
 
     reason: str
 
+    @staticmethod
+    def of(replica_id: int, rank: int, reason: str) -> ReplicaLost:
+        """Of a replica outside the torchrun world."""
+        return ReplicaLost(replica_id=replica_id, rank=rank, phase=-1, epoch=0, seq=0, reason=reason)
+
 
 Event = (
     ReplicaReady

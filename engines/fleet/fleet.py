@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -15,28 +13,26 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engines.config import EngineConfig, ModelConfig, engine_config, longest_sequence
-from engines.constraints import Count, Positive, WholeNumber, check_value
+from engines.config import ModelConfig, engine_config
+from engines.constraints import WholeNumber, check_value
+from engines.control.messages import ReplicaLost
 from engines.control.sealing import new_token
 from engines.control.transport import Server
 from engines.coordination.core import RolloutCore
 from engines.coordination.policies import OnDemand, SchedulePolicy
+from engines.fleet.borrowing import Agreement, BorrowOrders, ask_for_loan
 from engines.fleet.launcher import PaceData, ReplicaLauncher, ReplicaOrders
+from engines.fleet.planning import check_folders, check_numbers, plan
 from engines.fleet.relayed import RelayedWeights, source_of, version_of
 from engines.fleet.weights import PublishedWeights
 from engines.kvcache.tiers import host_pool_bytes, make_kv_store, reclaim_tiers
-from engines.memory.free_memory import FreeMemory, Memory, free_memory
 from engines.models.chat import ChatTemplate
-from engines.models.loader import check_adapter
-from engines.models.tokenizer import check_draft_tokenizer, detokenizer, load_tokenizer, with_end_token
-from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
+from engines.models.tokenizer import detokenizer, tokenizer_digest, with_end_token
+from engines.parallel.layout import Layout, ReplicaSpec
 from engines.relay.client import Relay
 from engines.relay.requests import Version
-from engines.replica.capacity import Capacity
 from engines.replica.endings import Endings
-from engines.replica.engine import kv_capacity
-from engines.replica.preflight import check_engine, check_policy, usable_device
-from engines.replica.sequence_limits import SequenceLimits
+from engines.replica.preflight import check_policy, usable_device
 from engines.rollout.coordinator import POLL_S, Coordinator
 from engines.rollout.environment import Environments
 from engines.rollout.pace import Pace
@@ -50,7 +46,8 @@ class Fleet:
     """Replicas of one rank each, and the coordinator that dispatches sequences to them.
 
     A replica that dies, hangs or loses its connection is dropped, and other replicas complete its sequences, with the
-    same tokens. Any thread may call `launch`, at any time; all other methods are for one thread.
+    same tokens. Any thread may call `launch` and `borrow`, at any time; all other methods
+    are for one thread.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class Fleet:
         a dataclass, steps and transfers take at least its seconds. Raises FileNotFoundError or ValueError, naming
         field, value and fix, before anything is made.
         """
-        _check_numbers(
+        check_numbers(
             num_replicas=num_replicas,
             num_threads=num_threads,
             kv_store_bytes=kv_store_bytes,
@@ -88,13 +85,13 @@ class Fleet:
         check_value("Fleet.weights", weights, Literal["folder", "relay"])
         if weights == "relay" and weights_folder is not None:
             raise ValueError(f"Fleet.weights_folder={str(weights_folder)!r}: with weights='relay' there is none")
-        _check_folders(weights_folder=weights_folder, log_folder=log_folder)
+        check_folders(weights_folder=weights_folder, log_folder=log_folder)
         schedule_policy = OnDemand() if schedule_policy is None else schedule_policy
         check_policy("schedule_policy", schedule_policy, "next")
         for method in ("step", "transfer", "switch") if pace is not None else ():
             check_policy("Fleet.pace", pace, method)
         where = usable_device("Fleet", device)
-        config, self._limits, self._tokenizer = _plan(
+        config, self._limits, self._tokenizer = plan(
             model, engine_config("Fleet", options), where, max(1, num_replicas)
         )
         if config.kv_host_bytes is not None:
@@ -139,7 +136,7 @@ class Fleet:
     ) -> None:
         self._server = Server(orders.token, interval_s=orders.interval_s, patience_s=orders.patience_s)
         undo.callback(self._server.close)
-        orders = msgspec.structs.replace(orders, address=self._server.address)
+        self._orders = orders = msgspec.structs.replace(orders, address=self._server.address)
         logs = None if log_folder is None else Path(log_folder)
         self.launcher = ReplicaLauncher(orders, num_threads=num_threads, log_folder=logs)
         undo.callback(self.launcher.close)
@@ -166,6 +163,45 @@ class Fleet:
         """Adds a replica, which takes part as soon as it has started and loaded the weights of the phase."""
         spec = self.launcher.launch()
         self.coordinator.add_replica(spec)
+        return spec
+
+    def borrow(self, url: str, *, api_key: str | None = None) -> ReplicaSpec:
+        """Borrows a serving process (`serve.py --rollout-model`) as a replica, which takes part as `launch`'s does.
+
+        The loan ends with the fleet, or when the replica is lost. `api_key` is the server's. Raises ValueError if that
+        server has another model or other options, RuntimeError while it is lent to another job, ConnectionError if it
+        does not answer within `timeout_s`.
+        """
+        orders = self._orders
+        if orders.pace is not None:
+            raise ValueError("Fleet.pace: a serving process keeps no pace; leave it out to borrow one")
+        model = ModelConfig.from_pretrained(orders.model)
+        agreement = Agreement(
+            model=with_end_token(model, self._tokenizer),
+            dtype=orders.config.dtype,
+            block_size=orders.config.block_size,
+            max_model_len=self._limits.max_model_len,
+            batch_invariant=orders.config.batch_invariant,
+            tokenizer=tokenizer_digest(self._tokenizer),
+        )
+        spec = self.launcher.number()
+        asked = BorrowOrders(
+            address=orders.address,
+            token=orders.token,
+            replica_id=spec.id,
+            relay=orders.relay or None,
+            interval_s=orders.interval_s,
+            patience_s=orders.patience_s,
+            timeout_s=self._timeout_s,
+            max_kv_tokens=self._limits.num_kv_tokens,
+            agreement=agreement,
+        )
+        self.coordinator.add_replica(spec)  # before it can announce itself
+        try:
+            ask_for_loan(url, asked, api_key=api_key, timeout_s=self._timeout_s)
+        except BaseException as error:
+            self.coordinator.post(ReplicaLost.of(spec.id, spec.ranks[0], f"was not lent: {error}"))
+            raise
         return spec
 
     def wait_for_replicas(self, num_replicas: int) -> None:
@@ -306,62 +342,3 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _plan(
-    model: str | Path, config: EngineConfig, device: torch.device, num_replicas: int
-) -> tuple[EngineConfig, SequenceLimits, Any]:
-    """Returns the options with all sizes set, the limits of a sequence, and the tokenizer, or None. Raises ValueError
-    if a replica could not be made here, or not all fit.
-
-    An accelerator's free memory is not checked here, where no engine runs: each replica checks it for itself.
-    """
-    if config.draft_server:
-        raise ValueError("EngineConfig.draft_server=True: is for a torchrun world; leave it out of a Fleet's options")
-    if config.draft_history_bytes:
-        raise ValueError(
-            f"EngineConfig.draft_history_bytes={config.draft_history_bytes}: is kept by an LLM; leave it "
-            "out of a Fleet's options"
-        )
-    if config.drafter == "own":
-        raise ValueError("EngineConfig.drafter='own': is of LLM's own_drafter; give a Fleet another drafter")
-    sizes = ModelConfig.from_pretrained(model)
-    check_adapter(model)
-    check_engine(config, sizes, device)
-    mine = free_memory(device) if device.type == "cpu" else Memory(str(device), None)
-    free = FreeMemory(names=(mine.name,) * num_replicas, num_bytes={mine.name: mine.free})
-    capacity = Capacity(model=sizes, config=config, device=device, free=free).with_kv_bytes([1])
-    tokenizer = load_tokenizer(model, sizes)
-    check_draft_tokenizer(config, tokenizer)
-    limits = SequenceLimits(
-        vocab_size=sizes.vocab_size,
-        max_model_len=longest_sequence(config, sizes),
-        num_kv_tokens=kv_capacity(sizes, capacity.config, 1),
-        eos_token_ids=with_end_token(sizes, tokenizer).eos_token_ids,
-        has_tokenizer=tokenizer is not None,
-    )
-    capacity.check(nested_layout(range(num_replicas), 1))
-    return capacity.config, limits, tokenizer
-
-
-def _check_numbers(**numbers: object) -> None:
-    for name, number in numbers.items():
-        hint = {"num_threads": Count, "timeout_s": Positive, "patience_s": Positive}
-        check_value(f"Fleet.{name}", number, hint.get(name, WholeNumber))
-
-
-def _check_folders(**folders: str | Path | None) -> None:
-    for name, folder in folders.items():
-        if folder is None:
-            continue
-        if not isinstance(folder, str | os.PathLike):
-            raise ValueError(f"Fleet.{name}={folder!r}: must be a path")
-        if not Path(folder).is_dir():
-            raise ValueError(f"Fleet.{name}={str(folder)!r}: is no folder; make it first")
-        try:
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise ValueError(
-                f"Fleet.{name}={str(folder)!r}: cannot be written to ({error.strerror}); give another"
-            ) from None

@@ -107,9 +107,17 @@ class ReplicaLauncher:
         """Starts a replica with an id that no other has had; it joins, and announces itself, some time later."""
         return self._spawner.submit(self._launch).result()
 
-    def _launch(self) -> ReplicaSpec:
+    def number(self) -> ReplicaSpec:
+        """Returns a spec as `launch`, for a replica in a process that runs already. Any thread may call it."""
+        return self._spawner.submit(self._number).result()
+
+    def _number(self) -> ReplicaSpec:
         spec = ReplicaSpec(id=self._next_id, ranks=(self._next_id,))
         self._next_id += 1
+        return spec
+
+    def _launch(self) -> ReplicaSpec:
+        spec = self._number()
         log: IO[bytes] = (
             open(self._log_folder / f"replica-{spec.id}.log", "w+b")  # noqa: SIM115 - kept until it has died
             if self._log_folder is not None

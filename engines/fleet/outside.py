@@ -135,14 +135,7 @@ def _refuse_regroup(_: Layout, after: Layout, __: object) -> LocalEngine | None:
 
 
 def _say_last_words(orders: ReplicaOrders, client: Client, error: Exception) -> None:
-    lost = messages.ReplicaLost(
-        replica_id=orders.spec.id,
-        rank=orders.spec.ranks[0],
-        phase=-1,
-        epoch=0,
-        seq=0,
-        reason=f"{type(error).__name__}: {error}",
-    )
+    lost = messages.ReplicaLost.of(orders.spec.id, orders.spec.ranks[0], f"{type(error).__name__}: {error}")
     try:
         client.send(messages.encode(lost))
     except ConnectionError:

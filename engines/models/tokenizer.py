@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,6 +65,14 @@ def check_draft_tokenizer(config: EngineConfig, tokenizer: Any) -> None:
             f"EngineConfig.draft_model={config.draft_model!r}: its tokenizer has other tokens than the model's; give a "
             f"draft model with the same tokenizer"
         )
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Returns 32 hexadecimal digits that two tokenizers share if they have the same tokens; "" for None."""
+    if tokenizer is None:
+        return ""
+    tokens = sorted(tokenizer.get_vocab().items())
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, name: str) -> list[int]:

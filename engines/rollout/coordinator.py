@@ -6,6 +6,7 @@ In a torchrun world this runs on rank 0, and the loss of a rank ends the run. Re
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import queue
@@ -95,7 +96,7 @@ class Coordinator:
         self._ticked = self._taken = time.monotonic()
         self._absences: list[tuple[float, float]] = []
         """Per absence: the core's time at its end, and the total seconds of all absences up to it."""
-        self._posted: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[Request | messages.ReplicaLost] = queue.SimpleQueue()
         self._outputs: deque[messages.Command | Result] = deque()
         """Outputs of the core that are not processed yet: an error in one must not lose the others."""
         self._stopped = False
@@ -110,8 +111,9 @@ class Coordinator:
         self._began = 0.0
         """The core's time at the last rollout's start."""
 
-    def post(self, request: Request) -> None:
-        """Queues a request to the core while a rollout runs: a move, an abort, a regroup, more sequences.
+    def post(self, request: Request | messages.ReplicaLost) -> None:
+        """Queues a request to the core while a rollout runs: a move, an abort, a regroup, more sequences; or, at any
+        time, that a replica which was added is lost.
 
         A move, an abort or a regroup may not be possible any more when it is processed: see `refused`.
         """
@@ -318,7 +320,7 @@ class Coordinator:
             request = self._posted.get()
             if isinstance(request, requests.AddReplica):
                 self.outside[request.spec.id] = request.spec
-            elif self._is_abandoned:
+            elif self._is_abandoned and not isinstance(request, messages.ReplicaLost):
                 self.refused.append(f"{type(request).__name__}: its rollout was abandoned")
                 continue
             try:
@@ -351,18 +353,18 @@ class Coordinator:
             raise RuntimeError(f"coordinator: {notice.peer} is lost: {notice.reason}")
 
     def _lose(self, spec: ReplicaSpec, reason: str) -> None:
-        """Reports the loss of a replica outside the world to the core."""
-        self._take(
-            messages.ReplicaLost(replica_id=spec.id, rank=spec.ranks[0], phase=-1, epoch=0, seq=0, reason=reason)
-        )
+        self._take(messages.ReplicaLost.of(spec.id, spec.ranks[0], reason))
 
     def _drop(self, dropped: requests.ReplicaDropped) -> None:
-        """Ends the process of a replica outside the world that the core has dropped."""
+        """Ends the process of a replica outside the world that the core has dropped; if it was borrowed, the loan."""
         spec = self.outside.pop(dropped.replica_id)
         self.standing_by.discard(spec.id)
         self.lost.append(f"replica {spec.id} (rank {spec.ranks[0]}): {dropped.reason}")
         if self._launcher is not None:
             self._launcher.kill(spec.id)
+        end = messages.Shutdown(replica_id=spec.id, rank=spec.ranks[0], phase=-1, epoch=0, seq=-1)
+        with contextlib.suppress(ConnectionError):  # it has left
+            self._server.send(peer_of(spec.ranks[0]), messages.encode(end))
 
     def _take(self, event: Request | messages.Event) -> None:
         self._outputs.extend(self.core.on_event(event, self._now()))

@@ -13,6 +13,7 @@ from engines.adapter_config import base_folder, checkpoint_folder
 from engines.config import EngineConfig, ModelConfig, draft_model_config, engine_config, longest_sequence
 from engines.coordination.policies import LayoutPolicy, SchedulePolicy
 from engines.kvcache.files import FileKVStore
+from engines.kvcache.page_storage import Pages
 from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import TieredKVStore, host_pool_bytes, make_kv_store
 from engines.memory.free_memory import FreeMemory, Memory, free_memory
@@ -41,6 +42,9 @@ from engines.speculation.policy import DraftPolicy
 from engines.speculation.remote import RemoteDrafter
 from engines.vllm_options import translate
 
+MakePages = Callable[[ModelConfig, EngineConfig, torch.device], Pages]
+"""Makes the pages for the KV cache of this model, with options whose `kv_cache_bytes` is a number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -57,6 +61,7 @@ class Arguments:
     own_drafter: Callable[[], Drafter] | None
     load: bool
     base_model: str | Path | None = None
+    pages: MakePages | None = None
 
     def start_world(self, device: str | torch.device | None) -> GroupCache | None:
         """Makes the groups of torchrun's ranks if replicas are asked for and no `world` is given; else returns None."""
@@ -99,6 +104,8 @@ class Arguments:
             raise ValueError("schedule: one process has nothing to dispatch to; give a world of ranks, or leave it out")
         if self.schedule is None and (self.layout_policy is not None or self.pace is not None):
             raise ValueError("layout_policy, pace: are for coordinated rollouts; give a schedule policy too")
+        if self.pages is not None and groups is not None:
+            raise ValueError("pages: are for one process alone; leave out the world, or pages")
         return layout
 
 
@@ -265,6 +272,7 @@ class Placement:
             own_drafter=self._given.own_drafter,
             remote=self._remote(layout, spec),
             draft_history=self.draft_history,
+            pages=None if self._given.pages is None else self._given.pages(self.model, self.config, self.device),
         )
 
     def _remote(self, layout: Layout, spec: ReplicaSpec) -> RemoteDrafter | None:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,20 +17,24 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engines.fleet.borrowing import PATH
 from engines.serving.answers import Answer
 from engines.serving.metrics import Outcome
 from engines.serving.refusals import Refused
 from engines.serving.requests import Asked, Kind
-from engines.serving.service import Call, Service, Stalled
+from engines.serving.service import Call, Lending, Service, Stalled
 
 _MOST_BODIES = 32
 """Bodies of the largest size that are read at a time, in bytes together."""
+_MOST_ORDERS_BYTES = 2**16
 _OUTCOMES: dict[int, Outcome] = {429: "overload", 503: "draining"}
 T = TypeVar("T")
 
 
 def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
     """`api_key`: what clients must send as `Authorization: Bearer KEY`, except to /health."""
+
+    lender = service.lender
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_card(service)]})
@@ -48,7 +52,8 @@ def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
         return _json({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(service.metrics.text(service.load), media_type="text/plain; version=0.0.4")
+        more = [] if lender is None else await asyncio.to_thread(lender.samples)
+        return PlainTextResponse(service.metrics.text(service.load, more), media_type="text/plain; version=0.0.4")
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
@@ -64,10 +69,48 @@ def make_app(service: Service, *, api_key: str | None = None) -> ASGIApp:
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
             Route("/metrics", metrics),
+            *([] if lender is None else _loans(service, lender)),
         ],
         exception_handlers={Refused: refuse, HTTPException: refuse},
     )
     return app if api_key is None else KeyCheck(app, api_key)
+
+
+def _loans(service: Service, lender: Lending) -> list[Route]:
+    async def status(request: Request) -> Response:
+        return _json(await asyncio.to_thread(lender.status))  # it may wait for a step
+
+    async def lend(request: Request) -> Response:
+        service.check_open()
+        body = await read_body(request, _MOST_ORDERS_BYTES, service.limits.stall_s)
+        lender.lend(body)
+        return _json({"lent": True})
+
+    return [Route(PATH, status, methods=["GET"]), Route(PATH, lend, methods=["POST"])]
+
+
+async def read_body(
+    request: Request, most: int, stall_s: float, count: Callable[[int], None] = lambda _: None
+) -> bytes:
+    """Returns the JSON of a request, of at most so many bytes; `count` gets the length of each part. Raises `Refused`,
+    also if it has not come within `stall_s` seconds."""
+    if (kind := request.headers.get("content-type", "").partition(";")[0]) != "application/json":
+        # A browser sends this type from foreign pages only if the server allows it, which this one does not.
+        raise Refused(415, f"Content-Type: {kind!r}: must be application/json")
+    too_long = Refused(413, f"the body is longer than {most} bytes, which this server takes at most")
+    if int(request.headers.get("content-length", 0)) > most:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(stall_s):
+            async for part in request.stream():
+                body += part
+                count(len(part))
+                if len(body) > most:
+                    raise too_long
+    except TimeoutError:
+        raise Refused(408, "the body has not come in time") from None
+    return bytes(body)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -149,28 +192,20 @@ class Generation:
     async def _read(self, request: Request) -> tuple[Asked, list[list[int]]]:
         """Returns what the body asks for, and the token ids of its prompts."""
         self._service.check_open()
-        most = self._service.limits.max_body_bytes
-        if (kind := request.headers.get("content-type", "").partition(";")[0]) != "application/json":
-            # A browser sends this type from foreign pages only if the server allows it, which this one does not.
-            raise Refused(415, f"Content-Type: {kind!r}: must be application/json")
-        too_long = Refused(413, f"the body is longer than {most} bytes, which this server takes at most")
-        if int(request.headers.get("content-length", 0)) > most:
-            raise too_long
-        body = bytearray()
+        most, num_bytes = self._service.limits.max_body_bytes, 0
+
+        def count(num_new: int) -> None:
+            nonlocal num_bytes
+            num_bytes += num_new
+            self._num_body_bytes += num_new
+            if self._num_body_bytes > most * _MOST_BODIES:
+                raise Refused(429, "the server is reading as many bodies as it takes", code="overloaded")
+
         try:
-            async with asyncio.timeout(self._service.limits.stall_s):
-                async for part in request.stream():
-                    body += part
-                    self._num_body_bytes += len(part)
-                    if len(body) > most:
-                        raise too_long
-                    if self._num_body_bytes > most * _MOST_BODIES:
-                        raise Refused(429, "the server is reading as many bodies as it takes", code="overloaded")
-            return await self._service.read(bytes(body), self._kind)
-        except TimeoutError:
-            raise Refused(408, "the body has not come in time") from None
+            body = await read_body(request, most, self._service.limits.stall_s, count)
+            return await self._service.read(body, self._kind)
         finally:
-            self._num_body_bytes -= len(body)
+            self._num_body_bytes -= num_bytes
 
     async def _answer(
         self, asked: Asked, prompts: list[list[int]], arrived: float, scope: Scope, receive: Receive, send: Send

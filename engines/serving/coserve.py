@@ -94,6 +94,11 @@ class CoServing:
     def budget(self) -> int:
         return self._budget
 
+    @property
+    def serves(self) -> bool:
+        """Whether the serving model has work."""
+        return self._serving.replica.has_work
+
     def begin(self, now: float) -> None:
         """A phase of rollouts begins: its budget is made anew, and may then only fall (ROSE §4.1)."""
         self._renewed, self._num_cuts = now, self.lent.num_cuts
@@ -109,14 +114,23 @@ class CoServing:
         self.begin(now)
         return True
 
+    def end(self) -> None:
+        """The rollout has left for good: it may hold no page before the next `begin`."""
+        self._budget = 0
+        self._rollout.pages.set_budget(0)
+        self._released = []
+
+    def observe(self, now: float) -> None:
+        """Shows the memory policy what is in use, where no step has shown it."""
+        self._memory.observe(self._memory_view(now))
+
     def next(self, now: float) -> Turn | None:
         """Returns who steps next; None while neither may. Takes memory back from the rollout first."""
         self._share_memory(now)
         self._drop_stalled(now)
-        serves = self._serving.replica.has_work
         if self._rollout.replica.has_work and self._may_step(now):
             return "rollout"
-        return "serving" if serves else None
+        return "serving" if self.serves else None
 
     def stepped(self, turn: Turn, output: StepOutput, start: float, now: float) -> None:
         """Notes a step that has ended at `now`."""
@@ -130,7 +144,7 @@ class CoServing:
             self.lent.seconds += now - start
             if output.num_tokens:
                 self._progressed = now
-        self._memory.observe(self._memory_view(now))
+        self.observe(now)
 
     def take_released(self) -> list[Work]:
         """Returns the sequences that have left the rollout's replica since the last call, to go on elsewhere."""

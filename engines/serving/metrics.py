@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal
 
 from engines.serving.engine_thread import Load
 
 Outcome = Literal["ok", "refused", "overload", "draining", "failed", "client_left", "stalled"]
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+Sample = tuple[str, str, str, list[str]]
+"""Name, kind and meaning of a metric, and its values with their labels."""
 
 
 class Histogram:
@@ -37,8 +41,8 @@ class Metrics:
         self.num_prompt_tokens = self.num_generated_tokens = 0
         self.ttft, self.tpot, self.e2e = Histogram(), Histogram(), Histogram()
 
-    def text(self, load: Load) -> str:
-        parts: list[tuple[str, str, str, list[str]]] = [
+    def text(self, load: Load, more: Iterable[Sample] = ()) -> str:
+        parts: list[Sample] = [
             ("requests_total", "counter", "Requests for tokens, by how they ended.", self._outcomes()),
             ("prompt_tokens_total", "counter", "Tokens of accepted prompts.", [f" {self.num_prompt_tokens}"]),
             ("generated_tokens_total", "counter", "Tokens that requests were sent.", [f" {self.num_generated_tokens}"]),
@@ -48,6 +52,7 @@ class Metrics:
             ("kv_blocks_free", "gauge", "Blocks that no sequence holds.", [f" {load.num_free_blocks}"]),
             ("preemptions_total", "counter", "Sequences that lost their blocks.", [f" {load.num_preemptions}"]),
             ("steps_total", "counter", "Steps of the engine.", [f" {load.num_steps}"]),
+            *more,
         ]
         lines = []
         for name, kind, what, values in parts:

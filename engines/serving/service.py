@@ -11,13 +11,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
 from engines.constraints import Count, Seconds, check_fields
 from engines.models.chat import ChatTemplate
 from engines.replica.replica import Replica
 from engines.sequence import SamplingParams
-from engines.serving.engine_thread import EngineThread, Event, Failed, Job, Left, Load, Tokens
-from engines.serving.metrics import Metrics
+from engines.serving.engine_thread import Beside, EngineThread, Event, Failed, Job, Left, Load, Tokens
+from engines.serving.metrics import Metrics, Sample
 from engines.serving.refusals import Refused, invalid
 from engines.serving.requests import Asked, Kind, check_model, read_body, with_reason
 
@@ -52,6 +53,21 @@ class ServingLimits:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+class Lending(Protocol):
+    """`Lender` is one."""
+
+    @property
+    def tenant(self) -> Beside: ...
+
+    def lend(self, body: bytes) -> None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def samples(self) -> list[Sample]: ...
+
+    def close(self) -> None: ...
 
 
 class Call:
@@ -133,7 +149,11 @@ class Stalled(Exception):
 class Service:
     """Accepts requests for a served model while there is room, and until it drains."""
 
-    def __init__(self, model: ServedModel, limits: ServingLimits | None = None) -> None:
+    def __init__(
+        self, model: ServedModel, limits: ServingLimits | None = None, *, lender: Lending | None = None
+    ) -> None:
+        """`lender` has the model of a rollout, which steps beside the served one."""
+        self.lender = lender
         self.model, self.limits = model, limits or ServingLimits()
         self.metrics = Metrics()
         self.created = int(time.time())
@@ -141,7 +161,8 @@ class Service:
         self._calls: dict[Job, Call] = {}
         self._num_sequences = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._engine = EngineThread(model.replica, run_seed=model.run_seed, tell=self._tell)
+        beside = None if lender is None else lender.tenant
+        self._engine = EngineThread(model.replica, run_seed=model.run_seed, tell=self._tell, beside=beside)
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
         """One thread: the tokenizer is not used by two at a time."""
 
@@ -159,6 +180,8 @@ class Service:
 
     def stop(self) -> None:
         self._engine.stop()
+        if self.lender is not None:
+            self.lender.close()
         self._encoder.shutdown(wait=False)
 
     def check_open(self) -> None:
