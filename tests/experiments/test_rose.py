@@ -133,7 +133,8 @@ def test_requests_are_those_of_the_trace_shortened(tmp_path: Path) -> None:
     first, second = config.arrivals("code", 0), config.arrivals("code", 1)
     assert [one.time_s for one in first[:3]] == [0.0, 0.125, 0.25] == [one.time_s for one in second[:3]]
     assert (first[0].num_prompt_tokens, second[0].num_prompt_tokens, first[0].num_generated_tokens) == (10, 12, 2)
-    assert config.arrivals("full", 0)[3].time_s == pytest.approx(0.125)
+    full = RoseConfig(traces=tmp_path, requests=10, runs=1, full_rate=3).arrivals("full", 0)
+    assert len(full) == 30 and full[3].time_s == pytest.approx(0.125)
     with pytest.raises(ValueError, match="requests=30: the trace has too few"):
         RoseConfig(traces=tmp_path, requests=30, runs=2).arrivals("conversation", 1)
     with pytest.raises(ValueError, match=r"traces=.*has no Azure"):
