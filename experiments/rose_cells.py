@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ALONE = "alone"
 CHUNK = 512
 """Tokens of a rollout's prefill chunk (ROSE §4.1)."""
-NUM_PAGES, ROLLOUT_S = 512, 4.0
+NUM_PAGES, ROLLOUT_S = 320, 4.0
 _TTFT, _TPOT = 1.6, 4.0
 """SLOs over serving alone: over its P99 of TTFT, and over its median gap between tokens."""
 ALIKE = 1.3
