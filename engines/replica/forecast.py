@@ -17,20 +17,17 @@ def growth_blocks(scheduler: Scheduler) -> int:
 
 
 def entry_blocks(scheduler: Scheduler) -> int:
-    """Returns the blocks that the waiting sequences take that find a slot, prefixes that are known not deducted."""
-    blocks_for = scheduler.blocks.blocks_for
-    return sum(blocks_for(len(one.state.tokens) + 1) for one in _entering(scheduler))
+    """Returns the blocks that must be free, beside those of `growth_blocks`, for the waiting sequences that find a slot
+    to enter: their own, prefixes that are known not deducted, and those that `Admission` keeps free for all others."""
+    blocks_for, wanted = scheduler.blocks.blocks_for, 0
+    for one in _entering(scheduler):
+        wanted += blocks_for(one.release_len - 1) if one.is_bounded else blocks_for(len(one.state.tokens)) + 1
+    return wanted + scheduler.admission.num_kept_free.total() if wanted else 0
 
 
 def can_step(scheduler: Scheduler) -> bool:
-    """Returns whether a sequence runs, or the first waiting one may have the blocks to enter."""
-    if scheduler.running:
-        return True
-    known = scheduler.num_known_tokens(scheduler.waiting[0]) if scheduler.waiting else 0
-    return any(
-        scheduler.blocks.blocks_for(len(one.state.tokens) - known) <= scheduler.blocks.num_free_blocks
-        for one in islice(scheduler.waiting, 1)
-    )
+    """Returns whether a sequence runs, or the first waiting one may enter."""
+    return bool(scheduler.running) or scheduler.first_may_enter()
 
 
 def next_step(scheduler: Scheduler) -> StepOutput:

@@ -257,6 +257,12 @@ class Scheduler:
             else:
                 schedule.budget -= self._chunk(sequence, schedule.budget, chunks)
 
+    def first_may_enter(self) -> bool:
+        """Whether the first waiting sequence would have the blocks to enter while nothing runs."""
+        return bool(self.waiting) and self.admission.admits(
+            self.waiting[0], self._find_prefix(self.waiting[0])[0], self.running, (), 0
+        )
+
     def num_known_tokens(self, sequence: Sequence) -> int:
         """Returns how many of a waiting sequence's first tokens the prefix cache has now."""
         return self._find_prefix(sequence)[1]

@@ -102,6 +102,7 @@ class CoServing:
     def begin(self, now: float) -> None:
         """A phase of rollouts begins: its budget is made anew, and may then only fall (ROSE §4.1)."""
         self._renewed, self._num_cuts = now, self.lent.num_cuts
+        self._forget_progress()
         self._budget = self._memory.begin(self._memory_view(now))
         self._limit_leases(now)
 
@@ -142,7 +143,9 @@ class CoServing:
             self.lent.num_steps += 1
             self.lent.num_tokens += output.num_sampled
             self.lent.seconds += now - start
-            if output.num_tokens:
+            if not self._rollout.replica.num_sequences:
+                self._forget_progress()  # nobody may ask who is next until others come
+            elif output.num_tokens:
                 self._progressed = now
         self.observe(now)
 
@@ -164,8 +167,7 @@ class CoServing:
         """Lets go of sequences that have made no progress for `stall_s`."""
         replica = self._rollout.replica
         if not replica.num_sequences:
-            self._progressed = None
-            self._waiting.clear()
+            self._forget_progress()
             return
         if self._progressed is None:
             self._progressed = now
@@ -176,6 +178,10 @@ class CoServing:
         waiting = {one.state.sequence_id: one for one in replica.scheduler.waiting}
         self._waiting = {id_: self._waiting.get(id_, now) for id_ in waiting}
         self._let_go([id_ for id_, since in self._waiting.items() if now - since > self._stall_s])
+
+    def _forget_progress(self) -> None:
+        self._progressed = None
+        self._waiting.clear()
 
     def _let_go(self, stalled: list[SequenceId]) -> None:
         if stalled:

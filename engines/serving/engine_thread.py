@@ -218,11 +218,13 @@ class EngineThread:
         if self._beside is not None:
             turn = self._beside.next()
         self._waits_s = 0.0
+        if turn == "rollout":
+            assert self._beside is not None
+            if self._beside.step():
+                return
+            turn = "serving" if self._replica.has_work else None
         if turn == "serving":
             self._step()
-        elif turn == "rollout":
-            assert self._beside is not None
-            self._waits_s = 0.0 if self._beside.step() else LOOK_AGAIN_S
         elif self._has_work:
             self._waits_s = LOOK_AGAIN_S
 

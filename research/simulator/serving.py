@@ -301,7 +301,10 @@ class ServingRank:
     def _start(self, turn: Turn, start: float) -> None:
         output = self._neighbours[turn].replica.step()
         if not (output.num_running or output.released or output.fetched):
-            self._look_again()
+            if turn == "rollout" and self.coserving.serves:
+                self._start("serving", start)
+            else:
+                self._look_again()
             return
         self._is_free = False
         change_s = self._setup.change_s if turn != self._last else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from queue import SimpleQueue
 
 import pytest
 
@@ -13,7 +14,8 @@ from engines.replica.forecast import entry_blocks, growth_blocks, next_step
 from engines.replica.replica import Replica, StepOutput
 from engines.replica.scheduler import Scheduler
 from engines.sequence import SamplingParams, SequenceKey, SequenceState, Work
-from engines.serving.coserve import CoServing, CoServingLimits, Neighbour
+from engines.serving.coserve import CoServing, CoServingLimits, Neighbour, Turn
+from engines.serving.engine_thread import EngineThread, Event, Job, Left
 from engines.serving.policies import MemoryView, ServingView
 from research.rose.memory import ServingFirst, SharingOptions, StaticSplit
 from research.simulator.runner import VOCAB_SIZE, KVPool, SimulatedMover, SimulatedRunner
@@ -26,6 +28,11 @@ class Anytime:
 
     def admits(self, view: ServingView, seconds: float) -> bool:
         return True
+
+
+class Never:
+    def admits(self, view: ServingView, seconds: float) -> bool:
+        return False
 
 
 class Sometimes:
@@ -198,11 +205,96 @@ def test_a_static_split_leaves_the_rollout_its_half() -> None:
     assert world.coserving.lent.num_taken_back == 0
 
 
-def test_sequences_without_progress_leave_after_the_stall_time() -> None:
-    class Never:
-        def admits(self, view: ServingView, seconds: float) -> bool:
+class Fixed(StaticSplit):
+    """Lends a number of pages, and keeps no headroom."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(share=num_pages / NUM_PAGES)
+
+
+def test_a_time_without_sequences_is_no_stall() -> None:
+    """Nobody asks who is next while there is no work."""
+    world = World(stall_s=2.0)
+    world.coserving.begin(world.now)
+    for bound in (None, 1):  # one ends, and one enters and is released in its first step
+        world.roll(10, 3, bound)
+        while world.rollout.replica.num_sequences:
+            turn = world.coserving.next(world.now)
+            world.now += 0.01
+            output = world.rollout.replica.step()
+            world.coserving.stepped("rollout", output, world.now, world.now)
+            assert turn == "rollout"
+        world.now += 10.0
+    world.rollout.replica.submit(output.released[0])
+    assert world.coserving.next(world.now) == "rollout" and not world.coserving.lent.num_stalled
+    world.now += 10.0
+    world.coserving.begin(world.now)
+    assert world.coserving.next(world.now) == "rollout" and not world.coserving.lent.num_stalled
+
+
+def test_serving_steps_while_the_rollout_waits_for_pages_to_its_bound() -> None:
+    world = World(memory=Fixed(3))
+    world.coserving.begin(world.now)
+    world.roll(10, 400, bound=200)
+    world.serve(10, 20)
+    assert [world.step() for _ in range(20)] == ["serving"] * 20 and world.done == {1: 20}
+
+
+def test_serving_steps_where_a_step_of_the_rollout_did_nothing() -> None:
+    class Stuck:
+        has_work = True
+
+        def next(self) -> Turn:
+            return "rollout"
+
+        def step(self) -> bool:
             return False
 
+        def ignore(self, *_: object) -> None:
+            pass
+
+        attach = arrived = left = served = stop = ignore
+
+    world, events = World(), SimpleQueue[list[tuple[Job, Event]]]()
+    world.lengths[0] = 3
+    thread = EngineThread(world.serving.replica, run_seed=0, tell=events.put, beside=Stuck())
+    thread.submit(Job(prompts=[[1, 2]], params=[SamplingParams(max_tokens=9)], streams=False))
+    thread.start()
+    try:
+        while not any(isinstance(event, Left) for _, event in events.get(timeout=30)):
+            pass
+    finally:
+        thread.stop()
+
+
+def test_work_with_a_bound_gets_the_idle_pages_of_serving() -> None:
+    world = World(memory=ServingFirst(SharingOptions(window_s=0.1)))
+    while world.pool.num_free:
+        world.serve(30, 2)
+        while world.serving.replica.has_work:
+            world.step()
+    world.now += 1.0
+    world.coserving.begin(world.now)
+    world.roll(10, 100, bound=90)
+    assert world.step() == "rollout" and world.rollout.replica.scheduler.running
+
+
+def test_a_request_enters_beside_the_blocks_that_others_may_need() -> None:
+    world = World(memory=Fixed(NUM_PAGES))
+    world.coserving.begin(world.now)
+    for _ in range(6):
+        world.serve(5, 60)
+    assert world.step() == "serving"
+    for _ in range(8):
+        world.roll(20, 400)
+    while world.pool.num_free:
+        assert world.step() == "rollout"
+    world.coserving._admission = Never()  # type: ignore[assignment]
+    world.serve(3, 5)
+    assert world.step() == "serving" and not world.serving.replica.scheduler.waiting
+
+
+def test_sequences_without_progress_leave_after_the_stall_time() -> None:
     world = World(admission=Never(), stall_s=2.0)
     world.roll(10, 5)
     world.roll(10, 5)
