@@ -116,6 +116,8 @@ class ReplicaReady(_Message, frozen=True, kw_only=True):
     """Tokens that the KV cache holds."""
     block_size: int
     policy_version: int
+    reads_kv: bool = True
+    """Whether it reads the KV that other replicas have stored, and drops what it does not need."""
 
 
 class RankIdle(_Message, frozen=True, kw_only=True):

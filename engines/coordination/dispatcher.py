@@ -12,6 +12,7 @@ from engines.coordination.policies import PrefetchingPolicy, SchedulePolicy, mis
 from engines.coordination.records import ReplicaRecord, SequenceRecord
 from engines.coordination.requests import (
     ContinueTurn,
+    DiscardKV,
     EndTrajectory,
     RequestMove,
     RequestRefused,
@@ -163,6 +164,9 @@ class Dispatcher:
     ) -> None:
         self._books.decide("dispatch", [sequence.id], replica)
         self._books.assign(sequence, replica, max_new_tokens)
+        if sequence.kv is not None and replica.ready is not None and not replica.ready.reads_kv:
+            self._outbox.tell(DiscardKV(kv=sequence.kv))
+            sequence.kv = None
         work = Work(state=sequence.state, max_new_tokens=max_new_tokens, kv=sequence.kv, priority=sequence.priority)
         batches.setdefault(replica, []).append(work)
 

@@ -59,7 +59,7 @@ class BorrowOrders(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Also its rank."""
     relay: Address | None
     """Of the relay of weights, which knows the same token; None without."""
-    interval_s: Seconds
+    interval_s: Annotated[float, Meta(ge=0.01, le=600)]
     patience_s: Annotated[float, Meta(gt=0, le=600)]
     """How long the coordinator may be silent before the loan ends."""
     timeout_s: Seconds

@@ -346,6 +346,8 @@ class Coordinator:
                 return
             if isinstance(event, messages.ReplicaReady) and event.replica_id in self.outside:
                 self.standing_by.add(event.replica_id)
+            elif isinstance(event, messages.ReplicaReady) and event.rank >= self._num_ranks:
+                self._end(event.replica_id, event.rank)  # it was dropped before it came
             self._take(event)
         elif isinstance(notice, Lost) and spec is not None:
             self._lose(spec, f"its control connection ended: {notice.reason}")
@@ -362,9 +364,12 @@ class Coordinator:
         self.lost.append(f"replica {spec.id} (rank {spec.ranks[0]}): {dropped.reason}")
         if self._launcher is not None:
             self._launcher.kill(spec.id)
-        end = messages.Shutdown(replica_id=spec.id, rank=spec.ranks[0], phase=-1, epoch=0, seq=-1)
+        self._end(spec.id, spec.ranks[0])
+
+    def _end(self, replica_id: int | None, rank: int) -> None:
+        end = messages.Shutdown(replica_id=replica_id, rank=rank, phase=-1, epoch=0, seq=-1)
         with contextlib.suppress(ConnectionError):  # it has left
-            self._server.send(peer_of(spec.ranks[0]), messages.encode(end))
+            self._server.send(peer_of(rank), messages.encode(end))
 
     def _take(self, event: Request | messages.Event) -> None:
         self._outputs.extend(self.core.on_event(event, self._now()))

@@ -164,6 +164,7 @@ class Tenant:
                 num_kv_tokens=self.engine.num_kv_tokens,
                 block_size=config.block_size,
                 policy_version=NO_WEIGHTS,
+                reads_kv=self.engine.mover.store is not None,
             )
             self._events.put(ready)
 

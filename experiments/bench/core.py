@@ -90,13 +90,13 @@ class _Driver:
         self.num_waiting = num_waiting
         self.seconds: dict[str, list[float]] = {}
         self.core.on_event(BeginPhase(phase=0, policy_version=0), 0.0)
-        size = {"max_num_seqs": config.slots, "num_kv_tokens": 1 << 30, "block_size": 16, "policy_version": 0}
+        ready = partial(ReplicaReady, max_num_seqs=config.slots, num_kv_tokens=1 << 30, block_size=16, policy_version=0)
         for replica in range(config.replicas):
-            self.say(ReplicaReady(**self.envelope(replica), **size))
+            self.say(ready(**self.envelope(replica)))
         self.submit(config.replicas * config.slots + num_waiting)
         assert self.core.num_waiting == num_waiting
 
-    def envelope(self, replica: int) -> dict[str, int]:
+    def envelope(self, replica: int) -> dict[str, Any]:
         self.num_events[replica] += 1
         return {"replica_id": replica, "rank": replica, "epoch": 0, "phase": 0, "seq": self.num_events[replica] - 1}
 
