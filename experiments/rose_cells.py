@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,9 @@ from engines.progress import Bar
 from engines.serving.policies import AdmissionPolicy, MemoryPolicy
 from experiments import launch
 from experiments.comparison.turns import short
+from experiments.rose_policies import ALIKE, admission_of, halves, latencies, slo_of
 from experiments.rose_serving import SPEC, Lending, Models, Run, ServingProcess
-from research.rose.admission import DualSLO, EqualTurns, Form, QueueDebt, ServingTimes
+from research.rose.admission import EqualTurns, ServingTimes
 from research.rose.memory import ServingFirst, SharingOptions, StaticSplit
 from research.simulator.pace import ProfilePace
 from research.workloads.lengths import LogNormalLengths
@@ -29,10 +28,6 @@ ALONE = "alone"
 CHUNK = 512
 """Tokens of a rollout's prefill chunk (ROSE §4.1)."""
 NUM_PAGES, ROLLOUT_S = 320, 4.0
-_TTFT, _TPOT = 1.6, 4.0
-"""SLOs over serving alone: over its P99 of TTFT, and over its median gap between tokens."""
-ALIKE = 1.3
-"""A cell whose halves differ by more is void; and one in which serving alone misses an SLO."""
 
 
 @dataclass(kw_only=True)
@@ -165,24 +160,7 @@ class _Bench:
         return [one for part in launch.gather(self._world, results, list[_Result]) for one in part]
 
     def _of_policy(self, policy: str, ttft_s: float, tpot_s: float) -> Lending:
-        def slo(share: float = 1.0, *, ttft: bool = True, tpot: bool = True, form: Form = "cumulative") -> DualSLO:
-            slos = share * ttft_s if ttft else None, share * tpot_s if tpot else None
-            return DualSLO(times=self._times, ttft_s=slos[0], tpot_s=slos[1], form=form, guard_s=self._guard_s)
-
-        def dual(share: float = 1.0) -> QueueDebt:
-            return QueueDebt(slo(share), share * ttft_s - ttft_s / _TTFT)
-
-        made: dict[str, Callable[[], AdmissionPolicy]] = {
-            "none": EqualTurns,
-            "ttft": lambda: EqualTurns(slo(tpot=False)),
-            "tpot": lambda: EqualTurns(slo(ttft=False)),
-            "dual_printed": lambda: slo(form="printed"),
-            "dual_cumulative": slo,
-            "dual": dual,
-            "static_split": dual,
-            "half_slo": lambda: dual(0.5),
-        }
-        admission = made[policy]()
+        admission = admission_of(policy, self._times, ttft_s, tpot_s, self._guard_s)
         if policy == "static_split":
             return self._lending(admission, StaticSplit(), serving_share=0.5)
         return self._lending(admission, ServingFirst(SharingOptions(window_s=60.0 / self._config.shorten)))
@@ -259,8 +237,7 @@ class _Bench:
             chunk_tokens=process.serving.config.max_num_batched_tokens,
             max_num_seqs=process.serving.config.max_num_seqs,
         )
-        dual = DualSLO(times=own, ttft_s=ttft_s, tpot_s=tpot_s, form="cumulative", guard_s=self._guard_s)
-        admission = QueueDebt(dual, ttft_s - ttft_s / _TTFT)
+        admission = admission_of("dual", own, ttft_s, tpot_s, self._guard_s)
         beside = process.run(arrivals, self._lending(admission, ServingFirst()), seed=0)
         measured.tokens_equal &= beside.served == alone.served
         measured.facts["live"] = {
@@ -278,46 +255,6 @@ _COUNTS = ("num_cuts", "num_taken_back", "num_stalled")
 
 def share_of(results: list[_Result], name: str) -> float:
     return sum(getattr(one, name) for one in results) / sum(one.seconds for one in results)
-
-
-def slo_of(alone: list[_Result]) -> tuple[float, float]:
-    """TTFT and TPOT SLOs in seconds, from serving alone."""
-    ttft = percentile([one for result in alone for one in result.ttft], 0.99)
-    tpot = statistics.median(gap for result in alone for gaps in result.gaps for gap in gaps)
-    return _TTFT * ttft, _TPOT * tpot
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """The least value that at least this share of them does not exceed."""
-    ranked = sorted(values)
-    return ranked[math.ceil(share * len(ranked)) - 1]
-
-
-def latencies(results: list[_Result], ttft_s: float, tpot_s: float) -> dict[str, Any]:
-    """In milliseconds. TPOT is held to its SLO gap by gap; 1 % beyond an SLO counts as held."""
-    ttft = [one for result in results for one in result.ttft]
-    gaps = [gap for result in results for of_request in result.gaps for gap in of_request]
-    ttft_p99, tpot_p99 = percentile(ttft, 0.99), percentile(gaps, 0.99)
-    return {
-        "ttft_p99": short(1e3 * ttft_p99),
-        "tpot_p99": short(1e3 * tpot_p99),
-        "ttft_mean": short(1e3 * statistics.mean(ttft)),
-        "tpot_mean": short(1e3 * statistics.mean(gaps)),
-        "ok": ttft_p99 <= 1.01 * ttft_s and tpot_p99 <= 1.01 * tpot_s,
-    }
-
-
-def halves(results: list[_Result]) -> float:
-    """The larger P99 over the smaller one of every second request and of the others: of TTFT or of gaps, whichever
-    differ more."""
-    ratios = []
-    for kind in ("ttft", "gaps"):
-        found = []
-        for half in (0, 1):
-            values = [one for result in results for one in getattr(result, kind)[half::2]]
-            found.append(percentile(values if kind == "ttft" else [gap for some in values for gap in some], 0.99))
-        ratios.append(max(found) / min(found))
-    return max(ratios)
 
 
 def plain(run: Run) -> dict[str, Any]:

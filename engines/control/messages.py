@@ -131,7 +131,7 @@ class StepReported(_Message, frozen=True, kw_only=True):
     num_waiting: int
     num_free_blocks: int
     num_blocks: int | None = None
-    """Of a replica that leases its memory: how many it may have now. Others have what they announced."""
+    """Of a replica that leases its memory: how many it may have in all. Others have what they announced."""
     seconds: float
     """Time of the steps since the last report."""
     progress: tuple[tuple[SequenceId, int], ...]

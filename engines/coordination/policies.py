@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import sys
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from engines.coordination.views import (
@@ -64,14 +65,25 @@ def mistake(policy: object, method: str, error: Exception) -> RuntimeError:
     return RuntimeError(f"{named(policy)}: {method} raised {type(error).__name__}: {error}")
 
 
-class OnDemand:
-    """First come, first served: the earliest submitted goes to the least loaded replica that has room for it.
+def least_loaded(replicas: list[ReplicaView]) -> ReplicaView:
+    """Returns the replica with the fewest sequences, then tokens; ties: by id."""
+    return min(replicas, key=lambda replica: (replica.num_assigned, replica.num_tokens, replica.spec.id))
 
-    While the earliest waits for room, later ones go only where its tokens do not fit at all. A trajectory goes on where
-    its last turn ran, while there is room, since its KV may still be there.
+
+def where_it_was(sequence: SequenceView, roomy: list[ReplicaView]) -> ReplicaView:
+    """Returns the replica of a trajectory's last turn, since its KV may still be there, else the least loaded one."""
+    last = [one for one in roomy if sequence.num_turns and one.spec.id == sequence.last_replica_id]
+    return least_loaded(last or roomy)
+
+
+class OnDemand:
+    """First come, first served: the earliest submitted goes to one of the replicas that have room for it.
+
+    While the earliest waits for room, later ones go only where its tokens do not fit at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, choose: Callable[[SequenceView, list[ReplicaView]], ReplicaView] = where_it_was) -> None:
+        self._choose = choose
         self._order: list[tuple[int, SequenceId]] = []
 
     def next(self, view: ScheduleView) -> Dispatch | None:
@@ -86,7 +98,7 @@ class OnDemand:
                     continue
                 roomy = [replica for replica in open_to_all if replica.room_for(first)]
                 if roomy:
-                    return self._dispatch(first, roomy)
+                    return Dispatch(sequence_id=first.sequence_id, replica_id=self._choose(first, roomy).spec.id)
                 # A replica that can hold it takes no later one, so that none starves.
                 open_to_all = [one for one in open_to_all if not one.can_hold(first) and one.has_room(1)]
                 passed.append(heapq.heappop(self._order))
@@ -94,13 +106,6 @@ class OnDemand:
             for entry in passed:
                 heapq.heappush(self._order, entry)
         return None
-
-    @staticmethod
-    def _dispatch(first: SequenceView, roomy: list[ReplicaView]) -> Dispatch:
-        if first.num_turns:
-            roomy = [one for one in roomy if one.spec.id == first.last_replica_id] or roomy
-        best = min(roomy, key=lambda replica: (replica.num_assigned, replica.num_tokens, replica.spec.id))
-        return Dispatch(sequence_id=first.sequence_id, replica_id=best.spec.id)
 
 
 class Static:

@@ -39,6 +39,11 @@ class BlockSource(FreeBlocks, Protocol):
         """Blocks that it has got, free or not, and those that it could get now."""
         ...
 
+    @property
+    def num_allowed_blocks(self) -> int:
+        """Blocks that it may have in all, also where others would have to give them back first."""
+        ...
+
     def held(self) -> Iterable[int]:
         """Returns the blocks that it has got, free or not."""
         ...
@@ -95,6 +100,11 @@ class BlockManager:
     def num_blocks(self) -> int:
         """All blocks. With a source: those that it has, and those that it could get now."""
         return self._num_ids if self._source is None else self._source.num_blocks
+
+    @property
+    def num_allowed_blocks(self) -> int:
+        """All blocks. With a source: those that it may have, also where others would have to give them back first."""
+        return self._num_ids if self._source is None else self._source.num_allowed_blocks
 
     @property
     def most_blocks(self) -> int:

@@ -100,7 +100,13 @@ class _PageBlocks:
     """
 
     def __init__(
-        self, blocks_per_page: int, *, room: Callable[[], int], lease: Callable[[], int], renews: bool
+        self,
+        blocks_per_page: int,
+        *,
+        room: Callable[[], int],
+        budget: Callable[[], int],
+        lease: Callable[[], int],
+        renews: bool,
     ) -> None:
         self.blocks_per_page = blocks_per_page
         self.free: dict[int, list[int]] = {}
@@ -114,7 +120,7 @@ class _PageBlocks:
         """A heap of idle pages, each once, by when its lease began to run, or an earlier time."""
         self.now = 0.0
         self.most_blocks = 0
-        self._room, self._lease, self._renews = room, lease, renews
+        self._room, self._budget, self._lease, self._renews = room, budget, lease, renews
         self._in_use: dict[int, None] = {}  # pages that sequences hold, and that have free blocks
         self._spare: dict[int, None] = {}  # idle pages that have free blocks
         self._queued: set[int] = set()  # the pages in `ends`
@@ -123,6 +129,10 @@ class _PageBlocks:
     @property
     def num_blocks(self) -> int:
         return (len(self.free) + self._room()) * self.blocks_per_page
+
+    @property
+    def num_allowed_blocks(self) -> int:
+        return max(len(self.free), self._budget()) * self.blocks_per_page
 
     def blocks_of(self, page: int) -> range:
         return range(page * self.blocks_per_page, (page + 1) * self.blocks_per_page)
@@ -253,7 +263,13 @@ class PageShare:
         pool.join(owner, budget=budget)
         self.pool, self.owner, self.blocks_per_page = pool, owner, blocks_per_page
         self._lease_s, self._on_lease = lease_s, on_lease
-        self._pages = _PageBlocks(blocks_per_page, room=lambda: pool.room(owner), lease=self._lease, renews=renews)
+        self._pages = _PageBlocks(
+            blocks_per_page,
+            room=lambda: pool.room(owner),
+            budget=lambda: pool.budget(owner),
+            lease=self._lease,
+            renews=renews,
+        )
         self._pages.most_blocks = budget * blocks_per_page
         self._has_time = False
         self.blocks = BlockManager(pool.num_pages * blocks_per_page, block_size, self._pages)

@@ -152,7 +152,7 @@ class WorkerCore:
             num_running=len(scheduler.running),
             num_waiting=self._here.num_waiting,
             num_free_blocks=scheduler.blocks.num_free_blocks,
-            num_blocks=scheduler.blocks.num_blocks if scheduler.blocks.is_leased else None,
+            num_blocks=scheduler.blocks.num_allowed_blocks if scheduler.blocks.is_leased else None,
             seconds=seconds,
             progress=tuple(one for one in grown if one[1]),
             waits=tuple((id_, kind, now - since, wait) for id_, kind, since, wait in waits),

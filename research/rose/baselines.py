@@ -1,7 +1,4 @@
-"""What ROSE is compared with where two models share a GPU: no admission control, or changes of the model.
-
-Torch-free.
-"""
+"""What ROSE is compared with: a GPU whose memory has one model at a time. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,25 +6,6 @@ from dataclasses import dataclass, field
 
 from engines.constraints import Seconds, check_fields
 from engines.serving.policies import ServingView
-
-
-def _is_busy(view: ServingView) -> bool:
-    return bool(view.queued or view.last_token_times)
-
-
-class Alternating:
-    """An `AdmissionPolicy` without any SLO: while both models have work, each has every second step.
-
-    It stands for spatial sharing in equal parts, as in the paper's Table 2: two passes that share a GPU take as long as
-    one after the other.
-    """
-
-    def __init__(self) -> None:
-        self._is_next = True
-
-    def admits(self, view: ServingView, seconds: float) -> bool:
-        admitted, self._is_next = not _is_busy(view) or self._is_next, not self._is_next
-        return admitted
 
 
 @dataclass
@@ -45,6 +23,6 @@ class IdleFor:
         check_fields(self)
 
     def admits(self, view: ServingView, seconds: float) -> bool:
-        if self._busy_at is None or _is_busy(view):
+        if self._busy_at is None or view.queued or view.last_token_times:
             self._busy_at = view.now
         return view.now - self._busy_at >= self.idle_s

@@ -207,7 +207,8 @@ class Cluster:
         self.lengths = lengths
         self.turns = turns or {}
         # Ranks take their places before time 0, at which a rollout begins: long enough that a first step is reported.
-        self.queue = EventQueue(now=-REPORT_EVERY_S - 2 * config.overheads.message_s)
+        before = [one.serving.arrivals[0].time_s for one in config.outside if one.serving and one.serving.arrivals]
+        self.queue = EventQueue(now=min(0.0, *before, 0.0) - REPORT_EVERY_S - 2 * config.overheads.message_s)
         self._random = Random(config.overheads.seed)
         self._arrivals: dict[tuple[int, ...], float] = {}
         """When the last message of each way arrives: the next one does not overtake it."""
@@ -295,14 +296,17 @@ class Cluster:
         Raises RuntimeError, as a live rollout does, when the core fails, and ValueError for an invalid layout of the
         layout policy.
         """
+        for serving in self._serving.values():
+            serving.open()
+        self.queue.run_until(-REPORT_EVERY_S - 2 * self.config.overheads.message_s)
         for spec in self._layout.replicas:
             self._form(spec, self._layout.epoch)
         for rank in self._ranks[: self._num_ranks]:
             if self._layout.replica_of(rank.number) is None:
                 rank.take_place(None, self._layout.epoch)
-        while self.queue.run_next():
-            pass  # all replicas stand by before a rollout begins, as in a live world
-        self.queue.now = 0.0
+        self.queue.run_until(0.0)  # all replicas stand by before a rollout begins, as in a live world
+        for serving in self._serving.values():
+            serving.count_anew()
         self._take(BeginPhase(phase=0, policy_version=0))
         self._is_submitted = True
         self._on_finished = on_finished
@@ -313,12 +317,10 @@ class Cluster:
         for state in states:
             if state.in_turns:
                 self._calls.begin(state)
-        for serving in self._serving.values():
-            serving.open()
         while not self.is_complete:
             if not self.queue.run_next():
                 # Nothing will happen any more but that deadlines pass.
-                self.queue.at(self.queue.now + self.config.timeout_s + 1, (TO_CORE,), lambda: self._take(Tick()))
+                self.queue.at(self.queue.now + self.config.timeout_s + 1, (TO_CORE,), self.check_deadlines)
         while any(serving.has_requests for serving in self._serving.values()):
             self.queue.run_next()
         if self.core.layout_error is not None:
@@ -347,6 +349,9 @@ class Cluster:
         if outside.death_s is not None:
             self.queue.at(outside.death_s, (TO_WORKER, rank.number), rank.die)
             self.queue.at(outside.death_s + outside.detection_s, (TO_CORE, rank.number), lambda: self._take(lost))
+
+    def check_deadlines(self) -> None:
+        self._take(Tick())
 
     def send_event(self, event: messages.Event, delay_s: float = 0.0) -> None:
         self.at_arrival((TO_CORE, event.rank), delay_s, lambda: self._take(event))

@@ -29,6 +29,12 @@ class EventQueue:
         heapq.heappush(self._heap, (time, rank, self._count, action))
         self._count += 1
 
+    def run_until(self, time: float) -> None:
+        """Runs the actions before this time, and stands at it."""
+        while self._heap and self._heap[0][0] < time:
+            self.run_next()
+        self.now = time
+
     def run_next(self) -> bool:
         """Runs the next action and returns True; returns False when there is none."""
         if not self._heap:

@@ -39,7 +39,7 @@ class ServingSetup:
     """What a rank serves, and how it lends."""
 
     arrivals: Items[Arrival]
-    """Their times count from the rollout's start. Those after its end are not served."""
+    """By their times, which count from the rollout's start, and may be below 0. Those after its end are not served."""
     pace: Pace
     """Of the serving model."""
     engine: EngineConfig
@@ -95,7 +95,7 @@ class ServedRequest:
 
 @dataclass(kw_only=True)
 class Served:
-    """What a serving rank has done. Times count from the rollout's start."""
+    """What a serving rank has done since the rollout's start, from which times count; and all of its requests."""
 
     rank: int
     lent: Lent
@@ -105,10 +105,10 @@ class Served:
     idle_s: float = 0.0
     changing_s: float = 0.0
     """See `ServingSetup.change_s`."""
+    begun_s: float = 0.0
+    """The start of the rollout, or the end of a step that was running then."""
     until_s: float = 0.0
-    """The end of its last step: busy, idle and changing seconds until then."""
-    rollout_tokens: int = 0
-    """Generated for the rollout."""
+    """The end of its last step. The other seconds are all of those in between."""
 
 
 class ServingRank:
@@ -153,7 +153,7 @@ class ServingRank:
             seconds=lambda output: self._paces["rollout"].step(self._spec, output),
             limits=setup.limits,
         )
-        self.served = Served(rank=number, lent=self.coserving.lent)
+        self.served = Served(rank=number, lent=self.coserving.lent, until_s=cluster.queue.now)
 
     def _serving_replica(self, pages: PageShare) -> Replica:
         setup = self._setup
@@ -212,6 +212,13 @@ class ServingRank:
         """Whether requests have come that it has not answered yet."""
         return bool(self._open) and not self._is_dead
 
+    def count_anew(self) -> None:
+        """Forgets the seconds before the rollout's start."""
+        served = self.served
+        served.begun_s = served.until_s = max(served.until_s, self._cluster.queue.now)
+        served.busy_s = {"serving": 0.0, "rollout": 0.0}
+        served.idle_s = 0.0
+
     def open(self, number: int = 0) -> None:
         """Lets requests come, from this one on."""
         if number < len(self._setup.arrivals):
@@ -246,6 +253,7 @@ class ServingRank:
         now = cluster.queue.now
         if self.coserving.renew(now):
             cluster.send_event(self._core.report(now))
+        cluster.check_deadlines()
         cluster.queue.at(now + RENEW_S, (STEP_END, self.number), self._renew)
 
     def _wake(self) -> None:
@@ -324,7 +332,6 @@ class ServingRank:
         cluster, now = self._cluster, self._cluster.queue.now
         self.coserving.stepped(turn, output, start, now)
         if turn == "rollout":
-            self.served.rollout_tokens += output.num_sampled
             cluster.record(self._spec, self._epoch, start, now - start, output)
             for event in self._core.on_step(output, now - start, now):
                 self._send(event)

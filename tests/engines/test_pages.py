@@ -228,6 +228,7 @@ def test_a_lower_budget_takes_nothing_away_and_gives_nothing_new() -> None:
     assert a.reclaim(9) == 3 and (a.blocks.num_blocks, b.blocks.num_free_blocks) == (2, 6)
     b.set_budget(4)
     b.blocks.grow("y", 8)
+    assert a.blocks.num_allowed_blocks == 2
     assert a.blocks.num_blocks == a.blocks.num_free_blocks == 0, "the budget is a limit: the pool has none left"
     b.blocks.reset()
     assert b.num_pages == 4 and b.num_used_pages == 0 and b.blocks.num_free_blocks == 8

@@ -11,7 +11,8 @@ import pytest
 from engines import LLM, SamplingParams
 from engines.serving.policies import MemoryView, ServingView
 from experiments.rose import RoseConfig
-from experiments.rose_cells import halves, percentile, save_models, slo_of
+from experiments.rose_cells import save_models
+from experiments.rose_policies import halves, percentile, slo_of
 from experiments.rose_serving import Lending, Models, Run, ServingProcess, digest
 from research.rose.admission import EqualTurns
 from research.rose.memory import ServingFirst, SharingOptions
@@ -121,8 +122,8 @@ def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
 def test_what_is_computed_of_latencies() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0 and percentile(range(1, 201), 0.99) == 198
     run = Run(ttft=[1.0, 2.0], gaps=[[0.1, 0.3], [0.2]])
-    assert slo_of([run]) == (3.2, 0.8)  # type: ignore[list-item]
-    assert halves([run]) == 2.0  # type: ignore[list-item]
+    assert slo_of([run]) == (3.2, 0.8)
+    assert halves([run]) == 2.0
 
 
 def test_requests_are_those_of_the_trace_shortened(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from engines.replica.replica import StepOutput
 from engines.rollout.pace import Path
 from engines.serving.coserve import CoServingLimits
 from engines.serving.policies import MemoryView
-from research.rose.admission import DualSLO, ServingTimes
-from research.rose.baselines import Alternating, IdleFor
+from research.rose.admission import DualSLO, EqualTurns, ServingTimes
+from research.rose.baselines import IdleFor
 from research.rose.memory import ServingFirst, SharingOptions, StaticSplit
 from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, SimulatedRollout
 from research.simulator.serving import Served, ServingSetup
@@ -100,7 +100,7 @@ def cluster(
 
 def add_up(served: Served) -> None:
     parts = [*served.busy_s.values(), served.idle_s, served.changing_s]
-    assert sum(parts) == pytest.approx(served.until_s, abs=1e-9) and min(parts) >= 0
+    assert sum(parts) == pytest.approx(served.until_s - served.begun_s, abs=1e-9) and min(parts) >= 0
     assert served.lent.seconds == pytest.approx(served.busy_s["rollout"], abs=1e-9)
 
 
@@ -116,7 +116,7 @@ def test_one_request_and_one_sequence_take_the_exact_times_of_dual_admission() -
     assert one.gaps_s == pytest.approx([0.02 + 2 * 0.03] * 4)
     assert done.makespan == pytest.approx(100 * 0.03 + 5 * 0.02)
     assert rank.busy_s == pytest.approx({"serving": 0.1, "rollout": 3.0})
-    assert rank.rollout_tokens == 100 and rank.idle_s == pytest.approx(0)
+    assert rank.lent.num_tokens == 100 and rank.idle_s == pytest.approx(0)
     add_up(rank)
 
 
@@ -129,7 +129,7 @@ def test_each_gap_is_as_long_as_the_slack_allows() -> None:
 
 
 def test_without_admission_both_models_take_turns_or_wait_for_an_idle_gpu() -> None:
-    taking_turns = setup([request(0.0, num_generated=20)], admission=Alternating)
+    taking_turns = setup([request(0.0, num_generated=20)], admission=EqualTurns)
     done = cluster([OutsideReplica(serving=taking_turns)], [60]).roll_out(states(1, 8, 60))
     assert done.served[0].requests[0].gaps_s == pytest.approx([0.05] * 19)
     swapping = setup([request(0.0), request(1.0)], admission=lambda: IdleFor(0.2), change_s=0.3)
@@ -148,9 +148,21 @@ def test_a_rank_that_lends_nothing_serves_as_alone() -> None:
     alone = setup(arrivals)
     done = cluster([OutsideReplica(serving=alone, join_s=1e6)], [100], num_ranks=1).roll_out(states(1, 8, 100))
     (rank,) = done.served
-    assert rank.busy_s["rollout"] == 0 == rank.rollout_tokens and len(rank.requests) == 20
+    assert rank.busy_s["rollout"] == 0 == rank.lent.num_tokens and len(rank.requests) == 20
     assert max(gap for one in rank.requests for gap in one.gaps_s) == pytest.approx(0.02)
     assert done.makespan == pytest.approx(3.0)
+
+
+def test_the_prefix_cache_of_serving_hides_no_memory_from_the_rollout() -> None:
+    """Its idle pages fill the pool while all tools run; then the trajectories go on together all the same."""
+    arrivals = [request(time_s, 40, 2) for time_s in (*range(-9, 0), *(1 + 0.1 * place for place in range(20)))]
+    turns = {
+        (0, uid, 0): [Turn(num_generated=20, tool_s=4.0, num_observed=2), Turn(num_generated=20)] for uid in range(8)
+    }
+    simulated = cluster([OutsideReplica(serving=setup(arrivals, lease_s=0.5))], [40] * 8, turns=turns)
+    done = simulated.roll_out([replace(state, in_turns=True) for state in states(8, 8, 300)])
+    assert done.makespan < 4.0 + 4 * 20 * 0.03, "far less than one after the other"
+    assert done.served[0].begun_s == 0.0 and done.served[0].requests[0].arrived_s == -9
 
 
 class Random:
@@ -178,7 +190,7 @@ def random_world(seed: int) -> tuple[Cluster, list[int], bool]:
     turns = {(0, uid, 0): one for uid, (one,) in enumerate(trajectories)} if in_turns else None
     counts = [sum(turn.num_generated for turn in one) for (one,) in trajectories]
     drawn = counts if in_turns else lengths.draw(30, seed)
-    admissions = [dual, lambda: dual(None), lambda: dual(0.3, None), Alternating, lambda: Random(seed)]
+    admissions = [dual, lambda: dual(None), lambda: dual(0.3, None), EqualTurns, lambda: Random(seed)]
     split = rng.random() < 0.3
     outside = [
         OutsideReplica(
