@@ -24,15 +24,10 @@ from engines.constraints import Count, NonNegative, Positive, WholeNumber
 from experiments import launch
 from experiments.comparison.results import ResultOptions, check_figure, report
 from experiments.comparison.turns import in_columns
-from research.workloads.arrivals import Arrival, PoissonArrivals, read_trace
-from research.workloads.lengths import LogNormalLengths
+from experiments.rose_policies import DRAWN, FILES, Cell, Policy, check_traces
+from research.workloads.arrivals import Arrival, read_trace
 
-Cell = Literal["conversation", "code", "full"]
-Policy = Literal["none", "ttft", "tpot", "dual_printed", "dual_cumulative", "dual", "static_split", "half_slo"]
 Part = Literal["cells", "live", "pool"]
-FILES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
-DRAWN = {"conversation": (5.5, (1000, 0.6, 8000), (130, 0.9, 1000)), "code": (2.6, (1450, 0.9, 7500), (13, 1.1, 1000))}
-"""Requests per second; median, sigma and cap of prompts and responses: about the traces', whose bursts these lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,24 +75,19 @@ class RoseConfig(ResultOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_figure(self.figure)
-        for cell in FILES if self.traces is not None else ():
-            if not (self.traces / FILES[cell]).is_file():  # type: ignore[operator]
-                raise ValueError(f"traces={str(self.traces)!r}: has no {FILES[cell]}; name the folder of the traces")
+        check_traces(self.traces)
         if "cells" in self.parts and not self.policies:
             raise ValueError("policies: give one or more")
 
     def arrivals(self, cell: Cell, run: int) -> list[Arrival]:
         """The requests of a run, with times and lengths as they are here. Raises ValueError for a short trace."""
-        name = "code" if cell == "code" else "conversation"
         count = self.requests * (self.full_rate if cell == "full" else 1)
         first, last = run * count, (run + 1) * count
         if self.traces is None:
-            rate, *both = DRAWN[name]
-            prompt, generated = (LogNormalLengths(median=one[0], sigma=one[1], cap=one[2]) for one in both)
-            drawn = PoissonArrivals(rate=rate, prompt=prompt, generated=generated)
-            found = drawn.draw(1.5 * last / rate + 60, self.seed)[first:last]
+            drawn = DRAWN[cell]
+            found = drawn.draw(1.5 * last / drawn.rate + 60, self.seed)[first:last]
         else:
-            found = read_trace(self.traces / FILES[name])[first:last]
+            found = read_trace(self.traces / FILES[cell])[first:last]
         if len(found) < count:
             raise ValueError(f"requests={self.requests}: the trace has too few for {self.runs} runs; ask for fewer")
         faster = self.shorten * count / self.requests / self.scale

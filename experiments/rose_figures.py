@@ -19,14 +19,16 @@ def draw_cells(
     slo: Mapping[str, Mapping[str, Mapping[str, Any]]],
     limits: Mapping[str, Mapping[str, float]],
     harvest: Mapping[str, Mapping[str, float]],
-    timeline: Sequence[tuple[float, int, int, int]],
+    timeline: Sequence[tuple[float, int, int, int]] = (),
     *,
+    lent: Mapping[str, Sequence[float]] | None = None,
     tier: str,
 ) -> Path:
-    """Draws latencies over SLOs by policy (as Fig. 9), the harvest, and the pages of one run over time (as Fig. 3a).
+    """Draws latencies over SLOs by policy (as Fig. 9), the harvest, and the pages of one run over time (as Fig. 3a), or
+    what was lent.
 
     `limits`: by cell, `ttft_slo_ms` and `tpot_slo_ms`. `timeline`: seconds; pages that serving uses, that the rollout
-    holds, and its budget.
+    holds, and its budget. `lent`: by policy, seconds of each serving replica.
     """
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     policies = list(next(iter(slo.values())))
@@ -40,16 +42,25 @@ def draw_cells(
         ax.set_ylim(0, min(4.0, ax.get_ylim()[1]))
         ax.set_ylabel("share of the SLO")
         ax.set_title(title)
-    lent = [policy for policy in policies if policy in next(iter(harvest.values()))]
-    _bars(axes[1][0], lent, {cell: [some[policy] for policy in lent] for cell, some in harvest.items()})
+    lending = [policy for policy in policies if policy in next(iter(harvest.values()))]
+    _bars(axes[1][0], lending, {cell: [some[policy] for policy in lending] for cell, some in harvest.items()})
     axes[1][0].set_ylabel("rollout's tokens, of what it\nwould draw alone in the idle time")
     axes[1][0].set_title("harvest")
-    seconds, serving, rollout, budget = zip(*timeline, strict=True) if timeline else ((), (), (), ())
-    axes[1][1].stackplot(seconds, serving, rollout, labels=("used by serving", "held by the rollout"), alpha=0.7)
-    axes[1][1].plot(seconds, budget, color="black", linewidth=0.8, label="the rollout's budget")
-    axes[1][1].set(xlabel="seconds", ylabel="pages", title="pages of one run")
-    axes[1][1].legend(loc="upper right")
+    if lent is None:
+        _pages(axes[1][1], timeline)
+    else:
+        by_rank = zip(*lent.values(), strict=True)
+        _bars(axes[1][1], list(lent), {f"replica {place}": some for place, some in enumerate(by_rank)})
+        axes[1][1].set(ylabel="seconds", title="lent by each serving replica, first cell")
     return save(figure, path, "a rollout beside a serving model", tier)
+
+
+def _pages(ax: Axes, timeline: Sequence[tuple[float, int, int, int]]) -> None:
+    seconds, serving, rollout, budget = zip(*timeline, strict=True) if timeline else ((), (), (), ())
+    ax.stackplot(seconds, serving, rollout, labels=("used by serving", "held by the rollout"), alpha=0.7)
+    ax.plot(seconds, budget, color="black", linewidth=0.8, label="the rollout's budget")
+    ax.set(xlabel="seconds", ylabel="pages", title="pages of one run")
+    ax.legend(loc="upper right")
 
 
 def _bars(ax: Axes, names: Sequence[str], values: Mapping[str, Sequence[float]]) -> None:

@@ -1,4 +1,4 @@
-"""The admission policies that rose.py and rose_sim.py compare, and the latencies of what is served. Torch-free."""
+"""What rose.py and rose_sim.py share: requests, admission policies, and the latencies of what is served. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,12 +6,36 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from engines.serving.policies import AdmissionPolicy
 from experiments.comparison.turns import short
 from research.rose.admission import DualSLO, EqualTurns, Form, QueueDebt, ServingTimes
+from research.workloads.arrivals import PoissonArrivals
+from research.workloads.lengths import LogNormalLengths
 
+Cell = Literal["conversation", "code", "full"]
+Policy = Literal["none", "ttft", "tpot", "dual_printed", "dual_cumulative", "dual", "static_split", "half_slo"]
+FILES: dict[Cell, str] = {
+    "conversation": "AzureLLMInferenceTrace_conv.csv",
+    "code": "AzureLLMInferenceTrace_code.csv",
+    "full": "AzureLLMInferenceTrace_conv.csv",
+}
+DRAWN: dict[Cell, PoissonArrivals] = {
+    "conversation": PoissonArrivals(
+        rate=5.5,
+        prompt=LogNormalLengths(median=1000, sigma=0.6, cap=8000),
+        generated=LogNormalLengths(median=130, sigma=0.9, cap=1000),
+    ),
+    "code": PoissonArrivals(
+        rate=2.6,
+        prompt=LogNormalLengths(median=1450, sigma=0.9, cap=7500),
+        generated=LogNormalLengths(median=13, sigma=1.1, cap=1000),
+    ),
+}
+DRAWN["full"] = DRAWN["conversation"]
+"""About the traces', whose bursts these lack. Requests come faster in `full`."""
 _TTFT, _TPOT = 1.6, 4.0
 """SLOs over serving alone: over its P99 of TTFT, and over its median gap between tokens."""
 ALIKE = 1.3
@@ -28,6 +52,13 @@ class Timed(Protocol):
     def gaps(self) -> list[list[float]]:
         """Between two tokens, by request."""
         ...
+
+
+def check_traces(traces: Path | None) -> None:
+    """Raises ValueError for a folder without the traces; None: arrivals are drawn."""
+    for name in FILES.values() if traces is not None else ():
+        if not (traces / name).is_file():  # type: ignore[operator]
+            raise ValueError(f"traces={str(traces)!r}: has no {name}; name the folder of the traces")
 
 
 def admission_of(policy: str, times: ServingTimes, ttft_s: float, tpot_s: float, guard_s: float) -> AdmissionPolicy:
