@@ -26,10 +26,9 @@ from engines.constraints import check_fields
 from experiments import launch
 from experiments.comparison.results import check_folders
 from experiments.comparison.turns import in_columns, short
+from experiments.reproduce_rose import LEASE, REPLICAS, SHARING, Measured, lease_and_density, replicas, sharing
 
 ROOT = Path(__file__).parents[1]
-Measured = dict[str, tuple[float, bool | None]]
-"""Name -> our value, and whether it is inside the band; None where it is only reported."""
 
 
 def _bands(figures: tuple[str, ...]) -> Callable[[dict[str, Any]], Measured]:
@@ -244,10 +243,28 @@ ROWS = (
         result="heddle_sim.json", command=HEDDLE, read=_heddle, note=UNEQUAL,
     ),
     Row(
+        number=14, target="ROSE, Tables 2 and 1: seconds of the rollout by what is shared, and who breaks an SLO",
+        paper="776.7, 591.7, 469.3 s without admission control (8B); with it 496.3 s, 651.7 for changes of the model, "
+        "731.7 multiplexed",
+        band="each rung above the next; P99 in SLO with admission control only", tier="sim",
+        result="rose_sim.json", command="experiments/rose_sim.py", read=sharing, note=SHARING,
+    ),
+    Row(
+        number=15, target="ROSE, Fig. 14: how many times as fast with serving replicas beside the rollout's own",
+        paper="1.26, 1.45, 1.69 with 0.5, 1, 2 for each", band="rising, within 0.15", tier="sim",
+        result="rose_sim.json", command="experiments/rose_sim.py", read=replicas, note=REPLICAS,
+    ),
+    Row(
         number=16, target="ROSE, Fig. 10 and 11b: gain of sparse over dense weights at 1 %, and where it ends",
         paper="at 200 Gb/s 4.4 (8B) and 4.6 (32B), at 1 Gb/s 2.8 and 6.6; about 0.2",
         band="gain above 2.5 at 200 and 1 Gb/s; an end of 15 to 33 % at 200 Gb/s", tier="sim",
         result="relay_sim.json", command="experiments/relay_sim.py", read=_relay, note=RELAY,
+    ),
+    Row(
+        number=17, target="ROSE, Tables 4 and 5: the rollout by lease, and TTFT by density of requests",
+        paper="496.3, 497.1, 492.2, 502.1 s for 10, 20, 50, 100 s; TTFT P99 338, 380, 459 ms for 1, 1.5, 2",
+        band="seconds within 5 % of the first; TTFT rising", tier="sim",
+        result="rose_sim.json", command="experiments/rose_sim.py", read=lease_and_density, note=LEASE,
     ),
 )  # fmt: skip
 

@@ -55,6 +55,32 @@ RESULTS: dict[str, Any] = {
             }
         }
     },
+    "rose_sim.json": {
+        "workload": {"dedicated": 4},
+        "limits": {"code": {"ttft_slo_ms": 100.0, "tpot_slo_ms": 20.0}},
+        "sharing": {
+            "code": {
+                "static": {"rollout_s": 60.0, "ttft_p99": 90.0, "tpot_p99": 30.0, "ok": False},
+                "preempt": {"rollout_s": 48.0, "ttft_p99": 90.0, "tpot_p99": 19.0, "ok": True},
+                "prefix": {"rollout_s": 50.0, "ttft_p99": 200.0, "tpot_p99": 30.0, "ok": False},
+            }
+        },
+        "engines": {
+            "code": {
+                "rose": {"rollout_s": 40.0, "ttft_p99": 101.0, "tpot_p99": 10.0, "ok": True},
+                "swap": {"rollout_s": 60.0, "ttft_p99": 300.0, "tpot_p99": 10.0, "ok": False},
+                "multiplex": {"rollout_s": 48.0, "ttft_p99": 90.0, "tpot_p99": 19.0, "ok": True},
+            }
+        },
+        "replicas": {"code": {str(count): {"speedup": speed} for count, speed in ((2, 1.2), (4, 1.19), (8, 1.9))}},
+        "lease": {"10": {"rollout_s": 50.0}, "100": {"rollout_s": 53.0}},
+        "density": {
+            "1": {"rollout_s": 50.0, "ttft_p99": 100.0},
+            "2": {"rollout_s": 55.0, "ttft_p99": 90.0},
+            "1, alone": {"rollout_s": 80.0, "ttft_p99": 60.0},
+            "2, alone": {"rollout_s": 80.0, "ttft_p99": 70.0},
+        },
+    },
     "pat_profile.json": {"predictor_error": [{"tp_size": 1, "what": "held out", "error": 0.12, "a_a": 0.01}]},
 }
 
@@ -83,6 +109,28 @@ def test_each_row_says_what_was_measured_and_whether_it_is_inside(results: Path)
     assert rows["9"] == {
         "DAPO, naive over plain": {"ours": 0.9, "inside": True},
         "GRPO, naive over plain": {"ours": 0.9, "inside": None},
+    }
+    assert rows["14"] == {
+        "code, seconds of static over preempt": {"ours": 1.25, "inside": True},
+        "code, seconds of preempt over prefix": {"ours": 0.96, "inside": False},
+        "code, seconds of swap over ROSE": {"ours": 1.5, "inside": None},
+        "code, seconds of multiplex over ROSE": {"ours": 1.2, "inside": None},
+        "code, P99 over SLO, static": {"ours": 1.5, "inside": True},
+        "code, P99 over SLO, preempt": {"ours": 0.95, "inside": False},
+        "code, P99 over SLO, prefix": {"ours": 2.0, "inside": True},
+        "code, P99 over SLO, swap": {"ours": 3.0, "inside": None},
+        "code, P99 over SLO, ROSE": {"ours": 1.01, "inside": True},
+    }
+    assert [one["inside"] for one in rows["15"].values()] == [True, False, False]
+    assert rows["17"] == {
+        "lease 10 s, seconds": {"ours": 1.0, "inside": True},
+        "lease 100 s, seconds": {"ours": 1.06, "inside": False},
+        "density 1, TTFT P99": {"ours": 1.0, "inside": True},
+        "density 1, TTFT P99 of serving alone": {"ours": 0.6, "inside": None},
+        "density 1, seconds": {"ours": 1.0, "inside": None},
+        "density 2, TTFT P99": {"ours": 0.9, "inside": False},
+        "density 2, TTFT P99 of serving alone": {"ours": 0.7, "inside": None},
+        "density 2, seconds": {"ours": 1.1, "inside": None},
     }
     assert rows["16"] == {
         "8b, 200 Gb/s, codec ours, gain": {"ours": 2.4, "inside": False},
