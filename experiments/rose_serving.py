@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -251,6 +252,9 @@ class _Watch:
     def attach(self, wake: Callable[[], None]) -> None:
         if self._tenant is not None:
             self._tenant.attach(wake)
+
+    def alone(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._tenant is None else self._tenant.alone()
 
     def next(self) -> Turn | None:
         if self._tenant is not None:

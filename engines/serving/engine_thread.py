@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -107,6 +108,10 @@ class Beside(Protocol):
 
     def attach(self, wake: Callable[[], None]) -> None:
         """`wake` must be called when it gets work; by any thread."""
+        ...
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Returns what is held while the replica that serves changes: those who bring the model's work look at it."""
         ...
 
     def next(self) -> Turn | None:
@@ -209,6 +214,9 @@ class EngineThread:
             except queue.Empty:
                 return
 
+    def _alone(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._beside is None else self._beside.alone()
+
     @property
     def _has_work(self) -> bool:
         return self._replica.has_work or (self._beside is not None and self._beside.has_work)
@@ -233,12 +241,14 @@ class EngineThread:
             return
         if order is None:
             self._has_stopped = True
-            self._replica.clear()
+            with self._alone():
+                self._replica.clear()
             self._stop_beside("the server has stopped")
         elif isinstance(order, _Abort):
             for sequence_id in self._ids.get(order.job, ()):
                 if self._open.pop(sequence_id, None) is not None:
-                    self._replica.abort(sequence_id)
+                    with self._alone():
+                        self._replica.abort(sequence_id)
                     self._forget(sequence_id)
             self._leave(order.job)
         elif self._broken:
@@ -257,7 +267,8 @@ class EngineThread:
                 policy_step=self._replica.policy_version,
             )
             for index, state in enumerate(states):
-                self._replica.submit(Work(state=state))
+                with self._alone():
+                    self._replica.submit(Work(state=state))
                 self._open[state.sequence_id] = _Open(job=job, index=index, state=state)
                 self._ids[job].append(state.sequence_id)
                 if self._beside is not None:
@@ -277,7 +288,8 @@ class EngineThread:
     def _step(self) -> None:
         start = time.monotonic()
         try:
-            output = self._replica.step()
+            with self._alone():
+                output = self._replica.step()
         except Exception as error:
             log.exception("serving: a step has failed")
             self._num_failures += 1
@@ -326,7 +338,8 @@ class EngineThread:
         for job in jobs:
             self._events.append((job, Failed(reason=reason)))
             self._leave(job)
-        self._replica.clear()
+        with self._alone():
+            self._replica.clear()
 
     def _stop_beside(self, reason: str) -> None:
         if self._beside is not None:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
@@ -73,6 +73,9 @@ class Tenant:
 
     def attach(self, wake: Callable[[], None]) -> None:
         self._wake = wake
+
+    def alone(self) -> AbstractContextManager[object]:
+        return self._lock
 
     @property
     def has_work(self) -> bool:

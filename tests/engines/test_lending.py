@@ -26,6 +26,7 @@ from engines.coordination.policies import OnDemand
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.fleet.fleet import Fleet
 from engines.models.loader import checkpoint_tensors
+from engines.parallel.layout import ReplicaSpec
 from engines.rollout.pace import ShortestStep
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_coserving import RandomCuts, Sometimes
@@ -392,3 +393,33 @@ def test_a_server_without_a_second_model_lends_nothing(text_model: str, folders:
             fleet.borrow(running.url)
         with pytest.raises(openai.NotFoundError):
             running.client().get("/curtail/loans", cast_to=object)
+
+
+def test_a_loan_begins_between_two_steps_of_serving(text_model: str, folders: dict[int, Path]) -> None:
+    """It looks at who waits for the serving model, and counts the pages, which a step changes."""
+    with lending(text_model, str(folders[0])) as lent:
+        run, steps, goes_on, has_begun = lent.llm.replica._runner.run, *(threading.Event() for _ in range(3))
+
+        def wait(scheduled: Any) -> Any:
+            steps.set()
+            assert goes_on.wait(60)
+            return run(scheduled)
+
+        def begin() -> None:
+            lent.lender.tenant.lend(ReplicaSpec(id=0, ranks=(0,)), max_kv_tokens=64)
+            has_begun.set()
+
+        def ask() -> None:
+            lent.running.client(timeout=60).completions.create(model="tiny", prompt="12+34=", max_tokens=4)
+
+        lent.llm.replica._runner.run = wait  # type: ignore[method-assign]
+        threads = [threading.Thread(target=ask), threading.Thread(target=begin)]
+        threads[0].start()
+        assert steps.wait(60)
+        threads[1].start()
+        assert not has_begun.wait(0.3)
+        goes_on.set()
+        for thread in threads:
+            thread.join(60)
+        assert has_begun.is_set()
+        lent.lender.tenant.take_back("it has ended")
