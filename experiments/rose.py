@@ -113,7 +113,7 @@ def main() -> dict[str, Any] | None:
     measured = measure(config, world)
     if world.rank:
         return None
-    facts = {"tokens_equal": measured.tokens_equal, **others(config)}
+    facts = {**({"tokens_equal": measured.tokens_equal} if measured.is_compared else {}), **others(config)}
     facts |= {"slo": measured.slo, "harvest": measured.harvest, "a_a": measured.a_a, **measured.facts}
     result = report("rose", config, {"seconds": round(time.monotonic() - start, 1), **facts})
     if config.figure is not None and measured.slo:

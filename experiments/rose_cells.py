@@ -35,6 +35,8 @@ class Measured:
     """All that `rose.py` reports, by cell and policy."""
 
     tokens_equal: bool = True
+    is_compared: bool = False
+    """Whether any tokens were compared."""
     slo: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     harvest: dict[str, dict[str, float]] = field(default_factory=dict)
     a_a: dict[str, float] = field(default_factory=dict)
@@ -122,8 +124,7 @@ class _Bench:
             rollout_tokens=CHUNK // self._config.shorten,
             max_model_len=4096,
             lease_s=10.0 * self._config.scale / self._config.shorten,
-            serving_pace=pace,
-            rollout_pace=pace,
+            pace=pace,
         )
         return ServingProcess(models)
 
@@ -141,7 +142,7 @@ class _Bench:
         margin = max(0.0, *launch.gather(self._world, margin, float))
         self._times = replace(self._times, margin=margin)
         alone = self._gathered(results)
-        rate = statistics.mean(launch.gather(self._world, rolled.rollout_tokens / rolled.seconds, float))
+        rate = statistics.mean(launch.gather(self._world, rolled.lent.num_tokens / rolled.seconds, float))
         slos: dict[str, tuple[float, float]] = {
             cell: slo_of([one for one in alone if one.cell == cell]) for cell in config.cells
         }
@@ -191,7 +192,7 @@ class _Bench:
         slos: dict[str, tuple[float, float]],
         rate: float,
     ) -> None:
-        measured.tokens_equal = not any(one.differ for one in lent)
+        measured.tokens_equal, measured.is_compared = not any(one.differ for one in lent), bool(lent)
         details: dict[str, Any] = {}
         for cell, (ttft_s, tpot_s) in slos.items():
             of_cell = [one for one in alone if one.cell == cell]
@@ -239,14 +240,14 @@ class _Bench:
         )
         admission = admission_of("dual", own, ttft_s, tpot_s, self._guard_s)
         beside = process.run(arrivals, self._lending(admission, ServingFirst()), seed=0)
-        measured.tokens_equal &= beside.served == alone.served
+        measured.tokens_equal, measured.is_compared = measured.tokens_equal and beside.served == alone.served, True
         measured.facts["live"] = {
             "ttft_slo_ms": short(1e3 * ttft_s),
             "tpot_slo_ms": short(1e3 * tpot_s),
             ALONE: latencies([found], ttft_s, tpot_s),
             "dual": latencies([_Result(cell="", policy="", run=0, **plain(beside))], ttft_s, tpot_s),
             "serving_share": short(beside.serving_s / beside.seconds),
-            "rollout_tokens_per_s": short(beside.rollout_tokens / beside.seconds),
+            "rollout_tokens_per_s": short(beside.lent.num_tokens / beside.seconds),
         }
 
 
@@ -263,7 +264,7 @@ def plain(run: Run) -> dict[str, Any]:
         "gaps": run.gaps,
         "seconds": run.seconds,
         "serving_s": run.serving_s,
-        "rollout_tokens": run.rollout_tokens,
+        "rollout_tokens": run.lent.num_tokens,
         "lent_s": run.lent.seconds,
         "num_taken_back": run.lent.num_taken_back,
         "num_stalled": run.lent.num_stalled,

@@ -58,9 +58,8 @@ class Models:
     max_model_len: int
     lease_s: float | None = 10.0
     """Of the rollout's pages."""
-    serving_pace: Pace | None
-    rollout_pace: Pace | None
-    """None for this machine's own speed."""
+    pace: Pace | None
+    """Of both; None for this machine's own speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +99,6 @@ class Run:
     """A digest of each request's tokens."""
     rolled: dict[int, str] = field(default_factory=dict)
     """The same of the rollout's sequences that have ended, by their number."""
-    rollout_tokens: int = 0
     lent: Lent = field(default_factory=Lent)
     pages: list[tuple[float, int, int, int]] = field(default_factory=list)
     """Time, and pages: in use by the serving model, held by the rollout, and its budget."""
@@ -167,9 +165,9 @@ class ServingProcess:
         is no end."""
         run = Run()
         tenant = self._tenant(lending)
-        watch = _Watch(self.serving.replica, tenant, run, self.models.serving_pace)
+        watch = _Watch(self.serving.replica, tenant, run, self.models.pace)
         clients = _Clients(arrivals, seed, self._vocab_size)
-        pace = self.models.serving_pace
+        pace = self.models.pace
         thread = EngineThread(
             self.serving.replica,
             run_seed=seed,
@@ -210,7 +208,7 @@ class ServingProcess:
         self.serving.share.set_budget(whole if lending is None else int(lending.serving_share * whole))
         if lending is None:
             return None
-        pace = models.rollout_pace
+        pace = models.pace
         row_times = self.rollout.row_times
         coserving = CoServing(
             serving=Neighbour(replica=self.serving.replica, pages=self.serving.share),
@@ -303,7 +301,6 @@ class _Clients:
         self._jobs: list[Job] = []
         self._times: dict[Job, list[float]] = {}
         self._tokens: dict[Job, list[int]] = {}
-        self._seed = seed
         self.num_ended = 0
 
     def tell(self, events: list[tuple[Job, Event]]) -> None:
@@ -350,7 +347,6 @@ class _Rollout:
         self._num_begun = 0
         self._began = time.monotonic()
         self._seq = 0
-        self._progress = 0
         self.ended: dict[int, str] = {}
         self._submit([self._new() for _ in range(tenant.engine.config.max_num_seqs)])
 
@@ -375,8 +371,6 @@ class _Rollout:
         for event in self._tenant.take_events():
             if isinstance(event, m.SequencesReleased):
                 works += event.works
-            elif isinstance(event, m.StepReported):
-                self._progress += sum(count for _, count in event.progress)
             elif isinstance(event, m.SequencesFinished):
                 for one in event.finished:
                     self.ended[one.state.key.prompt_uid] = digest(one.completion.token_ids)
@@ -386,4 +380,3 @@ class _Rollout:
     def sum_up(self, run: Run) -> None:
         run.rolled = self.ended
         run.lent = self._tenant.lent
-        run.rollout_tokens = run.lent.num_tokens

@@ -210,8 +210,9 @@ class QueueDebt:
 
     Slack is of requests that have come. Where requests come about as fast as they are served, each step of the rollout
     delays all later ones, too, until the queue is empty: Eq. 1 lends up to the SLO, and then the queue grows by itself.
-    Here the steps while requests are queued, and the one in which the first of them came, take at most `most_s` in all:
-    for the SLO less the P99 of serving alone, its P99 is held.
+    Here the steps while requests are queued, and the one in which the first of them came, take at most `most_s` in all.
+    With the SLO less the P99 of serving alone, a queue that waits for passes only keeps the SLO. One that waits for
+    slots may not: steps that are lent while no request is queued make decodes stay in their slots for longer.
     """
 
     also: AdmissionPolicy

@@ -1,6 +1,6 @@
 """How many pages a rollout may hold beside a serving model: preemptive sharing (ROSE §4.1, Table 2). Torch-free.
 
-The paper gives H and the factor; marks, window and the order of victims are ours. What remains of the pool beside the
+The paper gives H and the factor; marks and window are ours. What remains of the pool beside the
 rollout's budget is the serving model's, and H of it is to stay unused: the marks lie in H, and move as the budget does.
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from msgspec import Meta
 
 from engines.constraints import Fraction, Seconds, Share, check_fields
-from engines.sequence import SequenceId
 from engines.serving.policies import MemoryView
 
 
@@ -127,19 +125,3 @@ class PeakUse:
     def _expire(self, now: float) -> None:
         while self._falling and self._falling[0][1] < now - self.window_s:
             self._falling.popleft()
-
-
-class Running(NamedTuple):
-    """A sequence of the rollout that is running."""
-
-    sequence_id: SequenceId
-    num_computed: int
-    """Tokens whose KV would be lost."""
-
-
-def victims(running: Iterable[Running]) -> list[SequenceId]:
-    """Returns the sequences in the order in which a cut aborts them: those with the fewest computed tokens first.
-
-    Pages that no sequence holds go before any of them; see `PageShare`.
-    """
-    return [one.sequence_id for one in sorted(running, key=lambda one: (one.num_computed, one.sequence_id))]

@@ -29,14 +29,15 @@ class _Sometimes:
 
 
 class _Cuts(ServingFirst):
-    """Cuts the budget at random, too; the next phase gives it back."""
+    """Cuts the budget at each 20th look, too; the next phase gives it back."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(SharingOptions(window_s=0.2))
-        self._rng = random.Random(seed)
+        self._rng, self._num_looks = random.Random(seed), 0
 
     def cut(self, view: MemoryView) -> int | None:
-        return self._rng.randrange(view.budget) if view.budget and self._rng.random() < 0.02 else super().cut(view)
+        self._num_looks += 1
+        return self._rng.randrange(view.budget) if view.budget and not self._num_looks % 20 else super().cut(view)
 
 
 def lending(**changed: object) -> Lending:
@@ -65,8 +66,7 @@ def process(folders: list[Path], num_pages: int) -> ServingProcess:
         rollout_seqs=6,
         max_model_len=256,
         lease_s=0.02,
-        serving_pace=None,
-        rollout_pace=None,
+        pace=None,
     )
     return ServingProcess(models)
 
@@ -101,7 +101,7 @@ def test_no_token_depends_on_the_other_model(folders: list[Path], seed: int) -> 
 
 def test_the_rollout_alone_uses_the_whole_machine(folders: list[Path]) -> None:
     found = process(folders, num_pages=200).run([], lending(), seed=0, seconds=0.5)
-    assert found.rollout_tokens > 50 and not found.serving_s
+    assert found.lent.num_tokens > 50 and not found.serving_s
     assert found.lent.num_taken_back == 0
 
 

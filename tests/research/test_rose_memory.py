@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engines.serving.policies import MemoryView
-from research.rose.memory import PeakUse, Running, ServingFirst, SharingOptions, StaticSplit, victims
+from research.rose.memory import PeakUse, ServingFirst, SharingOptions, StaticSplit
 
 
 def view(num_serving: int, budget: int = 0, *, now: float = 0.0, num_pages: int = 1000) -> MemoryView:
@@ -119,11 +119,6 @@ def test_a_static_split() -> None:
     assert split.begin(view(1000)) == 500 and split.headroom(view(1000)) == 0
     assert split.cut(view(1000, 500)) is None
     assert StaticSplit(0.29).begin(view(0, num_pages=100)) == 29
-
-
-def test_victims() -> None:
-    running = [Running((0, 0, 2), 70), Running((0, 1, 0), 8), Running((0, 0, 1), 8), Running((0, 3, 0), 0)]
-    assert victims(running) == [(0, 3, 0), (0, 0, 1), (0, 1, 0), (0, 0, 2)]
 
 
 @pytest.mark.parametrize(
