@@ -13,7 +13,7 @@ import torch
 
 from engines import LLM, SamplingParams
 from engines.config import DraftMode
-from engines.coordination.policies import OnDemand
+from engines.coordination.policies import OnDemand, Static
 from engines.coordination.views import Dispatch, LayoutChange, LayoutView, ScheduleView
 from engines.fleet.fleet import Fleet
 from engines.parallel.layout import Layout, ReplicaSpec, Role, contiguous_layout, drafters_of
@@ -75,15 +75,18 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"layout": ONE_EACH, "draft_mode": mode, "max_draft_tokens": window}
         for window, mode in enumerate(MODES, start=1)
     ],
-    "others": [
+    "others": [  # in the fourth, four blocks are for at least two of eight sequences, which need three each
         {"layout": WIDE, "draft_mode": "strict", "max_draft_tokens": 4},
         {"layout": WIDE, "draft_mode": "filled", "max_draft_tokens": 3, "schedule": InChunks()},
         {"layout": SHARED, "draft_mode": "strict", "max_draft_tokens": 3},
-        {"layout": SHARED, "draft_mode": "naive", "kv_cache_bytes": TIGHT_KV // 2, "max_model_len": 80},
+        {
+            "layout": SHARED, "draft_mode": "naive", "kv_cache_bytes": TIGHT_KV // 3, "max_model_len": 48,
+            "schedule": Static(),
+        },
         {"layout": SHARED, "draft_lengths": "adaptive"},
         {"layout": SHARED, "drafter": "ngram", "draft_mode": "strict", "max_draft_tokens": 2},
     ],
-}
+}  # fmt: skip
 
 
 def roll_out(name: str, model: str, near: str) -> list[tuple[list[list[list[int]]], dict[str, float]]]:
