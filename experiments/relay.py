@@ -94,7 +94,6 @@ def _job_part(config: RelayConfig) -> dict[str, Any]:
     waits, digests = [], set()
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
-        (runs / "models").symlink_to(Path("runs/models").resolve())
 
         def run(name: str, weights: str, *more: str) -> list[dict[str, Any]]:
             places = ["--runs", folder, "--name", name, "--weights", weights]
