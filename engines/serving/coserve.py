@@ -21,7 +21,7 @@ Turn = Literal["serving", "rollout"]
 StepSeconds = Callable[[StepOutput], float]
 """Seconds of a step of the rollout's model that does this."""
 RENEW_S = 1.0
-"""While the rollout has no sequences and nothing was cut, its budget is made anew so often."""
+"""While the rollout has no sequences, it learns so often what it may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,10 @@ class CoServing:
         self._released: list[Work] = []
         self._waiting: dict[SequenceId, float] = {}
         """Since when sequences of the rollout wait to enter a pass."""
+        self._delayed_s = 0.0
+        """See `ServingView.delayed_s`."""
+        self._kept_waiting: float | None = None
+        """Since when the serving model has had work, and has not stepped; None without work."""
         self._progressed: float | None = None
         """When the rollout last stepped, or got work; None without work."""
 
@@ -107,12 +111,16 @@ class CoServing:
         self._limit_leases(now)
 
     def renew(self, now: float) -> bool:
-        """Makes the budget anew where that is due, and returns whether it did. So an idle rollout learns of memory that
-        has become free; after a cut it has to wait for the next phase."""
-        is_cut = self.lent.num_cuts != self._num_cuts
-        if is_cut or self._rollout.replica.num_sequences or now - self._renewed < RENEW_S:
+        """Returns whether the rollout should be told anew how many pages it may have: from time to time while it has no
+        sequences. Without a cut in this phase, its budget is made anew, too; after one, it waits for the next phase,
+        but what serving took beyond the cut comes back to it."""
+        if self._rollout.replica.num_sequences or now - self._renewed < RENEW_S:
             return False
-        self.begin(now)
+        if self.lent.num_cuts == self._num_cuts:
+            self.begin(now)
+        else:
+            self._renewed = now
+            self._take_back(self._limit_leases(now))
         return True
 
     def end(self) -> None:
@@ -129,6 +137,10 @@ class CoServing:
         """Returns who steps next; None while neither may. Takes memory back from the rollout first."""
         self._share_memory(now)
         self._drop_stalled(now)
+        if not self.serves:
+            self._kept_waiting = None
+        elif self._kept_waiting is None:
+            self._kept_waiting = min(now, self.times.first_queued or now)
         if self._rollout.replica.has_work and self._may_step(now):
             return "rollout"
         return "serving" if self.serves else None
@@ -139,6 +151,9 @@ class CoServing:
             for finished in output.finished:
                 self.times.left(finished.state.sequence_id)
             self.times.stepped(self._serving.replica.scheduler.running, now)
+            if self._kept_waiting is not None:
+                self._delayed_s += max(0.0, start - self._kept_waiting)
+            self._kept_waiting = now if self.serves else None
         else:
             self.lent.num_steps += 1
             self.lent.num_tokens += output.num_sampled
@@ -160,7 +175,8 @@ class CoServing:
         scheduler = self._rollout.replica.scheduler
         if not can_step(scheduler):
             return False
-        view = self.times.view(self._serving.replica.scheduler.running, now)
+        delayed_s = self._delayed_s + (0.0 if self._kept_waiting is None else now - self._kept_waiting)
+        view = self.times.view(self._serving.replica.scheduler.running, now, delayed_s)
         return self._admission.admits(view, self._seconds(next_step(scheduler)))
 
     def _drop_stalled(self, now: float) -> None:

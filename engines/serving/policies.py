@@ -30,6 +30,9 @@ class ServingView:
     """Of the sequences that decode: when each got its last token."""
     num_context_tokens: int
     """Tokens of the sequences that decode, in all."""
+    delayed_s: float
+    """Since the beginning, the seconds in which the serving model had work, and no step of it ran. While it is alone
+    these are the gaps between its steps."""
 
 
 class AdmissionPolicy(Protocol):

@@ -35,7 +35,12 @@ class RequestTimes:
                 self._queued.pop(state.sequence_id, None)
                 self._last[state.sequence_id] = now, length
 
-    def view(self, running: Iterable[Sequence], now: float) -> ServingView:
+    @property
+    def first_queued(self) -> float | None:
+        """When the first of those without a token arrived; None without any."""
+        return next((arrived for arrived, _ in self._queued.values()), None)
+
+    def view(self, running: Iterable[Sequence], now: float, delayed_s: float) -> ServingView:
         computed = {one.state.sequence_id: one.num_computed for one in running}
         queued = tuple(
             QueuedRequest(arrived=arrived, num_tokens=len(state.tokens) - computed.get(id_, 0))
@@ -46,4 +51,5 @@ class RequestTimes:
             queued=queued,
             last_token_times=tuple(last for last, _ in self._last.values()),
             num_context_tokens=sum(length for _, length in self._last.values()),
+            delayed_s=delayed_s,
         )

@@ -206,28 +206,27 @@ class DualSLO:
 
 @dataclass
 class QueueDebt:
-    """An `AdmissionPolicy` that also bounds what the rollout's steps may delay a queue in all: not in the paper.
+    """An `AdmissionPolicy` that also bounds what the rollout delays a queue in all: not in the paper.
 
     Slack is of requests that have come. Where requests come about as fast as they are served, each step of the rollout
     delays all later ones, too, until the queue is empty: Eq. 1 lends up to the SLO, and then the queue grows by itself.
-    Here the steps while requests are queued, and the one in which the first of them came, take at most `most_s` in all.
+    Here a queue waits at most `most_s` for anything but steps of the serving model, in all, counted from before the
+    step in which the first of its requests came. This is measured, and so includes what a rollout adds between steps.
     With the SLO less the P99 of serving alone, a queue that waits for passes only keeps the SLO. One that waits for
     slots may not: steps that are lent while no request is queued make decodes stay in their slots for longer.
     """
 
     also: AdmissionPolicy
     most_s: float
-    _debt_s: float = 0.0
+    _delayed_s: float | None = None
+    """`ServingView.delayed_s` when no request was queued."""
 
     def admits(self, view: ServingView, seconds: float) -> bool:
-        if not view.queued:
-            self._debt_s = 0.0
-        elif self._debt_s + seconds > self.most_s:
+        if self._delayed_s is None or not view.queued:
+            self._delayed_s = view.delayed_s
+        elif view.delayed_s - self._delayed_s + seconds > self.most_s:
             return False
-        if not self.also.admits(view, seconds):
-            return False
-        self._debt_s += seconds
-        return True
+        return self.also.admits(view, seconds)
 
 
 @dataclass

@@ -191,6 +191,25 @@ def test_the_budget_falls_within_a_phase_and_is_made_anew_by_the_next() -> None:
     assert world.coserving.budget == 32
 
 
+def test_an_idle_rollout_learns_what_is_left_of_a_budget_that_was_cut() -> None:
+    world = World(memory=ServingFirst(SharingOptions(window_s=0.1)))
+    world.coserving.begin(world.now)
+    world.roll(40, 400)
+    for _ in range(10):
+        world.serve(60, 4)
+    least = world.rollout.pages.blocks.num_allowed_blocks
+    while world.rollout.replica.num_sequences or world.serving.replica.has_work:
+        world.step()
+        least = min(least, world.rollout.pages.blocks.num_allowed_blocks)
+        world.coserving.take_released()
+    budget, cuts = world.coserving.budget, world.coserving.lent.num_cuts
+    assert least == 0 < budget and cuts
+    world.now += 1.0
+    assert world.coserving.renew(world.now)
+    assert world.rollout.pages.blocks.num_allowed_blocks == 3 * budget == 3 * world.coserving.budget
+    assert not world.coserving.renew(world.now + 0.5)
+
+
 def test_a_static_split_leaves_the_rollout_its_half() -> None:
     """Although requests wait that would find no room beside it."""
     world = World(memory=StaticSplit())
@@ -230,6 +249,41 @@ def test_a_time_without_sequences_is_no_stall() -> None:
     world.now += 10.0
     world.coserving.begin(world.now)
     assert world.coserving.next(world.now) == "rollout" and not world.coserving.lent.num_stalled
+
+
+class InTurns:
+    """Admits every second step, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def admits(self, view: ServingView, seconds: float) -> bool:
+        self.seen.append((view.now, view.delayed_s))
+        return len(self.seen) % 2 == 0
+
+
+def test_serving_is_delayed_while_it_has_work_and_does_not_step() -> None:
+    turns = InTurns()
+    world = World(turns)
+    world.coserving.begin(world.now)
+    world.roll(10, 200)
+    for _ in range(4):  # no request yet; a step of the rollout takes 0.01 s, a look 0.005 s
+        world.step()
+    assert [delayed for _, delayed in turns.seen] == [0.0] * 4
+    world.coserving.times.arrived(state := world.state(10, 5), world.now - 0.003)  # in the last step
+    world.serving.replica.submit(Work(state=state))
+    start, lent = world.now, world.coserving.lent.num_steps
+    while world.serving.replica.has_work:
+        world.now += 0.001  # between two steps
+        world.step()
+    rolled, gaps = world.coserving.lent.num_steps - lent, len(turns.seen) - 4
+    assert rolled == 4 and gaps == 9
+    assert turns.seen[4] == pytest.approx((start + 0.001, 0.004))
+    assert turns.seen[-1][1] == pytest.approx(0.003 + 0.01 * rolled + 0.001 * gaps)
+    world.step()
+    world.now += 1.0
+    world.step()
+    assert turns.seen[-1][1] == pytest.approx(0.003 + 0.01 * rolled + 0.001 * gaps), "nothing is delayed without work"
 
 
 def test_serving_steps_while_the_rollout_waits_for_pages_to_its_bound() -> None:
