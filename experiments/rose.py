@@ -27,15 +27,18 @@ from experiments.comparison.turns import in_columns
 from experiments.rose_policies import DRAWN, FILES, Cell, Policy, check_traces
 from research.workloads.arrivals import Arrival, read_trace
 
-Part = Literal["cells", "live", "pool"]
+Part = Literal["cells", "live", "borrowed", "pool"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoseConfig(ResultOptions):
     """Measure rollouts beside a serving model, under SLOs."""
 
-    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = ("cells", "live", "pool")
-    """What to measure; `pool` is what a step in pages takes over one with a KV cache of its own."""
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, description="one or more parts")] = (
+        *("cells", "live", "borrowed", "pool"),
+    )
+    """What to measure. borrowed: a job with replicas of its own that borrows serving processes, paced and simulated;
+    pool: what a step in pages takes over one with a KV cache of its own."""
     endpoint_model: Path | None = None
     """Also load a serving endpoint over this model, as serving_load.py does by default (needs OpenAI's client)."""
     cells: Annotated[tuple[Cell, ...], Meta(min_length=1)] = ("conversation", "code", "full")
@@ -65,6 +68,14 @@ class RoseConfig(ResultOptions):
     """Latency profile of both models."""
     scale: Positive = 1.0
     """Multiplies the time of paced steps, of gaps and of SLOs: larger where this machine is too slow to follow."""
+    own: Count = 4
+    """Replicas of the job in the part `borrowed`."""
+    lenders: Count = 4
+    """Serving processes that it borrows."""
+    sequences: Count = 1200
+    """Sequences that it rolls out."""
+    borrowed_scale: Positive = 4.0
+    """`scale` of the part `borrowed`, which has more processes."""
     ranks: Count = 2
     """Processes to start; under torchrun, its number of processes applies instead."""
     seed: WholeNumber = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ ALONE = "alone"
 CHUNK = 512
 """Tokens of a rollout's prefill chunk (ROSE §4.1)."""
 NUM_PAGES, ROLLOUT_S = 320, 4.0
+MAX_MODEL_LEN, PROMPT = 4096, 256
 
 
 @dataclass(kw_only=True)
@@ -57,6 +59,12 @@ def measure(config: RoseConfig, world: Communicator) -> Measured:
             bench.cells(measured)
         if "live" in config.parts and world.rank == 0:
             bench.live(measured)
+        if "borrowed" in config.parts and world.rank == 0:
+            from experiments.rose_borrowed import measure_borrowed
+
+            borrowed, is_equal = measure_borrowed(config, [Path(one) for one in made])
+            measured.tokens_equal, measured.is_compared = measured.tokens_equal and is_equal, True
+            measured.facts["borrowed"] = borrowed
         world.barrier()
     return measured
 
@@ -105,7 +113,7 @@ class _Bench:
     def __init__(self, config: RoseConfig, world: Communicator, folders: list[Path]) -> None:
         self._config, self._world, self._folders = config, world, folders
         self._pace = ProfilePace.of(config.profile, scale=config.scale, token_scale=config.shorten)
-        self._process = self._make(self._pace)
+        self._process = ServingProcess(models_of(config, folders, self._pace))
         serving = self._process.serving.config
         self._times = ServingTimes.of(
             self._pace, SPEC, chunk_tokens=serving.max_num_batched_tokens, max_num_seqs=serving.max_num_seqs
@@ -114,26 +122,12 @@ class _Bench:
         self._guard_s = 1e-3 * config.guard_ms * config.scale
         self._alone: dict[tuple[str, int], Run] = {}
 
-    def _make(self, pace: ProfilePace | None) -> ServingProcess:
-        serving, rollout = self._folders
-        models = Models(
-            serving=serving,
-            rollout=rollout,
-            num_pages=NUM_PAGES,
-            serving_tokens=2048 // self._config.shorten,
-            rollout_tokens=CHUNK // self._config.shorten,
-            max_model_len=4096,
-            lease_s=10.0 * self._config.scale / self._config.shorten,
-            pace=pace,
-        )
-        return ServingProcess(models)
-
     def cells(self, measured: Measured) -> None:
         config, rank, size = self._config, self._world.rank, self._world.size
         units = [(cell, run) for cell in config.cells for run in range(config.runs)]
         mine = units[rank::size]
         self._process.run(config.arrivals(*units[0])[:20], None, seed=0)  # warm
-        rolled = self._process.run([], self._lending(EqualTurns(), ServingFirst()), seed=0, seconds=ROLLOUT_S)
+        rolled = self._process.run([], lending_of(config, EqualTurns(), ServingFirst()), seed=0, seconds=ROLLOUT_S)
         results = []
         for cell, run in Bar(mine, desc="serving alone", unit="run", disable=rank > 0):
             self._alone[cell, run] = found = self._process.run(config.arrivals(cell, run), None, seed=run)
@@ -163,18 +157,8 @@ class _Bench:
     def _of_policy(self, policy: str, ttft_s: float, tpot_s: float) -> Lending:
         admission = admission_of(policy, self._times, ttft_s, tpot_s, self._guard_s)
         if policy == "static_split":
-            return self._lending(admission, StaticSplit(), serving_share=0.5)
-        return self._lending(admission, ServingFirst(SharingOptions(window_s=60.0 / self._config.shorten)))
-
-    def _lending(self, admission: AdmissionPolicy, memory: MemoryPolicy, *, serving_share: float = 1.0) -> Lending:
-        lengths = LogNormalLengths(median=400 / self._config.shorten, sigma=0.8, cap=4000 // self._config.shorten)
-        return Lending(
-            admission=admission,
-            memory=memory,
-            serving_share=serving_share,
-            prompt_tokens=max(1, 256 // self._config.shorten),
-            new_tokens=lambda number: lengths.at(random.Random(number).gauss(0, 1)),
-        )
+            return lending_of(self._config, admission, StaticSplit(), serving_share=0.5)
+        return lending_of(self._config, admission, memory_of(self._config))
 
     def _result(self, cell: str, policy: str, run: int, found: Run, rolled: Run) -> _Result:
         alone = self._alone[cell, run]
@@ -225,7 +209,7 @@ class _Bench:
 
     def live(self, measured: Measured) -> None:
         """One run of the conversation at this machine's own speed, under `dual`; not scored."""
-        process = self._make(None)
+        process = ServingProcess(models_of(self._config, self._folders, None))
         times = process.serving.row_times
         config = self._config
         arrivals = [replace(one, time_s=one.time_s / config.live_rate) for one in config.arrivals("conversation", 0)]
@@ -239,7 +223,7 @@ class _Bench:
             max_num_seqs=process.serving.config.max_num_seqs,
         )
         admission = admission_of("dual", own, ttft_s, tpot_s, self._guard_s)
-        beside = process.run(arrivals, self._lending(admission, ServingFirst()), seed=0)
+        beside = process.run(arrivals, lending_of(config, admission, ServingFirst()), seed=0)
         measured.tokens_equal, measured.is_compared = measured.tokens_equal and beside.served == alone.served, True
         measured.facts["live"] = {
             "ttft_slo_ms": short(1e3 * ttft_s),
@@ -249,6 +233,43 @@ class _Bench:
             "serving_share": short(beside.serving_s / beside.seconds),
             "rollout_tokens_per_s": short(beside.lent.num_tokens / beside.seconds),
         }
+
+
+def models_of(config: RoseConfig, folders: Items[Path], pace: ProfilePace | None) -> Models:
+    serving, rollout = folders
+    return Models(
+        serving=serving,
+        rollout=rollout,
+        num_pages=NUM_PAGES,
+        serving_tokens=2048 // config.shorten,
+        rollout_tokens=CHUNK // config.shorten,
+        max_model_len=MAX_MODEL_LEN,
+        lease_s=10.0 * config.scale / config.shorten,
+        pace=pace,
+    )
+
+
+def lending_of(
+    config: RoseConfig, admission: AdmissionPolicy, memory: MemoryPolicy, *, serving_share: float = 1.0
+) -> Lending:
+    lengths = lengths_of(config)
+    return Lending(
+        admission=admission,
+        memory=memory,
+        serving_share=serving_share,
+        stall_s=2.0 * config.scale,
+        prompt_tokens=max(1, PROMPT // config.shorten),
+        new_tokens=lambda number: lengths.at(random.Random(number).gauss(0, 1)),
+    )
+
+
+def lengths_of(config: RoseConfig) -> LogNormalLengths:
+    """Of the rollout's responses."""
+    return LogNormalLengths(median=400 / config.shorten, sigma=0.8, cap=4000 // config.shorten)
+
+
+def memory_of(config: RoseConfig) -> MemoryPolicy:
+    return ServingFirst(SharingOptions(window_s=60.0 * config.scale / config.shorten))
 
 
 _COUNTS = ("num_cuts", "num_taken_back", "num_stalled")

@@ -7,7 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +18,12 @@ import torch
 
 from engines.config import EngineConfig, ModelConfig
 from engines.control import messages as m
+from engines.fleet.borrowing import Agreement
 from engines.kvcache.page_storage import Pages, PageStorage
 from engines.kvcache.pages import PagePool, page_bytes_for
 from engines.memory.plan import kv_block_bytes
 from engines.models.loader import checkpoint_tensors
+from engines.models.tokenizer import tokenizer_digest
 from engines.parallel.collectives import SingleRank
 from engines.parallel.layout import ReplicaSpec
 from engines.replica.engine import LocalEngine
@@ -31,6 +33,7 @@ from engines.rollout.pace import Pace
 from engines.sequence import SamplingParams, SequenceId, SequenceState, Work
 from engines.serving.coserve import CoServing, CoServingLimits, Lent, Neighbour, Turn
 from engines.serving.engine_thread import EngineThread, Event, Failed, Job, Tokens
+from engines.serving.lending import Lender
 from engines.serving.policies import AdmissionPolicy, MemoryPolicy
 from engines.serving.tenant import Tenant
 from research.workloads.arrivals import Arrival
@@ -163,22 +166,11 @@ class ServingProcess:
         """Serves the requests, whose prompts are drawn by `seed`, until all have ended, `seconds` have passed, and
         `num_rolled` sequences of the rollout have ended. Raises RuntimeError for a request that fails, and where there
         is no end."""
-        run = Run()
-        tenant = self._tenant(lending)
-        watch = _Watch(self.serving.replica, tenant, run, self.models.pace)
+        run, tenant = Run(), self._tenant(lending)
         clients = _Clients(arrivals, seed, self._vocab_size)
-        pace = self.models.pace
-        thread = EngineThread(
-            self.serving.replica,
-            run_seed=seed,
-            tell=clients.tell,
-            beside=watch,
-            pace=None if pace is None else lambda output: pace.step(SPEC, output),
-        )
-        rollout = None if tenant is None or lending is None else _Rollout(tenant, lending, self._vocab_size)
-        thread.start()
-        start = time.monotonic()
-        try:
+        with self._thread(run, tenant, clients, seed) as thread:
+            rollout = None if tenant is None or lending is None else _Rollout(tenant, lending, self._vocab_size)
+            start = time.monotonic()
             while not (
                 clients.num_ended == len(arrivals)
                 and time.monotonic() - start >= seconds
@@ -186,20 +178,75 @@ class ServingProcess:
             ):
                 if time.monotonic() - start > LONGEST_S:
                     raise RuntimeError(f"{len(arrivals) - clients.num_ended} requests, or the rollout, have no end")
-                for job in clients.due(start):
-                    thread.submit(job)
+                clients.send(thread, start)
                 if rollout is not None and tenant is not None:
                     rollout.go_on()
                     run.pages.append((time.monotonic() - start, *self._pages(), tenant.budget))
                 clients.wait(start)
             run.seconds = time.monotonic() - start
-        finally:
-            thread.stop()
         clients.sum_up(run)
-        if rollout is not None and tenant is not None:
+        if rollout is not None:
             rollout.sum_up(run)
         self._empty()
         return run
+
+    def lend(
+        self,
+        arrivals: list[Arrival],
+        lending: Lending,
+        *,
+        seed: int,
+        begin: Callable[[Lender], float],
+        goes_on: Callable[[], bool],
+    ) -> Run:
+        """Serves the requests of which the time comes while `goes_on`, beside whoever borrows it. `begin` returns when
+        time is 0, by this process's monotonic clock."""
+        run, tenant = Run(), self._tenant(lending)
+        assert tenant is not None
+        lender = Lender(tenant, self._agreement(), stall_s=lending.stall_s)
+        clients = _Clients(arrivals, seed, self._vocab_size)
+        try:
+            with self._thread(run, tenant, clients, seed) as thread:
+                start = begin(lender)
+                while (is_on := goes_on()) or clients.num_ended < clients.num_sent:
+                    if is_on:
+                        clients.send(thread, start)
+                    clients.wait(start)
+                run.seconds = time.monotonic() - start
+        finally:
+            lender.close()
+        clients.sum_up(run)
+        run.lent = tenant.lent
+        self._empty()
+        return run
+
+    def _agreement(self) -> Agreement:
+        return Agreement(
+            model=ModelConfig.from_pretrained(self.models.rollout),
+            dtype=self.rollout.config.dtype,
+            block_size=self.rollout.config.block_size,
+            max_model_len=self.models.max_model_len,
+            batch_invariant=False,
+            tokenizer=tokenizer_digest(None),
+            is_paced=self.models.pace is not None,
+        )
+
+    @contextmanager
+    def _thread(self, run: Run, tenant: Tenant | None, clients: _Clients, seed: int) -> Iterator[EngineThread]:
+        """The engine's thread, while it runs."""
+        pace = self.models.pace
+        thread = EngineThread(
+            self.serving.replica,
+            run_seed=seed,
+            tell=clients.tell,
+            beside=_Watch(self.serving.replica, tenant, run, pace),
+            pace=None if pace is None else lambda output: pace.step(SPEC, output),
+        )
+        thread.start()
+        try:
+            yield thread
+        finally:
+            thread.stop()
 
     def _tenant(self, lending: Lending | None) -> Tenant | None:
         models = self.models
@@ -218,9 +265,7 @@ class ServingProcess:
             limits=CoServingLimits(stall_s=lending.stall_s),
             seconds=lambda output: row_times(output.num_tokens) if pace is None else pace.step(SPEC, output),
         )
-        tenant = Tenant(self.rollout, coserving, pace=pace)
-        tenant.lend(SPEC, max_kv_tokens=models.max_model_len)
-        return tenant
+        return Tenant(self.rollout, coserving, pace=pace)
 
     def _pages(self) -> tuple[int, int]:
         assert self.serving.share is not None and self.rollout.share is not None
@@ -301,19 +346,21 @@ class _Clients:
         self._jobs: list[Job] = []
         self._times: dict[Job, list[float]] = {}
         self._tokens: dict[Job, list[int]] = {}
-        self.num_ended = 0
+        self.num_sent = self.num_ended = 0
 
     def tell(self, events: list[tuple[Job, Event]]) -> None:
         self._news.put((time.monotonic(), events))
 
-    def due(self, start: float) -> Iterator[Job]:
+    def send(self, thread: EngineThread, start: float) -> None:
+        """Sends those that are due."""
         while self._waiting and time.monotonic() - start >= self._waiting[0][0].time_s:
             one, prompt = self._waiting.popleft()
             params = SamplingParams(max_tokens=one.num_generated_tokens, ignore_eos=True, seed=len(self._jobs))
             job = Job(prompts=[prompt], params=[params], streams=True, arrived=start + one.time_s)
             self._jobs.append(job)
             self._times[job], self._tokens[job] = [], []
-            yield job
+            self.num_sent += 1
+            thread.submit(job)
 
     def wait(self, start: float) -> None:
         """Waits for news, or until the next request is due; notes what has come."""
@@ -343,6 +390,7 @@ class _Rollout:
 
     def __init__(self, tenant: Tenant, lending: Lending, vocab_size: int) -> None:
         self._tenant, self._lending = tenant, lending
+        tenant.lend(SPEC, max_kv_tokens=tenant.engine.hosted.max_model_len)
         self._vocab_size = vocab_size
         self._num_begun = 0
         self._began = time.monotonic()

@@ -34,6 +34,8 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch_invariant: bool
     tokenizer: Annotated[str, Meta(max_length=32)]
     """See `tokenizer_digest`."""
+    is_paced: bool = False
+    """Whether steps take at least the seconds of a pace, as in measurements of policies; no server of users is."""
 
     def differences(self, other: Agreement) -> Iterator[str]:
         """Yields a line for each field in which another agreement differs."""

@@ -173,8 +173,6 @@ class Fleet:
         does not answer within `timeout_s`.
         """
         orders = self._orders
-        if orders.pace is not None:
-            raise ValueError("Fleet.pace: a serving process keeps no pace; leave it out to borrow one")
         model = ModelConfig.from_pretrained(orders.model)
         agreement = Agreement(
             model=with_end_token(model, self._tokenizer),
@@ -183,6 +181,7 @@ class Fleet:
             max_model_len=self._limits.max_model_len,
             batch_invariant=orders.config.batch_invariant,
             tokenizer=tokenizer_digest(self._tokenizer),
+            is_paced=orders.pace is not None,
         )
         spec = self.launcher.number()
         asked = BorrowOrders(

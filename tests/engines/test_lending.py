@@ -345,7 +345,7 @@ def test_what_cannot_be_lent_is_refused_with_a_reason(
             (folders[0], {"block_size": 32}, "block_size=32: here it is 16"),
             (folders[0], {"max_model_len": 128}, "max_model_len=128: here it is 256"),
             (folders[0], {"timeout_s": 2.0, "patience_s": 1.0}, "timeout_s=2: sequences may wait here for 2 s"),
-            (folders[0], {"pace": ShortestStep(step_s=0.1)}, "Fleet.pace: a serving process keeps no pace"),
+            (folders[0], {"pace": ShortestStep(step_s=0.1)}, "is_paced=True: here it is False"),
         ):
             with Fleet(model, num_replicas=0, **OPTIONS | options) as fleet:
                 with pytest.raises(ValueError, match=re.escape(words)):

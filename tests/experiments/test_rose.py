@@ -108,7 +108,8 @@ def test_the_rollout_alone_uses_the_whole_machine(folders: list[Path]) -> None:
 def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
     """A handful of requests on two ranks: which figures there are, not what they are."""
     options = ["--requests", "12", "--runs", "1", "--cells", "conversation", "full", "--full-rate", "2"]
-    options += ["--parts", "cells", "live", "--policies", "none", "dual", "static_split"]
+    options += ["--parts", "cells", "live", "borrowed", "--policies", "none", "dual", "static_split"]
+    options += ["--own", "1", "--lenders", "1", "--sequences", "24", "--borrowed-scale", "1"]
     found = run_main("rose", options, num_ranks=2)
     assert found["tokens_equal"] and found["compared"] > 12 * 3 + 24 * 3
     for cell in ("conversation", "full"):
@@ -117,6 +118,10 @@ def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
         assert found["harvest"][cell]["none"] > 0.1
         assert found["cells"][cell]["dual"]["of_alone"] > 0
     assert found["live"]["rollout_tokens_per_s"] > 0
+    for tier in ("paced", "sim"):
+        alone, dual = (found["borrowed"][tier][name] for name in ("alone", "dual"))
+        assert alone["lent_s_mean"] == 0 < dual["lent_s_mean"] and dual["num_lent_tokens"] > 0
+    assert 0.7 < found["borrowed"]["sim_over_paced"]["alone"]["tpot_mean"] <= 1.1, "a step takes at least its pace"
 
 
 def test_what_is_computed_of_latencies() -> None:
