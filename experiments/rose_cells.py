@@ -263,9 +263,9 @@ def lending_of(
     )
 
 
-def lengths_of(config: RoseConfig) -> LogNormalLengths:
+def lengths_of(config: RoseConfig, most: int = 4000) -> LogNormalLengths:
     """Of the rollout's responses."""
-    return LogNormalLengths(median=400 / config.shorten, sigma=0.8, cap=4000 // config.shorten)
+    return LogNormalLengths(median=400 / config.shorten, sigma=0.8, cap=most // config.shorten)
 
 
 def memory_of(config: RoseConfig) -> MemoryPolicy:

@@ -38,6 +38,8 @@ DRAWN["full"] = DRAWN["conversation"]
 """About the traces', whose bursts these lack. Requests come faster in `full`."""
 _TTFT, _TPOT = 1.6, 4.0
 """SLOs over serving alone: over its P99 of TTFT, and over its median gap between tokens."""
+_RESERVE = 0.1
+"""Of the TTFT SLO, what the bound on a queue leaves: a second model makes passes longer, and the P99 is measured."""
 ALIKE = 1.3
 """A cell whose halves differ by more is void; and one in which serving alone misses an SLO."""
 
@@ -69,7 +71,7 @@ def admission_of(policy: str, times: ServingTimes, ttft_s: float, tpot_s: float,
         return DualSLO(times=times, ttft_s=slos[0], tpot_s=slos[1], form=form, guard_s=guard_s)
 
     def dual(share: float = 1.0) -> QueueDebt:
-        return QueueDebt(slo(share), share * ttft_s - ttft_s / _TTFT)
+        return QueueDebt(slo(share), (1 - _RESERVE) * share * ttft_s - ttft_s / _TTFT)
 
     made: dict[str, Callable[[], AdmissionPolicy]] = {
         "none": EqualTurns,

@@ -176,7 +176,7 @@ class CoServing:
         if not can_step(scheduler):
             return False
         delayed_s = self._delayed_s + (0.0 if self._kept_waiting is None else now - self._kept_waiting)
-        view = self.times.view(self._serving.replica.scheduler.running, now, delayed_s)
+        view = self.times.view(now, delayed_s)
         return self._admission.admits(view, self._seconds(next_step(scheduler)))
 
     def _drop_stalled(self, now: float) -> None:

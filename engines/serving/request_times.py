@@ -10,45 +10,57 @@ from engines.serving.policies import QueuedRequest, ServingView
 
 
 class RequestTimes:
-    """Of the sequences of a replica that serves. Each call takes time in proportion to those that wait or run."""
+    """Of the sequences of a replica that serves. What a call computes of each is of those that run: a view only copies
+    the others."""
 
     def __init__(self) -> None:
-        self._queued: dict[SequenceId, tuple[float, SequenceState]] = {}
+        self._queued: dict[SequenceId, QueuedRequest] = {}
         """Without a token yet, in the order of their arrival."""
+        self._begun: dict[SequenceId, int] = {}
+        """Of these, the ones of which a part is computed: their tokens in all."""
         self._last: dict[SequenceId, tuple[float, int]] = {}
         """Of those that decode: when each got its last token, and its length then."""
 
     def arrived(self, state: SequenceState, now: float) -> None:
-        self._queued[state.sequence_id] = now, state
+        self._queued[state.sequence_id] = QueuedRequest(arrived=now, num_tokens=len(state.tokens))
 
     def left(self, sequence_id: SequenceId) -> None:
         """One that has left already is no error."""
         self._queued.pop(sequence_id, None)
+        self._begun.pop(sequence_id, None)
         self._last.pop(sequence_id, None)
 
     def stepped(self, running: Iterable[Sequence], now: float) -> None:
-        """Notes who has got tokens in a step that ended at `now`."""
+        """Notes what was computed, and who has got tokens, in a step that ended at `now`."""
+        preempted, self._begun = self._begun, {}
         for sequence in running:
             state = sequence.state
-            length = len(state.tokens)
-            if length > state.num_prompt_tokens and self._last.get(state.sequence_id, (0.0, 0))[1] < length:
-                self._queued.pop(state.sequence_id, None)
-                self._last[state.sequence_id] = now, length
+            sequence_id, length = state.sequence_id, len(state.tokens)
+            preempted.pop(sequence_id, None)
+            if length > state.num_prompt_tokens:
+                if self._last.get(sequence_id, (0.0, 0))[1] < length:
+                    self._queued.pop(sequence_id, None)
+                    self._last[sequence_id] = now, length
+            elif sequence_id in self._queued:
+                self._begun[sequence_id] = length
+                self._note(sequence_id, length - sequence.num_computed)
+        for sequence_id, length in preempted.items():
+            if sequence_id in self._queued:
+                self._note(sequence_id, length)
+
+    def _note(self, sequence_id: SequenceId, num_tokens: int) -> None:
+        arrived = self._queued[sequence_id].arrived
+        self._queued[sequence_id] = QueuedRequest(arrived=arrived, num_tokens=num_tokens)
 
     @property
     def first_queued(self) -> float | None:
         """When the first of those without a token arrived; None without any."""
-        return next((arrived for arrived, _ in self._queued.values()), None)
+        return next((one.arrived for one in self._queued.values()), None)
 
-    def view(self, running: Iterable[Sequence], now: float, delayed_s: float) -> ServingView:
-        computed = {one.state.sequence_id: one.num_computed for one in running}
-        queued = tuple(
-            QueuedRequest(arrived=arrived, num_tokens=len(state.tokens) - computed.get(id_, 0))
-            for id_, (arrived, state) in self._queued.items()
-        )
+    def view(self, now: float, delayed_s: float) -> ServingView:
         return ServingView(
             now=now,
-            queued=queued,
+            queued=tuple(self._queued.values()),
             last_token_times=tuple(last for last, _ in self._last.values()),
             num_context_tokens=sum(length for _, length in self._last.values()),
             delayed_s=delayed_s,

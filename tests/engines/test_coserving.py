@@ -132,8 +132,20 @@ class World:
         return turn
 
     def check(self) -> None:
+        self.check_times()
         for one in (self.serving, self.rollout):
             one.pages.check_integrity()
+
+    def check_times(self) -> None:
+        """What is kept of requests from step to step is what the replica says."""
+        replica = self.serving.replica
+        computed = {one.state.sequence_id: one.num_computed for one in replica.scheduler.running}
+        states = sorted(replica.states(), key=lambda state: state.key.prompt_uid)  # by their arrival
+        view = self.coserving.times.view(self.now, 0.0)
+        assert [one.num_tokens for one in view.queued] == [
+            len(state.tokens) - computed.get(state.sequence_id, 0) for state in states if not state.num_generated
+        ]
+        assert view.num_context_tokens == sum(len(state.tokens) for state in states if state.num_generated)
 
 
 def test_a_burst_of_serving_takes_its_pages_back_within_the_step() -> None:
