@@ -12,6 +12,8 @@ from matplotlib.axes import Axes
 from experiments.figures import save
 
 LATENCIES = {"ttft": "P99 time to first token", "tpot": "P99 time between two tokens"}
+_ABOVE = 1.15
+"""Room for a legend."""
 
 
 def draw_cells(
@@ -39,7 +41,7 @@ def draw_cells(
         }
         _bars(ax, policies, values)
         ax.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
-        ax.set_ylim(0, min(4.0, ax.get_ylim()[1]))
+        ax.set_ylim(0, min(4.0, max(1.25, ax.get_ylim()[1])))
         ax.set_ylabel("share of the SLO")
         ax.set_title(title)
     lending = [policy for policy in policies if policy in next(iter(harvest.values()))]
@@ -60,7 +62,8 @@ def _pages(ax: Axes, timeline: Sequence[tuple[float, int, int, int]]) -> None:
     ax.stackplot(seconds, serving, rollout, labels=("used by serving", "held by the rollout"), alpha=0.7)
     ax.plot(seconds, budget, color="black", linewidth=0.8, label="the rollout's budget")
     ax.set(xlabel="seconds", ylabel="pages", title="pages of one run")
-    ax.legend(loc="upper right")
+    ax.set_ylim(0, _ABOVE * ax.get_ylim()[1])
+    ax.legend(fontsize=8, ncols=3, loc="upper center")
 
 
 def _bars(ax: Axes, names: Sequence[str], values: Mapping[str, Sequence[float]]) -> None:
@@ -68,5 +71,6 @@ def _bars(ax: Axes, names: Sequence[str], values: Mapping[str, Sequence[float]])
     for number, (cell, heights) in enumerate(values.items()):
         places = [place + (number - (len(values) - 1) / 2) * width for place in range(len(names))]
         ax.bar(places, heights, width, label=cell)
-    ax.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names], fontsize=8)
-    ax.legend(fontsize=8)
+    ax.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names], fontsize=7)
+    ax.set_ylim(0, _ABOVE * ax.get_ylim()[1])
+    ax.legend(fontsize=8, ncols=min(4, len(values)), loc="upper center")

@@ -298,6 +298,16 @@ def test_serving_is_delayed_while_it_has_work_and_does_not_step() -> None:
     assert turns.seen[-1][1] == pytest.approx(0.003 + 0.01 * rolled + 0.001 * gaps), "nothing is delayed without work"
 
 
+def test_a_request_that_loses_its_place_must_be_computed_anew() -> None:
+    world = World(Never())
+    world.serve(100, 5)
+    world.step()  # of 64 tokens
+    times = world.coserving.times
+    assert [one.num_tokens for one in times.view(world.now, 0.0).queued] == [36]
+    times.stepped([], world.now)
+    assert [one.num_tokens for one in times.view(world.now, 0.0).queued] == [100]
+
+
 def test_serving_steps_while_the_rollout_waits_for_pages_to_its_bound() -> None:
     world = World(memory=Fixed(3))
     world.coserving.begin(world.now)
