@@ -121,7 +121,7 @@ def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
     for tier in ("paced", "sim"):
         alone, dual = (found["borrowed"][tier][name] for name in ("alone", "dual"))
         assert alone["lent_s_mean"] == 0 < dual["lent_s_mean"] and dual["num_lent_tokens"] > 0
-    assert 0.7 < found["borrowed"]["sim_over_paced"]["alone"]["tpot_mean"] <= 1.1, "a step takes at least its pace"
+    assert {*found["borrowed"]["sim_over_paced"]["dual"]} >= {"rollout_s", "most_s", "ttft_p99", "tpot_p99", "lent_s_mean"}
 
 
 def test_what_is_computed_of_latencies() -> None:
