@@ -24,7 +24,7 @@ from engines.constraints import Count, NonNegative, Positive, WholeNumber
 from experiments import launch
 from experiments.comparison.results import ResultOptions, check_figure, report
 from experiments.comparison.turns import in_columns
-from experiments.rose_policies import DRAWN, FILES, Cell, Policy, check_traces
+from experiments.rose_policies import DRAWN, FILES, SLOTS, Cell, Policy, check_traces
 from research.workloads.arrivals import Arrival, read_trace
 
 Part = Literal["cells", "live", "borrowed", "pool"]
@@ -89,6 +89,11 @@ class RoseConfig(ResultOptions):
         check_traces(self.traces)
         if "cells" in self.parts and not self.policies:
             raise ValueError("policies: give one or more")
+        if "borrowed" in self.parts and self.sequences <= SLOTS * self.own:
+            raise ValueError(
+                f"sequences={self.sequences}: the own={self.own} replicas run all of them at once, and borrow nothing; "
+                f"give more than {SLOTS * self.own}"
+            )
 
     def arrivals(self, cell: Cell, run: int) -> list[Arrival]:
         """The requests of a run, with times and lengths as they are here. Raises ValueError for a short trace."""
@@ -112,12 +117,18 @@ class RoseConfig(ResultOptions):
             for one in found
         ]
 
+    def arrivals_of_lender(self, number: int) -> list[Arrival]:
+        """More than come during the rollout of the part `borrowed`. Raises ValueError for a short trace."""
+        return replace(self, requests=2 * self.requests, runs=self.lenders).arrivals(self.cells[0], number)
+
 
 def main() -> dict[str, Any] | None:
     config = launch.options(RoseConfig)
     start = time.monotonic()
     for cell in config.cells:
         config.arrivals(cell, config.runs - 1)
+    if "borrowed" in config.parts:
+        config.arrivals_of_lender(config.lenders - 1)
     world = launch.join_world(config.ranks)
     from experiments.rose_cells import measure
 

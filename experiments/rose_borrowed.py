@@ -34,19 +34,18 @@ from experiments.rose_cells import (
     models_of,
 )
 from experiments.rose_lender import LenderOrders, LendingProcess
-from experiments.rose_policies import admission_of, latencies, percentile, slo_of
+from experiments.rose_policies import SLOTS, admission_of, latencies, percentile, slo_of
 from experiments.rose_serving import SPEC, Lending, Run, digest
 from experiments.rose_sim_cases import NEVER_S, spill_over
 from research.rose.admission import ServingTimes
 from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, Overheads
 from research.simulator.pace import ProfilePace
 from research.simulator.serving import ServingSetup
-from research.workloads.arrivals import Arrival
 
 if TYPE_CHECKING:
     from experiments.rose import RoseConfig
 
-_SLOTS, _SERVING_SLOTS, _VOCAB = 16, 64, 512
+_SERVING_SLOTS, _VOCAB = 64, 512
 _FIRST_S = 0.5
 _LONGEST = 1600
 """A longer response on a borrowed replica, which is slow, would decide alone how long the rollout takes."""
@@ -131,15 +130,10 @@ def _states(config: RoseConfig) -> list[SequenceState]:
     return make_states(prompts, params, range(len(prompts)), run_seed=config.seed, policy_step=0)
 
 
-def _arrivals(config: RoseConfig, number: int) -> list[Arrival]:
-    """Of a serving process: more than come during the rollout."""
-    return replace(config, requests=2 * config.requests).arrivals(config.cells[0], number)
-
-
 def _engine(config: RoseConfig) -> dict[str, Any]:
     """Options of the rollout's engines."""
     chunk = CHUNK // config.shorten
-    return {"max_num_seqs": _SLOTS, "max_num_batched_tokens": chunk + _SLOTS, "prefill_chunk_size": chunk}
+    return {"max_num_seqs": SLOTS, "max_num_batched_tokens": chunk + SLOTS, "prefill_chunk_size": chunk}
 
 
 def _block_bytes(folder: Path) -> int:
@@ -206,7 +200,7 @@ def _lenders(config: RoseConfig, folders: Items[Path], slos: _Slos | None) -> It
             orders = LenderOrders(
                 models=models_of(config, folders, _pace(config)),
                 lending=partial(_lending, config, slos),
-                arrivals=_arrivals(config, number),
+                arrivals=config.arrivals_of_lender(number),
                 seed=number,
             )
             made.append(LendingProcess(orders, f"serving process {number}"))
@@ -245,7 +239,7 @@ def _simulated(
         OutsideReplica(
             join_s=NEVER_S if slos is None else 0.0,
             serving=ServingSetup(
-                arrivals=_arrivals(config, number),
+                arrivals=config.arrivals_of_lender(number),
                 pace=pace,
                 engine=EngineConfig(max_num_seqs=_SERVING_SLOTS, max_num_batched_tokens=2048 // config.shorten),
                 rollout_engine=engine,

@@ -36,6 +36,8 @@ DRAWN: dict[Cell, PoissonArrivals] = {
 }
 DRAWN["full"] = DRAWN["conversation"]
 """About the traces', whose bursts these lack. Requests come faster in `full`."""
+SLOTS = 16
+"""Most sequences of the rollout on a GPU (Appendix A)."""
 _TTFT, _TPOT = 1.6, 4.0
 """SLOs over serving alone: over its P99 of TTFT, and over its median gap between tokens."""
 _RESERVE = 0.1

@@ -15,7 +15,7 @@ from engines.parallel.layout import ReplicaSpec, nested_layout
 from engines.serving.policies import AdmissionPolicy
 from experiments.comparison.rollouts import Variant, Workload
 from experiments.comparison.simulated import SimulatedWorld
-from experiments.rose_policies import DRAWN, FILES, Cell, admission_of
+from experiments.rose_policies import DRAWN, FILES, SLOTS, Cell, admission_of
 from research.rose.admission import ServingTimes
 from research.rose.baselines import IdleFor
 from research.rose.memory import ServingFirst, StaticSplit
@@ -36,8 +36,8 @@ BLOCK_SIZE, SERVING_BLOCKS, ROLLOUT_BLOCKS = 16, 8, 9
 PAGE_BYTES = SERVING_BLOCKS * BLOCK_SIZE * QWEN3_8B.kv_bytes_per_token
 ROLLOUT_PACE, SERVING_PACE = (ProfilePace(device=H100, shape=shape) for shape in (LLAMA_8B, QWEN3_8B))
 SPEC = ReplicaSpec(id=0, ranks=(0,))
-CHUNK, SLOTS = 512, 16
-"""Tokens of a prefill chunk (§4.1), and most sequences of the rollout on a GPU (Appendix A)."""
+CHUNK = 512
+"""Tokens of a prefill chunk (§4.1)."""
 SERVING_SLOTS = 128
 NUM_PROMPT_TOKENS, CAP = 512, 8192
 TRAJECTORIES = TrajectoryLengths(

@@ -17,7 +17,7 @@ from experiments.rose_serving import Lending, Models, Run, ServingProcess, diges
 from research.rose.admission import EqualTurns
 from research.rose.memory import ServingFirst, SharingOptions
 from research.workloads.arrivals import Arrival
-from tests.worlds import run_main
+from tests.worlds import refused_by, run_main
 
 
 class _Sometimes:
@@ -121,7 +121,8 @@ def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
     for tier in ("paced", "sim"):
         alone, dual = (found["borrowed"][tier][name] for name in ("alone", "dual"))
         assert alone["lent_s_mean"] == 0 < dual["lent_s_mean"] and dual["num_lent_tokens"] > 0
-    assert {*found["borrowed"]["sim_over_paced"]["dual"]} >= {"rollout_s", "most_s", "ttft_p99", "tpot_p99", "lent_s_mean"}
+    compared = found["borrowed"]["sim_over_paced"]["dual"]
+    assert {*compared} >= {"rollout_s", "most_s", "ttft_p99", "tpot_p99", "lent_s_mean"}
 
 
 def test_what_is_computed_of_latencies() -> None:
@@ -129,6 +130,10 @@ def test_what_is_computed_of_latencies() -> None:
     run = Run(ttft=[1.0, 2.0], gaps=[[0.1, 0.3], [0.2]])
     assert slo_of([run]) == (3.2, 0.8)
     assert halves([run]) == 2.0
+
+
+def test_bad_input_of_the_part_with_lenders() -> None:
+    assert "sequences=64: the own=4 replicas run all of them at once" in refused_by("rose", ["--sequences", "64"])
 
 
 def test_requests_are_those_of_the_trace_shortened(tmp_path: Path) -> None:
