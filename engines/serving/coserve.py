@@ -140,7 +140,7 @@ class CoServing:
         if not self.serves:
             self._kept_waiting = None
         elif self._kept_waiting is None:
-            self._kept_waiting = min(now, self.times.first_queued or now)
+            self._kept_waiting = min(now, self.times.first_queued(now))
         if self._rollout.replica.has_work and self._may_step(now):
             return "rollout"
         return "serving" if self.serves else None

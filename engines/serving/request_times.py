@@ -52,10 +52,9 @@ class RequestTimes:
         arrived = self._queued[sequence_id].arrived
         self._queued[sequence_id] = QueuedRequest(arrived=arrived, num_tokens=num_tokens)
 
-    @property
-    def first_queued(self) -> float | None:
-        """When the first of those without a token arrived; None without any."""
-        return next((one.arrived for one in self._queued.values()), None)
+    def first_queued(self, default: float) -> float:
+        """Returns when the first of those without a token arrived; without any, `default`."""
+        return next((one.arrived for one in self._queued.values()), default)
 
     def view(self, now: float, delayed_s: float) -> ServingView:
         return ServingView(
