@@ -52,7 +52,7 @@ TRAJECTORIES = TrajectoryLengths(
 """Of an assumed agent: turns and tools as in games, answers of tools longer than turns."""
 WARM_S, WINDOW_S, LONGEST_S = 30.0, 400.0, 1200.0
 """Of serving before the rollout; between the windows of two replicas in a trace; of arrivals at density 1."""
-GUARD_S = 1e-3
+GUARD_S = 3e-3
 NEVER_S = 1e9
 
 
