@@ -50,13 +50,15 @@ class LendingProcess:
 
     def begin(self, at: float) -> None:
         """Its time 0 is `at`, by the monotonic clock."""
-        self._pipe.send(at)
+        self._say(at)
 
     def end(self) -> None:
         """No more requests come."""
-        self._pipe.send(None)
+        self._say(None)
 
     def result(self) -> Run:
+        """Waits until its requests have ended. This and all others but `close` raise RuntimeError, naming it, if it has
+        ended or takes too long."""
         found = self._hear(_END_S)
         self._process.join(_END_S)
         assert isinstance(found, Run)
@@ -65,12 +67,22 @@ class LendingProcess:
     def close(self) -> None:
         self._process.kill()
 
+    def _say(self, what: float | None) -> None:
+        try:
+            self._pipe.send(what)
+        except OSError:
+            raise self._has_ended() from None
+
+    def _has_ended(self) -> RuntimeError:
+        self._process.join(1.0)
+        return RuntimeError(f"{self._name}: has ended with code {self._process.exitcode}; see above")
+
     def _hear(self, timeout_s: float) -> Any:
         try:
             if self._pipe.poll(timeout_s):
                 return self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"{self._name}: has ended; see above") from None
+        except (EOFError, OSError):
+            raise self._has_ended() from None
         raise RuntimeError(f"{self._name}: was waited for longer than {timeout_s:g} s")
 
 

@@ -11,7 +11,8 @@ import pytest
 from engines import LLM, SamplingParams
 from engines.serving.policies import MemoryView, ServingView
 from experiments.rose import RoseConfig
-from experiments.rose_cells import save_models
+from experiments.rose_cells import models_of, save_models
+from experiments.rose_lender import LenderOrders, LendingProcess
 from experiments.rose_policies import halves, percentile, slo_of
 from experiments.rose_serving import Lending, Models, Run, ServingProcess, digest
 from research.rose.admission import EqualTurns
@@ -123,6 +124,19 @@ def test_the_command_measures_every_policy_and_a_run_at_its_own_speed() -> None:
         assert alone["lent_s_mean"] == 0 < dual["lent_s_mean"] and dual["num_lent_tokens"] > 0
     compared = found["borrowed"]["sim_over_paced"]["dual"]
     assert {*compared} >= {"rollout_s", "most_s", "ttft_p99", "tpot_p99", "lent_s_mean"}
+
+
+def test_a_serving_process_that_is_killed_is_named(folders: list[Path]) -> None:
+    config = RoseConfig(traces=None, requests=5)
+    orders = LenderOrders(
+        models=models_of(config, folders, None), lending=lending, arrivals=config.arrivals_of_lender(0), seed=0
+    )
+    killed = LendingProcess(orders, "serving process 3")
+    assert killed.address().startswith("http://127.0.0.1:")
+    killed.close()
+    for call in (killed.result, lambda: killed.begin(0.0), killed.end):
+        with pytest.raises(RuntimeError, match="serving process 3: has ended with code -9"):
+            call()
 
 
 def test_what_is_computed_of_latencies() -> None:
