@@ -96,7 +96,7 @@ def measure_borrowed(config: RoseConfig, folders: Items[Path]) -> tuple[dict[str
         rows = found[tier]
         rows["speedup"] = {name: short(rows["alone"][name] / rows["dual"][name]) for name in ("rollout_s", "most_s")}
     found["sim_over_paced"] = {
-        name: {key: short(row[key] / found["paced"][name][key]) for key in _COMPARED if row.get(key)}
+        name: {key: short(row[key] / paced) for key in _COMPARED if (paced := found["paced"][name][key])}
         for name, row in found["sim"].items()
         if name != "speedup"
     }
