@@ -6,8 +6,9 @@ Each rank is a serving process of its own that also hosts a rollout of a model o
 as in the Azure LLM traces of 2023; their tokens and the gaps between them are divided by 8. Prompts and decodes share
 the serving replica's passes. `cells` is paced: a step lasts what it takes on an H100. SLOs are fixed before anything is
 lent, from serving alone: 1.6 times its P99 TTFT and 4 times its median gap between tokens. `live` runs a conversation
-at this machine's own speed, and is not scored. All tokens are compared with those of serving alone, and of the rollout
-alone. Prints a table and one JSON object.
+at this machine's own speed, and is not scored. `borrowed` is paced, too: a job with replicas of its own borrows serving
+processes over HTTP, and the simulator does the same. All tokens are compared with those of serving alone, and of the
+rollout alone. Prints a table and one JSON object.
 """
 
 from __future__ import annotations

@@ -24,18 +24,16 @@ from engines.sequence import SamplingParams, SequenceState
 from engines.serving.coserve import CoServingLimits
 from experiments.comparison.turns import short
 from experiments.rose_cells import (
-    CHUNK,
-    MAX_MODEL_LEN,
-    NUM_PAGES,
     PROMPT,
     lending_of,
     lengths_of,
     memory_of,
     models_of,
+    serving_tokens_of,
 )
 from experiments.rose_lender import LenderOrders, LendingProcess
-from experiments.rose_policies import SLOTS, admission_of, latencies, percentile, slo_of
-from experiments.rose_serving import SPEC, Lending, Run, digest
+from experiments.rose_policies import admission_of, latencies, percentile, slo_of
+from experiments.rose_serving import SERVING_SLOTS, SPEC, Lending, Models, Run, digest
 from experiments.rose_sim_cases import NEVER_S, spill_over
 from research.rose.admission import ServingTimes
 from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, Overheads
@@ -45,7 +43,6 @@ from research.simulator.serving import ServingSetup
 if TYPE_CHECKING:
     from experiments.rose import RoseConfig
 
-_SERVING_SLOTS, _VOCAB = 64, 512
 _FIRST_S = 0.5
 _LONGEST = 1600
 """A longer response on a borrowed replica, which is slow, would decide alone how long the rollout takes."""
@@ -74,7 +71,7 @@ class _Outcome:
 def measure_borrowed(config: RoseConfig, folders: Items[Path]) -> tuple[dict[str, Any], bool]:
     """Returns what is reported, and whether all tokens are equal."""
     config = replace(config, scale=config.borrowed_scale)
-    states = _states(config)
+    states = _states(config, ModelConfig.from_pretrained(folders[1]).vocab_size)
     with Bar(total=2, desc="borrowed", unit="rollout") as bar:
         alone, tokens, runs = _paced(config, folders, states, None)
         bar.update()
@@ -122,18 +119,18 @@ def _row(outcome: _Outcome, slos: _Slos) -> dict[str, Any]:
     }
 
 
-def _states(config: RoseConfig) -> list[SequenceState]:
+def _states(config: RoseConfig, vocab_size: int) -> list[SequenceState]:
     rng, lengths = random.Random(config.seed), lengths_of(config, _LONGEST)
     num_tokens = max(1, PROMPT // config.shorten)
-    prompts = [[rng.randrange(2, _VOCAB) for _ in range(num_tokens)] for _ in range(config.sequences)]
+    prompts = [[rng.randrange(2, vocab_size) for _ in range(num_tokens)] for _ in range(config.sequences)]
     params = [SamplingParams(max_tokens=lengths.at(rng.gauss(0, 1)), ignore_eos=True) for _ in prompts]
     return make_states(prompts, params, range(len(prompts)), run_seed=config.seed, policy_step=0)
 
 
-def _engine(config: RoseConfig) -> dict[str, Any]:
+def _engine(models: Models) -> dict[str, Any]:
     """Options of the rollout's engines."""
-    chunk = CHUNK // config.shorten
-    return {"max_num_seqs": SLOTS, "max_num_batched_tokens": chunk + SLOTS, "prefill_chunk_size": chunk}
+    slots, chunk = models.rollout_seqs, models.rollout_tokens
+    return {"max_num_seqs": slots, "max_num_batched_tokens": chunk + slots, "prefill_chunk_size": chunk}
 
 
 def _block_bytes(folder: Path) -> int:
@@ -147,8 +144,7 @@ def _schedule(config: RoseConfig) -> OnDemand:
 def _lending(config: RoseConfig, slos: _Slos | None) -> Lending:
     """Without SLOs for a process that is not borrowed."""
     slos = slos or _Slos(ttft_s=1.0, tpot_s=1.0)
-    pace = _pace(config)
-    times = ServingTimes.of(pace, SPEC, chunk_tokens=2048 // config.shorten, max_num_seqs=_SERVING_SLOTS)
+    times = ServingTimes.of(_pace(config), SPEC, chunk_tokens=serving_tokens_of(config), max_num_seqs=SERVING_SLOTS)
     times = replace(times, margin=slos.margin)
     admission = admission_of("dual", times, slos.ttft_s, slos.tpot_s, 1e-3 * config.guard_ms * config.scale)
     return lending_of(config, admission, memory_of(config))
@@ -165,7 +161,8 @@ def _paced(
     config: RoseConfig, folders: Items[Path], states: Items[SequenceState], slos: _Slos | None
 ) -> tuple[_Outcome, dict[Any, str], list[Run]]:
     """Returns also a digest of the tokens of each sequence, and what each serving process did."""
-    with _lenders(config, folders, slos) as lenders, _fleet(config, folders[1]) as fleet:
+    models = models_of(config, folders, _pace(config))
+    with _lenders(config, models, slos) as lenders, _fleet(config, models) as fleet:
         addresses = [one.address() for one in lenders]
         for address in addresses if slos is not None else ():
             fleet.borrow(address)
@@ -173,7 +170,7 @@ def _paced(
         start = time.monotonic() + _FIRST_S
         for one in lenders:
             one.begin(start)
-        time.sleep(start - time.monotonic())
+        time.sleep(max(0.0, start - time.monotonic()))
         ends: list[float] = []
         finished = fleet.roll_out(
             [SequenceState.from_bytes(state.to_bytes()) for state in states],
@@ -193,12 +190,12 @@ def _paced(
 
 
 @contextmanager
-def _lenders(config: RoseConfig, folders: Items[Path], slos: _Slos | None) -> Iterator[list[LendingProcess]]:
+def _lenders(config: RoseConfig, models: Models, slos: _Slos | None) -> Iterator[list[LendingProcess]]:
     with ExitStack() as undo:
         made = []
         for number in range(config.lenders):
             orders = LenderOrders(
-                models=models_of(config, folders, _pace(config)),
+                models=models,
                 lending=partial(_lending, config, slos),
                 arrivals=config.arrivals_of_lender(number),
                 seed=number,
@@ -209,16 +206,16 @@ def _lenders(config: RoseConfig, folders: Items[Path], slos: _Slos | None) -> It
 
 
 @contextmanager
-def _fleet(config: RoseConfig, folder: Path) -> Iterator[Fleet]:
+def _fleet(config: RoseConfig, models: Models) -> Iterator[Fleet]:
     fleet = Fleet(
-        folder,
+        models.rollout,
         num_replicas=config.own,
         schedule_policy=_schedule(config),
-        pace=_pace(config),
-        dtype="float64",
-        kv_cache_bytes=NUM_PAGES * _block_bytes(folder),
-        max_model_len=MAX_MODEL_LEN,
-        **_engine(config),
+        pace=models.pace,
+        dtype=models.dtype,
+        kv_cache_bytes=models.num_pages * _block_bytes(models.rollout),
+        max_model_len=models.max_model_len,
+        **_engine(models),
     )
     try:
         yield fleet
@@ -232,7 +229,9 @@ def _fleet(config: RoseConfig, folder: Path) -> Iterator[Fleet]:
 def _simulated(
     config: RoseConfig, folders: Items[Path], states: Items[SequenceState], slos: _Slos | None, gap_s: float
 ) -> _Outcome:
-    engine, pace = EngineConfig(**_engine(config)), _pace(config)
+    pace = _pace(config)
+    models = models_of(config, folders, pace)
+    engine = EngineConfig(**_engine(models))
     served, rolled = map(_block_bytes, folders)
     page_bytes, lending = max(served, rolled), _lending(config, slos)
     outside = [
@@ -241,14 +240,14 @@ def _simulated(
             serving=ServingSetup(
                 arrivals=config.arrivals_of_lender(number),
                 pace=pace,
-                engine=EngineConfig(max_num_seqs=_SERVING_SLOTS, max_num_batched_tokens=2048 // config.shorten),
+                engine=EngineConfig(max_num_seqs=SERVING_SLOTS, max_num_batched_tokens=models.serving_tokens),
                 rollout_engine=engine,
-                num_pages=NUM_PAGES,
+                num_pages=models.num_pages,
                 serving_blocks=page_bytes // served,
                 rollout_blocks=page_bytes // rolled,
                 admission=lambda: _lending(config, slos).admission,
                 memory=lambda: memory_of(config),
-                lease_s=10.0 * config.scale / config.shorten,
+                lease_s=models.lease_s,
                 limits=CoServingLimits(stall_s=lending.stall_s),
             ),
         )
@@ -259,8 +258,8 @@ def _simulated(
             layout=nested_layout(range(config.own), 1),
             engine=engine,
             pace=pace,
-            num_kv_tokens={1: NUM_PAGES * engine.block_size},
-            max_model_len=MAX_MODEL_LEN,
+            num_kv_tokens={1: models.num_pages * engine.block_size},
+            max_model_len=models.max_model_len,
             outside=tuple(outside),
             pool_tokens=0,
             records_steps=False,

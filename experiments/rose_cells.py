@@ -15,7 +15,7 @@ from engines.progress import Bar
 from engines.serving.policies import AdmissionPolicy, MemoryPolicy
 from experiments import launch
 from experiments.comparison.turns import short
-from experiments.rose_policies import ALIKE, admission_of, halves, latencies, slo_of
+from experiments.rose_policies import ALIKE, SLOTS, admission_of, halves, latencies, slo_of
 from experiments.rose_serving import SPEC, Lending, Models, Run, ServingProcess
 from research.rose.admission import EqualTurns, ServingTimes
 from research.rose.memory import ServingFirst, SharingOptions, StaticSplit
@@ -241,12 +241,18 @@ def models_of(config: RoseConfig, folders: Items[Path], pace: ProfilePace | None
         serving=serving,
         rollout=rollout,
         num_pages=NUM_PAGES,
-        serving_tokens=2048 // config.shorten,
+        serving_tokens=serving_tokens_of(config),
         rollout_tokens=CHUNK // config.shorten,
+        rollout_seqs=SLOTS,
         max_model_len=MAX_MODEL_LEN,
         lease_s=10.0 * config.scale / config.shorten,
         pace=pace,
     )
+
+
+def serving_tokens_of(config: RoseConfig) -> int:
+    """Most tokens of a serving pass."""
+    return 2048 // config.shorten
 
 
 def lending_of(

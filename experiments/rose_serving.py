@@ -39,6 +39,8 @@ from engines.serving.tenant import Tenant
 from research.workloads.arrivals import Arrival
 
 SPEC = ReplicaSpec(id=0, ranks=(0,))
+SERVING_SLOTS = 64
+"""Most sequences of a serving pass."""
 _LOOK_S = 0.005
 """Longest time between two looks at the rollout."""
 LONGEST_S = 120.0
@@ -57,7 +59,7 @@ class Models:
     """Most tokens of a serving pass."""
     rollout_tokens: int
     """Most tokens of a rollout's pass: the paper's chunks of 512, shortened."""
-    rollout_seqs: int = 16
+    rollout_seqs: int
     max_model_len: int
     lease_s: float | None = 10.0
     """Of the rollout's pages."""
@@ -119,7 +121,7 @@ class ServingProcess:
         sizes = [ModelConfig.from_pretrained(folder) for folder in (models.serving, models.rollout)]
         common: dict[str, Any] = {"dtype": models.dtype, "block_size": 16, "max_model_len": models.max_model_len}
         configs = [
-            EngineConfig(**common, max_num_seqs=64, max_num_batched_tokens=models.serving_tokens),
+            EngineConfig(**common, max_num_seqs=SERVING_SLOTS, max_num_batched_tokens=models.serving_tokens),
             EngineConfig(
                 **common,
                 max_num_seqs=models.rollout_seqs,

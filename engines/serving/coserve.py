@@ -21,7 +21,7 @@ Turn = Literal["serving", "rollout"]
 StepSeconds = Callable[[StepOutput], float]
 """Seconds of a step of the rollout's model that does this."""
 RENEW_S = 1.0
-"""While the rollout has no sequences, it learns so often what it may have."""
+"""Seconds after which a rollout without sequences hears again what it may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,9 @@ class CoServing:
         self._limit_leases(now)
 
     def renew(self, now: float) -> bool:
-        """Returns whether the rollout should be told anew how many pages it may have: from time to time while it has no
-        sequences. Without a cut in this phase, its budget is made anew, too; after one, it waits for the next phase,
-        but what serving took beyond the cut comes back to it."""
+        """Returns whether a report should say again how many pages the rollout may have: from time to time while it has
+        no sequences. Without a cut in this phase, its budget is made anew, too. After a cut, the budget waits for the
+        next phase, but what serving took beyond the cut comes back."""
         if self._rollout.replica.num_sequences or now - self._renewed < RENEW_S:
             return False
         if self.lent.num_cuts == self._num_cuts:

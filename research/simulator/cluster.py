@@ -208,7 +208,7 @@ class Cluster:
         self.turns = turns or {}
         # Ranks take their places before time 0, at which a rollout begins: long enough that a first step is reported.
         before = [one.serving.arrivals[0].time_s for one in config.outside if one.serving and one.serving.arrivals]
-        self.queue = EventQueue(now=min(0.0, *before, 0.0) - REPORT_EVERY_S - 2 * config.overheads.message_s)
+        self.queue = EventQueue(now=min([0.0, *before]) - REPORT_EVERY_S - 2 * config.overheads.message_s)
         self._random = Random(config.overheads.seed)
         self._arrivals: dict[tuple[int, ...], float] = {}
         """When the last message of each way arrives: the next one does not overtake it."""
