@@ -382,7 +382,8 @@ def parse(arguments: list[str]) -> TrainConfig:
         note = f" With --task {named.task}, unless given: {' '.join(options)}." if options else ""
         print_help(kind, partial(_group_of, kind), GROUPS, description=f"{TrainConfig.__doc__}{note}")
         sys.exit()
-    return tyro.cli(kind, args=[*options, *arguments], description=TrainConfig.__doc__)
+    markers = (tyro.conf.HelptextFromCommentsOff,)  # it reads the source of each class for comments
+    return tyro.cli(kind, args=[*options, *arguments], description=TrainConfig.__doc__, config=markers)
 
 
 GROUPS = ("run", "data", "model", "rollout", "optimiser", "algorithm", "wandb")

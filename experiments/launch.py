@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import msgspec
 
 from engines.decoding import from_msgpack
-from engines.lifetime import die_with
+from engines.lifetime import die_with, end_without_collection
 from engines.parallel.owned_files import remove_all
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def options(kind: type[T]) -> T:
     import tyro
 
     with told_once():
-        return tyro.cli(kind)
+        # Without the marker it reads the source of each class for comments.
+        return tyro.cli(kind, config=(tyro.conf.HelptextFromCommentsOff,))
 
 
 def share_cores() -> int:
@@ -279,6 +280,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         die_with(int(parent))
     elif ERROR_FILE in os.environ:  # torchrun's main thread has started it
         die_with(os.getppid())
+    end_without_collection()
     for name in ("stdout", "stderr"):  # a file opened next would take a closed one's descriptor
         if getattr(sys, name) is None:
             _tell(f"error: {name} is closed; redirect it, if only to /dev/null")

@@ -42,7 +42,9 @@ from experiments import launch
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = (
     *("engines.rollout.world", "experiments.training", "experiments.figures", "pytest"),
-    *("deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "peft", "typeguard"),
+    *("experiments.generation", "experiments.train"),
 )
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 
@@ -280,6 +282,7 @@ def _serve() -> None:
     os.dup2(2, 1)  # for what imports print
     for name in (*IMPORTS, *MODELS):
         importlib.import_module(name)
+    _use_once()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing after the fork, with what it has locked"
     parent = os.getpid()
     gc.freeze()  # else a rank looks through all of that again when it ends, for a second
@@ -301,6 +304,21 @@ def _serve() -> None:
             for descriptor in stdio:
                 os.close(descriptor)
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _use_once() -> None:
+    """Fills the caches of libraries whose first use takes a process a few tenths of a second."""
+    import matplotlib.pyplot as plt
+
+    from experiments.config import parse
+
+    parse([])
+    figure, axes = plt.subplots(layout="constrained")
+    axes.set(xscale="log", xlabel="x", title="title")
+    axes.plot([1, 100], [0, 1], label="label")
+    axes.legend()
+    figure.savefig(io.BytesIO(), bbox_inches="tight")
+    plt.close(figure)
 
 
 def _end(run: Callable[[], None]) -> NoReturn:

@@ -21,7 +21,7 @@ from tests.worlds import refused_by, run_main
 USER = {"role": "user", "content": "what is the question?"}
 SYSTEM = {"role": "system", "content": "be brief"}
 QUIET = {"enable_thinking": False}
-SHORT = ["--n", "2", "--max-tokens", "8", "--dtype", "float64"]
+SHORT = ["--n", "2", "--max-tokens", "8", "--dtype", "float64", "--kv-cache-mib", "8"]
 
 
 @pytest.fixture(scope="module")

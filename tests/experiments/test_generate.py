@@ -23,7 +23,7 @@ from tests.worlds import ROOT, Python, refused_by, run_main, run_python, start_r
 SCRIPT = str(ROOT / "experiments/generate.py")
 NUM_PROMPTS, NUM_SAMPLES = 60, 3
 # In float64 no rounding tells one batch from another: one sequence at a time, which takes a while, or all together.
-OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "200", "--ignore-eos"]
+OPTIONS = ["--dtype", "float64", "--n", "3", "--max-tokens", "200", "--ignore-eos", "--kv-cache-mib", "64"]
 SLOW = ["--max-num-seqs", "1"]
 
 
