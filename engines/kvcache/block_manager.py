@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import Protocol
 
 
@@ -294,13 +295,16 @@ class BlockManager:
 
     def check_integrity(self) -> None:
         """Asserts that every block is free or held, that its holders are counted, and that contents have one block."""
-        held = [block for table in self._tables.values() for block in table]
+        held = [*chain.from_iterable(self._tables.values())]
         free = [*self._free, *self._free_cached]
-        blocks = sorted(range(self._num_ids) if self._source is None else self._source.held())
+        blocks = [*range(self._num_ids)] if self._source is None else sorted(self._source.held())
         assert sorted({*held, *free}) == blocks, "a block is lost"
         assert len(free) == len(blocks) - len(set(held)), "a block is free twice, or free and held"
-        counts = Counter(held)
-        assert [counts[block] for block in range(self._num_ids)] == self._num_holders, "holders are miscounted"
+        counts = [0] * self._num_ids
+        for block in held:
+            counts[block] += 1
+        assert counts == self._num_holders, "holders are miscounted"
         assert all(len(set(table)) == len(table) > 0 for table in self._tables.values()), "a table is empty or a circle"
-        assert {block: key for key, block in self._block_of.items()} == self._key_of, "contents and blocks disagree"
-        assert set(self._free_cached) == set(free) & set(self._key_of), "a free block's content is not kept track of"
+        known = dict(zip(self._block_of.values(), self._block_of, strict=True))
+        assert known == self._key_of, "contents and blocks disagree"
+        assert self._free_cached.keys() == known.keys() & free, "a free block's content is not kept track of"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -114,12 +114,15 @@ def most_per_pass(p: float, window: int) -> float:
     return (2 - p) / (1 - p + 1 / drawn(p, window + 1))
 
 
+_Drafting = Literal["on", "next", "now"]
+
+
 class _State(NamedTuple):
     """A sequence at the start of a verifier's pass."""
 
     guesses: int
     """That have come, and continue its tokens."""
-    drafting: Literal["on", "next", "now"]
+    drafting: _Drafting
     """The drafter is in a pass for it; or, after a miss or at the limit of guesses, begins with its next pass; or
     at once, because it has waited for all of its sequences."""
 
@@ -135,18 +138,20 @@ def _steady(
     """
     start = _State(0, "next")
     all_wait = p ** (window * (pair.batch - 1))  # that no other sequence has missed
+    made = {drafting: _made(drafting, ratio, 2 * pair.delay_s / pair.draft_s) for drafting in get_args(_Drafting)}
+    drawn_of = [drawn(p, taken) for taken in range(window + 2)]
     states, numbers = [start], {start: 0}
     yields: list[float] = []
     rows: list[int] = []
     moves: list[tuple[int, int, float]] = []
     for number, state in enumerate(states):  # it grows
         taken = _rows(state, window, mode)
-        yields.append(drawn(p, taken))
+        yields.append(drawn_of[taken])
         rows.append(taken)
         kept = p**taken
         followers = [(start, 1 - kept)]
-        for made, chance in _made(state, ratio, 2 * pair.delay_s / pair.draft_s):
-            ahead = min(state.guesses + made, limit)
+        for num_made, chance in made[state.drafting]:
+            ahead = min(state.guesses + num_made, limit)
             if ahead < taken:  # the guess that is being made is for a token that is known
                 followers.append((start, kept * chance))
             elif ahead < limit:
@@ -176,11 +181,11 @@ def _rows(state: _State, window: int, mode: DecoupledMode) -> int:
     return window if state.guesses >= window else 0
 
 
-def _made(state: _State, ratio: float, delay: float) -> list[tuple[int, float]]:
+def _made(drafting: _Drafting, ratio: float, delay: float) -> list[tuple[int, float]]:
     """Returns how many guesses come during a pass of the verifier, each with its chance."""
-    if state.drafting == "on":
+    if drafting == "on":
         return [(math.floor(ratio), 1 - ratio % 1), (math.floor(ratio) + 1, ratio % 1)]
     passes = max(0.0, ratio - delay)
-    if state.drafting == "now":
+    if drafting == "now":
         return [(math.floor(passes), 1.0)]
     return [(max(0, math.floor(passes) - 1), 1 - passes % 1), (math.floor(passes), passes % 1)]

@@ -17,6 +17,9 @@ from research.pat.lifetimes import Lifetime, Lifetimes, lifetimes_of, run_to_lim
 from research.pat.lookahead import WorkLeft, make_plan
 from research.pat.predictor import StepPredictor
 
+NUM_PLANS = 20
+"""Random cases for each kind of plan."""
+
 # -- the predictor
 
 
@@ -197,7 +200,7 @@ def test_the_seconds_of_a_layout_are_those_of_its_steps(seed: int) -> None:
     assert work.num_unfinished[0] == count and work.num_tokens[0] == sum(contexts)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(NUM_PLANS))
 @pytest.mark.parametrize("start", [None, 1, 4])
 @pytest.mark.parametrize("prefills", [False, True])
 @pytest.mark.parametrize("goes_back", [False, True])

@@ -16,7 +16,7 @@ from research.pat.lookahead import Plan, make_plan
 from research.workloads.lengths import LogNormalLengths
 from tests.research.pat_world import CAP, KV_TOKENS, NUM_RANKS, PROMPT, deployment, roll_out
 
-LENGTHS = LogNormalLengths(median=60, sigma=0.884, cap=CAP).draw(1500, seed=0)
+LENGTHS = LogNormalLengths(median=60, sigma=0.884, cap=CAP).draw(750, seed=0)
 PLAN = make_plan(deployment(), np.full(len(LENGTHS), float(PROMPT)), np.array(LENGTHS, float), None)
 COUNTS = [count for count, _ in PLAN.stages]
 SIZES = [size for _, size in PLAN.stages]

@@ -46,7 +46,7 @@ def test_one_host_is_the_controller_itself() -> None:
 
 
 def test_each_host_switches_for_itself_and_no_replica_has_ranks_of_both() -> None:
-    lengths = LENGTHS.draw(1200, seed=0)
+    lengths = LENGTHS.draw(600, seed=0)
     done = roll_out(lengths, HOSTS, [1, 1], per_host(HOSTS))
     sizes: dict[int, list[int]] = {0: [], 1: []}
     for step in sorted(done.steps, key=lambda step: step.start):

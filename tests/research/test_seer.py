@@ -28,7 +28,7 @@ from research.workloads.lengths import GroupedLengths, LogNormalLengths
 from tests.engines.test_rollout_core import given, make_state, open_desk, replay
 from tests.research.test_simulator import FlatPace, check_after_every_event
 
-CAP = 200
+CAP, NUM_REPLAYED = 200, 150
 
 
 @dataclass
@@ -209,7 +209,7 @@ def test_decisions_are_those_of_the_algorithm_written_naively(seed: int) -> None
 
 def test_decisions_survive_losses_moves_and_aborts() -> None:
     counts: dict[str, int] = {}
-    for seed in range(300):
+    for seed in range(NUM_REPLAYED):
         options = ContextOptions(chunk_tokens=4, follow_ups=0, starving_share=0.3, seed=seed)
         world = replay(seed, policy=checked(options))
         for what, number in world.counts.items():

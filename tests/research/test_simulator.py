@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import count
 
 import pytest
 
@@ -20,6 +21,7 @@ from research.seer.baselines import Divided
 from research.seer.chunks import ChunkOptions
 from research.simulator.cluster import Cluster, ClusterConfig, OutsideReplica, Overheads
 from research.simulator.datasheets import H100, LLAMA_8B
+from research.simulator.events import TO_CORE
 from research.simulator.hindsight import LongestFirst, floor_seconds
 from research.simulator.pace import ProfilePace
 from research.simulator.runner import KVPool
@@ -108,12 +110,25 @@ class Moving:
         return None
 
 
+CHECK_ALL_EVERY = 50
+
+
 def check_after_every_event(simulated: Cluster) -> None:
-    run_next = simulated.queue.run_next
+    """After each event the KV pool, and the books or the rank whose event it was; often, and at the end, all."""
+    queue, run_next = simulated.queue, simulated.queue.run_next
+    numbers = count(1)
 
     def run_and_check() -> bool:
+        whose = queue._heap[0][1] if queue._heap else None
         has_run = run_next()
-        simulated.check_integrity()
+        if whose is None or simulated.is_complete or next(numbers) % CHECK_ALL_EVERY == 0:
+            simulated.check_integrity()
+            return has_run
+        simulated.pool.check_integrity()
+        if whose[0] == TO_CORE:
+            simulated.core.check_integrity()
+        else:
+            simulated._ranks[whose[1]].check_integrity()
         return has_run
 
     simulated.queue.run_next = run_and_check  # type: ignore[method-assign]
