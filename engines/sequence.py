@@ -159,6 +159,8 @@ class SamplingParams:
         # Callers naturally pass lists, dictionaries, None and a lone string; keep the value hashable.
         for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
             value = getattr(self, name)
+            if isinstance(value, tuple) and not value:
+                continue
             if isinstance(value, Mapping):
                 value = value.items()
             value = () if value is None else value

@@ -265,7 +265,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_chat_generates_from_what_transformers_renders(model: Path) -> None:
-    llm, other = LLM(model), [{"role": "system", "content": "be brief"}, USER]
+    llm, other = LLM(model, kv_cache_bytes=2**23), [{"role": "system", "content": "be brief"}, USER]
     rendered = [whole("qwen3", one, enable_thinking=False) for one in ([USER], other)]
     expected = llm.generate(rendered, PARAMS, prompt_uids=[0, 1])
     outputs = llm.chat([[USER], other], PARAMS, chat_template_kwargs={"enable_thinking": False}, prompt_uids=[0, 1])
@@ -290,13 +290,13 @@ def test_tools_come_into_the_prompt(tmp_path: Path) -> None:
         return town
 
     save_chat_checkpoint(tmp_path, "qwen2.5")
-    llm = LLM(tmp_path)
+    llm = LLM(tmp_path, kv_cache_bytes=2**23)
     output = llm.chat([USER], SamplingParams(max_tokens=1), tools=[weather])[0]
     assert output.prompt_token_ids == whole("qwen2.5", [USER], tools=[weather]) and "Tells the weather" in output.prompt
 
 
 def test_what_chat_refuses(model: Path, qwen3: str) -> None:
-    llm = LLM(model)
+    llm = LLM(model, kv_cache_bytes=2**23)
     for messages, told in (
         ([[USER], [{"role": "user"}]], r"messages\[1\]: message 0 \(user\) needs `content`"),
         ([{"content": "a"}], "messages: message 0 needs a `role`"),
@@ -310,7 +310,7 @@ def test_what_chat_refuses(model: Path, qwen3: str) -> None:
         llm.chat([USER], chat_template_kwargs={"tokenize": False})
     with pytest.raises(ValueError, match=r"^chat_template_kwargs=5: must be a dictionary"):
         llm.chat([USER], chat_template_kwargs=5)  # type: ignore[arg-type]
-    for call in (LLM(qwen3).chat, LLM(qwen3).generate):
+    for call in (LLM(qwen3, kv_cache_bytes=2**23).chat, LLM(qwen3, kv_cache_bytes=2**23).generate):
         with pytest.raises(ValueError, match=r"the model has no chat template; give text, or a chat model"):
             call([[USER]])
 
@@ -319,7 +319,7 @@ def test_what_chat_refuses(model: Path, qwen3: str) -> None:
 def test_end_tokens_beside_those_of_config_json(tmp_path: Path, where: str) -> None:
     tokenizer = save_chat_checkpoint(tmp_path, "qwen3")
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    endless = LLM(tmp_path).generate([[5, 6]], params, prompt_uids=[0])[0].outputs[0].token_ids
+    endless = LLM(tmp_path, kv_cache_bytes=2**23).generate([[5, 6]], params, prompt_uids=[0])[0].outputs[0].token_ids
     end = endless[6]
     assert len(endless) == 12 and end not in endless[:6]
     if where == "tokenizer":
@@ -328,7 +328,7 @@ def test_end_tokens_beside_those_of_config_json(tmp_path: Path, where: str) -> N
     else:
         ids = end if where.endswith("json") else [3, end]
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    llm = LLM(tmp_path)
+    llm = LLM(tmp_path, kv_cache_bytes=2**23)
     completion = llm.generate([[5, 6]], SamplingParams(max_tokens=12), prompt_uids=[0])[0].outputs[0]
     assert (completion.token_ids, completion.finish_reason) == (endless[:7], "stop")
     assert llm.generate([[5, 6]], params, prompt_uids=[0])[0].outputs[0].token_ids == endless

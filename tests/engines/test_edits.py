@@ -224,7 +224,7 @@ def test_the_plain_run_shows_the_edits(plain: list[list[list[int]]], qwen3: str)
 
 
 def test_moved_between_replicas(qwen3: str, plain: list[list[list[int]]]) -> None:
-    replicas = [LLM(qwen3, dtype="float64", max_num_seqs=size).replica for size in (4, 9)]
+    replicas = [LLM(qwen3, dtype="float64", max_num_seqs=size, kv_cache_bytes=2**23).replica for size in (4, 9)]
     rng = random.Random(3)
     for uid, prompt in enumerate(PROMPTS):
         for index in range(2):

@@ -29,7 +29,7 @@ PARAMS = SamplingParams(max_tokens=14, n=2, ignore_eos=True)
 
 
 def work(uid: int) -> Work:
-    return Work(state=make_state(uid, [5, 6, uid] * 3, PARAMS))
+    return Work(state=make_state(uid, [5, 6, uid] * 3, SamplingParams(max_tokens=8, ignore_eos=True)))
 
 
 def finish(llm: LLM) -> dict[int, list[int]]:

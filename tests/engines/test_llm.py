@@ -38,7 +38,7 @@ def edit_config(directory: Path, **changes: object) -> None:
 
 class TestStops:
     def test_eos_stop_ids_and_length(self, qwen3: str) -> None:
-        llm = LLM(qwen3)
+        llm = LLM(qwen3, kv_cache_bytes=2**23)
         free = llm.generate([[5]] * 64, SamplingParams(max_tokens=40), prompt_uids=range(64))
         for output in free:
             completion = output.outputs[0]
@@ -56,12 +56,12 @@ class TestStops:
         assert stopped.token_ids == expected[: expected.index(stop) + 1]
 
     def test_context_end_is_a_length_finish(self, qwen3: str) -> None:
-        llm = LLM(qwen3, max_model_len=32)
+        llm = LLM(qwen3, max_model_len=32, kv_cache_bytes=2**23)
         out = llm.generate([[5] * 20], SamplingParams(max_tokens=500, ignore_eos=True))[0].outputs[0]
         assert (len(out.token_ids), out.finish_reason) == (12, "length")
 
     def test_stop_strings_end_at_the_token_that_completes_them(self, text_model: str) -> None:
-        llm = LLM(text_model)
+        llm = LLM(text_model, kv_cache_bytes=2**23)
         params = SamplingParams(max_tokens=200, n=8, ignore_eos=True)
         plain = llm.generate(["hello"], params, prompt_uids=[0])[0].outputs
         stop = next(c.text[50:52] for c in plain if c.text[50:52].isascii() and len(c.text) > 52)
@@ -80,7 +80,7 @@ class TestStops:
 
 
 def test_outputs_carry_aligned_records(text_model: str) -> None:
-    llm = LLM(text_model)
+    llm = LLM(text_model, kv_cache_bytes=2**23)
     seen: list[int] = []
     outputs = llm.generate(
         ["1+1=", [50, 51]], SamplingParams(max_tokens=9, n=3), on_finished=lambda f: seen.append(f.completion.index)
@@ -138,66 +138,66 @@ class TestBadInput:
     def test_config(self, copy: Path, changes: dict, message: str) -> None:
         edit_config(copy, **changes)
         with pytest.raises(ValueError, match=message):
-            LLM(copy)
+            LLM(copy, kv_cache_bytes=2**23)
 
     @pytest.mark.parametrize(("file", "text", "message"), DAMAGES)
     def test_a_damaged_file(self, copy: Path, file: str, text: str, message: str) -> None:
         (copy / file).write_bytes(text.encode("latin-1"))
         with pytest.raises(ValueError, match=message):
-            LLM(copy)
+            LLM(copy, kv_cache_bytes=2**23)
 
     @pytest.mark.parametrize("keep", [0, 4, 100, 20_000])
     def test_truncated_weights(self, copy: Path, keep: int) -> None:
         path = copy / "model.safetensors"
         path.write_bytes(path.read_bytes()[:keep])
         with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
-            LLM(copy)
+            LLM(copy, kv_cache_bytes=2**23)
 
     def test_missing_parts(self, copy: Path) -> None:
         (copy / "model.safetensors").unlink()
         with pytest.raises(FileNotFoundError, match=r"model\.safetensors missing"):
-            LLM(copy)
+            LLM(copy, kv_cache_bytes=2**23)
         raw = json.loads((copy / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps({name: raw[name] for name in raw if name != "hidden_size"}))
         with pytest.raises(ValueError, match="hidden_size"):
-            LLM(copy)
+            LLM(copy, kv_cache_bytes=2**23)
 
     def test_integer_weights(self, copy: Path) -> None:
         weights = load_file(copy / "model.safetensors")
         weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
         save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"holds torch\.int8; quantised"):
-            LLM(copy)
+            LLM(copy, kv_cache_bytes=2**23)
 
     def test_missing_checkpoint(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"no config\.json"):
             LLM(tmp_path / "nowhere")
 
     def test_fields_that_are_null_are_absent(self, copy: Path) -> None:
-        before = LLM(copy).model_config
+        before = LLM(copy, kv_cache_bytes=2**23).model_config
         edit_config(copy, rope_scaling=None, sliding_window=None, quantization_config=None)
-        assert LLM(copy).model_config == before
+        assert LLM(copy, kv_cache_bytes=2**23).model_config == before
 
     def test_broken_tokenizer(self, text_model: str, tmp_path: Path) -> None:
         directory = Path(shutil.copytree(text_model, tmp_path / "model"))
         edit_json(directory / "tokenizer_config.json", model_max_length="long")
         with pytest.raises(ValueError, match="its tokenizer cannot encode a text"):
-            LLM(directory)
+            LLM(directory, kv_cache_bytes=2**23)
         (directory / "tokenizer.json").write_text("{}")
         with pytest.raises(ValueError, match="AutoTokenizer cannot read it"):
-            LLM(directory)
+            LLM(directory, kv_cache_bytes=2**23)
 
     def test_tokenizer_of_another_model(self, qwen3: str, text_model: str, copy: Path) -> None:
         for file in Path(text_model).glob("tokenizer*"):
             shutil.copy(file, copy)
         with pytest.raises(ValueError, match="vocab_size=131; they belong to different models"):
-            LLM(copy)
+            LLM(copy, kv_cache_bytes=2**23)
 
     def test_weights_that_are_not_finite(self, copy: Path) -> None:
         weights = load_file(copy / "model.safetensors")
         weights["model.norm.weight"][0] = float("nan")
         save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-        llm = LLM(copy)
+        llm = LLM(copy, kv_cache_bytes=2**23)
         with pytest.raises(FloatingPointError, match="not finite"):
             llm.generate([[5]])
         assert not llm.replica.has_work
@@ -225,12 +225,12 @@ class TestBadInput:
         llm = LLM(qwen3, kv_cache_bytes=4 * 16 * 2 * 2 * 2 * 16 * 4)
         with pytest.raises(ValueError, match=message):
             llm.generate(prompts, SamplingParams(max_tokens=50))
-        outputs = [one.generate([[5]], SamplingParams(max_tokens=3)) for one in (llm, LLM(qwen3))]
+        outputs = [one.generate([[5]], SamplingParams(max_tokens=3)) for one in (llm, LLM(qwen3, kv_cache_bytes=2**23))]
         assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids, "no prompt uid was taken"
 
     def test_half_a_surrogate_pair(self, text_model: str) -> None:
         with pytest.raises(ValueError, match=r"^prompts\[1\]='\\ud800': holds half a surrogate pair"):
-            LLM(text_model).generate(["a", "\ud800"])
+            LLM(text_model, kv_cache_bytes=2**23).generate(["a", "\ud800"])
 
     def test_options(self, qwen3: str) -> None:
         for options, message in (
@@ -260,7 +260,7 @@ class TestBadInput:
                 LLM(qwen3, **options)
 
     def test_call_arguments(self, qwen3: str) -> None:
-        llm = LLM(qwen3)
+        llm = LLM(qwen3, kv_cache_bytes=2**23)
         with pytest.raises(ValueError, match="2 for 1 prompts"):
             llm.generate([[5]], [SamplingParams()] * 2)
         with pytest.raises(ValueError, match="sampling_params=5: give SamplingParams, or a list"):
@@ -295,7 +295,7 @@ class TestBadInput:
 class TestWeights:
     def test_update_is_like_loading(self, qwen3: str, tmp_path: Path) -> None:
         save_checkpoint(tmp_path, "qwen3", seed=1)
-        fresh, updated = LLM(tmp_path), LLM(qwen3)
+        fresh, updated = LLM(tmp_path, kv_cache_bytes=2**23), LLM(qwen3, kv_cache_bytes=2**23)
         before = updated.checksum()
         got = updated.update_weights(checkpoint_tensors(tmp_path), version=1)
         assert got == fresh.checksum() != before
@@ -304,7 +304,7 @@ class TestWeights:
         assert updated.generate([[5, 6]], params)[0].outputs[0] == fresh.generate([[5, 6]], params)[0].outputs[0]
 
     def test_a_failed_update_leaves_no_engine_that_generates(self, qwen3: str) -> None:
-        llm = LLM(qwen3)
+        llm = LLM(qwen3, kv_cache_bytes=2**23)
         with pytest.raises(ValueError, match="missing"):
             llm.update_weights(list(checkpoint_tensors(qwen3))[:-1], version=1)
         with pytest.raises(RuntimeError, match="no weights"):
@@ -330,7 +330,7 @@ class TestWeights:
         assert llm.generate([[5, 6]] * 3, params, prompt_uids=range(3)) == expected
 
     def test_memory_is_given_back_and_taken_again(self, qwen3: str) -> None:
-        llm = LLM(qwen3)
+        llm = LLM(qwen3, kv_cache_bytes=2**23)
         first = llm.generate([[5, 6]], SamplingParams(max_tokens=20), prompt_uids=[0])
         llm.sleep(weights=True)
         held = [*llm._engine.kv.keys, *llm._engine.kv.values, *llm._engine.decoder.parameters.tensors()]

@@ -32,7 +32,17 @@ from engines.speculation.policy import Prices
 from engines.speculation.shared import SplitDrafter
 from research.simulator.pace import ProfilePace
 from tests.checkpoints import save_checkpoint
-from tests.engines.test_drafts import NUM_DRAFT_TOKENS, OPTIONS, PARAMS, PROMPTS, Watch, check, make_states, submitted
+from tests.engines.test_drafts import (
+    NUM_DRAFT_TOKENS,
+    OPTIONS,
+    PARAMS,
+    PROMPTS,
+    Watch,
+    check,
+    make_states,
+    states_for,
+    submitted,
+)
 from tests.engines.test_drafts import make_llm as make_plain_llm
 from tests.engines.test_memory import capacity
 from tests.engines.test_parity import engine_logits
@@ -66,7 +76,7 @@ def plain(qwen3: str) -> dict[SequenceId, Completion]:
 def make_llm(model: str, draft: str, noise: str = "target", **options: Any) -> LLM:
     drafts = {"drafter": "model", "draft_model": draft, "draft_noise": noise, "max_draft_tokens": NUM_DRAFT_TOKENS}
     drafts["draft_lengths"] = "adaptive" if "draft_policy" in options else "fixed"
-    return LLM(model, **{"dtype": "float64", "kv_cache_bytes": 2**24, **drafts, **options})
+    return LLM(model, **{"dtype": "float64", "kv_cache_bytes": 2**22, **drafts, **options})
 
 
 def drafter_of(llm: LLM) -> ModelDrafter:
@@ -99,9 +109,13 @@ class Passes:
 
 
 @pytest.mark.parametrize(
-    ("draft", "noise"), [("same", "target"), ("near", "target"), ("near", "own"), ("other", "target")]
+    ("options", "draft", "noise"),
+    [
+        *((options, draft, "target") for options in OPTIONS for draft in ("same", "near")),
+        *((options, "near", "own") for options in ("many", "one by one", "chunks", "recompute, small blocks")),
+        *((options, "other", "target") for options in ("many", "no prefix cache", "swap")),
+    ],
 )
-@pytest.mark.parametrize("options", OPTIONS)
 def test_the_same_tokens(
     models: dict[str, str], plain: dict[SequenceId, Completion], options: str, draft: str, noise: str
 ) -> None:
@@ -109,8 +123,8 @@ def test_the_same_tokens(
     llm = make_llm(models["same"], models[draft], noise, **OPTIONS[options])
     drafter = drafter_of(llm)
     Passes(drafter)
-    watch = submitted(llm, make_states())
-    check(watch.finish(), plain)
+    watch = submitted(llm, states_for(options))
+    check(watch.finish(), {state.sequence_id: plain[state.sequence_id] for state in states_for(options)})
     check_forgotten(drafter)
     if "preemption" in OPTIONS[options]:
         assert llm.replica.scheduler.num_preemptions > 3, "the KV cache was not small enough to test anything"

@@ -140,6 +140,11 @@ class ModelReplica:
         handle = KVHandle(policy_version=self.version, dtype="f", parts=(part,))
         return handle if with_kv and state.num_generated else None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has anything to take, to run or to say."""
+        return bool(self.inbox or self.outbox or self.works)
+
     def take(self) -> m.Command | None:
         """Takes one command; returns a `Regroup` for the world to carry out."""
         command = decode_command(self.inbox.popleft())
@@ -556,7 +561,7 @@ class World:
     def turn(self) -> None:
         """Somebody, chosen at random, does something: this is what reorders events of different replicas."""
         rng = self.rng
-        keys = sorted(self.alive())
+        keys = sorted(key for key in self.alive() if self.replicas[key].is_busy)
         if self.idle_events and rng.random() < 0.5:
             self.say(decode_event(self.idle_events.popleft()))
         for rank in list(self.idle):
@@ -659,7 +664,7 @@ def replay(seed: int, keeps_log: bool = False, policy: SchedulePolicy | None = N
     return world
 
 
-NUM_CASES, NUM_PARTS = 10_000, 20
+NUM_CASES, NUM_PARTS = 5_000, 10
 KINDS = ("regroups", "moves", "lost", "repeated", "kv", "discarded", "turns", "answers again")
 KINDS += ("expected", "not expected any more", "handed over")
 

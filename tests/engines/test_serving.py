@@ -26,12 +26,12 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(chat_model: Path) -> LLM:
-    return LLM(chat_model, dtype="float64")
+    return LLM(chat_model, dtype="float64", kv_cache_bytes=2**23)
 
 
 @pytest.fixture(scope="module")
 def running(chat_model: Path) -> Iterator[Running]:
-    with serving(LLM(chat_model, dtype="float64")) as one:
+    with serving(LLM(chat_model, dtype="float64", kv_cache_bytes=2**23)) as one:
         yield one
 
 

@@ -35,7 +35,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(chat_model: Path) -> Iterator[Running]:
-    with serving(LLM(chat_model), max_body_bytes=100_000) as one:
+    with serving(LLM(chat_model, kv_cache_bytes=2**23), max_body_bytes=100_000) as one:
         yield one
 
 
@@ -147,7 +147,7 @@ def test_tools_and_their_calls_are_rendered(chat_model: Path, running: Running) 
     messages = [*MESSAGES, {"role": "assistant", "content": "I add.", "tool_calls": [call]}]
     messages.append({"role": "tool", "content": "46", "tool_call_id": "1"})
     asked = {"messages": messages, "tools": [tool], "seed": 2, "max_tokens": 10, "return_token_ids": True}
-    llm = LLM(chat_model)
+    llm = LLM(chat_model, kv_cache_bytes=2**23)
     parsed = [dict(one) for one in messages]
     parsed[1]["tool_calls"] = [{**call, "function": {"name": "add", "arguments": {"a": 1}}}]
     (with_tools,) = llm.chat(parsed, SamplingParams(seed=2, max_tokens=10), tools=[tool])

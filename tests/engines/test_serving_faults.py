@@ -62,7 +62,10 @@ def test_clients_that_leave_free_their_blocks_and_change_nobody_s_tokens(text_mo
     gate = Gate(1, 20, 70)
     leaving = [asked(index, 200, prompt=f"{index} " * 100) for index in range(10)]
     staying = [asked(index, 100) for index in range(10, 30)]
-    with serving(LLM(text_model, dtype="float64", hidden_stop=gate)) as running, ThreadPoolExecutor(30) as clients:
+    with (
+        serving(LLM(text_model, dtype="float64", hidden_stop=gate, kv_cache_bytes=2**23)) as running,
+        ThreadPoolExecutor(30) as clients,
+    ):
         left = [clients.submit(stream_tokens, running, body, 5) for body in leaving]
         stayed = [clients.submit(stream_tokens, running, body) for body in staying]
         until(lambda: running.service.num_calls == 30, "all have come")
@@ -79,13 +82,13 @@ def test_clients_that_leave_free_their_blocks_and_change_nobody_s_tokens(text_mo
         until(lambda: running.blocks[0] == running.blocks[1], "all blocks are free")
         until(lambda: sum(running.outcomes.values()) == 30, "all answers have been written")
         assert running.outcomes == {"client_left": 10, "ok": 20}
-    alone = LLM(text_model, dtype="float64")
+    alone = LLM(text_model, dtype="float64", kv_cache_bytes=2**23)
     assert found == [expected(alone, body) for body in staying]
 
 
 def test_a_client_that_leaves_before_a_whole_answer_is_aborted_too(text_model: str) -> None:
     gate = Gate(5)
-    with serving(LLM(text_model, hidden_stop=gate)) as running:
+    with serving(LLM(text_model, hidden_stop=gate, kv_cache_bytes=2**23)) as running:
         with socket.create_connection(("127.0.0.1", running.server.port)) as client:
             send(client, asked(0, 400))
             until(lambda: gate.waits_at == 5, "it runs")
@@ -104,7 +107,7 @@ def send(client: socket.socket, body: dict[str, Any]) -> None:
 def test_a_flood_gets_429_and_what_was_accepted_is_answered(text_model: str) -> None:
     gate = Gate(1)
     with (
-        serving(LLM(text_model, dtype="float64", hidden_stop=gate), max_sequences=4) as running,
+        serving(LLM(text_model, dtype="float64", hidden_stop=gate, kv_cache_bytes=2**23), max_sequences=4) as running,
         ThreadPoolExecutor(30) as clients,
     ):
         bodies = [asked(index, 10) for index in range(4)]
@@ -123,7 +126,7 @@ def test_a_flood_gets_429_and_what_was_accepted_is_answered(text_model: str) -> 
         found = [one.result().json()["choices"][0]["token_ids"] for one in accepted]
         assert patient.result().choices[0].finish_reason
         assert post(running, asked(0, 10, n=4)).status_code == 200
-    assert found == [expected(LLM(text_model, dtype="float64"), body) for body in bodies]
+    assert found == [expected(LLM(text_model, dtype="float64", kv_cache_bytes=2**23), body) for body in bodies]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ class Fails:
 
 
 def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(text_model: str) -> None:
-    llm = LLM(text_model, hidden_stop=Fails())
+    llm = LLM(text_model, hidden_stop=Fails(), kv_cache_bytes=2**23)
     assert llm.encode(["!"]) == [[ord("!")]]
     with serving(llm) as running:
         for _ in range(2):
@@ -187,7 +190,7 @@ def holds(state):
         until(Path(sys.argv[2]).exists, "the file that lets it go on")
     return False
 
-llm = LLM(sys.argv[1], dtype="float64", hidden_stop=holds)
+llm = LLM(sys.argv[1], dtype="float64", hidden_stop=holds, kv_cache_bytes=2**23)
 running = Running(llm, "tiny", {}, None)
 num_lost = running.server.run(lambda: print(running.url, flush=True))
 print(num_lost, running.outcomes)
@@ -219,7 +222,7 @@ def test_sigterm_lets_running_requests_finish(text_model: str, tmp_path: Path) -
             tokens += chunk.choices[0].token_ids
         assert server.wait(60) == 0
         assert server.stdout.splitlines()[1:] == ["0 {'draining': 1, 'ok': 1}"]
-    assert tokens == expected(LLM(text_model, dtype="float64"), body)
+    assert tokens == expected(LLM(text_model, dtype="float64", kv_cache_bytes=2**23), body)
 
 
 def test_the_command_serves_and_ends(text_model: str, tmp_path: Path) -> None:
@@ -234,7 +237,7 @@ def test_the_command_serves_and_ends(text_model: str, tmp_path: Path) -> None:
         os.kill(server.pid, signal.SIGINT)
         assert server.wait(60) == 0, server.stderr
         assert json.loads(server.stdout.splitlines()[-1]) == {"experiment": "serve", "requests": {"ok": 1}, "lost": 0}
-    outputs = LLM(text_model, seed=5).generate(["1+2=", "3+4="], SamplingParams(max_tokens=9))
+    outputs = LLM(text_model, seed=5, kv_cache_bytes=2**23).generate(["1+2=", "3+4="], SamplingParams(max_tokens=9))
     assert [one.text for one in answer.choices] == [one.outputs[0].text for one in outputs]
 
 
@@ -252,7 +255,10 @@ def test_the_command_refuses_in_one_line(text_model: str, options: list[str], me
 
 def test_what_does_not_end_in_time_is_ended_with_an_error(text_model: str) -> None:
     gate = Gate(1, 5)
-    with serving(LLM(text_model, hidden_stop=gate), drain_s=0.2) as running, ThreadPoolExecutor(2) as clients:
+    with (
+        serving(LLM(text_model, hidden_stop=gate, kv_cache_bytes=2**23), drain_s=0.2) as running,
+        ThreadPoolExecutor(2) as clients,
+    ):
         whole = clients.submit(post, running, asked(0, 400))
         until(lambda: running.service.num_calls == 1, "one has come")
         clients.submit(until, lambda: running.service.num_calls == 2, "both have come").add_done_callback(
@@ -269,7 +275,7 @@ def test_what_does_not_end_in_time_is_ended_with_an_error(text_model: str) -> No
 
 
 def test_the_key_is_needed_where_one_is_set(text_model: str) -> None:
-    with serving(LLM(text_model), api_key="a key") as running:
+    with serving(LLM(text_model, kv_cache_bytes=2**23), api_key="a key") as running:
         for key in ("none", "a ke", "a keyy", "A key"):
             with pytest.raises(openai.AuthenticationError, match="key is missing or wrong"):
                 running.client(api_key=key).models.list()
@@ -286,7 +292,7 @@ def test_the_key_is_needed_where_one_is_set(text_model: str) -> None:
 
 
 def test_metrics_are_prometheus_text_and_count(text_model: str) -> None:
-    with serving(LLM(text_model)) as running:
+    with serving(LLM(text_model, kv_cache_bytes=2**23)) as running:
         for index in range(3):
             stream_tokens(running, asked(index, 10))
         assert post(running, asked(0, 10, n=2)).status_code == 200

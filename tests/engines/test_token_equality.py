@@ -201,8 +201,8 @@ def test_another_key_is_another_sample(qwen3: str, plain: list[list[Completion]]
 
 def test_a_request_s_own_seed_fixes_its_tokens(qwen3: str) -> None:
     params = SamplingParams(max_tokens=30, seed=7)
-    first = LLM(qwen3, seed=1).generate([PROMPTS[0]], params)[0].outputs[0]
-    llm = LLM(qwen3, seed=2)
+    first = LLM(qwen3, seed=1, kv_cache_bytes=2**23).generate([PROMPTS[0]], params)[0].outputs[0]
+    llm = LLM(qwen3, seed=2, kv_cache_bytes=2**23)
     again = llm.generate([PROMPTS[1], PROMPTS[0]], params)[1].outputs[0]
     once_more = llm.generate([PROMPTS[0]], params)[0].outputs[0]
     assert first.token_ids == again.token_ids == once_more.token_ids
@@ -218,7 +218,7 @@ import sys
 from engines import LLM
 from engines.sequence import SequenceState, Work
 import msgspec
-llm = LLM(sys.argv[1], dtype="float64", max_num_seqs=5)
+llm = LLM(sys.argv[1], dtype="float64", max_num_seqs=5, kv_cache_bytes=2**23)
 for state in msgspec.msgpack.decode(sys.stdin.buffer.read(), type=list[SequenceState]):
     llm.replica.submit(Work(state=state))
 done = []
@@ -231,7 +231,7 @@ sys.stdout.buffer.write(msgspec.msgpack.encode(done))
 def test_paused_serialised_and_resumed_in_another_process(qwen3: str, plain: list[list[Completion]]) -> None:
     import msgspec
 
-    llm = LLM(qwen3, dtype="float64")
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**23)
     for state in make_states():
         llm.replica.submit(Work(state=state))
     done = []
@@ -257,7 +257,7 @@ def test_paused_serialised_and_resumed_in_another_process(qwen3: str, plain: lis
 
 
 def test_moved_between_replicas_every_few_steps(qwen3: str, plain: list[list[Completion]]) -> None:
-    replicas = [LLM(qwen3, dtype="float64", max_num_seqs=size).replica for size in (4, 9)]
+    replicas = [LLM(qwen3, dtype="float64", max_num_seqs=size, kv_cache_bytes=2**23).replica for size in (4, 9)]
     rng = random.Random(3)
     for state in make_states():
         rng.choice(replicas).submit(Work(state=state))
@@ -274,7 +274,7 @@ def test_moved_between_replicas_every_few_steps(qwen3: str, plain: list[list[Com
 
 
 def test_versions_name_the_policy_of_each_token(qwen3: str) -> None:
-    llm = LLM(qwen3, dtype="float64")
+    llm = LLM(qwen3, dtype="float64", kv_cache_bytes=2**23)
     state = make_states()[0]
     state.params = SamplingParams(max_tokens=12, ignore_eos=True)
     llm.replica.submit(Work(state=state))
@@ -295,7 +295,7 @@ def test_low_precision_differs_by_near_ties_only(qwen3: str, dtype: str, near: f
     outputs = other.generate(PROMPTS, PARAMS)
     assert other.replica.scheduler.num_preemptions > 5
     near_ties = total = 0
-    scorer = LLM(qwen3, dtype=dtype)
+    scorer = LLM(qwen3, dtype=dtype, kv_cache_bytes=2**23)
     for uid, output in enumerate(outputs):
         for completion in output.outputs:
             scores = _forced_scores(scorer, uid, output.prompt_token_ids, completion)

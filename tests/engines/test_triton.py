@@ -24,7 +24,7 @@ from engines.attention.triton import TritonAttention, choose_tile, count_parts, 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
-LENGTHS, NEW = [1, 2, 33, 16, 700, 17, 40, 130], [1, 1, 1, 1, 1, 5, 40, 3]
+LENGTHS, NEW = [1, 2, 33, 16, 300, 17, 40, 130], [1, 1, 1, 1, 1, 5, 40, 3]
 
 
 def batch_of(lengths: list[int], new: list[int], block_size: int, width: int = 0) -> tuple[int, ForwardBatch]:

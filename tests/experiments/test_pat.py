@@ -16,13 +16,13 @@ SMALL = ["--shrink", "8", "--hidden", "256", "--scale", "0.1"]
 
 def test_both_parts(tmp_path: Path) -> None:
     """The paced one on ranks that rank 0 starts: without a tail nobody switches."""
-    more = ["--ranks", "2", "--turns", "2", "--cases", "uniform"]
+    more = ["--ranks", "2", "--turns", "1", "--cases", "uniform"]
     files = ["--figure", str(tmp_path), "--output", str(tmp_path / "result.json")]
     result = run_main("pat", [*SMALL, *more, *files], num_ranks=2)
     live, paced = result["live"], result["paced"]
     assert (live["tier"], paced["tier"]) == ("live", "paced")
     assert live["tokens_equal"] and live["workload"] and result["predictor_error"] > 0
-    check_paced(paced, "uniform", num_turns=2)
+    check_paced(paced, "uniform", num_turns=1)
     assert paced["switches"]["uniform"] == [] and paced["switch_share"]["uniform"] == 0
     assert set(paced["row"]["uniform"]["ms"]) == variants(1, 2)
     assert {"tp_size", "chosen", "seconds", "kept_seconds", "stages"} <= paced["decisions"]["uniform"][0].keys()
@@ -31,9 +31,9 @@ def test_both_parts(tmp_path: Path) -> None:
 
 
 def test_a_tail_is_switched_for() -> None:
-    more = ["--parts", "paced", "--ranks", "4", "--turns", "1", "--cases", "a40-8b-2048"]
+    more = ["--parts", "paced", "--ranks", "4", "--turns", "2", "--cases", "a40-8b-2048"]
     paced = run_main("pat", [*SMALL, *more], num_ranks=4)["paced"]
-    check_paced(paced, "a40-8b-2048", num_turns=1)
+    check_paced(paced, "a40-8b-2048", num_turns=2)
     ways_back = paced["way_back_s"]["a40-8b-2048"]
     assert ways_back.keys() == paced["row"]["a40-8b-2048"]["ms"].keys()
     assert {name for name, took in ways_back.items() if took} >= {"pat", "hindsight"}, "they switch"
