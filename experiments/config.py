@@ -37,7 +37,7 @@ from experiments import launch
 from experiments.chat_options import ChatOptions
 from experiments.engine_options import MIB, DraftPolicyName, EngineOptions
 from experiments.grouped_help import print_help
-from experiments.heddle_options import HeddleConfig
+from experiments.heddle_options import OF_PREDICTOR, HeddleConfig
 from experiments.policies import IN_CHUNKS, ChunkFields, layout_controller, own_class, schedule_policy
 from research.pat.controller import PatOptions
 from research.seer.context_aware import ContextOptions
@@ -153,6 +153,9 @@ class TrainConfig(ChunkFields):
     pat_profile: Path | None = None
     """What `experiments/pat_profile.py` has measured with the same model, engine options and ranks."""
     pat: PatOptions = field(default_factory=PatOptions)
+    predict_lengths: bool = False
+    """Predict the lengths of trajectories with any dispatch: a policy of your own sees them, and metrics say how right
+    they are. `--dispatch heddle` always does."""
     heddle: HeddleConfig = field(default_factory=HeddleConfig)
     speculation: Literal["none", "specactor"] = "none"
     """specactor: some replicas only draft, and run ahead of those that verify, in rollouts for which that promises more
@@ -279,17 +282,22 @@ class TrainConfig(ChunkFields):
             )
 
     def _check_heddle(self) -> None:
+        ours = HeddleConfig()
         if self.dispatch != "heddle":
-            if self.heddle != HeddleConfig():
+            if self.predict_lengths:
+                ours = replace(ours, **{name: getattr(self.heddle, name) for name in OF_PREDICTOR})
+            if self.heddle != ours:
                 raise ValueError(f"heddle: has no effect with --dispatch {self.dispatch}; give heddle, or leave it out")
+        if not self.predicts_lengths:
             return
+        asked, other = ("predict_lengths=True", "leave it out") if self.predict_lengths else ("dispatch='heddle'", "")
         if self.environment is None:
             raise ValueError(
-                "dispatch='heddle': is for trajectories; give --environment FILE.py:Class, a task that has one, or "
-                "another dispatch"
+                f"{asked}: is for trajectories; give --environment FILE.py:Class, a task that has one, or "
+                f"{other or 'another dispatch'}"
             )
         if self.deterministic:
-            raise ValueError("dispatch='heddle': depends on timing, which --deterministic rules out; give static")
+            raise ValueError(f"{asked}: depends on timing, which --deterministic rules out; {other or 'give static'}")
 
     def _check_layout_policy(self) -> None:
         policy = self.layout_policy
@@ -334,6 +342,10 @@ class TrainConfig(ChunkFields):
         """How the folder names of runs without a name begin."""
         return "-".join(name.rpartition(":")[2] for name in (self.task, self.algo))
 
+    @property
+    def predicts_lengths(self) -> bool:
+        return self.predict_lengths or self.dispatch == "heddle"
+
     def schedule(self, num_ranks: int) -> SchedulePolicy | None:
         """Returns the policy of a coordinator; None without one, as for one replica that gets all sequences at once.
         Trajectories on several ranks always have one."""
@@ -343,7 +355,9 @@ class TrainConfig(ChunkFields):
         is_on_demand = num_ranks > self.tensor_parallel_size and not is_static
         if is_on_demand or self.layout_policy != "none" or self.speculation != "none":
             return OnDemand()
-        return (Static() if is_static else OnDemand()) if self.environment is not None and num_ranks > 1 else None
+        if self.predict_lengths or (self.environment is not None and num_ranks > 1):
+            return Static() if is_static else OnDemand()
+        return None
 
     def _schedule(self, name: str) -> Callable[[], SchedulePolicy]:
         chunks = self.chunk_options() if name in IN_CHUNKS else ContextOptions(seed=self.seed)
@@ -399,6 +413,7 @@ _OF_ROLLOUT = (
     "rollout",
     "weights",
     "pat",
+    "predict_lengths",
     "heddle",
     "dispatch",
     "layout_policy",

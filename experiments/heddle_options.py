@@ -19,10 +19,13 @@ PRIORITIES: Mapping[str, Priority] = {
     "round-robin": round_robin,
 }
 
+OF_PREDICTOR = ("predictor", "refit_every", "history")
+"""The options that `--predict-lengths` has, too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeddleConfig:
-    """Options of `--dispatch heddle`."""
+    """Options of `--dispatch heddle`; those of the predictor hold for `--predict-lengths`, too."""
 
     priority: Literal["remaining", "total", "fcfs", "sjf", "round-robin"] = "remaining"
     """What a replica runs first: the trajectory with most tokens to come (Heddle, Algorithm 1), of most tokens in all,

@@ -40,7 +40,8 @@ from experiments import launch
 from experiments.config import TrainConfig
 from experiments.engine_options import DRAFT_POLICIES
 from experiments.heddle_allocating import Allocations, groups_of
-from experiments.heddle_training import HeddleRollouts, predictor_trunk
+from experiments.heddle_training import HeddleRollouts
+from experiments.length_predictions import LengthPredictions, predictor_trunk
 from experiments.pat_measuring import nested_layouts, transport_of
 from experiments.pat_training import RolloutLayouts, deployed, load_profile, make_controller
 from experiments.policies import Logged
@@ -211,10 +212,13 @@ class Run:
             max_turns=rollout.max_turns,
             n=rollout.group_size,
         )
-        self.heddle = None
-        if config.dispatch == "heddle":
+        self.predictions = self.heddle = None
+        if config.predicts_lengths:
             trunk = predictor_trunk(config.heddle, model)
-            self.heddle = HeddleRollouts(config.heddle, rollout.prompts_per_step * rollout.group_size)
+            self.predictions = LengthPredictions(config.heddle)
+            if config.dispatch == "heddle":
+                num_sequences = rollout.prompts_per_step * rollout.group_size
+                self.heddle = HeddleRollouts(config.heddle, num_sequences, self.predictions)
         schedule = config.schedule(group.size) if self.heddle is None else self.heddle.policy
         dispatches = None
         if schedule is not None and config.dispatch not in ("auto", "on-demand", "static"):
@@ -234,8 +238,8 @@ class Run:
         if not config.resume:
             self.folder = _open_folder(config, group)  # late, so that an error above leaves no empty folder
         launch.end_on_signals(self._last_words)
-        if self.heddle is not None and group.rank == 0:
-            self.heddle.start(trunk, self.folder.path / PREDICTOR)
+        if self.predictions is not None and group.rank == 0:
+            self.predictions.start(trunk, self.folder.path / PREDICTOR)
         if group.rank == 0:
             print(f"run: {self.folder.path}", file=sys.stderr, flush=True)
             trained, everything = self.trainer.num_parameters
@@ -258,7 +262,7 @@ class Run:
             journal=self.journal,
             environment=environment.environments if environment else None,
             in_rounds=config.deterministic,
-            predictor=None if self.heddle is None else self.heddle.predictor,
+            predictor=None if self.predictions is None else self.predictions.predictor,
         )
         speculates = config.speculation != "none"
         self.layouts: RolloutLayouts | DraftRoles | Allocations = RolloutLayouts(controller, self.collector)
@@ -285,8 +289,8 @@ class Run:
             self.relayed.close()
         self.llm.close()
         self.journal.close()
-        if self.heddle is not None:
-            self.heddle.close()
+        if self.predictions is not None:
+            self.predictions.close()
 
     def _held_out_problems(self, task: Task) -> list[Problem]:
         """The held-out problems that the engine accepts. Raises ValueError if there is none."""
@@ -357,12 +361,16 @@ class Run:
         num_found = self.journal.num_found
         if self.heddle is not None:
             self.heddle.begin(self.llm)
+        if self.predictions is not None:
+            self.predictions.begin()
         self.record.begin()
         rollout = self._roll_out()
         updated = time.perf_counter()
         metrics = rollout.metrics | self.record.metrics(rollout)
-        if self.heddle is not None:
-            metrics |= self.heddle.end(rollout.groups, self.llm.policy_version, rollout.turns)
+        if self.heddle is not None and self.group.rank == 0:
+            metrics |= self.heddle.metrics()
+        if self.predictions is not None:
+            metrics |= self.predictions.end(rollout.groups, self.llm.policy_version, rollout.turns)
         metrics["rollout/num_journaled"] = float(self.journal.num_found - num_found)
         self.llm.sleep()
         if self.relayed is not None:

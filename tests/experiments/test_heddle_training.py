@@ -12,6 +12,7 @@ from algos.tasks.task import Problem
 from engines import LLM, Completion
 from experiments.heddle_options import HeddleConfig
 from experiments.heddle_training import HeddleRollouts
+from experiments.length_predictions import LengthPredictions
 from research.heddle.policy import HeddleOptions, HeddlePolicy
 from research.workloads.agents import Errors
 from tests.research.test_heddle_policy import COSTS, drawn, rollout, thirds
@@ -30,20 +31,22 @@ def group(uid: int) -> Group:
 
 def test_metrics_are_of_one_step(text_model: str, tmp_path: Path) -> None:
     """Two steps with an evaluation between them; an answer takes 0.1 s, the tools 0.05 s and less."""
-    rollouts = HeddleRollouts(HeddleConfig(), 1)
+    predictions = LengthPredictions(HeddleConfig())
+    rollouts = HeddleRollouts(HeddleConfig(), 1, predictions)
     rollouts.policy = policy = HeddlePolicy(thirds, COSTS, HeddleOptions(waits_s=1.0))
-    rollouts.start(Path(text_model), tmp_path / "predictor")
+    predictions.start(Path(text_model), tmp_path / "predictor")
     try:
         llm, groups, rows, counts = LLM(text_model, device="cpu"), [*map(group, range(8))], [], [0]
         for step in range(3):
             if step != 1:
                 rollouts.begin(llm)
+                predictions.begin()
             _, done = rollout(policy, drawn("math", 48, seed=step), Errors(seconds=0.1))
             counts.append(policy.counters.num_migrations)
             if step != 1:
-                rows.append(rollouts.end(groups, step, done.turns))
+                rows.append(rollouts.metrics() | predictions.end(groups, step, done.turns))
     finally:
-        rollouts.close()
+        predictions.close()
     assert min(b - a for a, b in pairwise(counts)) > 0, "each rollout moves some"
     assert [row["rollout/num_migrations"] for row in rows] == [counts[1], counts[3] - counts[2]]
     for row in rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from algos.warmstart import new_model, tokenizer_of, warm_start
 from algos.warmstart_config import WarmStartConfig
 from experiments.config import parse
 from experiments.heddle_options import HeddleConfig
-from experiments.heddle_training import predictor_trunk
+from experiments.length_predictions import predictor_trunk
 from experiments.training_checks import recipe_of
 from tests.test_docs import FILES
-from tests.worlds import refused_by, run_main
+from tests.worlds import ROOT, refused_by, run_main
 
 SMALL = [
     "--steps", "3", "--save-every", "1", "--eval-every", "0", "--wandb", "off", "--learning-rate", "1e-3",
@@ -79,18 +79,26 @@ def test_deterministic_runs_and_a_resumed_one_have_the_same_tokens(folder: Path,
 
 
 def test_on_demand_and_heddle_have_the_same_tokens(folder: Path, text_model: str) -> None:
-    """In the first step, where all have the same weights to the last bit. In the second one lengths are predicted."""
+    """In the first step, where all have the same weights to the last bit. In the second one lengths are predicted, for
+    the page's policy, too."""
     environment = ["--environment", f"{folder}/echo.py:Echo", "--rollout.dtype", "float64", "--steps", "1"]
+    code = (ROOT / "docs/heddle.md").read_text().rpartition("```python\n")[2].partition("```")[0]
+    (folder / "mine.py").write_text(code)
     one = train(folder, text_model, "static", *environment, "--dispatch", "static")
     other = train(folder, text_model, "on-demand", *environment, "--dispatch", "on-demand")
+    mine = ["--dispatch", f"{folder}/mine.py:LongestFirst", "--predict-lengths", "--steps", "2"]
+    own = train(folder, text_model, "own", *environment, *mine)
     heddle = train(folder, text_model, "heddle", *environment, "--dispatch", "heddle", "--steps", "2")
-    assert digests(one) == digests(other) == digests(heddle)[:1]
-    rows = [json.loads(line) for line in (heddle / "metrics.jsonl").read_text().splitlines()]
-    assert not [name for name in rows[0] if name.startswith("predictor/pearson")]
-    assert -1 <= rows[1]["predictor/pearson/0"] <= 1 and rows[1]["predictor/mae/0"] > 0
-    assert (heddle / "length_predictor").is_dir()
-    decisions = [json.loads(line) for line in (heddle / "decisions.jsonl").read_text().splitlines()]
-    assert {row["training/global_step"] for row in decisions} == {1, 2}
+    assert digests(one) == digests(other) == digests(heddle)[:1] == digests(own)[:1]
+    for run in (own, heddle):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert not [name for name in rows[0] if name.startswith("predictor/pearson")]
+        assert -1 <= rows[1]["predictor/pearson/0"] <= 1 and rows[1]["predictor/mae/0"] > 0
+        assert ("rollout/num_migrations" in rows[1]) == (run is heddle)
+        assert (run / "length_predictor").is_dir()
+        decisions = [json.loads(line) for line in (run / "decisions.jsonl").read_text().splitlines()]
+        assert {row["training/global_step"] for row in decisions} == {1, 2}
+        assert {row["training/global_step"] for row in decisions if row["estimate"] is not None} == {2}
 
 
 @pytest.mark.parametrize(("num_tokens", "batch_size"), [(20, 16), (128, 16), (256, 8), (1500, 4)])
@@ -135,14 +143,29 @@ def test_gsm8k_with_its_calculator(tmp_path: Path) -> None:
         (["--environment-limits.workers", "0"], "--environment-limits.workers=0: must be"),
         (["--environment", "{}/echo.py:Echo", "--heddle.no-places"], "heddle: has no effect with --dispatch auto"),
         (
+            ["--environment", "{}/echo.py:Echo", "--predict-lengths", "--heddle.no-places"],
+            "heddle: has no effect with --dispatch auto",
+        ),
+        (
             ["--environment", "{}/echo.py:Echo", "--dispatch", "heddle", "--deterministic"],
             "dispatch='heddle': depends on timing, which --deterministic rules out",
+        ),
+        (
+            ["--environment", "{}/echo.py:Echo", "--predict-lengths", "--deterministic"],
+            "--predict-lengths=True: depends on timing, which --deterministic rules out; leave it out",
         ),
     ],
 )
 def test_what_cannot_be_used_is_refused(folder: Path, text_model: str, arguments: list[str], message: str) -> None:
     options = ["--model", text_model, "--runs", str(folder), *SMALL, *(one.format(folder) for one in arguments)]
     assert message in refused_by("train", options)
+
+
+def test_lengths_are_predicted_of_trajectories_only() -> None:
+    with pytest.raises(
+        ValueError, match="^predict_lengths=True: is for trajectories; give --environment .*leave it out"
+    ):
+        replace(parse([]), predict_lengths=True)
 
 
 def test_a_predictor_of_another_vocabulary_is_refused(folder: Path, text_model: str) -> None:
