@@ -162,9 +162,7 @@ def test_what_cannot_be_used_is_refused(folder: Path, text_model: str, arguments
 
 
 def test_lengths_are_predicted_of_trajectories_only() -> None:
-    with pytest.raises(
-        ValueError, match=r"^predict_lengths=True: is for trajectories; .* leave it out"
-    ):
+    with pytest.raises(ValueError, match=r"^predict_lengths=True: is for trajectories; .* leave it out"):
         replace(parse([]), predict_lengths=True)
 
 
