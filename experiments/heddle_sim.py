@@ -110,6 +110,11 @@ class Cell:
         sizes = self.case.pace.num_kv_tokens(self.case.num_prompt_tokens + 1)
         return {size: count for size, count in sizes.items() if size in TP_SIZES}
 
+    @property
+    def equal_sizes(self) -> list[int]:
+        """TP sizes of equal replicas: those at which one holds the longest trajectory."""
+        return [size for size, count in self.num_kv_tokens.items() if count >= self.case.max_model_len]
+
     def deployed(self, layout: Layout, seed: int) -> Deployed:
         workload = self.case.workload(self.case.draw(self.config.gpus, seed))
         return Deployed(case=self.case, workload=workload, layout=layout, num_kv_tokens=self.num_kv_tokens)
@@ -165,8 +170,8 @@ def runs_of(config: HeddleSimConfig) -> list[Run]:
     runs: list[Run] = []
     for model in config.models:
         for agent in config.workloads:
-            sizes = Cell(model, agent, config).num_kv_tokens
-            names = [HEDDLE, "oracle", *(f"fix{size}" for size in sizes), *SYSTEMS]
+            cell = Cell(model, agent, config)
+            names = [HEDDLE, "oracle", *(f"fix{size}" for size in cell.equal_sizes), *SYSTEMS]
             if model == "14b":
                 names += [*SCHEDULERS, LEAST_LOAD, CACHE_AWARE]
             runs += [(model, agent, name) for name in names]

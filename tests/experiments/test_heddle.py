@@ -34,14 +34,16 @@ def test_live_ranks_draw_the_same_tokens() -> None:
     assert found["tokens_equal"] is True and set(found["live"]["ratios"]) == {"fcfs", "least_load"}
 
 
-def test_simulated_systems_and_allocations(tmp_path: Path) -> None:
-    options = ["--models", "14b", "--workloads", "search", "--gpus", "8", "--shrink", "25", "--processes", "1"]
+@pytest.mark.parametrize(("model", "sizes"), [("14b", (1, 2, 4, 8)), ("32b", (2, 4, 8))])
+def test_simulated_systems_and_allocations(tmp_path: Path, model: str, sizes: tuple[int, ...]) -> None:
+    """One GPU does not hold the longest trajectory of 32B."""
+    options = ["--models", model, "--workloads", "search", "--gpus", "8", "--shrink", "25", "--processes", "1"]
     found = run_main("heddle_sim", [*options, "--figure", str(tmp_path / "figure.png")])
-    allocation = found["allocation"]["14b"]["search"]
-    assert sorted(allocation) == ["equal_placed", "fix1", "fix2", "fix4", "fix8", "oracle"]
-    assert allocation["equal_placed"] == min(allocation[f"fix{size}"] for size in (1, 2, 4, 8))
-    assert sum(found["tp_sizes"]["14b"]["search"]) == 8
-    assert sorted(found["systems"]["14b"]["search"]) == ["slime", "verl", "verl*"]
+    allocation = found["allocation"][model]["search"]
+    assert sorted(allocation) == ["equal_placed", *(f"fix{size}" for size in sizes), "oracle"]
+    assert allocation["equal_placed"] == min(allocation[f"fix{size}"] for size in sizes)
+    assert sum(found["tp_sizes"][model]["search"]) == 8
+    assert sorted(found["systems"][model]["search"]) == ["slime", "verl", "verl*"]
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
