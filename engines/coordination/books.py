@@ -251,11 +251,10 @@ class Books:
         for sequence_id, num_new_tokens in report.progress:
             if sequence := self.find_assigned(sequence_id, replica):
                 replica.progress(sequence, num_new_tokens)
-        now, id_ = self._outbox.now, replica.spec.id
-        self.waits += [
-            Wait(sequence_id=sequence_id, kind=kind, start=now - ago, seconds=seconds, replica_id=id_)
-            for sequence_id, kind, ago, seconds in report.waits
-        ]
+        for sequence_id, kind, ago, seconds in report.waits:
+            start = self._outbox.now - ago
+            wait = Wait(sequence_id=sequence_id, kind=kind, start=start, seconds=seconds, replica_id=replica.spec.id)
+            self.waits.append(wait)
 
     def take_back(self, works: Iterable[Work], replica: ReplicaRecord) -> None:
         """Takes sequences that a replica has released or paused; each waits again, or is delivered as aborted."""
@@ -363,6 +362,8 @@ class Books:
     def take_news(self) -> tuple[SequenceView, ...]:
         """Returns the trajectories that have parked, or of which a predictor has said something, since the last
         call."""
+        if not self._news:
+            return ()
         news, self._news = self._news, {}
         return tuple(self.sequences[id_].view() for id_ in news if id_ in self.sequences)
 

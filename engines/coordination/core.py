@@ -368,8 +368,9 @@ class RolloutCore:
 
     def _watch_policy(self) -> None:
         """Sets a deadline for the schedule policy while sequences wait, no replica has any and no answer is awaited."""
-        books, others = self._books, self._outbox.awaited.keys() - {"dispatch"}
-        is_stuck = books.waiting and not others and not any(r.assigned for r in books.replicas.values())
+        books = self._books
+        is_idle = books.waiting and not any(r.assigned for r in books.replicas.values())
+        is_stuck = is_idle and not self._outbox.awaited.keys() - {"dispatch"}
         self._wait_while(is_stuck, "dispatch", "the schedule policy", "to dispatch a sequence, as none runs")
 
     def _wait_while(self, condition: object, key: str, who: str, what: str) -> None:

@@ -89,7 +89,7 @@ class OnDemand:
     def next(self, view: ScheduleView) -> Dispatch | None:
         for sequence in view.entered:
             heapq.heappush(self._order, (sequence.index, sequence.sequence_id))
-        open_to_all, passed = list(view.replicas.values()), list[tuple[int, SequenceId]]()
+        open_to_all, passed = [one for one in view.replicas.values() if one.is_open], list[tuple[int, SequenceId]]()
         try:
             while open_to_all and self._order:
                 first = view.waiting.get(self._order[0][1])

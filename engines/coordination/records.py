@@ -171,7 +171,8 @@ class ReplicaRecord:
     def progress(self, sequence: SequenceRecord, num_new_tokens: int) -> None:
         sequence.num_tokens += num_new_tokens
         self.num_tokens += num_new_tokens
-        self._reserve(sequence)
+        if sequence.num_tokens > (sequence.num_blocks - 1) * self.block_size:  # else it has a block ahead
+            self._reserve(sequence)
 
     def give_up(self, sequence: SequenceRecord) -> None:
         del self.assigned[sequence.id]

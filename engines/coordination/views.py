@@ -3,6 +3,8 @@
 A view is read-only. Its values are snapshots; its mappings are live windows on the core's own books, so that a view
 costs the same with ten waiting sequences as with ten thousand. A mapping is valid only until the policy returns: a
 policy may keep its values, not the mapping. No view contains a sequence's future length, only the cap on it.
+
+What is made for each decision is a `Struct`, which takes a tenth of the time that a frozen dataclass takes to be made.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from msgspec import Struct
 
 from engines.parallel.layout import Layout, ReplicaSpec
 from engines.sequence import FinishReason, SequenceId
@@ -35,8 +39,7 @@ class Prediction:
         return self.num_generated + self.remaining
 
 
-@dataclass(frozen=True, kw_only=True)
-class SequenceView:
+class SequenceView(Struct, frozen=True, kw_only=True):
     """An unfinished sequence."""
 
     sequence_id: SequenceId
@@ -79,8 +82,7 @@ class SequenceView:
         return self.max_tokens - self.num_generated - self.num_observed
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndedView:
+class EndedView(Struct, frozen=True, kw_only=True):
     """A sequence that has ended; a policy may predict other lengths from its length."""
 
     sequence_id: SequenceId
@@ -91,8 +93,7 @@ class EndedView:
     num_observed: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaView:
+class ReplicaView(Struct, frozen=True, kw_only=True):
     """A replica: what the core has assigned to it, and what it last reported."""
 
     spec: ReplicaSpec
@@ -123,10 +124,15 @@ class ReplicaView:
         not fit any more, it releases the sequence, as at a chunk's end, so that a larger replica goes on."""
         return sequence.num_tokens <= self.num_kv_tokens
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes one more sequence, if it has room for its tokens."""
+        return self.accepts and self.num_assigned < self.max_num_seqs
+
     def has_room(self, num_tokens: int) -> bool:
         """Whether it has room for a sequence with `num_tokens` reserved tokens, if it can hold it. An empty replica has
         room for any."""
-        if not self.accepts or self.num_assigned >= self.max_num_seqs:
+        if not self.is_open:
             return False
         if not self.num_assigned:
             return True
@@ -165,8 +171,7 @@ def num_reserved_tokens(num_tokens: int, max_len: int, num_ahead: int) -> int:
     return min(num_tokens + num_ahead, max_len)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleView:
+class ScheduleView(Struct, frozen=True, kw_only=True):
     """All that a `SchedulePolicy` sees."""
 
     now: float
@@ -179,7 +184,7 @@ class ScheduleView:
     ended: tuple[EndedView, ...]
     """Sequences that have ended since the last call, in that order; also sequences that no replica ran."""
     replicas: Mapping[int, ReplicaView]
-    parked: Mapping[SequenceId, SequenceView] = field(default_factory=dict)
+    parked: Mapping[SequenceId, SequenceView] = {}
     """Trajectories between two turns. Views are made as they are read."""
     changed: tuple[SequenceView, ...] = ()
     """Trajectories that have parked, or of which the predictor has said something, since the last call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -57,7 +58,7 @@ def test_trajectories_that_have_outgrown_a_small_replica() -> None:
     simulated.roll_out(some)
     steps = {size: GroupSimulation(np.full(65, 0.01), np.full(65, 1e-6), room) for size, room in ((1, 100), (2, 1000))}
     wide, small = keeps.replicas
-    wide = replace(wide, spec=replace(wide.spec, ranks=(0, 1)))
+    wide = msgspec.structs.replace(wide, spec=replace(wide.spec, ranks=(0, 1)))
     servers = {size: Server(size, 0.01, np.ones_like, one.longest) for size, one in steps.items()}
     cost = simulated_groups(steps)
     planner = Planner(server_of=lambda one, _: servers[one.spec.tp_size], group_seconds=cost)

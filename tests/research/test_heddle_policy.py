@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.config import EngineConfig
@@ -313,9 +314,9 @@ def test_what_reads_ahead() -> None:
         )  # fmt: skip
 
     assert asked(parked, replica) == Prefetch(sequence_id=id_, replica_id=1)
-    assert asked(replace(parked, expected_at=1), replica) is None
-    assert asked(parked, replace(replica, num_blocks=1)) is None
-    assert asked(parked, replace(replica, accepts=False)) is None
+    assert asked(msgspec.structs.replace(parked, expected_at=1), replica) is None
+    assert asked(parked, msgspec.structs.replace(replica, num_blocks=1)) is None
+    assert asked(parked, msgspec.structs.replace(replica, accepts=False)) is None
 
 
 def test_one_rollout_follows_another() -> None:
@@ -328,7 +329,7 @@ def test_one_rollout_follows_another() -> None:
             EndedView(sequence_id=last.pop(), group_id=0, num_prompt_tokens=8, num_generated=1, finish_reason="stop")
             for _ in range(len(last))
         ]
-        return ask(replace(view, ended=(*ends, *view.ended)))
+        return ask(msgspec.structs.replace(view, ended=(*ends, *view.ended)))
 
     policy.prefetch = prefetch  # type: ignore[method-assign]
     for seed in range(3):

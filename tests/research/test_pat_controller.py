@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -187,7 +188,7 @@ def test_more_sequences_than_before_are_news(estimator: Any, phase: int, num_del
 def test_trajectories_that_wait_for_their_first_observation_leave_the_decision_for_later(estimator: Any) -> None:
     policy = PatController(deployment(), PatOptions(estimator=estimator), ended=HISTORY)
     view = view_of([0] * 1500, size=8)
-    parked = {id_: replace(one, is_parked=True) for id_, one in view.unfinished.items()}
+    parked = {id_: msgspec.structs.replace(one, is_parked=True) for id_, one in view.unfinished.items()}
     assert policy.decide(replace(view, unfinished=parked)) is None
     change = policy.decide(view)
     assert change is not None and change.layout.replicas[0].tp_size < 8

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.config import EngineConfig
@@ -300,9 +301,9 @@ def test_those_that_run_are_not_behind() -> None:
         seconds=0.0,
     )
     assert view.num_behind() == pytest.approx(40 - 1000 / 42.5)
-    assert replace(view, num_running=36).num_behind() == 4
-    assert replace(view, num_running=42).num_behind() == 0, "some have left since"
-    assert replace(view, num_running=10, max_num_seqs=12).num_behind() == 28
+    assert msgspec.structs.replace(view, num_running=36).num_behind() == 4
+    assert msgspec.structs.replace(view, num_running=42).num_behind() == 0, "some have left since"
+    assert msgspec.structs.replace(view, num_running=10, max_num_seqs=12).num_behind() == 28
 
 
 @pytest.mark.parametrize(("chunk", "spread"), [(100, 0.0), (100, 0.5), (100, 1.0), (1, 1.0), (7, 0.5)])
