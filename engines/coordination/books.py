@@ -400,6 +400,7 @@ class Books:
             assert all(one.expected_at is replica and one.replica is None for one in replica.expected.values())
             assert replica.num_tokens == sum(sequence.num_tokens for sequence in replica.assigned.values())
             assert replica.num_reserved_blocks == sum(sequence.num_blocks for sequence in replica.assigned.values())
+            assert all(one.num_blocks == replica.num_blocks_for(one) for one in replica.assigned.values())
         assert len(places) == len(self.sequences), "a sequence is nowhere, or in two places"
         assert self.sequences.keys() == set(places), "a sequence is nowhere, or in two places"
         assert all(sequence.is_parked == (id_ in self.parked) for id_, sequence in self.sequences.items())

@@ -182,10 +182,14 @@ class ReplicaRecord:
         if not self.assigned and self.report is not None:  # nothing runs, whatever it last reported
             self.report = msgspec.structs.replace(self.report, num_running=0, num_waiting=0)
 
-    def _reserve(self, sequence: SequenceRecord) -> None:
+    def num_blocks_for(self, sequence: SequenceRecord) -> int:
+        """Returns the blocks to reserve for a sequence that is assigned here."""
         num_ahead = self.block_size if sequence.release_at is None else sequence.release_at - sequence.num_tokens
         num_tokens = num_reserved_tokens(sequence.num_tokens, sequence.max_len, num_ahead)
-        num_blocks = -(-num_tokens // self.block_size)
+        return -(-num_tokens // self.block_size)
+
+    def _reserve(self, sequence: SequenceRecord) -> None:
+        num_blocks = self.num_blocks_for(sequence)
         self.num_reserved_blocks += num_blocks - sequence.num_blocks
         sequence.num_blocks = num_blocks
 
