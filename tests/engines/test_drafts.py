@@ -121,7 +121,7 @@ class ScriptedDrafter:
 
 KINDS = ("ngram", "truth", "wrong", "random", "mixed", "paths")
 DIVERSE_KINDS = ("truth", "mixed", "paths")
-"""Those that accept drafts of all lengths."""
+"""Of these drafts any number of tokens is accepted: they run with all options."""
 
 
 def options_of(kind: str) -> dict[str, Any]:
@@ -279,7 +279,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute, small blocks": {**TIGHT, "preemption": "recompute", "block_size": 3, "prefill_chunk_size": 9},
 }
 BASIC_OPTIONS = ("many", "chunks", "budget for decodes only", "swap", "recompute, small blocks")
-"""Of all kinds of options one."""
+"""Those that the other kinds of drafts run with."""
 
 
 def states_for(options: str) -> list[SequenceState]:
