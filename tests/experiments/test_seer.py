@@ -20,6 +20,7 @@ from experiments.comparison.results import longer_than_paced
 from experiments.comparison.rollouts import Rollout, over_time
 from experiments.seer import Negative, SeerConfig, Setting
 from research.seer.context_aware import ContextAware
+from tests.wandb_files import logged
 from tests.worlds import refused_by, run_main
 
 OTHERS = ["oracle", "divided, in turns", "static by sequence", "speculation, no adaptation", "speculation, ungrouped"]
@@ -76,10 +77,10 @@ def test_the_ladder_draws_the_same_tokens_and_only_its_first_rung_preempts(
         assert case["tokens_equal"] and list(case["variants"]) == ["static by sequence", seer_report.UNTUNED]
         assert case["num_sequences"] == 32 and case["mean_length"] == found["mean_length"]
     assert not any(found["negatives"]["kv for all"]["preemptions"].values())
-    logged = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
-    assert len(logged) == 10
+    runs = [*map(logged, tmp_path.glob("wandb/offline-run-*/run-*.wandb"))]
+    assert len(runs) == 10
     for variant in ("group static", *DIVIDES):
-        (mine,) = [one for one in logged if f'"{variant}"'.encode() in one]
+        (mine,) = [one for one in runs if f'"{variant}"'.encode() in one]
         assert all(key in mine for key in (b"kv use", b"tokens per second", b"tail_seconds"))
     assert (tmp_path / "seer_paced_1.png").stat().st_size > 10_000
 

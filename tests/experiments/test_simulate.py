@@ -11,6 +11,7 @@ import pytest
 
 from experiments import simulate
 from experiments.simulate import SimulateConfig
+from tests.wandb_files import logged
 from tests.worlds import ROOT, refused_by, run_main, run_python
 
 SMALL = ["--gpus", "4", "--groups", "6", "--group-size", "4", "--median", "100", "--cap", "600", "--slots", "4"]
@@ -176,7 +177,7 @@ def test_each_policy_is_a_run_of_wandb(tmp_path: Path) -> None:
     env = {**kept, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     command = [str(ROOT / "experiments/simulate.py"), *SMALL, "--policies", "static", "on-demand"]
     run_python(command, env=env, cwd=tmp_path).check_returncode()
-    runs = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
+    runs = [*map(logged, tmp_path.glob("wandb/offline-run-*/run-*.wandb"))]
     assert len(runs) == 2
     for name in (b"simulate-static", b"simulate-on-demand"):
         (mine,) = [run for run in runs if name in run]

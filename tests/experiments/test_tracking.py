@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import pytest
-from wandb.proto.wandb_internal_pb2 import Record
 
 from experiments.config import parse
+from tests.wandb_files import logged, read_back
 from tests.worlds import ROOT, refused_by, run_python
 
 matplotlib.use("Agg")
@@ -69,22 +69,12 @@ def run_alone(tmp_path: Path, script: str, *arguments: str, **given: str) -> tup
     return told, done.stderr
 
 
-def read_back(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: blocks of LevelDB's log, after a header of 7 bytes; each record is a protobuf
-    message, in one piece or several."""
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    place, message = 7, b""
-    while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:  # too little for a header: the block ends here
-            place += left
-            continue
-        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        message += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            yield Record.FromString(message)
-            message = b""
+def test_a_name_in_two_blocks_of_a_file_is_found(tmp_path: Path) -> None:
+    name, count = b"tail_seconds", 10_000
+    options = f"mode='offline', dir={str(tmp_path)!r}, config={{'a': {name.decode()!r} * {count}}}"
+    run_python(["-c", f"import wandb; wandb.init({options}).finish()"]).check_returncode()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert file.read_bytes().count(name) < count <= logged(file).count(name)
 
 
 def test_an_offline_run_is_read_back(tmp_path: Path) -> None:
