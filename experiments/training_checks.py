@@ -35,7 +35,7 @@ MAY_CHANGE = (
     "environment_limits",
     *("wandb", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags"),
     *("rank_timeout_s", "dispatch", "chunk_tokens", "follow_ups", "spread", "order"),
-    *("layout_policy", "pat_profile", "pat", "speculation", "heddle", "weights"),
+    *("layout_policy", "pat_profile", "pat", "speculation", "predict_lengths", "heddle", "weights"),
 )
 
 _STEP_TOKENS, _LEAST_BATCH = 2048, 4
