@@ -282,22 +282,18 @@ class TrainConfig(ChunkFields):
             )
 
     def _check_heddle(self) -> None:
-        ours = HeddleConfig()
-        if self.dispatch != "heddle":
-            if self.predict_lengths:
-                ours = replace(ours, **{name: getattr(self.heddle, name) for name in OF_PREDICTOR})
-            if self.heddle != ours:
-                raise ValueError(f"heddle: has no effect with --dispatch {self.dispatch}; give heddle, or leave it out")
-        if not self.predicts_lengths:
-            return
-        asked, other = ("predict_lengths=True", "leave it out") if self.predict_lengths else ("dispatch='heddle'", "")
-        if self.environment is None:
+        is_dispatch = self.dispatch == "heddle"
+        used = OF_PREDICTOR if self.predict_lengths else ()
+        without = replace(HeddleConfig(), **{name: getattr(self.heddle, name) for name in used})
+        if not is_dispatch and self.heddle != without:
+            raise ValueError(f"heddle: has no effect with --dispatch {self.dispatch}; give heddle, or leave it out")
+        asked = "dispatch='heddle'" if is_dispatch else "predict_lengths=True"
+        if self.predicts_lengths and self.environment is None:
             raise ValueError(
-                f"{asked}: is for trajectories; give --environment FILE.py:Class, a task that has one, or "
-                f"{other or 'another dispatch'}"
+                f"{asked}: is for trajectories; give --environment FILE.py:Class, a task that has one, or leave it out"
             )
-        if self.deterministic:
-            raise ValueError(f"{asked}: depends on timing, which --deterministic rules out; {other or 'give static'}")
+        if self.predicts_lengths and self.deterministic:
+            raise ValueError(f"{asked}: depends on timing, which --deterministic rules out; leave it out")
 
     def _check_layout_policy(self) -> None:
         policy = self.layout_policy

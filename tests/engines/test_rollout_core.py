@@ -664,7 +664,7 @@ def replay(seed: int, keeps_log: bool = False, policy: SchedulePolicy | None = N
     return world
 
 
-NUM_CASES, NUM_PARTS = 5_000, 10
+NUM_CASES, NUM_PARTS = 10_000, 20
 KINDS = ("regroups", "moves", "lost", "repeated", "kv", "discarded", "turns", "answers again")
 KINDS += ("expected", "not expected any more", "handed over")
 

@@ -18,7 +18,8 @@ from research.specactor.profile import Affine, Costs, Pieces, Verifier, drafter_
 from research.specactor.throughput import DecoupledMode, Pair, coupled, decoupled, printed_tau, renewal_tau
 from tests.research.specactor_world import Played
 
-NUM_SEARCHED, NUM_PLAYED = 60, 25
+NUM_SEARCHED, NUM_PLAYED = 100, 50
+"""Plans that each part searches for, and all that are played."""
 BATCHES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
 
 
