@@ -79,14 +79,20 @@ def test_deterministic_runs_and_a_resumed_one_have_the_same_tokens(folder: Path,
 
 
 def test_on_demand_and_heddle_have_the_same_tokens(folder: Path, text_model: str) -> None:
-    """In the first step, where all have the same weights to the last bit. In the second one lengths are predicted, for
-    the page's policy, too."""
+    """In the first step, where all have the same weights to the last bit. In the second one lengths are predicted,
+    for the page's policy, too, which waits for the answers here, as the page says."""
     environment = ["--environment", f"{folder}/echo.py:Echo", "--rollout.dtype", "float64", "--steps", "1"]
     code = (ROOT / "docs/heddle.md").read_text().rpartition("```python\n")[2].partition("```")[0]
-    (folder / "mine.py").write_text(code)
+    (folder / "mine.py").write_text(
+        f"{code}\n\n"
+        "class Patient(LongestFirst):\n"
+        "    def next(self, view):\n"
+        "        is_known = all(one.answered_turns >= 0 for one in view.waiting.values())\n"
+        "        return super().next(view) if is_known else None\n"
+    )
     one = train(folder, text_model, "static", *environment, "--dispatch", "static")
     other = train(folder, text_model, "on-demand", *environment, "--dispatch", "on-demand")
-    mine = ["--dispatch", f"{folder}/mine.py:LongestFirst", "--predict-lengths", "--steps", "2"]
+    mine = ["--dispatch", f"{folder}/mine.py:Patient", "--predict-lengths", "--steps", "2"]
     own = train(folder, text_model, "own", *environment, *mine)
     heddle = train(folder, text_model, "heddle", *environment, "--dispatch", "heddle", "--steps", "2")
     assert digests(one) == digests(other) == digests(heddle)[:1] == digests(own)[:1]
