@@ -10,9 +10,10 @@ train: .venv/.installed
 	$(BIN)/python experiments/train.py --ranks $(RANKS) --mini-batch-size 256 $(TRAIN_ARGS)
 
 # Files go to workers whole, since tests of one file share what is dear to make. Three workers, on two cores too, because
-# tests of many processes wait for each other; the worlds of one worker take up to 3 GiB.
+# tests of many processes wait for each other; the worlds of one worker take up to 3 GiB. Bytecode is written, whatever the
+# environment says: else each of the processes compiles all modules anew.
 test: .venv/.installed
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder
+	CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder
 
 test-gpu: .venv/.installed
 	$(BIN)/python -m pytest -m gpu

@@ -22,7 +22,7 @@ from algos.predictor_messages import Answers, Ask, Fit, Fitted, Ready
 from algos.workers.messages import receive, send
 from algos.workers.user_code import describe_error, start_worker
 from engines.decoding import DecodeError
-from engines.lifetime import end_without_collection
+from engines.lifetime import exempt_from_collection, imports
 
 if TYPE_CHECKING:
     from algos.length_predictor import LengthModel
@@ -89,8 +89,9 @@ def _receive_all(sock: socket.socket, waiting: queue.SimpleQueue[Ask | Fit | Non
 
 def main() -> None:
     sock, (trunk, saved) = start_worker()
-    end_without_collection()
-    from algos.length_predictor import LengthModel, identify  # in the child: the guard needs no torch
+    exempt_from_collection()
+    with imports():
+        from algos.length_predictor import LengthModel, identify  # in the child: the guard needs no torch
 
     try:
         identify(Path(trunk))

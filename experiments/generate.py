@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from engines.lifetime import imports
 from engines.sequence import SamplingParams
 from experiments import launch
 from experiments.chat_options import ChatOptions
@@ -112,7 +113,8 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
 def main() -> dict[str, Any]:
     config = launch.options(GenerateConfig)
     launch.end_on_signals(lambda: "interrupted: nothing was generated")
-    from experiments.generation import generate  # its imports take seconds; --help and typos need not wait
+    with imports():
+        from experiments.generation import generate  # its imports take seconds; --help and typos need not wait
 
     return generate(config)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import msgspec
 
 from engines.decoding import from_msgpack
-from engines.lifetime import die_with, end_without_collection
+from engines.lifetime import die_with, exempt_from_collection, imports
 from engines.parallel.owned_files import remove_all
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ def join_world(num_ranks: int, *, on_cuda: bool = False) -> TorchGroup:
     """Runs this command on `num_ranks` ranks, unless torchrun has started it, and returns the group of all of them,
     each with its share of the cores. It lasts as long as the process."""
     start_under_torchrun(num_ranks)
-    from engines.parallel.groups import start_world
+    with imports():
+        from engines.parallel.groups import start_world
 
     share_cores()
     return start_world((), on_cuda=on_cuda).world
@@ -280,7 +281,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         die_with(int(parent))
     elif ERROR_FILE in os.environ:  # torchrun's main thread has started it
         die_with(os.getppid())
-    end_without_collection()
+    exempt_from_collection()
     for name in ("stdout", "stderr"):  # a file opened next would take a closed one's descriptor
         if getattr(sys, name) is None:
             _tell(f"error: {name} is closed; redirect it, if only to /dev/null")

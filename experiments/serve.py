@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from engines.constraints import Int64, check_fields
+from engines.lifetime import imports
 from experiments import launch
 from experiments.engine_options import EngineOptions
 from experiments.lending import LendingOptions, SharedMemory
@@ -85,11 +86,11 @@ def serve(config: ServeConfig, key: str | None) -> dict[str, Any]:
     import copy  # the imports take seconds; --help and typos need not wait
     import secrets
 
-    from engines import LLM
-
     try:
-        from engines.serving.server import Server, bind
-        from engines.serving.service import ServedModel, Service, ServingLimits
+        with imports():
+            from engines import LLM
+            from engines.serving.server import Server, bind
+            from engines.serving.service import ServedModel, Service, ServingLimits
     except ModuleNotFoundError as error:
         raise ValueError(f'serve.py: {error}; pip install "curtail[serve]"') from None
     if launch.num_ranks() > 1:

@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+from engines.lifetime import imports
 from experiments import launch
 
 
@@ -24,7 +25,8 @@ def main() -> dict[str, Any]:
     if config.ranks > 1:
         launch.start_under_torchrun(config.ranks)
     launch.end_on_signals(lambda: "interrupted before training began: the same command starts again")
-    from experiments.training import train  # its imports take seconds; --help and typos need not wait
+    with imports():
+        from experiments.training import train  # its imports take seconds; --help and typos need not wait
 
     return train(config, start)
 

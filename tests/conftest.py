@@ -25,10 +25,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton: its kernels then run on a CPU
 
 
+gc.disable()  # until all is imported: Python would look through it for cycles again and again, for a second in all
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported and collected stays: a full collection would look through all of it, for half a second."""
-    gc.collect()
+    """What has been imported and collected stays: a full search for cycles would take half a second."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import importlib
 import importlib.util
 import io
@@ -34,7 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.lifetime import die_with
+from engines.lifetime import die_with, imports
 from engines.parallel.collectives import TorchGroup
 from engines.parallel.groups import GroupCache, all_layouts
 from experiments import launch
@@ -280,12 +279,12 @@ def _serve() -> None:
     """Answers a process's start with its id, and an id with how the process ended, None while it runs."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # for what imports print
-    for name in (*IMPORTS, *MODELS):
-        importlib.import_module(name)
-    _use_once()
+    with imports():  # whose objects a rank would look through when it ends, for a second
+        for name in (*IMPORTS, *MODELS):
+            importlib.import_module(name)
+        _use_once()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing after the fork, with what it has locked"
     parent = os.getpid()
-    gc.freeze()  # else a rank looks through all of that again when it ends, for a second
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, int):

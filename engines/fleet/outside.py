@@ -19,7 +19,7 @@ from engines.fleet.launcher import ReplicaOrders
 from engines.fleet.relayed import version_of
 from engines.kvcache.store import KVStore
 from engines.kvcache.tiers import make_kv_store
-from engines.lifetime import die_with, end_without_collection
+from engines.lifetime import die_with, exempt_from_collection
 from engines.memory.free_memory import FreeMemory, free_memory
 from engines.models.loader import checkpoint_tensors
 from engines.models.tokenizer import detokenizer, load_tokenizer, with_end_token
@@ -41,7 +41,7 @@ def main() -> int:
     """Returns the exit code: 0 after `Shutdown`, `FAILED` after an error, `ORPHANED` when the coordinator was lost."""
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaOrders)
     die_with(orders.parent_pid)
-    end_without_collection()
+    exempt_from_collection()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         client = Client(

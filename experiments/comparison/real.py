@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,13 +24,22 @@ from engines.sequence import Completion, Finished, SequenceId
 from experiments import launch
 from experiments.comparison.machine import this_tier
 from experiments.comparison.rollouts import Rollout, Tier, Variant, Workload, hidden_lengths, makespan
-from research.workloads.trajectories import TimedTools
+from research.workloads.trajectories import Later, TimedTools
 
 
-def _after(seconds: float, act: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, act)
-    timer.daemon = True
-    timer.start()
+@contextlib.contextmanager
+def clock() -> Iterator[Later]:
+    """One thread calls all that is due. A `threading.Timer` for each would be a new thread, for whose start the
+    coordinator waits several milliseconds where others compute."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="tools", daemon=True)
+    thread.start()
+    try:
+        yield lambda seconds, act: loop.call_soon_threadsafe(loop.call_at, loop.time() + seconds, act)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +134,15 @@ class RealWorld:
     ) -> tuple[list[list[Completion]], list[StepRecord]]:
         """Returns each prompt's completions, and the steps of all replicas, each's from its first rank. The tools of
         trajectories answer after their time; they need a model whose tokenizer has a token for each character."""
-        outputs = llm.generate(
-            workload.prompts,
-            workload.params,
-            prompt_uids=range(len(workload.prompts)),
-            on_finished=on_finished,
-            environment=None if workload.turns is None else TimedTools(workload.turns, _after),
-            predictor=None if variant.predictor is None else variant.predictor(_after),
-        )
+        with clock() as later:
+            outputs = llm.generate(
+                workload.prompts,
+                workload.params,
+                prompt_uids=range(len(workload.prompts)),
+                on_finished=on_finished,
+                environment=None if workload.turns is None else TimedTools(workload.turns, later),
+                predictor=None if variant.predictor is None else variant.predictor(later),
+            )
         assert llm.rollout is not None
         first: dict[tuple[int, int], int] = {}
         steps = [

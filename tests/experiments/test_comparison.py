@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from algos.tokenizer import byte_tokenizer
 from engines.parallel.layout import nested_layout
 from engines.sequence import SamplingParams
 from experiments.bench.models import checkpoint, random_prompts
-from experiments.comparison.real import RealWorld
+from experiments.comparison.real import RealWorld, clock
 from experiments.comparison.rollouts import Rollout, Variant, Workload, hidden_lengths
 from experiments.comparison.simulated import SimulatedWorld
 from experiments.validation_cells import InChunks, Widen
@@ -34,6 +37,19 @@ def variants() -> dict[str, Variant]:
     chunks = Variant(layout=plain.layout, num_kv_tokens=200, schedule=InChunks)
     regroup = Variant(layout=plain.layout, num_kv_tokens=200, layout_policy=lambda: Widen(3 * len(LENGTHS), 2))
     return dict(zip(NAMES, (plain, chunks, regroup), strict=True))
+
+
+def test_a_clock_is_one_thread_that_calls_nothing_before_its_time() -> None:
+    called, before, start = queue.SimpleQueue[tuple[int, float]](), threading.active_count(), time.monotonic()
+    with clock() as later:
+        for number in reversed(range(100)):
+            later(0.002 * number, lambda number=number: called.put((number, time.monotonic() - start)))  # type: ignore[misc]
+        later(1000.0, lambda: called.put((-1, 0.0)))
+        threads = threading.active_count() - before
+        done = [called.get(timeout=60) for _ in range(100)]
+    assert threads == 1 and threading.active_count() == before
+    assert sorted(number for number, _ in done) == [*range(100)] and called.empty()
+    assert all(seconds >= 0.002 * number for number, seconds in done)
 
 
 def roll_out_everywhere() -> list[Any]:
