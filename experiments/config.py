@@ -147,9 +147,10 @@ class TrainConfig(ChunkFields):
     (docs/rollouts.md)."""
     layout_policy: str = "none"
     """pat: the rollout begins in the tensor-parallel size that is expected to be the best for its batch, and changes to
-    larger ones while the batch shrinks (PAT). heddle: before each rollout, replicas of the sizes that Algorithm 2
-    chooses for the lengths of the last one (docs/heddle.md). Or a class of your own as FILE.py:Class (docs/pat.md).
-    All need `--pat-profile`, several ranks, and a dispatch by a coordinator: on-demand, heddle, or your own."""
+    larger ones while the batch shrinks (PAT). heddle: before each rollout, replicas of the sizes that promise
+    the earliest end by the lengths of the last one (docs/heddle.md). Or a class of your own as FILE.py:Class
+    (docs/pat.md). All need `--pat-profile`, several ranks, and a dispatch by a coordinator: on-demand, heddle, or your
+    own."""
     pat_profile: Path | None = None
     """What `experiments/pat_profile.py` has measured with the same model, engine options and ranks."""
     pat: PatOptions = field(default_factory=PatOptions)

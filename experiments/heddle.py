@@ -222,7 +222,7 @@ def measure(config: HeddleConfig, case: Case, real: RealWorld) -> dict[str, Any]
         from experiments.heddle_figures import draw_case
 
         draw_case(config.figure / f"heddle_{case.name}.png", case.name, runs, extra)
-    simulated = {name: deployed.simulate(name, tuned, fitted).makespan_s for name in (HEDDLE, LEAST_LOAD)}
+    simulated = {name: deployed.makespans(name, tuned, fitted) for name in (HEDDLE, LEAST_LOAD)}
     return describe(deployed, runs, extra, policies, simulated) | {"tuned": asdict(tuned)}
 
 
@@ -231,7 +231,7 @@ def describe(
     runs: dict[str, list[Rollout]],
     extra: dict[str, Rollout],
     policies: list[HeddlePolicy],
-    simulated: Mapping[str, float],
+    simulated: Mapping[str, list[float]],
 ) -> dict[str, Any]:
     row = make_row(deployed.case.name, {name: [one.makespan_s for one in some] for name, some in runs.items()})
     print(table([row]), file=sys.stderr, flush=True)
@@ -263,9 +263,10 @@ def describe(
             if not name.endswith(AGAIN)
         },
         "sim_error": {
-            name: short(abs(seconds / statistics.median(one.makespan_s for one in runs[name]) - 1))
-            for name, seconds in simulated.items()
+            name: short(abs(statistics.median(some) / statistics.median(one.makespan_s for one in runs[name]) - 1))
+            for name, some in simulated.items()
         },
+        "sim_ms": {name: [short(1000 * some[0]), short(1000 * some[-1])] for name, some in simulated.items()},
         "num_tokens": sum(ours[0].lengths.values()),
         "row": row,
         **longer_than_paced(deployed.case.name, everything),

@@ -1,4 +1,4 @@
-"""Algorithm 2 in the main job (`train.py --layout-policy heddle`): the sizes of the replicas of each rollout, from the
+"""Allocations in the main job (`train.py --layout-policy heddle`): the sizes of the replicas of each rollout, from the
 lengths of those before it (Heddle, §6)."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from algos.collect import Collector
 from engines.parallel.groups import nested_groups
 from engines.parallel.layout import Layout
 from experiments import launch
-from research.heddle.allocation import anneal, layout_of, placed
+from research.heddle.allocation import chosen, layout_of, placed
 from research.heddle.interference import server_of
 from research.heddle.placement import Lengths
 from research.pat.deployment import Deployment
@@ -80,7 +80,7 @@ class Allocations:
             size: server_of(self._deployment, size, context=min(mean, self._deployment.num_kv_tokens[size]))
             for size in sizes_of(num_ranks, self._deployment.steps)
         }
-        found = anneal(lengths, num_ranks, servers, start=tuple(now))
+        found = chosen(lengths, num_ranks, servers, start=tuple(now))
         before = placed(tuple(now), lengths, servers)
         return list(found.tp_sizes if MARGIN * found.makespan < before.makespan else now)
 

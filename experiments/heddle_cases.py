@@ -18,7 +18,7 @@ from engines.rollout.prediction import LengthPredictor
 from engines.sequence import SequenceId
 from experiments.comparison.rollouts import Variant, Workload
 from experiments.comparison.simulated import SimulatedWorld
-from research.heddle.baselines import LeastLoad, Router
+from research.heddle.baselines import Router
 from research.heddle.policy import Costs, HeddleOptions, HeddlePolicy, Planner
 from research.simulator.datasheets import H100, QWEN3_14B, ModelShape
 from research.simulator.pace import ProfilePace
@@ -147,7 +147,7 @@ class Case:
         )
 
     def heddle(
-        self, planner: Planner, options: HeddleOptions | None = None, router: Callable[[], Router] = LeastLoad
+        self, planner: Planner, options: HeddleOptions | None = None, router: Callable[[], Router | None] = lambda: None
     ) -> Callable[[], HeddlePolicy]:
         return lambda: HeddlePolicy(planner, self.costs(), options, router())
 

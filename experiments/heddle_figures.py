@@ -68,7 +68,7 @@ def draw_systems(
     models: Items[str],
     agents: Items[str],
 ) -> Path:
-    """Draws what a rollout takes, over Heddle's: systems (Fig. 12), and for 14B schedulers, placements and equal
+    """Draws what a rollout takes, over Heddle's: systems (Fig. 12), and for 14B schedulers, placements and sizes of
     replicas (Figs. 14, 15, 16). `done`: of (model, agent, variant)."""
     panels: dict[str, tuple[str, tuple[str, ...]]] = {
         f"Fig. 12: {model}": (model, ("verl", "verl*", "slime")) for model in models
@@ -77,7 +77,7 @@ def draw_systems(
         panels |= {
             "Fig. 14: schedulers, 14b": ("14b", ("fcfs", "rr", "sjf")),
             "Fig. 15: placements, 14b": ("14b", ("least_load", "cache_aware")),
-            "Fig. 16: equal replicas, 14b": ("14b", ("fix1", "fix2", "fix4", "fix8")),
+            "Fig. 16: sizes of replicas, 14b": ("14b", ("fix1", "fix2", "fix4", "fix8", "unequal")),
         }
     figure, axes = plt.subplots(len(panels), 1, figsize=(8, 2.2 * len(panels)), layout="constrained", squeeze=False)
     for ax, (title, (model, names)) in zip(axes[:, 0], panels.items(), strict=True):
@@ -89,5 +89,5 @@ def draw_systems(
         ax.axhline(1.0, color="grey", linewidth=0.5)
         ax.set(title=title, ylabel="times Heddle's", xticks=[i + 0.4 - width / 2 for i in range(len(agents))])
         ax.set_xticklabels(agents)
-        ax.legend(fontsize="small", ncols=len(names))
+        ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return save(figure, path, "Heddle, 64 H100", "sim")

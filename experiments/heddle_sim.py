@@ -3,17 +3,17 @@
     python experiments/heddle_sim.py --output heddle_sim.json
 
 Three models, three agents (Figs. 12, 14, 15, 16). `allocation` has rollouts on equal replicas of 1, 2, 4 and 8 GPUs,
-with the same placement, priorities and migration, over those on the replicas that Algorithm 2 chooses from the lengths
-of an earlier rollout; `equal_placed` is the best of these, `oracle` the same with true lengths. `systems` has Verl,
-Verl* and Slime as the paper describes them: cache affinity, hybrid, least load, turns in the order of their coming, and
-equal replicas.
+with the same placement, priorities and migration, over those on the replicas that are chosen from the lengths of an
+earlier rollout; `equal_placed` is the best of these, and `unequal` has the sizes of Algorithm 2 alone. `oracle`,
+`oracle_equal` and `oracle_unequal` have true lengths. `systems` has Verl, Verl* and Slime as the paper describes them:
+cache affinity, hybrid, least load, turns in the order of their coming, and equal replicas.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -42,7 +42,7 @@ from experiments.heddle_tuning import (
     fitted_residuals,
 )
 from experiments.processes import call_each
-from research.heddle.allocation import anneal, layout_of
+from research.heddle.allocation import Allocation, anneal, chosen, layout_of
 from research.heddle.planning import priced
 from research.heddle.priority import round_robin
 from research.simulator.datasheets import QWEN3_8B, QWEN3_14B, QWEN3_32B, ModelShape
@@ -119,13 +119,14 @@ class Cell:
         workload = self.case.workload(self.case.draw(self.config.gpus, seed))
         return Deployed(case=self.case, workload=workload, layout=layout, num_kv_tokens=self.num_kv_tokens)
 
-    def allocated(self, lengths: Items[int], errors: Errors) -> Layout:
-        """Returns the layout of Algorithm 2 for these lengths. A layout needs a replica that holds the longest."""
+    def allocated(self, lengths: Items[int], errors: Errors, choose: Callable[..., Allocation] = chosen) -> Layout:
+        """Returns the layout for these lengths; with `anneal` that of Algorithm 2 alone. A layout needs a replica that
+        holds the longest."""
         deployed = self.deployed(equal(self.config.gpus, max(self.num_kv_tokens)), self.config.seed)
         values = np.sort(np.asarray(lengths, float))[::-1]
         servers = {size: deployed.server_at(size, float(values.mean())) for size in self.num_kv_tokens}
         solve = priced(deployed.planner(errors))
-        found = anneal(values, self.config.gpus, servers, seed=self.config.seed, solve=solve)
+        found = choose(values, self.config.gpus, servers, seed=self.config.seed, solve=solve)
         return layout_of(found.tp_sizes, gpus_per_host=GPUS_PER_HOST)
 
     def roll_out(self, name: str) -> dict[str, Any]:
@@ -139,6 +140,16 @@ class Cell:
             case "oracle":
                 errors = Errors(kind="oracle")
                 layout, policy = self.allocated([*true.values()], errors), HEDDLE
+            case "unequal":
+                layout, policy = self.allocated([*earlier.values()], errors, anneal), HEDDLE
+            case "unequal-least_load":
+                layout, policy = self.allocated([*earlier.values()], errors, anneal), LEAST_LOAD
+            case "oracle-unequal":
+                errors = Errors(kind="oracle")
+                layout, policy = self.allocated([*true.values()], errors, anneal), HEDDLE
+            case _ if name.startswith("oracle-fix"):
+                errors = Errors(kind="oracle")
+                layout, policy = equal(config.gpus, int(name[10:])), HEDDLE
             case _ if name.startswith("fix"):
                 layout, policy = equal(config.gpus, int(name[3:])), HEDDLE
             case _ if name in SYSTEMS:
@@ -171,9 +182,10 @@ def runs_of(config: HeddleSimConfig) -> list[Run]:
     for model in config.models:
         for agent in config.workloads:
             cell = Cell(model, agent, config)
-            names = [HEDDLE, "oracle", *(f"fix{size}" for size in cell.equal_sizes), *SYSTEMS]
+            fixed = [f"{what}fix{size}" for what in ("", "oracle-") for size in cell.equal_sizes]
+            names = [HEDDLE, "oracle", "unequal", "oracle-unequal", *fixed, *SYSTEMS]
             if model == "14b":
-                names += [*SCHEDULERS, LEAST_LOAD, CACHE_AWARE]
+                names += [*SCHEDULERS, LEAST_LOAD, CACHE_AWARE, "unequal-least_load"]
             runs += [(model, agent, name) for name in names]
     return runs
 
@@ -201,11 +213,14 @@ def describe(done: Mapping[Run, dict[str, Any]], model: ModelName, agent: AgentN
     some = {name: one for (its, whose, name), one in done.items() if (its, whose) == (model, agent)}
     over = {name: short(one["seconds"] / some[HEDDLE]["seconds"]) for name, one in some.items()}
     fixed = {name: over[name] for name in over if name.startswith("fix")}
+    known = [over[name] for name in over if name.startswith("oracle-fix")]
+    fixed |= {"equal_placed": min(fixed.values()), "unequal": over["unequal"], "oracle": over["oracle"]}
+    fixed |= {"oracle_equal": min(known), "oracle_unequal": over["oracle-unequal"]}
     return {
-        "allocation": {**fixed, "equal_placed": min(fixed.values()), "oracle": over["oracle"]},
+        "allocation": fixed,
         "systems": {name: over[name] for name in SYSTEMS},
         "schedulers": {name: over[name] for name in SCHEDULERS if name in over},
-        "placement": {name: over[name] for name in (LEAST_LOAD, CACHE_AWARE) if name in over},
+        "placement": {name: over[name] for name in (LEAST_LOAD, CACHE_AWARE, "unequal-least_load") if name in over},
         "tp_sizes": some[HEDDLE]["tp_sizes"],
         "variants": {
             name: {key: short(value) if isinstance(value, float) else value for key, value in one.items()}

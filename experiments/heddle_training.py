@@ -35,8 +35,8 @@ class HeddleRollouts:
         return Planner(server_of=self.times.server_of, errors=self._predictions.errors)(expected, replicas)
 
     def begin(self, llm: LLM) -> None:
-        """Before a rollout; what passes take is measured once."""
-        if not self.times.steps:
+        """Before a rollout; what passes take is measured once for each TP size."""
+        if any(spec.tp_size not in self.times.steps for spec in llm.layout.replicas):
             self.times.measure(llm, self._num_sequences)
         self._before = replace(self.policy.counters)
 

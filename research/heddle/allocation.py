@@ -104,6 +104,28 @@ def anneal(
     return best
 
 
+def chosen(
+    lengths: Lengths,
+    num_gpus: int,
+    servers: Mapping[int, Server],
+    *,
+    seed: int = 0,
+    start: Sizes | None = None,
+    solve: Solve = aggregated,
+    margin: float = 0.05,
+) -> Allocation:
+    """What Algorithm 2 finds, if it promises to end earlier than all equal sizes by more than a share `margin`, since
+    estimates are no nearer to a rollout. Else the widest equal sizes that promise the same within the margin: the
+    longest trajectory, on which the end depends, is fastest there. Raises ValueError as `anneal`."""
+    found = anneal(lengths, num_gpus, servers, seed=seed, start=start, solve=solve)
+    sizes = [size for size in sorted(servers) if num_gpus % size == 0]
+    equal = [placed((size,) * (num_gpus // size), lengths, servers, solve) for size in sizes]
+    best = min((one.makespan for one in equal), default=math.inf)
+    if found.makespan < (1 - margin) * best or math.isinf(best):
+        return found
+    return [one for one in equal if one.makespan <= (1 + margin) * best][-1]
+
+
 def _sampled(num_gpus: int, tp_sizes: Items[int], rng: random.Random) -> Sizes:
     """A random allocation, filled with the smallest size: sampled sizes alone hardly have the right sum."""
     sizes, left = list[int](), num_gpus

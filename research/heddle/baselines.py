@@ -7,10 +7,12 @@ what it has over its TP size, so that unequal ones compare. Other orders than th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from engines.constraints import Margin, check_value
 from engines.coordination.views import Dispatch, ReplicaView, ScheduleView, SequenceView
+from engines.parallel.layout import ReplicaSpec
 
 
 def able(view: ScheduleView, sequence: SequenceView) -> list[ReplicaView]:
@@ -58,6 +60,30 @@ class LeastLoad(Router):
 
     def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
         return by_load(sequence, replicas, self._threshold)
+
+
+class Soonest(LeastLoad):
+    """Least load for replicas of unequal size: to the one on which a token of the turn takes least, to that of the last
+    turn among equals. By sequences per GPU, an idle replica of one GPU would come before one of eight that has a single
+    trajectory. On equal replicas, or where a time is not known, it is `LeastLoad`."""
+
+    def __init__(self, token_s: Callable[[ReplicaSpec, int], float], *, threshold: float = 0.0) -> None:
+        """`token_s`: see `Costs`."""
+        super().__init__(threshold=threshold)
+        self._token_s = token_s
+        self._known: dict[tuple[int, int], float] = {}
+
+    def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
+        if len({one.spec.tp_size for one in replicas}) == 1 or not all(map(self._seconds, replicas)):
+            return super().choose(sequence, replicas)
+        last = sequence.last_replica_id
+        return min(replicas, key=lambda one: (self._seconds(one), one.spec.id != last, load(one), one.spec.id))
+
+    def _seconds(self, replica: ReplicaView) -> float:
+        key = replica.spec.tp_size, replica.num_assigned + 1
+        if not self._known.get(key):
+            self._known[key] = self._token_s(replica.spec, replica.num_assigned + 1)
+        return self._known[key]
 
 
 class CacheAware(Router):

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from research.heddle.placement import Interference, Lengths, Server, printed_seconds
+from research.heddle.placement import Lengths, Server, printed_seconds
 from research.pat.deployment import Deployment
 from research.pat.predictor import StepPredictor
 
@@ -77,7 +78,7 @@ class GroupSimulation:
     def seconds(self, left: Lengths, done: Lengths | None = None, weights: Sequence[float] | None = None) -> float:
         """Of a group whose trajectories have these tokens to come, in descending order of priority; inf if the cache
         cannot hold the longest. `done`: tokens that they have already, by default none. `weights`: for how many each of
-        them stands, which run and wait together; with parts, they are on this replica for that share of their time."""
+        them stands, which run and wait together."""
         if not len(left):
             return 0.0
         done = np.zeros(len(left)) if done is None else done
@@ -125,18 +126,59 @@ class GroupSimulation:
 
 MOST = 32
 """Trajectories that a simulation has one by one; of more, the shorter ones stand for their neighbours."""
-GroupSeconds = Callable[[Server, Lengths, Lengths, float], float]
-"""Of tokens to come and tokens that there are, in descending order of priority, on a replica on which they are for a
-share of their time."""
+GroupSeconds = Callable[[Server, Lengths, Lengths], float]
+"""Of tokens to come and tokens that there are, in descending order of priority, on a replica."""
 
 
-def printed(server: Server, left: Lengths, done: Lengths, share: float) -> float:
+def printed(server: Server, left: Lengths, done: Lengths) -> float:
     """Eq. 2: F of the size."""
-    return printed_seconds(replace(server, interference=partial(_of_share, server.interference, share)), left, done)
+    return printed_seconds(server, left, done)
 
 
-def _of_share(interference: Interference, share: float, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    return interference(np.maximum(1, np.ceil(share * sizes).astype(int)))
+SpreadSeconds = Callable[[Sequence[Server], Lengths, Lengths], float]
+"""As `GroupSeconds`, of trajectories whose turns go to that replica of several on which their tokens come soonest."""
+
+
+def printed_spread(servers: Sequence[Server], left: Lengths, done: Lengths) -> float:
+    """By Eq. 2's F of the sizes that the replicas then have."""
+    sizes, counts = np.arange(1, len(left) + 1), Counter(servers)
+    seconds = {one: one.token_s * one.interference(sizes) for one in counts}
+    amounts = {one: sizes * seconds[one] for one in counts}
+    mean = _as_they_come(counts, seconds, amounts)[: len(left)] / sizes
+    longest = max(one.longest for one in counts)
+    of_size = SizeInterference(np.maximum.accumulate(mean) / mean[0])
+    return printed_seconds(Server(1, float(mean[0]), of_size, longest), left, done)
+
+
+def merged(groups: Sequence[GroupSimulation], context: float) -> GroupSimulation:
+    """Replicas as one, on which n trajectories take what they take in the mean where each is where its tokens come
+    soonest. `context`: the mean tokens of a trajectory, by which that is known."""
+    counts = Counter(groups)
+    sizes = {one: np.arange(1, len(one.base_s)) for one in counts}
+    seconds = {one: one.base_s[1:] + one.token_s[1:] * sizes[one] * context for one in counts}
+    base_s = _as_they_come(counts, seconds, {one: sizes[one] * one.base_s[1:] for one in counts})
+    token_s = _as_they_come(counts, seconds, {one: sizes[one] ** 2 * one.token_s[1:] for one in counts})
+    number = np.arange(1, len(base_s) + 1)
+    return GroupSimulation(
+        np.concatenate([base_s[:1], base_s / number]),
+        np.concatenate([token_s[:1], token_s / number**2]),
+        num_kv_tokens=sum(one.num_kv_tokens * count for one, count in counts.items()),
+        num_prompt_tokens=groups[0].num_prompt_tokens,
+    )
+
+
+K = TypeVar("K")
+
+
+def _as_they_come(
+    counts: Mapping[K, int], seconds: Mapping[K, NDArray[np.float64]], amounts: Mapping[K, NDArray[np.float64]]
+) -> NDArray[np.float64]:
+    """Of 1, 2, ... trajectories, each of which is added where `seconds`, by the size that a replica then has, are
+    least: the sum of the `amounts` of all replicas, by their sizes. `counts`: replicas of each kind."""
+    taken = [np.repeat(np.maximum.accumulate(seconds[one]), count) for one, count in counts.items()]
+    added = [np.repeat(np.diff(amounts[one], prepend=0.0), count) for one, count in counts.items()]
+    order = np.argsort(np.concatenate(taken), kind="stable")
+    return np.cumsum(np.concatenate(added)[order])
 
 
 def simulated(simulations: Mapping[int, GroupSimulation], most: int = MOST) -> GroupSeconds:
@@ -144,20 +186,35 @@ def simulated(simulations: Mapping[int, GroupSimulation], most: int = MOST) -> G
     thread that dispatches: so of large ones only the longest are simulated one by one, and the others in blocks of
     neighbours (§5.2: "aggregate short trajectories")."""
 
-    def seconds(server: Server, left: Lengths, done: Lengths, share: float) -> float:
-        one = simulations[server.tp_size]
-        if len(left) <= most:
-            return one.seconds(left, done, [share] * len(left))
-        alone = np.sort(np.argpartition(left, -(most // 2))[-(most // 2) :])
-        others = np.array_split(np.delete(np.arange(len(left)), alone), most - len(alone))
-        blocks = sorted([*([place] for place in alone.tolist()), *(block.tolist() for block in others)])
-        return one.seconds(
-            np.array([left[block].mean() for block in blocks]),
-            np.array([done[block].mean() for block in blocks]),
-            [share * len(block) for block in blocks],
-        )
+    return lambda server, left, done: _in_blocks(simulations[server.tp_size], left, done, most)
+
+
+def simulated_spread(simulations: Mapping[int, GroupSimulation], most: int = MOST) -> SpreadSeconds:
+    """As `simulated`. Where tokens come soonest is known by the mean context of the first trajectories it gets."""
+    known: dict[tuple[int, ...], GroupSimulation] = {}
+
+    def seconds(servers: Sequence[Server], left: Lengths, done: Lengths) -> float:
+        sizes = tuple(sorted(one.tp_size for one in servers))
+        if sizes not in known:
+            some = [simulations[size] for size in sizes]
+            context = some[0].num_prompt_tokens + np.average(done + left / 2, weights=left)
+            known[sizes] = merged(some, float(context))
+        return _in_blocks(known[sizes], left, done, most)
 
     return seconds
+
+
+def _in_blocks(one: GroupSimulation, left: Lengths, done: Lengths, most: int) -> float:
+    if len(left) <= most:
+        return one.seconds(left, done)
+    alone = np.sort(np.argpartition(left, -(most // 2))[-(most // 2) :])
+    others = np.array_split(np.delete(np.arange(len(left)), alone), most - len(alone))
+    blocks = sorted([*([place] for place in alone.tolist()), *(block.tolist() for block in others)])
+    return one.seconds(
+        np.array([left[block].mean() for block in blocks]),
+        np.array([done[block].mean() for block in blocks]),
+        [float(len(block)) for block in blocks],
+    )
 
 
 def _lines(steps: StepPredictor, most: int, room: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

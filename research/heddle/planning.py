@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from engines.constraints import Fraction, Positive
 from engines.coordination.views import ReplicaView
-from research.heddle.interference import GroupSeconds, GroupSimulation, printed
+from research.heddle.interference import GroupSeconds, GroupSimulation, SpreadSeconds, printed, printed_spread
 from research.heddle.migration import Groups
 from research.heddle.placement import Lengths, Placement, Server, Solve, aggregated, searched
 from research.heddle.ranks import Expected
@@ -40,8 +39,8 @@ class Planner:
     """Of a replica, with F for trajectories of this mean predicted length. Replicas with equal TP sizes and KV caches
     share one, and what is known of its groups."""
     group_seconds: GroupSeconds = printed
-    spread_seconds: GroupSeconds | None = None
-    """As `group_seconds`, where turns go to the least load: most of them then read their KV first."""
+    spread_seconds: SpreadSeconds = printed_spread
+    """Of all, where turns go to the least load: most of them then read their KV first."""
     uneven: Positive = 1.0
     """How many times longer least load takes than if loads were even at any time."""
     errors: Items[float] = (0.0,)
@@ -115,7 +114,7 @@ class _Problem:
 
     def _seconds(self, server: Server, places: Places, factors: Lengths) -> float:
         true = self._true(server, places, factors)
-        return self.planner.group_seconds(server, true, self.done[places], 1.0)
+        return self.planner.group_seconds(server, true, self.done[places])
 
     def placed(self) -> Placement:
         """The best groups of neighbours, each of which has the same errors."""
@@ -136,21 +135,13 @@ class _Problem:
         )
 
     def spread_s(self) -> float:
-        """Where turns go to the least load, a trajectory is on each replica for its GPUs' share of the time."""
-        of_spread = self.planner.spread_seconds or self.planner.group_seconds
-        shares = Counter[Server]()
-        for server in self.servers:
-            shares[server] += server.tp_size
-        total = sum(shares.values())
-
-        def took(server: Server, left: Lengths) -> float:
-            """What has outgrown a small replica counts as if it just fitted."""
-            done = np.minimum(self.done[self.first], server.longest - 1)
-            return of_spread(server, np.clip(left, 1, server.longest - done), done, server.tp_size / total)
+        """Where turns go to the least load."""
+        longest = max(server.longest for server in self.servers)
+        done = np.minimum(self.done[self.first], longest - 1)
 
         def of(factors: Lengths) -> float:
-            left = self.left[self.first] * factors
-            return total / sum(count / took(server, left) for server, count in shares.items())
+            left = np.clip(self.left[self.first] * factors, 1, longest - done)
+            return self.planner.spread_seconds(self.servers, left, done)
 
         return self.planner.uneven * fmean(of(factors[self.first]) for factors in self.scenarios)
 
@@ -169,7 +160,7 @@ def priced(planner: Planner) -> Solve:
         predicted = values[np.argsort(errors - np.log(values), kind="stable")]
         parts = np.split(predicted, placement.bounds[:-1])
         placed_s = max(
-            planner.group_seconds(server, np.minimum(part, server.longest), none[: len(part)], 1.0)
+            planner.group_seconds(server, np.minimum(part, server.longest), none[: len(part)])
             for server, part in zip(servers, parts, strict=True)
             if len(part)
         )

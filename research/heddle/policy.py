@@ -16,7 +16,7 @@ from engines.constraints import Fraction, NonNegative, check_fields
 from engines.coordination.views import Dispatch, Prefetch, ReplicaView, ScheduleView, SequenceView
 from engines.parallel.layout import ReplicaSpec
 from engines.sequence import SequenceId
-from research.heddle.baselines import LeastLoad, Router, able
+from research.heddle.baselines import Router, Soonest, able
 from research.heddle.migration import Groups, capacities, group_of, pays
 from research.heddle.priority import Priority, by_remaining
 from research.heddle.ranks import Expected, Ranks
@@ -32,7 +32,7 @@ class Costs:
     """What a move is weighed by."""
 
     token_s: Callable[[ReplicaSpec, int], float]
-    """Seconds of a token on a replica with so many sequences, at least 1."""
+    """Seconds of a token on a replica with this many sequences, at least 1; 0 where that is not known."""
     transfer_s: Callable[[ReplicaSpec, int], float]
     """Seconds in which a replica reads the stored KV of so many tokens."""
 
@@ -100,14 +100,14 @@ class _Plan:
 
 
 class HeddlePolicy:
-    """A `PrefetchingPolicy`. What has no place goes where `router` says, by default to the least loaded replica:
+    """A `PrefetchingPolicy`. What has no place goes where `router` says, by default where a token comes soonest:
     without predictions all, and with `HeddleOptions.places=False`, which compares priorities alone."""
 
     def __init__(
         self, planner: Planner, costs: Costs, options: HeddleOptions | None = None, router: Router | None = None
     ) -> None:
         self._planner, self._costs, self.options = planner, costs, options or HeddleOptions()
-        self._router = router or LeastLoad()
+        self._router = router or Soonest(costs.token_s)
         self.counters = Counters()
         self._ranks = Ranks()
         self._plan: _Plan | None = None

@@ -40,7 +40,8 @@ def test_simulated_systems_and_allocations(tmp_path: Path, model: str, sizes: tu
     options = ["--models", model, "--workloads", "search", "--gpus", "8", "--shrink", "25", "--processes", "1"]
     found = run_main("heddle_sim", [*options, "--figure", str(tmp_path / "figure.png")])
     allocation = found["allocation"][model]["search"]
-    assert sorted(allocation) == ["equal_placed", *(f"fix{size}" for size in sizes), "oracle"]
+    others = ["oracle", "oracle_equal", "oracle_unequal", "unequal"]
+    assert sorted(allocation) == ["equal_placed", *(f"fix{size}" for size in sizes), *others]
     assert allocation["equal_placed"] == min(allocation[f"fix{size}"] for size in sizes)
     assert sum(found["tp_sizes"][model]["search"]) == 8
     assert sorted(found["systems"][model]["search"]) == ["slime", "verl", "verl*"]

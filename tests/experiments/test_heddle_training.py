@@ -10,12 +10,14 @@ import pytest
 from algos.collect import Group
 from algos.tasks.task import Problem
 from engines import LLM, Completion
+from engines.parallel.layout import nested_layout
 from experiments.heddle_options import HeddleConfig
 from experiments.heddle_training import HeddleRollouts
 from experiments.length_predictions import LengthPredictions
 from research.heddle.policy import HeddleOptions, HeddlePolicy
 from research.workloads.agents import Errors
 from tests.research.test_heddle_policy import COSTS, drawn, rollout, thirds
+from tests.worlds import join, run_world
 
 
 def group(uid: int) -> Group:
@@ -27,6 +29,25 @@ def group(uid: int) -> Group:
     )
     problem = Problem(uid=uid, prompt="")
     return Group(problem=problem, prompt_token_ids=[66, 67 + uid], completions=[done], rewards=[0.0])
+
+
+def measured_sizes(model: str) -> list[int]:
+    """After a rollout on two replicas, and on the one that they then are."""
+    groups = join()
+    rollouts = HeddleRollouts(HeddleConfig(), 4, LengthPredictions(HeddleConfig()))
+    llm = LLM(model, world=groups, layout=nested_layout(range(2), 1), kv_cache_bytes=2**23)
+    rollouts.begin(llm)
+    llm.regroup(nested_layout(range(2), 2, epoch=1))
+    before = [*rollouts.times.steps]
+    rollouts.begin(llm)
+    times = [rollouts.times.costs.token_s(spec, 4) > 0 for spec in llm.layout.replicas]
+    llm.close()
+    groups.close()
+    return [*before, *rollouts.times.steps, *times]
+
+
+def test_what_passes_take_is_measured_for_each_size(text_model: str) -> None:
+    assert run_world(measured_sizes, 2, text_model) == [[1, 1, 2, True]] * 2
 
 
 def test_metrics_are_of_one_step(text_model: str, tmp_path: Path) -> None:

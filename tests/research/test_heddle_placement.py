@@ -7,14 +7,32 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from engines.coordination.policies import Static
 from engines.parallel.layout import joint_groups
-from research.heddle.allocation import all_allocations, anneal, check_sizes, exhaustive, layout_of
-from research.heddle.interference import GroupSimulation, SizeInterference, server_of, simulated
+from research.heddle.allocation import (
+    Allocation,
+    all_allocations,
+    anneal,
+    check_sizes,
+    chosen,
+    exhaustive,
+    layout_of,
+    placed,
+)
+from research.heddle.interference import (
+    GroupSimulation,
+    SizeInterference,
+    merged,
+    printed,
+    printed_spread,
+    server_of,
+    simulated,
+)
 from research.heddle.placement import (
     Lengths,
     Placement,
@@ -166,6 +184,48 @@ def test_a_group_s_simulation_by_hand() -> None:
     assert group.seconds(np.array([101.0])) == math.inf
 
 
+def by_hand(groups: list[GroupSimulation], count: int, context: float) -> tuple[float, float]:
+    """The mean seconds of a step of `count` trajectories, each of which went where a token then took least, and its
+    part for each token of all contexts."""
+    sizes = [0] * len(groups)
+    for _ in range(count):
+        seconds: dict[int, float] = {}
+        for place, one in enumerate(groups):
+            if (n := sizes[place] + 1) < len(one.base_s):
+                seconds[place] = one.base_s[n] + one.token_s[n] * n * context
+        sizes[min(seconds, key=lambda place: seconds[place])] += 1
+    pairs = [(one, n) for one, n in zip(groups, sizes, strict=True) if n]
+    base = sum(n * one.base_s[n] for one, n in pairs) / count
+    return base, sum(n * one.token_s[n] * n for one, n in pairs) / count**2
+
+
+def test_merged_replicas_take_what_they_take_in_the_mean() -> None:
+    points = {
+        size: [(b, t, (0.01 * b**0.5 + 1e-6 * t) / size) for b in (1, 8, 64) for t in (64, 9000)] for size in (1, 2)
+    }
+    known = Deployment(
+        num_ranks=4, steps={size: StepPredictor(some) for size, some in points.items()},
+        num_kv_tokens={1: 4000, 2: 9000}, max_num_seqs=16, max_model_len=4000, switch_seconds=lambda *_: 0.0,
+    )  # fmt: skip
+    one, two = (GroupSimulation.of(known, size, 8) for size in (1, 2))
+    for groups in ([one], [one, one], [two, one], [one, two, two], [two, one, two, one, one]):
+        whole = merged(groups, 100.0)
+        assert whole.num_kv_tokens == sum(group.num_kv_tokens for group in groups)
+        assert len(whole.base_s) == 1 + 16 * len(groups)
+        for count in (1, 2, 3, 7, 16 * len(groups)):
+            base, slope = by_hand(groups, count, 100.0)
+            assert whole.base_s[count] == pytest.approx(base) and whole.token_s[count] == pytest.approx(slope)
+    lengths = long_tailed(12, 1, 0.8).clip(1, 300)
+    alone, all_three = one.seconds(lengths), merged([one] * 3, 100.0).seconds(np.repeat(lengths, 3))
+    assert all_three == pytest.approx(alone, rel=0.03), "three equal groups on three equal replicas"
+    servers = [server_of(known, size, context=100.0) for size in (1, 1, 1)]
+    printed_s = [
+        printed(servers[0], lengths, np.zeros(12)),
+        printed_spread(servers, np.repeat(lengths, 3), np.zeros(36)),
+    ]
+    assert printed_s[1] == pytest.approx(printed_s[0], rel=0.03)
+
+
 def test_a_search_by_simulation_is_within_its_tolerance_of_all_splits() -> None:
     one = deployment(6000)
     cost = simulated({1: GroupSimulation.of(one, 1)})
@@ -174,7 +234,7 @@ def test_a_search_by_simulation_is_within_its_tolerance_of_all_splits() -> None:
         lengths = long_tailed(14, seed, 0.8).clip(1, 4000)
 
         def seconds(server: Server, part: slice, lengths=lengths) -> float:
-            return cost(server, lengths[part], np.zeros(14)[part], 1.0) if len(lengths[part]) else 0.0
+            return cost(server, lengths[part], np.zeros(14)[part]) if len(lengths[part]) else 0.0
 
         found = searched(14, [server] * 3, seconds)
         splits = itertools.combinations(range(15), 2)
@@ -242,6 +302,31 @@ def test_annealing_against_all_allocations() -> None:
         gaps.append(found.makespan / best.makespan - 1)
     assert statistics.median(gaps) <= 0.01 and max(gaps) < 0.1
     assert anneal(lengths, 32, replicas(), seed=3) == anneal(lengths, 32, replicas(), seed=3)
+
+
+def test_equal_sizes_are_chosen_unless_others_promise_more() -> None:
+    """A wide replica is fast for one trajectory, and not for many: two long ones and 400 short ones need unequal sizes,
+    and alike ones equal ones."""
+    servers = {size: linear(0.3 * size**0.8, size, size**-0.9) for size in (1, 2, 4)}
+    mixed, alike = np.array([1000.0] * 2 + [20.0] * 400), np.full(64, 50.0)
+
+    def equal(size: int, lengths: Lengths) -> Allocation:
+        return placed((size,) * (16 // size), lengths, servers)
+
+    best = min(equal(size, mixed).makespan for size in servers)
+    assert best == equal(2, mixed).makespan
+    found = chosen(mixed, 16, servers)
+    assert found == anneal(mixed, 16, servers) and found.makespan < 0.95 * best
+    assert chosen(mixed, 16, servers, margin=0.3) == found
+    assert chosen(mixed, 16, servers, margin=0.9) == equal(4, mixed), (
+        "the widest within the margin of the best equal ones"
+    )
+    assert chosen(alike, 16, servers) == exhaustive(alike, 16, servers) == equal(4, alike)
+    assert chosen(alike, 6, servers).tp_sizes == (1,) * 6, "four does not divide six"
+    long_one = {size: replace(one, longest=500.0 * size) for size, one in servers.items()}
+    assert 4 in chosen(np.array([1900.0, 5.0]), 6, long_one).tp_sizes, "no equal sizes hold the longest"
+    with pytest.raises(ValueError, match="are 7 GPUs in all"):
+        chosen(mixed, 8, servers, start=(4, 2, 1))
 
 
 def test_a_start_that_can_hold_nothing_is_left() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from engines.coordination.views import (
 )
 from engines.parallel.layout import Layout, ReplicaSpec, nested_layout
 from engines.sequence import SamplingParams, SequenceId
-from research.heddle.baselines import CacheAware, Hybrid, LeastLoad
+from research.heddle.baselines import CacheAware, Hybrid, LeastLoad, Soonest
 from research.heddle.migration import Groups
 from research.heddle.policy import Costs, HeddleOptions, HeddlePolicy
 from research.heddle.priority import first_come, shortest_first
@@ -200,6 +201,29 @@ def test_the_least_load_and_the_last_replica() -> None:
     assert all(len(set(places)) == 1 for places in stays(done).values())
     _, done = rollout(CacheAware(), turns)
     assert {id_: set(places) for id_, places in stays(done).items()} == {id_: {id_[1] % 3} for id_ in turns}
+
+
+def test_turns_go_where_their_tokens_come_soonest() -> None:
+    """One replica of two ranks beside two of one: by brute force, and at first two trajectories on the wide one."""
+    turns = drawn("coding", 40)
+    layout = Layout(
+        epoch=0, replicas=(ReplicaSpec(id=0, ranks=(0, 1)), *(ReplicaSpec(id=n, ranks=(n,)) for n in (2, 3)))
+    )
+
+    def token_s(spec: ReplicaSpec, size: int) -> float:
+        return (0.01 + 0.001 * size) / spec.tp_size
+
+    _, done = rollout(Soonest(token_s), turns, num_ranks=4, cluster={"layout": layout})
+    by_replica: Counter[int | None] = Counter()
+    for one in done.decisions:
+        if one.action == "dispatch":
+            seconds = {replica.spec.id: token_s(replica.spec, replica.num_assigned + 1) for replica in one.replicas}
+            assert one.replica_id is not None and seconds[one.replica_id] == min(seconds.values())
+            by_replica[one.replica_id] += 1
+    assert all(by_replica.values()) and by_replica[0] > by_replica[2] + by_replica[3]
+    _, done = rollout(Soonest(token_s), turns)
+    _, plain = rollout(LeastLoad(), turns)
+    assert done.finish_times == plain.finish_times, "on equal replicas it is least load"
 
 
 def test_the_hybrid_follows_the_skew() -> None:
