@@ -149,9 +149,9 @@ class Cell:
                 layout, policy = self.allocated([*true.values()], errors, anneal), HEDDLE
             case _ if name.startswith("oracle-fix"):
                 errors = Errors(kind="oracle")
-                layout, policy = equal(config.gpus, int(name[10:])), HEDDLE
+                layout, policy = equal(config.gpus, int(name.removeprefix("oracle-fix"))), HEDDLE
             case _ if name.startswith("fix"):
-                layout, policy = equal(config.gpus, int(name[3:])), HEDDLE
+                layout, policy = equal(config.gpus, int(name.removeprefix("fix"))), HEDDLE
             case _ if name in SYSTEMS:
                 layout, policy, options = equal(config.gpus, base), SYSTEMS[name], {"priority": round_robin}
             case "rr":

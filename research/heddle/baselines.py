@@ -74,10 +74,12 @@ class Soonest(LeastLoad):
         self._known: dict[tuple[int, int], float] = {}
 
     def choose(self, sequence: SequenceView, replicas: Items[ReplicaView]) -> ReplicaView:
-        if len({one.spec.tp_size for one in replicas}) == 1 or not all(map(self._seconds, replicas)):
+        if len({one.spec.tp_size for one in replicas}) == 1:
             return super().choose(sequence, replicas)
-        last = sequence.last_replica_id
-        return min(replicas, key=lambda one: (self._seconds(one), one.spec.id != last, load(one), one.spec.id))
+        seconds, last = {one.spec.id: self._seconds(one) for one in replicas}, sequence.last_replica_id
+        if not all(seconds.values()):
+            return super().choose(sequence, replicas)
+        return min(replicas, key=lambda one: (seconds[one.spec.id], one.spec.id != last, load(one), one.spec.id))
 
     def _seconds(self, replica: ReplicaView) -> float:
         key = replica.spec.tp_size, replica.num_assigned + 1

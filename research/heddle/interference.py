@@ -130,11 +130,6 @@ GroupSeconds = Callable[[Server, Lengths, Lengths], float]
 """Of tokens to come and tokens that there are, in descending order of priority, on a replica."""
 
 
-def printed(server: Server, left: Lengths, done: Lengths) -> float:
-    """Eq. 2: F of the size."""
-    return printed_seconds(server, left, done)
-
-
 SpreadSeconds = Callable[[Sequence[Server], Lengths, Lengths], float]
 """As `GroupSeconds`, of trajectories whose turns go to that replica of several on which their tokens come soonest."""
 

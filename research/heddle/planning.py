@@ -15,9 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from engines.constraints import Fraction, Positive
 from engines.coordination.views import ReplicaView
-from research.heddle.interference import GroupSeconds, GroupSimulation, SpreadSeconds, printed, printed_spread
+from research.heddle.interference import GroupSeconds, GroupSimulation, SpreadSeconds, printed_spread
 from research.heddle.migration import Groups
-from research.heddle.placement import Lengths, Placement, Server, Solve, aggregated, searched
+from research.heddle.placement import Lengths, Placement, Server, Solve, aggregated, printed_seconds, searched
 from research.heddle.ranks import Expected
 
 Places = NDArray[np.int64]
@@ -38,7 +38,7 @@ class Planner:
     server_of: Callable[[ReplicaView, float], Server]
     """Of a replica, with F for trajectories of this mean predicted length. Replicas with equal TP sizes and KV caches
     share one, and what is known of its groups."""
-    group_seconds: GroupSeconds = printed
+    group_seconds: GroupSeconds = printed_seconds
     spread_seconds: SpreadSeconds = printed_spread
     """Of all, where turns go to the least load: most of them then read their KV first."""
     uneven: Positive = 1.0

@@ -28,7 +28,6 @@ from research.heddle.interference import (
     GroupSimulation,
     SizeInterference,
     merged,
-    printed,
     printed_spread,
     server_of,
     simulated,
@@ -220,7 +219,7 @@ def test_merged_replicas_take_what_they_take_in_the_mean() -> None:
     assert all_three == pytest.approx(alone, rel=0.03), "three equal groups on three equal replicas"
     servers = [server_of(known, size, context=100.0) for size in (1, 1, 1)]
     printed_s = [
-        printed(servers[0], lengths, np.zeros(12)),
+        printed_seconds(servers[0], lengths, np.zeros(12)),
         printed_spread(servers, np.repeat(lengths, 3), np.zeros(36)),
     ]
     assert printed_s[1] == pytest.approx(printed_s[0], rel=0.03)
