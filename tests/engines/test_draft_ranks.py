@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -31,6 +32,8 @@ from tests.worlds import error_of, join, run_world
 
 PROMPTS = [[7, 8, 9, 10, uid] * 3 for uid in range(8)]
 PARAMS = SamplingParams(max_tokens=30, n=2)
+HELD = [held_params(PARAMS), *([PARAMS] * 7)]
+"""The first prompt's sequences may be held."""
 PACE = ShortestStep(step_s=0.008)
 """So that drafts come in time."""
 BASE: dict[str, Any] = {"dtype": "float64", "kv_cache_bytes": 2**24}
@@ -233,8 +236,7 @@ def through_a_switch(model: str, near: str) -> Any:
         drafter="model", draft_model=near, draft_lengths="fixed", draft_mode="strict", max_draft_tokens=3, **BASE,
     )  # fmt: skip
     held.until_epoch(llm, 1)
-    params = [held_params(PARAMS), *([PARAMS] * 7)]
-    tokens = tokens_of(llm.generate(PROMPTS, params, prompt_uids=range(8)))
+    tokens = tokens_of(llm.generate(PROMPTS, HELD, prompt_uids=range(8)))
     assert llm.rollout is not None and llm._draft_ranks is not None
     accepted = sum(one.num_accepted for one in llm.rollout.step_records if one.epoch == 1)
     drafted = llm._draft_ranks.counts.get("num_drafted", 0)
@@ -243,7 +245,7 @@ def through_a_switch(model: str, near: str) -> Any:
 
 
 def test_a_switch_in_mid_rollout(qwen3: str, near: str) -> None:
-    plain = plain_tokens(qwen3, [held_params(PARAMS), *([PARAMS] * 7)])
+    plain = plain_tokens(qwen3, HELD)
     for rank, (tokens, accepted, drafted) in enumerate(run_world(through_a_switch, 3, qwen3, near)):
         check_tokens(tokens, plain, uids=[0])
         assert accepted > 5 if rank < 2 else drafted > 50
@@ -273,31 +275,45 @@ def test_a_draft_rank_becomes_a_verifier_and_back_without_weights_that_move(qwen
     assert unmoved == [None, None] and moved == [0, 0]
 
 
-class Failing:
-    """A drafter that guesses the last token again, and fails after some passes."""
+class LastAgain:
+    """A drafter that guesses the last token again."""
 
     passes: tuple[DraftPass, ...] = ()
 
-    def __init__(self) -> None:
-        self._num_passes = 0
-
     def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
-        self._num_passes += 1
-        if self._num_passes > 20:
-            raise RuntimeError("no memory")
         return [Draft([ask.state.tokens[-1]] * ask.limit, [0.5] * ask.limit) for ask in asks]
 
     def follow(self, news: News) -> None: ...
 
 
-def lose_the_drafter(model: str) -> Any:
+class Failing(LastAgain):
+    """Fails after some passes."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark, self._num_passes = mark, 0
+
+    def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
+        self._num_passes += 1
+        if self._num_passes > 20:
+            self._mark.touch()
+            raise RuntimeError("no memory")
+        return super().propose(asks, num_tokens, num_draws)
+
+
+def lose_the_drafter(model: str, mark: str) -> Any:
+    """The rollout ends some tokens after the drafter has failed."""
     groups = join([ONE_EACH])
+    has_failed = Path(mark)
+    held = Held({0}, 20, 10)
+    held.happened = has_failed.exists
     llm = LLM(
-        model, world=groups, layout=ONE_EACH, schedule=OnDemand(), drafter="own", own_drafter=Failing,
-        draft_lengths="fixed", draft_mode="strict", max_draft_tokens=2, **BASE,
+        model, world=groups, layout=ONE_EACH, schedule=OnDemand(), drafter="own",
+        own_drafter=lambda: Failing(has_failed), draft_lengths="fixed", draft_mode="strict", max_draft_tokens=2,
+        hidden_stop=held, **BASE,
     )  # fmt: skip
     with pytest.warns(UserWarning, match="draft rank has failed .no memory.") if groups.world.rank else _nothing():
-        tokens = tokens_of(llm.generate(PROMPTS, PARAMS, prompt_uids=range(8)))
+        tokens = tokens_of(llm.generate(PROMPTS, HELD, prompt_uids=range(8)))
+        llm.close()  # waits for the drafter's thread, which warns
     groups.close()
     return tokens
 
@@ -308,8 +324,10 @@ class _nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_a_drafter_that_fails_leaves_plain_decoding(qwen3: str) -> None:
-    assert run_world(lose_the_drafter, 2, qwen3) == [plain_tokens(qwen3)] * 2
+def test_a_drafter_that_fails_leaves_plain_decoding(qwen3: str, tmp_path: Path) -> None:
+    plain = plain_tokens(qwen3, HELD)
+    for tokens in run_world(lose_the_drafter, 2, qwen3, str(tmp_path / "failed")):
+        check_tokens(tokens, plain, uids=[0])
 
 
 def refused(model: str, near: str) -> list[str]:
@@ -341,13 +359,12 @@ def test_verifiers_share_drafters_evenly() -> None:
     assert drafters_of(contiguous_layout(range(2), 1), contiguous_layout(range(2), 1).replicas[0]) == ()
 
 
-class Listening(Failing):
-    """Guesses the last token again, and notes when it first knows how many tokens a sequence has."""
+class Listening(LastAgain):
+    """Notes when it first knows how many tokens a sequence has."""
 
     heard: ClassVar[dict[int, float]] = {}
 
     def propose(self, asks: list[Ask], num_tokens: int, num_draws: int) -> list[Draft]:
-        self._num_passes = 0
         for ask in asks:
             self.heard.setdefault(len(ask.state.tokens), time.monotonic())
         return super().propose(asks, num_tokens, num_draws)
