@@ -32,7 +32,7 @@ from tests.worlds import error_of, join, run_world
 
 PROMPTS = [[7, 8, 9, 10, uid] * 3 for uid in range(8)]
 PARAMS = SamplingParams(max_tokens=30, n=2)
-HELD = [held_params(PARAMS), *([PARAMS] * 7)]
+HOLDABLE = [held_params(PARAMS), *([PARAMS] * 7)]
 """The first prompt's sequences may be held."""
 PACE = ShortestStep(step_s=0.008)
 """So that drafts come in time."""
@@ -236,7 +236,7 @@ def through_a_switch(model: str, near: str) -> Any:
         drafter="model", draft_model=near, draft_lengths="fixed", draft_mode="strict", max_draft_tokens=3, **BASE,
     )  # fmt: skip
     held.until_epoch(llm, 1)
-    tokens = tokens_of(llm.generate(PROMPTS, HELD, prompt_uids=range(8)))
+    tokens = tokens_of(llm.generate(PROMPTS, HOLDABLE, prompt_uids=range(8)))
     assert llm.rollout is not None and llm._draft_ranks is not None
     accepted = sum(one.num_accepted for one in llm.rollout.step_records if one.epoch == 1)
     drafted = llm._draft_ranks.counts.get("num_drafted", 0)
@@ -245,7 +245,7 @@ def through_a_switch(model: str, near: str) -> Any:
 
 
 def test_a_switch_in_mid_rollout(qwen3: str, near: str) -> None:
-    plain = plain_tokens(qwen3, HELD)
+    plain = plain_tokens(qwen3, HOLDABLE)
     for rank, (tokens, accepted, drafted) in enumerate(run_world(through_a_switch, 3, qwen3, near)):
         check_tokens(tokens, plain, uids=[0])
         assert accepted > 5 if rank < 2 else drafted > 50
@@ -312,7 +312,7 @@ def lose_the_drafter(model: str, mark: str) -> Any:
         hidden_stop=held, **BASE,
     )  # fmt: skip
     with pytest.warns(UserWarning, match="draft rank has failed .no memory.") if groups.world.rank else _nothing():
-        tokens = tokens_of(llm.generate(PROMPTS, HELD, prompt_uids=range(8)))
+        tokens = tokens_of(llm.generate(PROMPTS, HOLDABLE, prompt_uids=range(8)))
         llm.close()  # waits for the drafter's thread, which warns
     groups.close()
     return tokens
@@ -325,7 +325,7 @@ class _nothing:
 
 
 def test_a_drafter_that_fails_leaves_plain_decoding(qwen3: str, tmp_path: Path) -> None:
-    plain = plain_tokens(qwen3, HELD)
+    plain = plain_tokens(qwen3, HOLDABLE)
     for tokens in run_world(lose_the_drafter, 2, qwen3, str(tmp_path / "failed")):
         check_tokens(tokens, plain, uids=[0])
 
