@@ -187,6 +187,8 @@ class TrainConfig(ChunkFields):
     """Steps between resume points, besides one after the last step; 0: none at all, and the model is not kept."""
     keep_checkpoints: Count = 2
     """Resume points kept; older ones are deleted."""
+    figures: bool = True
+    """Draw the run when it ends, which takes a second."""
     reward: str | None = None
     """Reward function to train on instead of the task's: "package.module:function" or "file.py:function", with TRL's
     signature. Evaluation has the means of both; pass@k is by the task's, if it has one."""

@@ -502,14 +502,14 @@ class Run:
     def _summary(self, start: float) -> dict[str, Any]:
         figures: list[str] = []
         trajectories: dict[str, float | None] = {}
-        if self.folder.is_writer:
+        if self.folder.is_writer and self.config.figures:
             from experiments.comparison.machine import this_tier
             from experiments.figures import draw_run  # matplotlib takes half a second, and only one rank draws
 
             with self.folder.writing("figures"):
                 figures = [str(path) for path in draw_run(self.folder.path, this_tier())]
-            if self.config.environment is not None:
-                trajectories = trajectory_figures(read_jsonl(self.folder.path / "metrics.jsonl"))
+        if self.folder.is_writer and self.config.environment is not None:
+            trajectories = trajectory_figures(read_jsonl(self.folder.path / "metrics.jsonl"))
         checkpoint = self.folder.latest()
         return {
             "experiment": "train",

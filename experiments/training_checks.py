@@ -31,8 +31,8 @@ from experiments import launch
 from experiments.config import TrainConfig
 
 MAY_CHANGE = (
-    *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "reward_limits"),
-    "environment_limits",
+    *("resume", "name", "runs", "steps", "eval_every", "save_every", "keep_checkpoints", "figures"),
+    *("reward_limits", "environment_limits"),
     *("wandb", "wandb_project", "wandb_entity", "wandb_group", "wandb_tags"),
     *("rank_timeout_s", "dispatch", "chunk_tokens", "follow_ups", "spread", "order"),
     *("layout_policy", "pat_profile", "pat", "speculation", "predict_lengths", "heddle", "weights"),

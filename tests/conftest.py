@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import subprocess
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,17 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("text")
     save_text_checkpoint(directory)
     return str(directory)
+
+
+@pytest.fixture
+def forked_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of a Fleet are forked from a process that has imported torch, which takes each a second of its own."""
+    from engines.fleet import launcher
+    from tests.worlds import Popen, get_ready
+
+    get_ready()
+    names = types.SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(launcher, "subprocess", names)
 
 
 @pytest.fixture

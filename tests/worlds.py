@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -43,8 +45,9 @@ IMPORTS = (
     *("engines.rollout.world", "experiments.training", "experiments.figures", "pytest"),
     *("deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "peft", "typeguard"),
-    *("experiments.generation", "experiments.train"),
+    *("experiments.generation", "experiments.train", "wandb", "wandb.sdk.launch.inputs.internal"),
 )
+_ASKS = threading.Lock()
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 
 
@@ -162,8 +165,7 @@ class _Forked:
     def kill(self) -> None:
         """With the processes of its session; returns once it has ended."""
         while self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it is so new that it has no session yet
-                os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
             time.sleep(0.01)
 
 
@@ -225,6 +227,19 @@ class Python(_Forked):
             file.close()
 
 
+class Popen(_Forked):
+    """As subprocess's, for `python -m MODULE`, which the code under test starts: it has this process for its parent."""
+
+    def __init__(self, command: list[str], *, stdin: int, stdout: IO[bytes], **options: Any) -> None:
+        assert stdin == subprocess.PIPE and options.pop("stderr") == subprocess.STDOUT
+        assert options.pop("start_new_session")
+        ours, theirs = os.pipe()
+        with open(ours, "rb") as given:
+            options |= {"cwd": str(options["cwd"]), "python": command[1:], "parent": os.getpid()}
+            super().__init__(f"/proc/{os.getpid()}/fd/{given.fileno()}", stdout, stdout, **options)
+        self.stdin = open(theirs, "wb")  # noqa: SIM115 - closed by the code under test
+
+
 def _wait(ranks: list[_Forked], timeout: float) -> str | None:
     """None once all have ended well; else what went wrong. None of them runs on return."""
     deadline = time.monotonic() + timeout
@@ -267,51 +282,73 @@ def _forker() -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
 
 
+def get_ready() -> None:
+    """Returns when a process can be forked at once, which the first one waits for, for some seconds."""
+    _ask(None)
+
+
 def _ask(request: Any) -> Any:
-    """The answer of the process that forks; see `_serve`."""
-    forker = _forker()
-    assert forker.stdin is not None and forker.stdout is not None
-    print(json.dumps(request), file=forker.stdin, flush=True)
-    return json.loads(forker.stdout.readline())
+    """The answer of the process that forks; see `_serve`. Any thread may ask."""
+    with _ASKS:
+        forker = _forker()
+        assert forker.stdin is not None and forker.stdout is not None
+        print(json.dumps(request), file=forker.stdin, flush=True)
+        return json.loads(forker.stdout.readline())
 
 
 def _serve() -> None:
-    """Answers a process's start with its id, and an id with how the process ended, None while it runs."""
+    """Answers a process's start with its id, an id with how the process ended, None while it runs, and None once this
+    process has imported all."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # for what imports print
     with imports():  # whose objects a rank would look through when it ends, for a second
         for name in (*IMPORTS, *MODELS):
             importlib.import_module(name)
+        from wandb.sdk.data_types._private import MEDIA_TMP
+
         _use_once()
+    # What is undone at the end is undone once: wandb's folder, and torch's operators, which takes longer than a start.
+    for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.unregister(MEDIA_TMP.cleanup)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing after the fork, with what it has locked"
     parent = os.getpid()
     for line in sys.stdin:
-        request = json.loads(line)
+        request, answer = json.loads(line), None
         if isinstance(request, int):
             ended, status = os.waitpid(request, os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if ended else None
-        else:
+        elif request is not None:
             kinds = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
             stdio = [os.open(path, os.O_NOCTTY | kind) for path, kind in zip(request.pop("stdio"), kinds, strict=True)]
+            has_session, has_none = os.pipe()
             if not (answer := os.fork()):
                 answers.close()
                 die_with(parent)
                 for number, descriptor in enumerate(stdio):
                     os.dup2(descriptor, number)
+                os.setsid()
+                for descriptor in (*stdio, has_session, has_none):
                     os.close(descriptor)
                 _end(functools.partial(_run, **request))
-            for descriptor in stdio:
+            for descriptor in (*stdio, has_none):
                 os.close(descriptor)
+            os.read(has_session, 1)  # until it has closed its end, too, so that its session may be killed
+            os.close(has_session)
         print(json.dumps(answer), file=answers, flush=True)
+    MEDIA_TMP.cleanup()
 
 
 def _use_once() -> None:
     """Fills the caches of libraries whose first use takes a process a few tenths of a second."""
     import matplotlib.pyplot as plt
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from experiments.config import parse
 
     parse([])
+    get_checkpoint_conversion_mapping("llama")
+    inspect.stack()
     figure, axes = plt.subplots(layout="constrained")
     axes.set(xscale="log", xlabel="x", title="title")
     axes.plot([1, 100], [0, 1], label="label")
@@ -342,10 +379,16 @@ def _end(run: Callable[[], None]) -> NoReturn:
 
 
 def _run(
-    *, env: dict[str, str], call: dict[str, Any] | None = None, python: list[str] | None = None, cwd: str = "."
+    *,
+    env: dict[str, str],
+    call: dict[str, Any] | None = None,
+    python: list[str] | None = None,
+    cwd: str = ".",
+    parent: int | None = None,
 ) -> None:
-    """The side of a process that has been forked."""
-    os.setsid()
+    """The side of a process that has been forked. `parent`: whom it takes for its own."""
+    if parent is not None:
+        os.getppid = lambda: parent
     os.environ.clear()
     os.environ.update(env)
     if call is not None:

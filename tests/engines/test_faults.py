@@ -11,6 +11,8 @@ from tests.faults.outside import run_outside_schedules
 from tests.faults.relay import run_relay_schedules
 from tests.faults.world import run_world_schedules
 
+pytestmark = pytest.mark.usefixtures("forked_replicas")
+
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:

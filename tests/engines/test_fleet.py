@@ -33,6 +33,7 @@ from engines.coordination.policies import OnDemand
 from engines.coordination.requests import RequestAbort, RequestMove, SubmitSequences
 from engines.coordination.views import Dispatch, ScheduleView
 from engines.fleet import fleet as fleet_module
+from engines.fleet import launcher as launcher_module
 from engines.fleet.fleet import Fleet
 from engines.fleet.launcher import ReplicaLauncher, ReplicaOrders
 from engines.fleet.outside import FAILED, ORPHANED, make_engine
@@ -53,6 +54,8 @@ from tests.holding import LastWaits
 from tests.pairs import QueueClient, queue_pair
 from tests.states import make_state
 from tests.worlds import ROOT
+
+pytestmark = pytest.mark.usefixtures("forked_replicas")
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 20))] for _ in range(8)]
@@ -508,7 +511,9 @@ def wait_for_ready(server: Server) -> messages.ReplicaReady:
     raise AssertionError("no replica was ready within 30 s")
 
 
-def test_launcher(qwen3: str, tmp_path: Path) -> None:
+def test_launcher(qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users start it: its command line and environment are read."""
+    monkeypatch.setattr(launcher_module, "subprocess", subprocess)
     with launching(qwen3, tmp_path, spec=ReplicaSpec(id=4, ranks=(4,))) as (server, launcher):
         assert launcher.launch() == ReplicaSpec(id=4, ranks=(4,))
         pid = launcher.pids()[4]

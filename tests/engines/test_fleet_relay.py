@@ -25,6 +25,8 @@ from engines.relay.requests import Version
 from tests.checkpoints import save_checkpoint
 from tests.engines.test_fleet import PARAMS, PROMPTS, states, tokens_of, wait_until
 
+pytestmark = pytest.mark.usefixtures("forked_replicas")
+
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**20, "max_num_seqs": 4}
 
 

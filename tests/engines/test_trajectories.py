@@ -36,6 +36,8 @@ from tests.engines.test_model_drafter import Passes, drafter_of
 from tests.environments import Echo, Local
 from tests.worlds import join, run_world
 
+pytestmark = pytest.mark.usefixtures("forked_replicas")
+
 RNG = random.Random(3)
 PROMPTS = ["".join(chr(RNG.randrange(97, 123)) for _ in range(RNG.randint(1, 30))) for _ in range(6)]
 COLUMNS = [{"greeting": None if i % 3 else f"<{i}>", "most": 2 + i} for i in range(len(PROMPTS))]

@@ -123,7 +123,7 @@ def test_bad_arguments_of_the_template(model: Path, options: list[str], told: st
 SMALL = [
     "--steps", "1", "--eval-problems", "4", "--eval-samples", "1", "--mini-batch-size", "8", "--wandb", "off",
     "--rollout.prompts-per-step", "4", "--rollout.group-size", "2", "--rollout.max-tokens", "8",
-    "--rollout.kv-cache-mib", "8",
+    "--rollout.kv-cache-mib", "8", "--no-figures",
 ]  # fmt: skip
 
 

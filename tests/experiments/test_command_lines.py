@@ -85,7 +85,7 @@ STDIN = '{"prompt": "1+2=", "id": 7}\n\n"5\u2028+6="\n{"prompt_token_ids": [49, 
 
 
 def test_generate_is_the_same_from_arguments_stdin_and_two_ranks(text_model: str, tmp_path: Path) -> None:
-    options = ["--n", "3", "--max-tokens", "20"]
+    options = ["--n", "3", "--max-tokens", "20", "--kv-cache-mib", "8"]
     one = lines(start("generate.py", text_model, *options, stdin=STDIN))
     ranks = start("generate.py", text_model, *options, stdin=STDIN, ranks=2)
     two = lines(ranks)

@@ -20,7 +20,7 @@ COMMANDS = re.findall(
 ROWS = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 SHORT = [
     "--steps", "1", "--eval-problems", "2", "--rollout.prompts-per-step", "2", "--rollout.group-size", "2",
-    "--rollout.max-tokens", "16", "--rollout.kv-cache-mib", "8", "--wandb", "off",
+    "--rollout.max-tokens", "16", "--rollout.kv-cache-mib", "8", "--wandb", "off", "--no-figures",
 ]  # fmt: skip
 
 

@@ -38,6 +38,7 @@ SMALL = [
     "--steps", "5", "--save-every", "2", "--eval-every", "2", "--eval-problems", "8", "--eval-samples", "2",
     "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "24",
     "--rollout.kv-cache-mib", "8", "--mini-batch-size", "8", "--learning-rate", "1e-3", "--wandb", "off",
+    "--no-figures",
 ]  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(model: Path, runs: Path, reward: str) -> Path:
-    result = train(model, runs, "--name", "whole", "--deterministic", "--reward", reward)
+    result = train(model, runs, "--name", "whole", "--deterministic", "--reward", reward, "--figures")
     assert result["steps"] == 5
     return Path(result["run_dir"])
 
@@ -504,7 +505,7 @@ GSM8K_LINES = [
     "arguments",
     [
         ["--algo", "dapo", "--max-sampling-rounds", "2", "--rollout.prompts-per-step", "8"],
-        ["--task", "gsm8k", "--zero-stage", "3", *DRAFTS],
+        ["--task", "gsm8k", "--zero-stage", "3", *DRAFTS, "--figures"],
         ["--kl-coef", "0.05", "--num-epochs", "2", "--dtype", "bfloat16", "--rollout.dtype", "bfloat16"],
     ],
     ids=["dapo", "gsm8k-zero3", "grpo-kl-bf16"],
@@ -550,6 +551,7 @@ def test_three_steps_by_each_algorithm(model: Path, tmp_path: Path, reward: str,
         assert row["actor/skipped_steps"] == 0 and row["actor/num_steps"] == 2 and row["actor/grad_norm"] > 0
         assert not [name for name in row if name.startswith("val-")]
     assert not (folder / "checkpoints").exists()
+    assert result["figures"] == [] and not (folder / "figures").exists()
     given = json.loads((folder / "config.json").read_text())["algorithm"]
     assert algo != "dr-grpo" or (given["normalise_std"], given["loss_aggregation"]) == (False, "constant-length")
 

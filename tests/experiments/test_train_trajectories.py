@@ -24,6 +24,7 @@ SMALL = [
     "--steps", "3", "--save-every", "1", "--eval-every", "0", "--wandb", "off", "--learning-rate", "1e-3",
     "--rollout.prompts-per-step", "4", "--rollout.group-size", "4", "--rollout.max-tokens", "240",
     "--rollout.max-turns", "3", "--rollout.kv-cache-mib", "8", "--environment-limits.workers", "2",
+    "--no-figures",
 ]  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def digests(run: Path) -> list[str]:
 
 def test_deterministic_runs_and_a_resumed_one_have_the_same_tokens(folder: Path, text_model: str) -> None:
     environment = ["--environment", f"{folder}/echo.py:Echo", "--deterministic"]
-    whole = train(folder, text_model, "whole", *environment)
+    whole = train(folder, text_model, "whole", *environment, "--figures")
     part = train(folder, text_model, "part", *environment, "--steps", "1")
     assert digests(part) == digests(whole)[:1]
     config = json.loads((part / "config.json").read_text())

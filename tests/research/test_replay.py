@@ -26,6 +26,8 @@ from tests.holding import LastWaits
 from tests.states import make_state
 from tests.worlds import join, run_world
 
+pytestmark = pytest.mark.usefixtures("forked_replicas")
+
 PROMPTS = [[uid + 2] * 12 for uid in range(20)]
 PARAMS = [SamplingParams(max_tokens=10 + 4 * uid, ignore_eos=True) for uid in range(len(PROMPTS))]
 IN_TURNS = [replace(params, stop_token_ids=tuple(range(0, 256, 5))) for params in PARAMS]
