@@ -7,8 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -33,7 +31,9 @@ from tests.engines.test_coserving import RandomCuts, Sometimes
 from tests.engines.test_fleet import OPTIONS, PARAMS, PROMPTS, states, tokens_of
 from tests.lending import Lending, lending
 from tests.serving import until
-from tests.worlds import ROOT
+from tests.worlds import ROOT, Python
+
+pytestmark = pytest.mark.usefixtures("forked_replicas")
 
 LONGEST_S = 30.0
 
@@ -212,17 +212,13 @@ def test_weights_come_by_a_relay(text_model: str, folders: dict[int, Path], serv
 
 
 @contextmanager
-def server(text_model: str, lent: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(text_model: str, lent: str) -> Iterator[tuple[Python, str]]:
     """A serving process, and its address."""
-    command = [sys.executable, "experiments/serve.py", text_model, "--port", "0", "--dtype", "float64"]
+    command = [str(ROOT / "experiments/serve.py"), text_model, "--port", "0", "--dtype", "float64"]
     command += ["--kv-cache-mib", "8", "--rollout-model", lent, "--ttft-slo-ms", "60000", "--tpot-slo-ms", "60000"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().split()[-1].removesuffix("/v1")
-    finally:
-        process.kill()
-        process.wait()
+    with Python(command) as process:
+        until(lambda: process.stdout.endswith("\n"), "it serves")
+        yield process, process.stdout.split()[-1].removesuffix("/v1")
 
 
 def test_a_serving_process_that_is_killed_loses_no_token(
@@ -267,18 +263,15 @@ def test_a_job_that_dies_or_hangs_ends_the_loan(
     text_model: str, folders: dict[int, Path], served: list[list[int]], number: signal.Signals
 ) -> None:
     admission = Some(20)
-    with lending(text_model, str(folders[0]), admission=admission, stall_s=30.0) as lent:
-        command = [sys.executable, "-c", JOB, str(folders[0]), lent.running.url]
-        job = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-        try:
-            until(lambda: admission.left <= 0, "the rollout has begun")
-            assert lent.engine.replica.num_sequences
-            job.send_signal(number)
-            lent.check_all_is_back()
-            check_serves(lent, served)
-        finally:
-            job.kill()
-            job.wait()
+    with (
+        lending(text_model, str(folders[0]), admission=admission, stall_s=30.0) as lent,
+        Python(["-c", JOB, str(folders[0]), lent.running.url]) as job,
+    ):
+        until(lambda: admission.left <= 0, "the rollout has begun")
+        assert lent.engine.replica.num_sequences
+        os.kill(job.pid, number)
+        lent.check_all_is_back()
+        check_serves(lent, served)
 
 
 def test_a_step_of_the_rollout_that_fails_ends_the_loan(

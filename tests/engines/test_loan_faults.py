@@ -24,6 +24,8 @@ from tests.engines.test_lending import Together, alone, clients, folders, served
 from tests.lending import Lending, lending
 from tests.serving import until
 
+pytestmark = pytest.mark.usefixtures("forked_replicas")
+
 __all__ = ["alone", "folders", "served"]  # fixtures
 
 

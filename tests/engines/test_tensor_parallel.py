@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from engines import LLM, SamplingParams
 from engines.coordination.policies import OnDemand
 from engines.parallel.layout import Layout, ReplicaSpec, contiguous_layout, nested_layout
 from tests.checkpoints import save_checkpoint
-from tests.worlds import ROOT, error_of, join, run_world
+from tests.worlds import ROOT, error_of, join, run_world, start_ranks
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(2, 131) for _ in range(RNG.randint(1, 30))] for _ in range(12)]
@@ -150,18 +151,35 @@ print([[one.token_ids for one in output.outputs] for output in outputs], flush=T
 """
 
 
-@pytest.mark.parametrize("lines", [PLAIN_LINES, ON_DEMAND], ids=["TP2", "DP2 on demand"])
-def test_a_few_lines_under_torchrun_make_their_own_world(checkpoints: Path, tmp_path: Path, lines: str) -> None:
+def under_torchrun(script: Path) -> str:
+    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done.stdout
+
+
+def with_its_variables(script: Path) -> str:
+    with start_ranks([str(script)], 2) as ranks:
+        assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].stderr[-3000:] + ranks[1].stderr[-3000:]
+        return "".join(rank.stdout for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("lines", "run"),
+    [(PLAIN_LINES, under_torchrun), (ON_DEMAND, with_its_variables)],
+    ids=["TP2", "DP2 on demand"],
+)
+def test_a_few_lines_under_torchrun_make_their_own_world(
+    checkpoints: Path, tmp_path: Path, lines: str, run: Callable[[Path], str]
+) -> None:
     model = str(checkpoints / "qwen3")
     (tmp_path / "script.py").write_text(lines.format(model=model))
-    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    printed = run(tmp_path / "script.py")
     alone = LLM(model, dtype="float64", kv_cache_bytes=2**24)
     outputs = alone.generate([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=20, n=2, ignore_eos=True))
     told = str([[one.token_ids for one in output.outputs] for output in outputs])
-    assert done.stdout.replace("\n", "") == told * 2  # two ranks' lines may mix with their ends
+    assert printed.replace("\n", "") == told * 2  # two ranks' lines may mix with their ends
 
 
 def roll_out_with_other_ids(directory: str) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from engines.replica.replica import StepOutput
 from engines.serving.policies import MemoryView
 from experiments.lending import LendingOptions, PassTimes, SharedMemory, WatchedMemory
 from research.rose.memory import SharingOptions
-from tests.worlds import ROOT
+from tests.worlds import ROOT, run_python
 
 
 def times(chunk_s: float) -> PassTimes:
@@ -83,9 +80,7 @@ def test_the_mean_use_is_that_of_serving() -> None:
     ],
 )
 def test_serve_refuses_in_one_line(text_model: str, qwen3: str, arguments: list[str], words: str) -> None:
-    command = [sys.executable, "experiments/serve.py", text_model, "--port", "0", "--kv-cache-mib", "8"]
-    ended = subprocess.run(
-        [*command, "--rollout-model", qwen3, *arguments], cwd=ROOT, env=os.environ, capture_output=True, text=True
-    )
+    command = [str(ROOT / "experiments/serve.py"), text_model, "--port", "0", "--kv-cache-mib", "8"]
+    ended = run_python([*command, "--rollout-model", qwen3, *arguments])
     assert ended.returncode and not ended.stdout
     assert words in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
