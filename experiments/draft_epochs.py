@@ -23,7 +23,7 @@ from experiments.comparison.turns import short
 T = TypeVar("T")
 EPOCHS, PROMPTS, PROMPTS_PER_STEP, GROUP = 3, 64, 8, 16
 OPTIONS = (
-    *("--deterministic", "--wandb", "off", "--eval-every", "0", "--save-every", "0", "--task", "jsonl"),
+    *("--deterministic", "--wandb", "off", "--no-figures", "--eval-every", "0", "--save-every", "0", "--task", "jsonl"),
     *("--reward", "algos.rewards.arithmetic:exact_answer", "--rollout.batch-invariant"),
     *("--rollout.group-size", str(GROUP), "--rollout.max-num-seqs", "16"),
 )

@@ -32,20 +32,19 @@ FILES = dict(re.findall(r"```python\n(?=# (\w+\.py))(.*?)```", _OWN_CODE, re.DOT
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_runs(name: str, tmp_path: Path) -> None:
+    """Under torchrun, a few such lines are in `test_tensor_parallel.py`."""
     save_text_checkpoint(tmp_path / "runs/models/tiny", num_heads=4)
     save_text_checkpoint(tmp_path / "runs/models/chat", is_chat=True)
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[name])
     ranks = re.match(r"#.*torchrun .*--nproc-per-node (\d+)", BLOCKS[name])
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if ranks and not name.startswith("README"):  # whose is started by torchrun itself
+    if ranks:
         with start_ranks([str(script)], int(ranks[1]), cwd=tmp_path) as processes:
             codes = [process.wait(240) for process in processes]
             assert not any(codes), "".join(process.stderr[-3000:] for process in processes)
             assert processes[0].stdout.strip()
         return
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks[1]] if ranks else []
-    done = run_python([*torchrun, str(script)], cwd=tmp_path, env=environment)
+    done = run_python([str(script)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
 
