@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.worlds import Python, run_python, run_world
+from tests.worlds import Popen, Python, run_python, run_world
 
 
 def facts(offset: int) -> list[str | int]:
@@ -54,6 +55,41 @@ def test_a_world_finds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch
     assert [run_world(leave_something, 1) for _ in range(2)] == [[[None, None]]] * 2
     monkeypatch.setenv("LEFT", "by the test")
     assert run_world(leave_something, 1) == [["by the test", None]]
+
+
+def poll_with(process: Any, others: threading.Barrier) -> int | None:
+    others.wait()
+    code: int | None = process.poll()
+    return code
+
+
+def test_a_module_that_is_forked_is_as_subprocess_starts_it(tmp_path: Path) -> None:
+    """However many threads ask how it has ended."""
+    (tmp_path / "greets.py").write_text(
+        "import os, sys\n"
+        "print(os.getppid(), os.getsid(0) == os.getpid(), os.getcwd(), os.environ['NAME'], sys.stdin.readline())\n"
+        "sys.exit(3)\n"
+    )
+    for start in (subprocess.Popen, Popen):
+        with open(tmp_path / "log", "w+b") as log:
+            process: Any = start(
+                [sys.executable, "-m", "greets"],
+                cwd=tmp_path,
+                env=os.environ | {"NAME": "a"},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            with process.stdin as stdin:
+                stdin.write(b"given\n")
+            while Path(f"/proc/{process.pid}/stat").read_text().split()[-50] != "Z":
+                time.sleep(0.01)
+        together = threading.Barrier(8)
+        with ThreadPoolExecutor(8) as pool:
+            assert {3} <= {*pool.map(poll_with, [process] * 8, [together] * 8)} <= {3, None}  # as of subprocess's
+        assert process.poll() == 3
+        assert (tmp_path / "log").read_text() == f"{os.getpid()} True {tmp_path} a given\n\n"
 
 
 @pytest.mark.parametrize(("code", "told"), [(None, ""), (7, "code 7"), ("no room", "code 1\n(.|\n)*no room")])

@@ -47,8 +47,8 @@ IMPORTS = (
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "peft", "typeguard"),
     *("experiments.generation", "experiments.train", "wandb", "wandb.sdk.launch.inputs.internal"),
 )
-_ASKS = threading.Lock()
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
+_ASKS = threading.Lock()
 
 
 def run_world(
@@ -156,11 +156,14 @@ class _Forked:
         outputs = [f"/proc/{os.getpid()}/fd/{one.fileno()}" for one in (stdout, stderr)]
         self.pid = _ask({"stdio": [stdin, *outputs], **start})
         self.returncode: int | None = None
+        self._polls = threading.Lock()
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = _ask(self.pid)
-        return self.returncode
+        """Any thread may call it: the answer comes once."""
+        with self._polls:
+            if self.returncode is None:
+                self.returncode = _ask(self.pid)
+            return self.returncode
 
     def kill(self) -> None:
         """With the processes of its session; returns once it has ended."""
@@ -321,20 +324,20 @@ def _serve() -> None:
         elif request is not None:
             kinds = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
             stdio = [os.open(path, os.O_NOCTTY | kind) for path, kind in zip(request.pop("stdio"), kinds, strict=True)]
-            has_session, has_none = os.pipe()
+            started, starting = os.pipe()
             if not (answer := os.fork()):
                 answers.close()
                 die_with(parent)
                 for number, descriptor in enumerate(stdio):
                     os.dup2(descriptor, number)
                 os.setsid()
-                for descriptor in (*stdio, has_session, has_none):
+                for descriptor in (*stdio, started, starting):
                     os.close(descriptor)
                 _end(functools.partial(_run, **request))
-            for descriptor in (*stdio, has_none):
+            for descriptor in (*stdio, starting):
                 os.close(descriptor)
-            os.read(has_session, 1)  # until it has closed its end, too, so that its session may be killed
-            os.close(has_session)
+            os.read(started, 1)  # returns when it has closed its end, too: now it has a session, which may be killed
+            os.close(started)
         print(json.dumps(answer), file=answers, flush=True)
     MEDIA_TMP.cleanup()
 
