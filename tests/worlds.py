@@ -2,7 +2,8 @@
 
 They are forked from a process that has imported what they need, which takes a process 2 to 7 seconds of its own. That
 process has one thread and makes no tensors, so they are as if just started, with these exceptions: variables that are
-read at import are those of the first world, and sets of strings have one order in all processes.
+read at import are those of the first world, sets of strings have one order in all processes, and what imports have
+registered for the end of a process is left to the one that forks.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ IMPORTS = (
     *("experiments.generation", "experiments.train", "wandb", "wandb.sdk.launch.inputs.internal"),
 )
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
+FORKED = "forked"
+"""The name that ps shows of a forked process, whose command line is that of the process that forks."""
 _ASKS = threading.Lock()
 
 
@@ -231,7 +234,8 @@ class Python(_Forked):
 
 
 class Popen(_Forked):
-    """As subprocess's, for `python -m MODULE`, which the code under test starts: it has this process for its parent."""
+    """As `subprocess.Popen`, for a `python -m MODULE` that the code under test starts. The module sees this process as
+    its parent."""
 
     def __init__(self, command: list[str], *, stdin: int, stdout: IO[bytes], **options: Any) -> None:
         assert stdin == subprocess.PIPE and options.pop("stderr") == subprocess.STDOUT
@@ -389,7 +393,8 @@ def _run(
     cwd: str = ".",
     parent: int | None = None,
 ) -> None:
-    """The side of a process that has been forked. `parent`: whom it takes for its own."""
+    """The side of a process that has been forked. `parent`: the process that it sees as its parent."""
+    Path("/proc/self/comm").write_text(FORKED)
     if parent is not None:
         os.getppid = lambda: parent
     os.environ.clear()

@@ -107,6 +107,7 @@ def test_phases_deaths_and_a_newcomer(qwen3: str, retrained: Path, alone: dict[i
     ) as fleet:
         fleet.wait_for_replicas(2)
         pids = set(fleet.launcher.pids().values())
+        assert all(map(is_alive, pids))
         assert tokens_of(fleet.roll_out(states(0))) == alone[0]
 
         published = fleet.publish(checkpoint_tensors(retrained), version=1)
@@ -357,7 +358,8 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_launch_that_fails_leaves_nothing(qwen3: str, tmp_path: Path) -> None:
+def test_a_launch_that_fails_leaves_nothing(qwen3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "subprocess", subprocess)  # so that what is left would be this process's child
     logs, weights = tmp_path / "logs", tmp_path / "weights"
     weights.mkdir()
     (logs / "replica-1.log").mkdir(parents=True)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.worlds import FORKED
+
 FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 GONE_S = 10.0
 
@@ -27,10 +29,12 @@ def files_of(pids: set[int]) -> list[Path]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a replica's process still runs; a zombie, or another's under its number, does not count."""
+    """Whether a replica's process still runs, started or forked; a zombie, or another program's under its number, does
+    not count."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return status != "Z" and b"engines.fleet.outside" in command
+    is_ours = name.endswith(f"({FORKED}") or b"engines.fleet.outside" in command
+    return rest.split()[0] != "Z" and is_ours
