@@ -20,16 +20,8 @@ from experiments.comparison.turns import short
 FEW = 5
 """Steps whose mean is compared at both ends."""
 OPTIONS = (
-    *(
-        "--deterministic",
-        "--wandb",
-        "off",
-        "--no-figures",
-        "--rollout.draft-lengths",
-        "fixed",
-        "--rollout.dtype",
-        "float64",
-    ),
+    *("--deterministic", "--wandb", "off", "--no-figures"),
+    *("--rollout.draft-lengths", "fixed", "--rollout.dtype", "float64"),
     *("--rollout.prompts-per-step", "12", "--rollout.group-size", "16", "--rollout.max-num-seqs", "16"),
     *("--mini-batch-size", "192", "--eval-every", "1000", "--eval-problems", "8", "--eval-samples", "1"),
 )

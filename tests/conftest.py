@@ -71,7 +71,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def forked_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas of a Fleet are forked from a process that has imported torch, which takes each a second of its own."""
+    """Replicas of a Fleet are forked from a process that has imported torch: each of them starts a second sooner."""
     from engines.fleet import launcher
     from tests.worlds import Popen, get_ready
 

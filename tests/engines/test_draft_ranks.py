@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -311,17 +312,11 @@ def lose_the_drafter(model: str, mark: str) -> Any:
         own_drafter=lambda: Failing(has_failed), draft_lengths="fixed", draft_mode="strict", max_draft_tokens=2,
         hidden_stop=held, **BASE,
     )  # fmt: skip
-    with pytest.warns(UserWarning, match="draft rank has failed .no memory.") if groups.world.rank else _nothing():
+    with pytest.warns(UserWarning, match="draft rank has failed .no memory.") if groups.world.rank else nullcontext():
         tokens = tokens_of(llm.generate(PROMPTS, HOLDABLE, prompt_uids=range(8)))
         llm.close()  # waits for the drafter's thread, which warns
     groups.close()
     return tokens
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_a_drafter_that_fails_leaves_plain_decoding(qwen3: str, tmp_path: Path) -> None:
