@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -35,9 +35,13 @@ def call_each(call: Callable[[T], R], items: Items[T], *, processes: int | None,
         pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(theirs,))
         try:
             calls = _submit(pool, call, items)
-            for one in as_completed(calls):
-                one.result()
-                bar.update()
+            waiting = set(calls)
+            while waiting:
+                # Not for ever: after a stop, another thread may get a Ctrl-C, and that does not wake this one.
+                done, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+                for one in done:
+                    one.result()
+                    bar.update()
             return [one.result() for one in calls]
         except BrokenProcessPool as error:
             raise RuntimeError(f"processes={processes}: one was killed; give fewer if memory ran out") from error

@@ -70,7 +70,11 @@ def test_processes_end_with_the_one_that_started_them(
     while len(names := os.listdir(tmp_path)) < 2:
         assert time.monotonic() < deadline and parent.poll() is None, "the processes have not begun"
         time.sleep(0.05)
+    if send is os.killpg:  # while it is stopped: the kernel then gives it to any of its threads
+        parent.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, parent.pid, os.WSTOPPED | os.WNOWAIT)
     send(parent.pid, number)
+    parent.send_signal(signal.SIGCONT)
     try:
         _, told = parent.communicate(timeout=60)
     finally:
