@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import math
@@ -24,6 +25,7 @@ from algos.publish import save_tensors
 from engines.models.loader import merge_factors
 from engines.relay.held import Held
 
+_NO_COMPILE = "TORCHDYNAMO_DISABLE"
 _PIECE_BYTES = 4 << 20  # of all ranks together: large enough for bandwidth, small compared to any large parameter
 _UNREADABLE = (
     *(OSError, EOFError, RuntimeError, pickle.UnpicklingError),
@@ -50,6 +52,7 @@ def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
     import deepspeed  # after DS_ACCELERATOR: the import picks the accelerator
     import deepspeed.ops
 
+    _import_muon()
     if not on_cuda:
         # With an empty table of compilable ops, `init_distributed` does not compile its shared-memory all-reduce. That
         # would take 23 s and need a compiler, and training does not use it.
@@ -66,6 +69,19 @@ def stop_deepspeed() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _import_muon() -> None:
+    """Imports DeepSpeed's Muon, which its ZeRO optimizers import for every optimizer, without compiling its function:
+    torch.compile would import all of Inductor, which takes each rank 1.2 s."""
+    before = os.environ.get(_NO_COMPILE)
+    os.environ[_NO_COMPILE] = "1"
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        del os.environ[_NO_COMPILE]
+        if before is not None:
+            os.environ[_NO_COMPILE] = before
 
 
 def _quieten() -> None:

@@ -43,10 +43,11 @@ from experiments import launch
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTS = (
+    *("wandb", "wandb.sdk.launch.inputs.internal"),  # first: it looks through all modules for each of its classes
     *("engines.rollout.world", "experiments.training", "experiments.figures", "pytest"),
-    *("deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer"),
+    *("deepspeed.ops", "deepspeed.module_inject.auto_ep_layer"),
     *("transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "peft", "typeguard"),
-    *("experiments.generation", "experiments.train", "wandb", "wandb.sdk.launch.inputs.internal"),
+    *("experiments.generation", "experiments.train"),
 )
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 FORKED = "forked"

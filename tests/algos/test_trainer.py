@@ -23,7 +23,7 @@ from algos.experience import Experience
 from algos.grpo import GRPO
 from algos.pretrained import load_model
 from algos.trainer import Trainer
-from tests.worlds import error_of, run_world
+from tests.worlds import error_of, run_python, run_world
 
 STAGES = (0, 1, 2, 3)
 TEMPERATURE = 0.8
@@ -499,3 +499,26 @@ def test_sections_of_a_json_win(tmp_path: Path) -> None:
 def test_trainer_config_refuses_by_name(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=r"TrainerConfig\.\w+=.*: must be"):
         TrainerConfig(**{field: value})
+
+
+def test_deepspeed_starts_without_inductor_and_others_may_still_compile() -> None:
+    """DeepSpeed's Muon brings it, by one decorator."""
+    done = run_python(["-c", START])
+    assert done.stdout.split()[-2:] == ["False", "True"], done.stdout + done.stderr
+
+
+START = """
+import sys, torch
+from algos.deepspeed_engine import start_deepspeed, stop_deepspeed
+start_deepspeed()
+import deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2
+from deepspeed.runtime.zero.muon.original_muon import muon_update
+print("torch._inductor.compile_fx" in sys.modules, end=" ")
+called = []
+def backend(graph, inputs):
+    called.append(graph)
+    return graph.forward
+torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+print(len(called) == 1)
+stop_deepspeed()
+"""
