@@ -77,7 +77,8 @@ def _import_muon() -> None:
     before = os.environ.get(_NO_COMPILE)
     os.environ[_NO_COMPILE] = "1"
     try:
-        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        with contextlib.suppress(ModuleNotFoundError):  # of another version
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     finally:
         del os.environ[_NO_COMPILE]
         if before is not None:

@@ -72,7 +72,7 @@ def test_processes_end_with_the_one_that_started_them(
         time.sleep(0.05)
     if send is os.killpg:  # while it is stopped: the kernel then gives it to any of its threads
         parent.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, parent.pid, os.WSTOPPED | os.WNOWAIT)
+        os.waitid(os.P_PID, parent.pid, os.WSTOPPED | os.WCONTINUED | os.WEXITED | os.WNOWAIT)
     send(parent.pid, number)
     parent.send_signal(signal.SIGCONT)
     try:
