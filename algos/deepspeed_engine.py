@@ -52,7 +52,6 @@ def start_deepspeed(timeout: timedelta = timedelta(minutes=10)) -> torch.device:
     import deepspeed  # after DS_ACCELERATOR: the import picks the accelerator
     import deepspeed.ops
 
-    _import_muon()
     if not on_cuda:
         # With an empty table of compilable ops, `init_distributed` does not compile its shared-memory all-reduce. That
         # would take 23 s and need a compiler, and training does not use it.
@@ -69,20 +68,6 @@ def stop_deepspeed() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _import_muon() -> None:
-    """Imports DeepSpeed's Muon, which its ZeRO optimizers import for every optimizer, without compiling its function:
-    torch.compile would import all of Inductor, which takes each rank 1.2 s."""
-    before = os.environ.get(_NO_COMPILE)
-    os.environ[_NO_COMPILE] = "1"
-    try:
-        with contextlib.suppress(ModuleNotFoundError):  # of another version
-            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    finally:
-        del os.environ[_NO_COMPILE]
-        if before is not None:
-            os.environ[_NO_COMPILE] = before
 
 
 def _quieten() -> None:
@@ -104,6 +89,8 @@ def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfi
     """A DeepSpeed engine that trains `model`. Collective."""
     import deepspeed
 
+    if resolved.deepspeed["optimizer"]["type"].lower() != "muon":
+        _import_muon()
     scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=partial(lr_factor, config))
     with contextlib.redirect_stdout(io.StringIO()):  # one of its optimizers prints memory figures
         engine, *_ = deepspeed.initialize(
@@ -115,6 +102,20 @@ def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfi
     engine.train()
     _undo_first_step(engine)
     return engine
+
+
+def _import_muon() -> None:
+    """Imports DeepSpeed's Muon, as DeepSpeed does for every optimizer, but without compiling its function: torch.compile
+    would import all of Inductor, which takes each rank 1.2 s."""
+    before = os.environ.get(_NO_COMPILE)
+    os.environ[_NO_COMPILE] = "1"
+    try:
+        with contextlib.suppress(ModuleNotFoundError):  # of another version
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        del os.environ[_NO_COMPILE]
+        if before is not None:
+            os.environ[_NO_COMPILE] = before
 
 
 def _undo_first_step(engine: Any) -> None:

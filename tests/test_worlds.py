@@ -10,13 +10,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.proc import is_running
 from tests.serving import until
 from tests.worlds import Popen, Python, run_python, run_world
 
@@ -59,10 +59,6 @@ def test_a_world_finds_nothing_of_the_one_before(monkeypatch: pytest.MonkeyPatch
     assert run_world(leave_something, 1) == [["by the test", None]]
 
 
-def is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-
-
 def poll_with(process: Any, others: threading.Barrier) -> int | None:
     others.wait()
     code: int | None = process.poll()
@@ -89,7 +85,7 @@ def test_a_module_that_is_forked_is_as_subprocess_starts_it(tmp_path: Path) -> N
             )
             with process.stdin as stdin:
                 stdin.write(b"given\n")
-            until(partial(is_zombie, process.pid), "it has ended")
+            until(lambda pid=process.pid: not is_running(pid), "it has ended")
         together = threading.Barrier(8)
         with ThreadPoolExecutor(8) as pool:
             assert {3} <= {*pool.map(poll_with, [process] * 8, [together] * 8)} <= {3, None}  # as of subprocess's
@@ -180,11 +176,3 @@ def wait_for(path: Path) -> str:
         assert time.monotonic() < deadline, path
         time.sleep(0.05)
     return text
-
-
-def is_running(pid: int) -> bool:
-    """Whether it runs; one that has ended and that nobody has asked for counts as ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -21,6 +21,7 @@ from engines.kvcache import peer
 from engines.kvcache.peer import PeerKVStore
 from tests.engines.test_decoding import nested
 from tests.engines.test_kv_store import CONTENT, export, has, make_tiers
+from tests.proc import state_of
 from tests.worlds import ROOT
 
 TOKEN = bytes(range(32))
@@ -101,11 +102,6 @@ store = t.make_store(Path(sys.argv[1]), "there")
 print(t.export(store).location, flush=True)
 time.sleep(600)
 """
-
-
-def state_of(pid: int) -> str:
-    """The letter that ps shows."""
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])

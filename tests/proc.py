@@ -1,0 +1,18 @@
+"""What Linux says of a process. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def state_of(pid: int) -> str:
+    """Returns the letter that ps shows, such as T for stopped or Z for ended; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """One that has ended, and that its parent has not asked for yet, does not count."""
+    return state_of(pid) not in ("", "Z")
