@@ -105,8 +105,8 @@ def make_engine(model: nn.Module, config: TrainerConfig, resolved: ResolvedConfi
 
 
 def _import_muon() -> None:
-    """Imports DeepSpeed's Muon, as DeepSpeed does for every optimizer, but without compiling its function: torch.compile
-    would import all of Inductor, which takes each rank 1.2 s."""
+    """Imports DeepSpeed's Muon, as DeepSpeed does for every optimizer, but without compiling its function:
+    torch.compile would import all of Inductor, which takes each rank 1.2 s."""
     before = os.environ.get(_NO_COMPILE)
     os.environ[_NO_COMPILE] = "1"
     try:
